@@ -1,0 +1,214 @@
+"""From a plan to units: materialise, synchronise, flatten, and put the hooks in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.comm.collectives import Operation, broadcast_
+from layerzero.config import MixedPrecision
+from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
+from layerzero.core.groups import ShardGroup
+from layerzero.materialize import Materializer
+from layerzero.runtime import hooks
+from layerzero.runtime.unit import Unit, UnitOptions, set_unit
+from layerzero.wrap import UnitPlan, Visit
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBuilder:
+    """Builds the units of one `ZeRO3` call; what does not depend on the unit is here."""
+
+    group: ShardGroup
+    device: torch.device
+    mixed_precision: MixedPrecision
+    reshard_after_forward: bool | Callable[[nn.Module, str], bool]
+    gradient_scale: float
+    deterministic: bool
+    materializer: Materializer
+    sync_module_states: bool
+
+    def build(self, plans: list[UnitPlan], visits: list[Visit]) -> list[Unit]:
+        """Units in the order of `plans`. Collective with `sync_module_states`.
+
+        Modules are visited in order, and a unit is flattened as soon as its last module was, so
+        that a model on the meta device never needs more than its shards and the units around the
+        current module.
+        """
+        last_visit = {id(visit.plan): index for index, visit in enumerate(visits)}
+        for plan in plans:
+            # A tied parameter may be used by modules after its unit's own last one.
+            modules = {id(slot.module) for o in plan.originals for slot in o.slots}
+            indices = [i for i, visit in enumerate(visits) if id(visit.module) in modules]
+            last_visit[id(plan)] = max([last_visit[id(plan)], *indices])
+        finished: dict[int, Unit] = {}
+        for index, visit in enumerate(visits):
+            self._prepare(visit)
+            for plan in plans:
+                if last_visit[id(plan)] == index:
+                    finished[id(plan)] = self._finish(plan)
+        for plan in plans:
+            unit = finished[id(plan)]
+            unit.lenders = tuple(finished[id(lender)] for lender in plan.lenders)
+            if plan.parent is not None:
+                finished[id(plan.parent)].has_nested_units = True
+        return [finished[id(plan)] for plan in plans]
+
+    def _prepare(self, visit: Visit) -> None:
+        if visit.plan.existing is not None:
+            return
+        keeps = self._keeps_float32(visit.module)
+        self.materializer(visit.fqn, visit.module, keeps)
+        if keeps:
+            hooks.keep_float32(visit.module)
+        if self.sync_module_states:
+            for name, buffer in visit.module._buffers.items():
+                if buffer is not None:
+                    self._broadcast(buffer, f"buffer {visit.fqn}.{name}")
+
+    def _finish(self, plan: UnitPlan) -> Unit:
+        if plan.existing is not None:
+            inner = plan.fqn.removesuffix(plan.existing.fqn).rstrip(".")
+            plan.existing.rename(inner)
+            return plan.existing
+        kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[OriginalParameter]] = {}
+        for original in plan.originals:
+            first = original.slots[0]
+            parameter = first.module._parameters[first.name]
+            assert parameter is not None
+            original.parameter = parameter
+            if self.sync_module_states:
+                on_device = parameter.detach().to(self.device)
+                self._broadcast(on_device, f"parameter {original.fqn}")
+                parameter.data = on_device
+            key = (parameter.dtype, self._compute_dtype(original), parameter.requires_grad)
+            kinds.setdefault(key, []).append(original)
+        handles = [
+            FlatParamHandle(
+                originals,
+                self.group,
+                self.device,
+                compute_dtype,
+                reduce_dtype=self._reduce_dtype(compute_dtype),
+            )
+            for (_, compute_dtype, _), originals in kinds.items()
+        ]
+        reshard = self.reshard_after_forward
+        unit = Unit(
+            plan.fqn,
+            plan.module,
+            handles,
+            list(kinds.values()),
+            UnitOptions(
+                mixed_precision=self.mixed_precision,
+                reshard_after_forward=bool(
+                    reshard(plan.module, plan.fqn) if callable(reshard) else reshard
+                ),
+                gradient_scale=self.gradient_scale,
+                deterministic=self.deterministic,
+            ),
+        )
+        set_unit(plan.module, unit)
+        hooks.install(plan.module, "forward", unit)
+        owners = {id(s.module): s.module for o in plan.originals for s in o.slots}
+        for module in owners.values():
+            if module is not plan.module and type(module).forward is not nn.Module.forward:
+                hooks.install(module, "forward", unit)
+        for original in plan.originals:
+            del original.parameter
+        return unit
+
+    def _keeps_float32(self, module: nn.Module) -> bool:
+        precision = self.mixed_precision
+        return precision.param_dtype is not None and isinstance(module, precision.keep_float32)
+
+    def _compute_dtype(self, original: OriginalParameter) -> torch.dtype:
+        dtype = original.parameter.dtype
+        if not dtype.is_floating_point:
+            return dtype
+        if any(self._keeps_float32(slot.module) for slot in original.slots):
+            return torch.float32
+        return self.mixed_precision.param_dtype or dtype
+
+    def _reduce_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        if not compute_dtype.is_floating_point:
+            return compute_dtype
+        return self.mixed_precision.reduce_dtype or compute_dtype
+
+    def _broadcast(self, tensor: torch.Tensor, name: str) -> None:
+        broadcast_(tensor, self.group, Operation("synchronisation", name, 0))
+
+
+def resolve_device(
+    device: torch.device | str | int | None,
+    plans: list[UnitPlan],
+    process_group: dist.ProcessGroup,
+) -> torch.device:
+    """Where parameters will live; checks what they are before anything is changed.
+
+    Raises:
+        ValueError: parameters of one unit are on several devices, or of a kind that cannot be
+            sharded.
+        NotImplementedError: a DTensor parameter.
+    """
+    rank = dist.get_rank()
+    found: dict[torch.device, tuple[str, str]] = {}
+    for plan in plans:
+        if plan.existing is not None:
+            for handle in plan.existing.handles:
+                found.setdefault(handle.main_shard.device, (plan.label, handle.fqns[0]))
+            continue
+        places: dict[torch.device, str] = {}
+        for original in plan.originals:
+            _check_parameter(plan, original, rank)
+            if not original.parameter.is_meta:
+                places.setdefault(original.parameter.device, original.fqn)
+        if device is None and len(places) > 1:
+            raise ValueError(
+                f"{plan.label} (rank {rank}): parameters of one unit need one device, got "
+                + " and ".join(f"{place} ({fqn!r})" for place, fqn in places.items())
+                + "; move the module first, or pass device="
+            )
+        for place, fqn in places.items():
+            found.setdefault(place, (plan.label, fqn))
+    if device is not None:
+        return _with_index(torch.device(device))
+    if len(found) > 1:
+        raise ValueError(
+            f"rank {rank}: units of one model need one device, got "
+            + " and ".join(f"{place} ({fqn!r})" for place, (_, fqn) in found.items())
+            + "; move the module first, or pass device="
+        )
+    if found:
+        return next(iter(found))
+    backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(","))
+    accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend]
+    available = torch.accelerator.is_available()
+    if available and torch.accelerator.current_accelerator().type in accelerators:  # type: ignore[union-attr]
+        return _with_index(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
+    return torch.device("cpu")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type != "cpu" and device.index is None:
+        return torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> None:
+    parameter = original.parameter
+    where = f"{plan.label} (rank {rank}): parameter {original.fqn!r}"
+    if isinstance(parameter, DTensor):
+        raise NotImplementedError(f"{where} is a DTensor, which is not supported yet")
+    if parameter.layout is not torch.strided:
+        raise ValueError(f"{where} has layout {parameter.layout}; expected a dense parameter")
+    if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
+        raise ValueError(
+            f"{where} is of {parameter.dtype} and requires grad; expected a floating-point "
+            "dtype: call requires_grad_(False) on it or cast it"
+        )

@@ -1,0 +1,247 @@
+"""The collectives of the engine: all-gather, reduce-scatter and small exchanges on 1-D tensors.
+
+Each verb knows which call serves a backend best. On gloo, where every rank pair has its own
+connection, the point-to-point calls move the same bytes straight between the final places:
+measured on 2 ranks (benchmarks/bench_collectives.py) an all-gather of 1 MB takes about the time
+of gloo's own, and a reduce-scatter a third of gloo's, because the sum is ours.
+
+Note [A message carries its name]
+    Point-to-point messages match by tag, and the tag is a hash of the operation, the unit, the
+    size and the operation's number in this model. Ranks that issue different operations never
+    exchange bytes: they wait until the timeout, and the error says who waits for what. Without
+    this, two gathers of equal size in swapped order would silently mix the weights of two units,
+    and of unequal size would abort the process inside gloo.
+
+Note [Rank order]
+    Sums are taken in rank order, in float32 at least, so they do not depend on who arrives first.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from layerzero.comm.diagnosis import diagnose
+from layerzero.core.groups import ShardGroup
+
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Operation(NamedTuple):
+    """The name of one collective: what, of which unit, the how-manieth of this model."""
+
+    verb: str
+    unit: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.verb} of {self.unit} (#{self.number})"
+
+    def tag(self, nbytes: int) -> int:
+        """See Note [A message carries its name]; non-negative and apart from small user tags."""
+        name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}"
+        return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
+
+
+class Pending:
+    """A collective under way; `wait` for the result, `drain` before its buffers are freed."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        group: ShardGroup,
+        receives: Sequence[tuple[dist.Work, int]] = (),
+        sends: Sequence[tuple[dist.Work, int]] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        """`receives` and `sends` pair a handle with the peer's rank in the group, or -1: all."""
+        self.operation = operation
+        self._group = group
+        self._receives = receives
+        self._sends = sends
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return when the result is there (on a device with streams: is ordered before).
+
+        Raises:
+            CollectiveError: a peer is dead, or did not take part within the timeout.
+        """
+        self._await(self._receives)
+        self._receives = ()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def drain(self) -> None:
+        """Return when no peer reads this rank's buffers any more. Raises as `wait` does."""
+        if self._receives or self._finish is not None:
+            self.wait()
+        self._await(self._sends)
+        self._sends = ()
+
+    def _await(self, works: Sequence[tuple[dist.Work, int]]) -> None:
+        timed = self._group.backend == "gloo"
+        for work, peer in works:
+            try:
+                if timed:
+                    work.wait(self._group.timeout)
+                else:
+                    work.wait()
+            except RuntimeError as error:
+                raise diagnose(str(self.operation), self._group, peer, error) from error
+
+
+def all_gather(
+    full: torch.Tensor, shard: torch.Tensor, group: ShardGroup, operation: Operation
+) -> Pending:
+    """Gather every rank's shard into `full`. Collective over the group; does not block the host.
+
+    Args:
+        full: [group_size * shard_numel]; written.
+        shard: [shard_numel] of the same dtype; may be this rank's slice of `full`. Must not
+            change until the returned handle is drained.
+    """
+    numel = shard.numel()
+    if group.backend != "gloo":
+        work = _all_gather_single(full, shard, group=group.process_group, async_op=True)
+        return Pending(operation, group, [(work, -1)])
+    rank = group.rank
+    own = full[rank * numel : (rank + 1) * numel]
+    if own.data_ptr() != shard.data_ptr():
+        own.copy_(shard)
+    slices = [full[peer * numel : (peer + 1) * numel] for peer in range(group.size)]
+    return _exchange(slices, [shard] * group.size, group, operation)
+
+
+def all_to_all(
+    received: torch.Tensor, chunks: torch.Tensor, group: ShardGroup, operation: Operation
+) -> Pending:
+    """Send chunk i of `chunks` to rank i. Collective over the group; does not block the host.
+
+    Args:
+        received: [group_size * chunk_numel]; chunk i comes from rank i. This rank's own chunk is
+            left alone on gloo: read it from `chunks`.
+        chunks: [group_size * chunk_numel]; must not change until the handle is drained.
+    """
+    if group.backend != "gloo":
+        work = dist.all_to_all_single(received, chunks, group=group.process_group, async_op=True)
+        return Pending(operation, group, [(work, -1)])
+    return _exchange(
+        list(received.chunk(group.size)), list(chunks.chunk(group.size)), group, operation
+    )
+
+
+def reduce_scatter(
+    chunks: torch.Tensor,
+    group: ShardGroup,
+    operation: Operation,
+    scale: float = 1.0,
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, Pending]:
+    """Sum chunk r of every rank's `chunks` on rank r. Collective; does not block the host.
+
+    Args:
+        chunks: [group_size * chunk_numel] in the dtype that travels; must not change until the
+            handle is drained.
+        scale: factor on the sum (1 / group_size makes a mean).
+        deterministic: sum in rank order in float32 on every backend; gloo always does.
+
+    Returns:
+        ([chunk_numel] scaled sum, valid once the handle was waited for, and the handle). The sum
+        is float32 (float64 for float64) where the engine sums, else in the dtype that travels.
+    """
+    chunk_numel = chunks.numel() // group.size
+    if group.backend != "gloo" and not deterministic:
+        if scale != 1.0 and chunks.dtype == torch.float16:
+            # The range of float16 is the narrowest: scale before the sum can overflow.
+            chunks.mul_(scale)
+            scale = 1.0
+        summed = chunks.new_empty(chunk_numel)
+        work = _reduce_scatter_single(summed, chunks, group=group.process_group, async_op=True)
+        finish = None if scale == 1.0 else (lambda: _scale(summed, scale))
+        return summed, Pending(operation, group, [(work, -1)], finish=finish)
+    dtype = torch.promote_types(chunks.dtype, torch.float32)
+    summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
+    received = torch.empty_like(chunks)
+    pending = all_to_all(received, chunks, group, operation)
+    parts = list(received.chunk(group.size))
+    parts[group.rank] = chunks[group.rank * chunk_numel : (group.rank + 1) * chunk_numel]
+    pending._finish = lambda: _sum_in_rank_order(parts, summed, scale)
+    return summed, pending
+
+
+def gather_flags(
+    flags: Sequence[bool], group: ShardGroup, device: torch.device, operation: Operation
+) -> tuple[torch.Tensor, Pending]:
+    """Gather one byte per flag from every rank. Collective; does not block the host.
+
+    Returns:
+        ([group_size, len(flags)] uint8, valid once the handle was waited for, and the handle).
+    """
+    if all(flags):
+        own = torch.ones(len(flags), dtype=torch.uint8, device=device)
+    else:
+        own = torch.tensor(flags, dtype=torch.uint8).to(device, non_blocking=True)
+    table = torch.empty(group.size * len(flags), dtype=torch.uint8, device=device)
+    return table.view(group.size, -1), all_gather(table, own, group, operation)
+
+
+def all_reduce_(
+    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: ShardGroup, operation: Operation
+) -> torch.Tensor:
+    """All-reduce a small tensor in place. Collective; on CPU it blocks until done."""
+    work = dist.all_reduce(tensor, op, group=group.process_group, async_op=True)
+    Pending(operation, group, [(work, -1)]).wait()
+    return tensor
+
+
+def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
+    """Copy a tensor of the group's first rank to all, in place. Collective; blocks on CPU."""
+    work = dist.broadcast(tensor, group.ranks[0], group=group.process_group, async_op=True)
+    Pending(operation, group, [(work, -1)]).wait()
+    return tensor
+
+
+def _exchange(
+    incoming: Sequence[torch.Tensor],
+    outgoing: Sequence[torch.Tensor],
+    group: ShardGroup,
+    operation: Operation,
+) -> Pending:
+    """Swap one tensor with each other rank, point to point; entry i belongs to rank i."""
+    process_group = group.process_group
+    receives, sends = [], []
+    for step in range(1, group.size):
+        # Staggered, so that not every rank talks to rank 0 first.
+        source = (group.rank - step) % group.size
+        target = (group.rank + step) % group.size
+        if incoming[source].numel():
+            tag = operation.tag(incoming[source].nbytes)
+            receives.append((process_group.recv([incoming[source]], source, tag), source))
+        if outgoing[target].numel():
+            tag = operation.tag(outgoing[target].nbytes)
+            sends.append((process_group.send([outgoing[target]], target, tag), target))
+    return Pending(operation, group, receives, sends)
+
+
+def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float) -> None:
+    if len(parts) > 1 and parts[0].dtype == out.dtype:
+        torch.add(parts[0], parts[1], out=out)
+        rest = parts[2:]
+    else:
+        out.copy_(parts[0])
+        rest = parts[1:]
+    for part in rest:
+        out.add_(part)
+    _scale(out, scale)
+
+
+def _scale(tensor: torch.Tensor, scale: float) -> None:
+    if scale != 1.0:
+        tensor.mul_(scale)

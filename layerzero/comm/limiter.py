@@ -1,0 +1,34 @@
+"""GatherLimiter: how many full units, or bytes of them, prefetching may keep resident.
+
+Pure bookkeeping in issue order, the same on every rank, so it never makes ranks disagree and
+never blocks the host. That the count also bounds *device* memory is the unshard lane's doing: it
+waits for the mark of the last free before it writes a new full buffer (docs/streams.md).
+"""
+
+from __future__ import annotations
+
+from layerzero.config import GatherBudget
+
+
+class GatherLimiter:
+    """Counts resident full buffers against a budget."""
+
+    def __init__(self, budget: GatherBudget) -> None:
+        self.budget = budget
+        self.num_units = 0
+        self.nbytes = 0
+
+    def admits(self, nbytes: int) -> bool:
+        """Whether a prefetch of `nbytes` fits. A gather that is needed now never asks."""
+        budget = self.budget
+        if budget.max_units is not None and self.num_units + 1 > budget.max_units:
+            return False
+        return budget.max_nbytes is None or self.nbytes + nbytes <= budget.max_nbytes
+
+    def acquire(self, nbytes: int) -> None:
+        self.num_units += 1
+        self.nbytes += nbytes
+
+    def release(self, nbytes: int) -> None:
+        self.num_units -= 1
+        self.nbytes -= nbytes

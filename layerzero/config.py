@@ -1,0 +1,139 @@
+"""What a user can choose: frozen, keyword-only settings, checked when they are made."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+WrapPolicy = Callable[[nn.Module, str], bool]
+ModuleClasses = tuple[type[nn.Module], ...]
+
+
+class BackwardPrefetch(enum.Enum):
+    """When the next unit of the backward pass is gathered.
+
+    BACKWARD_PRE: before the current unit's gradients are computed (more overlap, one more full
+    unit resident). BACKWARD_POST: after they were handed to the reduction (less memory).
+    """
+
+    BACKWARD_PRE = "backward_pre"
+    BACKWARD_POST = "backward_post"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """Dtypes of the parts of a step. None keeps what is there.
+
+    Attributes:
+        param_dtype: dtype of full parameters in forward and backward; the main shards, which the
+            optimizer updates, keep the original dtype.
+        reduce_dtype: dtype in which gradients travel; None means the dtype they were computed in.
+            They are summed in float32 at least, wherever the engine does the sum itself.
+        buffer_dtype: dtype floating-point buffers are cast to at construction.
+        output_dtype: dtype floating-point outputs of the wrapped module are cast to.
+        cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
+        keep_float32: module classes whose own parameters and buffers stay float32; their inputs
+            are cast to float32 and their outputs back to the dtype that came in.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    keep_float32: ModuleClasses = ()
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+            dtype = getattr(self, field)
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ValueError(
+                    f"MixedPrecision.{field}: expected a floating-point torch.dtype or None, "
+                    f"got {dtype!r}"
+                )
+        object.__setattr__(self, "keep_float32", tuple(self.keep_float32))
+        for cls in self.keep_float32:
+            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+                raise TypeError(
+                    f"MixedPrecision.keep_float32: expected nn.Module classes, got {cls!r}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadPolicy:
+    """What lives in host memory between uses.
+
+    Attributes:
+        params: main shards, their gradients and the optimizer's state.
+        grads: gradients that add up over micro-batches.
+        pin_memory: page-lock that memory, for asynchronous copies.
+    """
+
+    params: bool = False
+    grads: bool = False
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherBudget:
+    """How many full units, or bytes of them, prefetching may keep resident. None: no bound."""
+
+    max_units: int | None = None
+    max_nbytes: int | None = None
+
+    @classmethod
+    def parse(cls, value: bool | int | str, *, default_units: int) -> GatherBudget:
+        """Read the `limit_all_gathers` argument: False, True, units (int) or bytes ("512MB")."""
+        if value is False:
+            return cls()
+        if value is True:
+            return cls(max_units=default_units)
+        if isinstance(value, int):
+            if value < 1:
+                raise ValueError(f"limit_all_gathers: expected at least 1 unit, got {value}")
+            return cls(max_units=value)
+        if isinstance(value, str):
+            return cls(max_nbytes=parse_nbytes(value))
+        raise TypeError(
+            "limit_all_gathers: expected bool, int (units) or str such as '2GB' (bytes), "
+            f"got {value!r}"
+        )
+
+
+_NBYTES_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*", re.I)
+_NBYTES_FACTORS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_nbytes(text: str) -> int:
+    """Bytes named by a string such as "512MB" or "1.5 GiB"; ValueError when it names none."""
+    match = _NBYTES_PATTERN.fullmatch(text)
+    nbytes = int(float(match[1]) * _NBYTES_FACTORS[match[2].lower()]) if match else 0
+    if nbytes < 1:
+        raise ValueError(f"expected a size such as '512MB' or '2GiB', got {text!r}")
+    return nbytes
+
+
+def prefetch_depth(value: bool | int, name: str) -> int:
+    """Depth of a prefetch argument: False is 0, True is 1, an int is itself."""
+    if isinstance(value, bool):
+        return int(value)
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}: expected a bool or a depth >= 0, got {value!r}")
+    return value

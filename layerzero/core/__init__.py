@@ -1,0 +1,1 @@
+"""What a sharded parameter is: layout, buffers, views. No autograd, no policy."""

@@ -1,0 +1,188 @@
+"""FlatParamHandle: one flat parameter, its main shard, and the full buffer it is gathered into.
+
+Note [Views outlive storage]
+    The full parameters are leaves of autograd, made once, as views of one flat tensor whose
+    storage is resized between zero bytes and all of them. Autograd saves the views, not the
+    bytes; when the storage is back for the backward pass, so are the values. Each leaf is made
+    through `.data` and hence has a version counter of its own: writing the gathered values does
+    not look like an in-place change of a tensor that autograd saved.
+
+Note [One rank is whole]
+    In a group of one rank whose compute dtype is the main dtype, the shard is everything: the
+    full parameters are views of the main shard, and nothing is ever gathered, copied or freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from layerzero.core.gradients import GradientBuffer
+from layerzero.core.groups import ShardGroup
+from layerzero.core.layout import ALIGNMENT_NBYTES, FlatLayout
+from layerzero.core.parameter_info import ParameterInfo, copy_attributes, set_info
+from layerzero.core.views import Slot
+
+
+@dataclass
+class OriginalParameter:
+    """A parameter as the user wrote it, and every place in the module tree that shows it."""
+
+    fqn: str
+    parameter: nn.Parameter
+    slots: list[Slot]
+
+
+class FlatParamHandle:
+    """The buffers behind one flat parameter. Knows no streams and issues no collective."""
+
+    fqns: list[str]
+    """Names of the original parameters, in order."""
+    shapes: tuple[torch.Size, ...]
+    layout: FlatLayout
+    group: ShardGroup
+    main_shard: torch.Tensor
+    """[shard_numel] in the original dtype; the sharded parameters are views of it."""
+    sharded_params: list[nn.Parameter]
+    """One 1-D piece per original parameter: what the user and the optimizer see."""
+    full_params: list[nn.Parameter]
+    """One leaf per original parameter; see Note [Views outlive storage]."""
+    gradients: GradientBuffer
+    version: int
+    """Version of the main shard that was gathered last."""
+
+    def __init__(
+        self,
+        originals: Sequence[OriginalParameter],
+        group: ShardGroup,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        """Copy this rank's part of `originals` (one dtype) to `device`. Not collective."""
+        parameters = [original.parameter for original in originals]
+        dtype = parameters[0].dtype
+        self.fqns = [original.fqn for original in originals]
+        self.shapes = tuple(parameter.shape for parameter in parameters)
+        self.group = group
+        self.layout = FlatLayout.build(
+            [parameter.numel() for parameter in parameters],
+            group.size,
+            alignment=max(1, ALIGNMENT_NBYTES // min(dtype.itemsize, compute_dtype.itemsize)),
+        )
+        self.version = -1
+        self.main_shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        self._pieces = self.layout.pieces(group.rank)
+        self.sharded_params = [
+            self._make_sharded(original, index) for index, original in enumerate(originals)
+        ]
+        self._pointers = [parameter.data_ptr() for parameter in self.sharded_params]
+        self.is_whole = group.size == 1 and compute_dtype == dtype
+        self._make_full(originals, compute_dtype)
+        self.gradients = GradientBuffer(
+            self.layout, self.shapes, group.rank, reduce_dtype, device, self.sharded_params
+        )
+
+    def _make_sharded(self, original: OriginalParameter, index: int) -> nn.Parameter:
+        _, start, stop, offset = self._pieces[index]
+        piece = self.main_shard[offset : offset + stop - start]
+        if stop > start:
+            piece.copy_(original.parameter.detach().reshape(-1)[start:stop])
+        sharded = nn.Parameter(piece, requires_grad=original.parameter.requires_grad)
+        copy_attributes(original.parameter, sharded)
+        set_info(sharded, ParameterInfo(original.fqn, original.parameter.shape, (start, stop)))
+        return sharded
+
+    def _make_full(
+        self, originals: Sequence[OriginalParameter], compute_dtype: torch.dtype
+    ) -> None:
+        if self.is_whole:
+            self.full = self.main_shard.data
+        else:
+            self.full = torch.empty(
+                self.layout.padded_numel, dtype=compute_dtype, device=self.main_shard.device
+            )
+        self._storage = self.full.untyped_storage()
+        self.full_params = []
+        for original, start, numel in zip(
+            originals, self.layout.starts, self.layout.numels, strict=True
+        ):
+            view = self.full.data[start : start + numel].view(original.parameter.shape)
+            leaf = nn.Parameter(view.data, requires_grad=original.parameter.requires_grad)
+            copy_attributes(original.parameter, leaf)
+            self.full_params.append(leaf)
+        own = self.group.rank * self.layout.shard_numel
+        self._own_slice = self.full.data[own : own + self.layout.shard_numel]
+        if not self.is_whole:
+            self._storage.resize_(0)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the full buffer while it is resident; 0 when it is the shard itself."""
+        return 0 if self.is_whole else self.layout.padded_numel * self.full.element_size()
+
+    @property
+    def is_resident(self) -> bool:
+        return self._storage.nbytes() > 0 or not self.full_nbytes
+
+    @property
+    def needs_cast(self) -> bool:
+        return self.full.dtype != self.main_shard.dtype
+
+    def allocate_full(self) -> None:
+        self._storage.resize_(self.full_nbytes)
+
+    def free_full(self) -> None:
+        if not self.is_whole:
+            self._storage.resize_(0)
+
+    def compute_shard(self) -> torch.Tensor:
+        """[shard_numel] in the compute dtype: what this rank contributes to the gather.
+
+        In one dtype that is the main shard itself, without a copy; otherwise the cast is written
+        where it belongs in the (allocated) full buffer.
+        """
+        return self._own_slice.copy_(self.main_shard) if self.needs_cast else self.main_shard
+
+    def adopt_changes(self, where: str) -> None:
+        """Take over values a user put in place by assigning `parameter.data`.
+
+        Raises:
+            ValueError: the new tensor has another shape, dtype or device than the piece.
+        """
+        for index, (parameter, pointer) in enumerate(
+            zip(self.sharded_params, self._pointers, strict=True)
+        ):
+            if parameter.data_ptr() != pointer or parameter.numel() != self._pieces[index].numel:
+                self._adopt(index, parameter, where)
+
+    def _adopt(self, index: int, parameter: nn.Parameter, where: str) -> None:
+        piece = self._pieces[index]
+        own = self.main_shard[piece.offset : piece.offset + piece.numel]
+        new = parameter.data
+        if new.shape != own.shape or new.dtype != own.dtype or new.device != own.device:
+            raise ValueError(
+                f"{where}: the data of parameter {self.fqns[index]!r} was replaced after wrapping: "
+                f"expected this rank's piece, shape {tuple(own.shape)}, {own.dtype} on "
+                f"{own.device}, got shape {tuple(new.shape)}, {new.dtype} on {new.device}; "
+                "cast or move the module before wrapping it, and change full values inside "
+                "summon_full_params()"
+            )
+        own.copy_(new)
+        parameter.data = own
+
+    def update_requires_grad(self) -> bool:
+        """Let the leaves follow `requires_grad` of the sharded parameters; True on a change."""
+        changed = False
+        for sharded, leaf in zip(self.sharded_params, self.full_params, strict=True):
+            if sharded.requires_grad != leaf.requires_grad:
+                leaf.requires_grad_(sharded.requires_grad)
+                changed = True
+        return changed
+
+    def trainable(self) -> list[int]:
+        """Indices of the parameters that require grad now."""
+        return [i for i, leaf in enumerate(self.full_params) if leaf.requires_grad]

@@ -1,0 +1,187 @@
+"""GradientBuffer: gradients of one flat parameter, from the leaves to the sharded parameters.
+
+    leaf.grad --collect--> buffer [group_size * chunk_numel] --reduction--> chunk --deliver-->
+    sharded.grad
+
+One copy per gradient; the buffer's storage exists only from the first `collect` until the
+reduction is done. Without a reduction (`no_sync`) it stays and further gradients add up in it.
+`deliver` is the only writer of `.grad`, so a backward pass that fails changes no gradient the
+user can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from layerzero.core.layout import FlatLayout, GradientLayout
+
+
+class GradientBuffer:
+    """Collects full gradients of one flat parameter and hands out this rank's part of the sum."""
+
+    present: set[int]
+    """Parameters that had a gradient on this rank since the last reduction."""
+    holds_sum: bool
+    """Whether gradients wait in the buffer (or, in a group of one, in `_local`)."""
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        shapes: Sequence[torch.Size],
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sharded_params: list[nn.Parameter],
+    ) -> None:
+        self._layout = layout
+        self._shapes = shapes
+        self._rank = rank
+        self._dtype = dtype
+        self._device = device
+        self._sharded_params = sharded_params
+        self._local: dict[int, torch.Tensor] = {}
+        self.present = set()
+        self.holds_sum = False
+        self.set_trainable(range(len(shapes)))
+
+    def set_trainable(self, indices: Sequence[int]) -> None:
+        """Lay the buffer out for the parameters that require grad now.
+
+        Raises:
+            RuntimeError: gradients of the former set are still waiting to be reduced.
+        """
+        if self.holds_sum:
+            raise RuntimeError(
+                "parameters were frozen or unfrozen while unreduced gradients wait (no_sync): "
+                "change requires_grad between optimizer steps, not inside an accumulation"
+            )
+        self.layout = GradientLayout.build(self._layout, indices)
+        with torch.inference_mode(False):
+            self.buffer = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
+            self._storage = self.buffer.untyped_storage()
+            self._nbytes = self._storage.nbytes()
+            self._targets = [self._target(segment) for segment in self.layout.segments]
+            self._gaps = [self.buffer[start:stop] for start, stop in self.layout.gaps()]
+        self._storage.resize_(0)
+        self._whole = [
+            segment.numel == self._layout.numels[segment.index] for segment in self.layout.segments
+        ]
+        self._split_sizes, self._split_indices = self._plan_split()
+
+    def _target(self, segment) -> torch.Tensor:
+        target = self.buffer[segment.offset : segment.offset + segment.numel]
+        whole = segment.numel == self._layout.numels[segment.index]
+        return target.view(self._shapes[segment.index]) if whole else target
+
+    def _plan_split(self) -> tuple[list[int], list[int]]:
+        """Sizes that cut this rank's chunk into pieces and gaps, and each part's parameter."""
+        sizes, indices, end = [], [], 0
+        for piece in sorted(self.layout.chunks[self._rank], key=lambda piece: piece.offset):
+            if piece.numel and piece.offset > end:
+                sizes.append(piece.offset - end)
+                indices.append(-1)
+            sizes.append(piece.numel)
+            indices.append(piece.index)
+            end = max(end, piece.offset + piece.numel)
+        sizes.append(self.layout.chunk_numel - end)
+        indices.append(-1)
+        return sizes, indices
+
+    @property
+    def resident_nbytes(self) -> int:
+        return self._storage.nbytes()
+
+    def collect(self, leaves: Sequence[nn.Parameter]) -> None:
+        """Move the leaves' gradients here, adding to what waits; frees them.
+
+        A parameter without a gradient contributes zeros.
+        """
+        if self._layout.group_size == 1:
+            self._collect_local(leaves)
+            return
+        if not self.holds_sum:
+            self._storage.resize_(self._nbytes)
+            if self._gaps:
+                torch._foreach_zero_(self._gaps)
+        targets, sources, missing = [], [], []
+        for segment, target, whole in zip(
+            self.layout.segments, self._targets, self._whole, strict=True
+        ):
+            gradient = leaves[segment.index].grad
+            if gradient is None:
+                missing.append(target)
+                continue
+            if gradient.layout is not torch.strided:
+                gradient = gradient.to_dense()
+            targets.append(target)
+            sources.append(
+                gradient if whole else gradient.reshape(-1)[segment.start : segment.stop]
+            )
+        if self.holds_sum:
+            if targets:
+                torch._foreach_add_(targets, sources)
+        else:
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            if missing:
+                torch._foreach_zero_(missing)
+        self._note_present(leaves)
+        self.holds_sum = True
+
+    def _collect_local(self, leaves: Sequence[nn.Parameter]) -> None:
+        for index in self.layout.trainable:
+            gradient = leaves[index].grad
+            if gradient is not None:
+                if gradient.layout is not torch.strided:
+                    gradient = gradient.to_dense()
+                waiting = self._local.get(index)
+                self._local[index] = gradient if waiting is None else waiting + gradient
+        self._note_present(leaves)
+        self.holds_sum = True
+
+    def _note_present(self, leaves: Sequence[nn.Parameter]) -> None:
+        for index in self.layout.trainable:
+            leaf = leaves[index]
+            if leaf.grad is not None:
+                self.present.add(index)
+                leaf.grad = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trainable parameter had a gradient on this rank."""
+        return len(self.present) == len(self.layout.trainable)
+
+    def release(self) -> None:
+        """Free the buffer: its reduction is done, or its gradients are given up."""
+        self._storage.resize_(0)
+        self._local.clear()
+        self.present = set()
+        self.holds_sum = False
+
+    def deliver(self, chunk: torch.Tensor | None, present: set[int]) -> None:
+        """Add this rank's part of the reduced gradients to `.grad` of the sharded parameters.
+
+        Args:
+            chunk: [chunk_numel], any floating dtype; None in a group of one.
+            present: parameters that had a gradient on any rank; others keep what they have.
+        """
+        for index, gradient in self._pieces_of(chunk):
+            if index < 0 or index not in present:
+                continue
+            sharded = self._sharded_params[index]
+            if sharded.grad is None:
+                sharded.grad = gradient
+            else:
+                sharded.grad.add_(gradient)
+
+    def _pieces_of(self, chunk: torch.Tensor | None):
+        dtype = self._sharded_params[0].dtype
+        if chunk is None:
+            for index, gradient in self._local.items():
+                yield index, gradient.reshape(-1).to(dtype)
+            return
+        parts = chunk.to(dtype).split_with_sizes(self._split_sizes)
+        yield from zip(self._split_indices, parts, strict=True)

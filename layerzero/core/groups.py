@@ -1,0 +1,103 @@
+"""The process groups parameters are sharded over, and this rank's place in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+LONGEST_DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks one unit's parameters are gathered over (the ZeRO-3 group)."""
+
+    process_group: dist.ProcessGroup
+    rank: int
+    """This rank's place in the group."""
+    ranks: tuple[int, ...]
+    """Global rank of each member."""
+    backend: str
+    """Backend that serves the device parameters live on."""
+    timeout: timedelta
+    """How long any collective may take before it is an error."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def resolve_process_group(
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+) -> dist.ProcessGroup:
+    """The process group an argument names; errors say what was expected."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "ZeRO3 needs torch.distributed: call torch.distributed.init_process_group first "
+            "(or start the script with torchrun)"
+        )
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise NotImplementedError(
+                f"process_group: a mesh of {process_group.ndim} axes {process_group.shape}; "
+                "only a 1-D mesh (the shard group) is supported so far"
+            )
+        if process_group.get_coordinate() is None:
+            raise ValueError(
+                f"process_group: rank {dist.get_rank()} is not in the mesh "
+                f"{process_group.mesh.tolist()}; wrap the model only on ranks of the mesh"
+            )
+        return process_group.get_group()
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        if process_group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"process_group: rank {dist.get_rank()} is not in the group; "
+                "wrap the model only on ranks of the group"
+            )
+        raise TypeError(
+            f"process_group: expected a ProcessGroup, a DeviceMesh or None, got {process_group!r}"
+        )
+    return group
+
+
+def make_shard_group(
+    process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None
+) -> ShardGroup:
+    """Describe `process_group` for tensors on `device`.
+
+    Raises:
+        ValueError: the group has no backend for the device, or the timeout is not positive.
+    """
+    backends = dist.get_backend_config(process_group)
+    backend = dict(part.split(":") for part in backends.split(",")).get(device.type)
+    if backend is None:
+        raise ValueError(
+            f"process_group: its backends are {backends!r}, none serves device type "
+            f"{device.type!r}; move the module first or pass device="
+        )
+    if timeout is None:
+        timeout = min(_group_timeout(process_group, device), LONGEST_DEFAULT_TIMEOUT)
+    elif timeout <= timedelta(0):
+        raise ValueError(f"timeout: expected a positive timedelta, got {timeout!r}")
+    return ShardGroup(
+        process_group=process_group,
+        rank=dist.get_rank(process_group),
+        ranks=tuple(dist.get_process_group_ranks(process_group)),
+        backend=backend,
+        timeout=timeout,
+    )
+
+
+def _group_timeout(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    options = getattr(process_group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else LONGEST_DEFAULT_TIMEOUT

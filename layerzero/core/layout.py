@@ -1,0 +1,161 @@
+"""FlatLayout and GradientLayout: where each parameter and gradient lies, in integers only.
+
+    numels (5, 20, 3), alignment 4, two ranks: shard_numel 16, one row per rank
+
+        rank 0 | a a a a a - - - b b b b b b b b |   a: parameter 0, starts at 0
+        rank 1 | b b b b b b b b b b b b c c c . |   b: parameter 1, starts at 8 (aligned)
+                                                     c: parameter 2, starts at 28
+        - alignment moves a start;  . padding completes the last shard
+
+Offsets and ranges count elements. A parameter's range on a rank is (start, stop) in the
+flattened original; (0, 0) where the rank owns nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ALIGNMENT_NBYTES = 64
+"""Start of every parameter and shard: one cache line, so that vector loads are aligned and BLAS
+takes the same path, hence gives the same bits, as for an ordinary allocation."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class Piece(NamedTuple):
+    """A contiguous run of one flattened parameter, and where it lies in a chunk."""
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Places parameters in one flat buffer that is split evenly over a group."""
+
+    numels: tuple[int, ...]
+    starts: tuple[int, ...]
+    alignment: int
+    group_size: int
+    shard_numel: int
+
+    @classmethod
+    def build(cls, numels: Sequence[int], group_size: int, alignment: int = 1) -> FlatLayout:
+        """Lay out parameters of `numels` elements for `group_size` ranks.
+
+        Args:
+            alignment: in elements; of every start and of the shard size.
+        """
+        if group_size < 1 or alignment < 1 or any(numel < 0 for numel in numels):
+            raise ValueError(
+                f"layout: expected group_size >= 1, alignment >= 1 and numels >= 0, "
+                f"got {group_size}, {alignment}, {tuple(numels)}"
+            )
+        starts = []
+        end = 0
+        for numel in numels:
+            start = round_up(end, alignment)
+            starts.append(start)
+            end = start + numel
+        shard_numel = round_up(-(-end // group_size), alignment)
+        return cls(tuple(numels), tuple(starts), alignment, group_size, shard_numel)
+
+    @property
+    def padded_numel(self) -> int:
+        return self.group_size * self.shard_numel
+
+    def owned_range(self, index: int, rank: int) -> tuple[int, int]:
+        """(start, stop) in the flattened parameter `index` that `rank` owns."""
+        start = max(rank * self.shard_numel - self.starts[index], 0)
+        stop = min((rank + 1) * self.shard_numel - self.starts[index], self.numels[index])
+        return (start, stop) if start < stop else (0, 0)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """One piece per parameter, in order, offsets within the rank's shard; may be empty."""
+        pieces = []
+        for index, numel_start in enumerate(self.starts):
+            start, stop = self.owned_range(index, rank)
+            offset = numel_start + start - rank * self.shard_numel if stop > start else 0
+            pieces.append(Piece(index, start, stop, offset))
+        return tuple(pieces)
+
+
+@dataclass(frozen=True)
+class GradientLayout:
+    """The reduction's input: one chunk per rank, holding what that rank owns of the gradients.
+
+    When every parameter is trainable this is the flat layout itself, and each gradient is one
+    contiguous run. When some are frozen the others are packed closer, so that frozen parameters
+    cost no bytes; a gradient that several ranks own is then cut at the chunk borders.
+    """
+
+    trainable: tuple[int, ...]
+    chunks: tuple[tuple[Piece, ...], ...]
+    """Per rank, the pieces it owns of the trainable parameters (empty ones too)."""
+    segments: tuple[Piece, ...]
+    """Where gradients go in the whole buffer: non-empty, in rising order of offset."""
+    chunk_numel: int
+
+    @classmethod
+    def build(cls, layout: FlatLayout, trainable: Sequence[int]) -> GradientLayout:
+        """Lay out gradients of the parameters `trainable` (rising indices into `layout`)."""
+        trainable = tuple(trainable)
+        ranks = range(layout.group_size)
+        if trainable == tuple(range(len(layout.numels))):
+            segments = tuple(
+                Piece(index, 0, numel, start)
+                for index, (numel, start) in enumerate(
+                    zip(layout.numels, layout.starts, strict=True)
+                )
+                if numel
+            )
+            chunks = tuple(layout.pieces(rank) for rank in ranks)
+            return cls(trainable, chunks, segments, layout.shard_numel)
+        chunks = tuple(_packed(layout, trainable, rank) for rank in ranks)
+        ends = (piece.offset + piece.numel for chunk in chunks for piece in chunk)
+        chunk_numel = round_up(max(ends, default=0), layout.alignment)
+        segments = tuple(
+            piece._replace(offset=rank * chunk_numel + piece.offset)
+            for rank, chunk in enumerate(chunks)
+            for piece in chunk
+            if piece.numel
+        )
+        return cls(trainable, chunks, segments, chunk_numel)
+
+    @property
+    def numel(self) -> int:
+        return len(self.chunks) * self.chunk_numel
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """(start, stop) in the whole buffer of what no gradient covers."""
+        gaps = []
+        end = 0
+        for segment in self.segments:
+            if segment.offset > end:
+                gaps.append((end, segment.offset))
+            end = segment.offset + segment.numel
+        if end < self.numel:
+            gaps.append((end, self.numel))
+        return gaps
+
+
+def _packed(layout: FlatLayout, trainable: tuple[int, ...], rank: int) -> tuple[Piece, ...]:
+    pieces = []
+    end = 0
+    for index in trainable:
+        start, stop = layout.owned_range(index, rank)
+        offset = round_up(end, layout.alignment)
+        pieces.append(Piece(index, start, stop, offset if stop > start else 0))
+        if stop > start:
+            end = offset + stop - start
+    return tuple(pieces)

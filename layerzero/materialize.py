@@ -1,0 +1,90 @@
+"""Give meta parameters and buffers storage and values, one module at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+InitFunction = Callable[[nn.Module], None]
+
+
+class Materializer:
+    """Initialises modules from the meta device, moves and casts their buffers.
+
+    Call it in module order: random numbers are then drawn in the order in which the modules of an
+    ordinary model are reset.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        buffer_dtype: torch.dtype | None,
+        param_init_fn: InitFunction | None,
+        initialise: bool,
+    ) -> None:
+        """`initialise=False` leaves values undefined: they come from another rank."""
+        self._device = device
+        self._buffer_dtype = buffer_dtype
+        self._init = param_init_fn
+        self._initialise = initialise
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, fqn: str, module: nn.Module, keep_buffer_dtype: bool) -> None:
+        """Materialise what `module` itself has on meta; then move and cast its buffers.
+
+        Raises:
+            ValueError: it has meta tensors, but nothing says how to initialise them.
+        """
+        if _has_meta(module):
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and tensor.is_meta:
+                        tensors[name] = self._allocate(tensor)  # type: ignore[assignment]
+            if self._initialise:
+                self._initialise_module(fqn, module)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = self._move(buffer, keep_buffer_dtype)
+
+    def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:  # A tied tensor is made once.
+            made = torch.empty_like(tensor, device=self._device)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                made.__dict__.update(tensor.__dict__)
+            self._made[id(tensor)] = (tensor, made)
+        return self._made[id(tensor)][1]
+
+    def _initialise_module(self, fqn: str, module: nn.Module) -> None:
+        if self._init is not None:
+            self._init(module)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            with torch.no_grad():
+                reset()
+        else:
+            raise ValueError(
+                f"{fqn or 'the root module'} ({type(module).__name__}) has parameters or buffers "
+                "on the meta device and no reset_parameters(): pass param_init_fn, which is "
+                "called with each such module"
+            )
+        if _has_meta(module):
+            raise ValueError(
+                f"{fqn or 'the root module'} ({type(module).__name__}) still has meta tensors "
+                "after its initialisation: param_init_fn must leave every tensor on "
+                f"{self._device}"
+            )
+
+    def _move(self, buffer: torch.Tensor, keep_dtype: bool) -> torch.Tensor:
+        if id(buffer) not in self._made:
+            cast = self._buffer_dtype is not None and buffer.is_floating_point() and not keep_dtype
+            moved = buffer.to(device=self._device, dtype=self._buffer_dtype if cast else None)
+            self._made[id(buffer)] = (buffer, moved)
+            self._made[id(moved)] = (moved, moved)
+        return self._made[id(buffer)][1]
+
+
+def _has_meta(module: nn.Module) -> bool:
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)

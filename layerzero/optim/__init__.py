@@ -1,0 +1,1 @@
+"""Between backward and the next forward: gradient clipping and loss scaling."""

@@ -1,0 +1,85 @@
+"""Clip the global gradient norm of sharded parameters, with one small collective per group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero.comm.collectives import all_reduce_
+from layerzero.core.groups import ShardGroup
+from layerzero.runtime.root import RootState
+
+
+def clip_grad_norm_(
+    root: RootState,
+    sharded: Sequence[tuple[ShardGroup, Sequence[nn.Parameter]]],
+    replicated: Sequence[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
+    """Scale gradients so that their norm over all ranks is at most `max_norm`.
+
+    Collective over each shard group; does not block the host on a device with streams.
+
+    Args:
+        sharded: parameters whose pieces are spread over a group.
+        replicated: parameters that are whole on every rank (ignored ones); their gradients enter
+            as the mean over ranks of their norms' powers, so that every rank gets one norm.
+        norm_type: p > 0, or infinity.
+
+    Returns:
+        The norm before clipping: a float32 scalar tensor (float64 if gradients are), the same on
+        all ranks.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: expected norm_type > 0 or inf, got {norm_type}")
+    is_max = math.isinf(norm_type)
+    total: torch.Tensor | None = None
+    for group, parameters in sharded:
+        part = _local_power(_gradients(parameters), norm_type, root.device)
+        if group is sharded[0][0] and replicated:
+            own = _local_power(_gradients(replicated), norm_type, root.device)
+            part = torch.maximum(part, own) if is_max else part + own / group.size
+        if group.size > 1:
+            operation = root.next_operation("gradient norm", "the model")
+            reduce_op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+            all_reduce_(part, reduce_op, group, operation)
+        if total is None:
+            total = part
+        else:
+            total = torch.maximum(total, part) if is_max else total + part
+    assert total is not None, "a wrapped model has at least one group"
+    norm = total if is_max else total.pow(1.0 / norm_type)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    gradients = _gradients(replicated)
+    for _, parameters in sharded:
+        gradients.extend(_gradients(parameters))
+    if gradients:
+        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    return norm
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [
+        parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None and parameter.grad.numel()
+    ]
+
+
+def _local_power(
+    gradients: list[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """Sum of |g|^p over local elements (their maximum for infinity), as a scalar."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch.stack(
+        [norm.to(dtype) for norm in torch._foreach_norm(gradients, norm_type, dtype=dtype)]
+    )
+    return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()

@@ -1,0 +1,120 @@
+"""Where the engine hears of a step: around module methods, and on the autograd graph.
+
+Methods are wrapped on the instance instead of using module hooks, because the engine must see
+exceptions (module hooks are skipped on KeyboardInterrupt) and other methods than `forward`. The
+call object is a local of the wrapper, so several calls of one unit never share bookkeeping; its
+backward hooks sit on the outputs' nodes in the graph and do not care what happens to the output
+tensors afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.runtime.root import ForwardCall
+from layerzero.runtime.states import TrainingState
+from layerzero.runtime.tensors import cast_floating, find_tensors
+from layerzero.runtime.unit import Unit
+
+Method = Callable[..., Any]
+
+
+def install(module: nn.Module, name: str, unit: Unit) -> None:
+    """Make `module.name(...)` a forward call of `unit`.
+
+    For a module inside the unit the call is only one of the unit's when the unit does not show
+    its full parameters already, that is, when the module is called directly.
+    """
+    method = module.__dict__.get(name)
+    if method is None:
+        bound = getattr(module, name)
+        function = getattr(bound, "__func__", None)
+        if function is None or getattr(bound, "__self__", None) is not module:
+            method = bound
+        else:
+            # Bound anew at each call: a bound method stored on its own module is a cycle, and
+            # the module's memory would wait for the garbage collector.
+            method = _bind_late(function, weakref.ref(module))
+    is_unit_module = unit.module is module
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if unit.shows_full and not is_unit_module:
+            return method(*args, **kwargs)
+        return _call(unit, method, args, kwargs)
+
+    setattr(module, name, forward)
+
+
+def _bind_late(function: Method, module_ref: Callable[[], nn.Module | None]) -> Method:
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(module_ref(), *args, **kwargs)
+
+    return method
+
+
+def _call(unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for lender in unit.lenders:
+        if not lender.shows_full:
+            # A tied parameter lives in a unit around this one that was not called.
+            return _call(lender, functools.partial(_call, unit, method), (args, kwargs), {})
+    if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{unit.label}: forward with gradients inside summon_full_params: its gradients "
+                "would not be reduced; leave the context first, or use torch.no_grad()"
+            )
+        return method(*args, **kwargs)
+    root = unit.root
+    call = root.begin_call(unit)
+    try:
+        precision = unit.options.mixed_precision
+        if precision.param_dtype is not None and precision.cast_forward_inputs:
+            args = cast_floating(args, precision.param_dtype)
+            kwargs = cast_floating(kwargs, precision.param_dtype)
+        outputs = method(*args, **kwargs)
+        if unit.output_dtype is not None:
+            outputs = cast_floating(outputs, unit.output_dtype)
+    except BaseException as error:
+        root.abandon_call(call, error)
+        raise
+    root.end_call(call)
+    if torch.is_grad_enabled():
+        _watch_gradients(outputs, call)
+    return outputs
+
+
+def _watch_gradients(outputs: Any, call: ForwardCall) -> None:
+    """Tell the root when the gradient of any output arrives."""
+
+    def on_output_gradient(_: torch.Tensor) -> None:
+        call.unit.root.on_output_gradient(call)
+
+    for tensor in find_tensors(outputs):
+        if tensor.requires_grad:
+            tensor.register_hook(on_output_gradient)
+
+
+def keep_float32(module: nn.Module) -> None:
+    """Run a module in float32 inside a low-precision unit: casts its inputs, and outputs back."""
+
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        floating = (t for t in find_tensors((args, kwargs)) if t.is_floating_point())
+        first = next(floating, None)
+        came_in.append(None if first is None else first.dtype)
+        return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+
+    def cast_outputs(module: nn.Module, args: Any, outputs: Any) -> Any:
+        dtype = came_in.pop()
+        return outputs if dtype is None else cast_floating(outputs, dtype)
+
+    came_in: list[torch.dtype | None] = []
+    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    module.register_forward_hook(cast_outputs)

@@ -1,0 +1,578 @@
+"""RootState: what the units of one model share, and what happens between them.
+
+The root decides when units are gathered, prefetched, reduced and freed. It hears of four events:
+a forward call begins or ends, the gradient of a forward call's output arrives, the gradient of a
+leaf is complete, the backward pass ends (hooks.py).
+
+Note [When a unit is done in backward]
+    Autograd runs the nodes of one thread in falling order of their creation. So when the gradient
+    of a forward call's output arrives, everything created after that call ended has run. Units
+    whose calls of that forward all *began* after it ended are done: they are reduced (if a leaf
+    without gradient kept them from it before) and freed. No hook on inputs is needed, and the
+    point is the same on every rank, whichever parameters had a gradient there.
+
+Note [One unit stays]
+    A unit is not freed when its forward ends but when the next unit's begins, or when another's
+    ends. So the last one of a forward stays for the backward that follows, and a step of U units
+    gathers 2U - 1 times.
+
+Note [A failed collective is final]
+    After a timeout or a lost peer the connections are unusable and buffers may still be written
+    by the transport. Nothing is freed or retried; every later use repeats the first error.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import Variable
+
+from layerzero.comm.collectives import Operation, gather_flags
+from layerzero.comm.diagnosis import CollectiveError
+from layerzero.comm.limiter import GatherLimiter
+from layerzero.comm.streams import Mark, Streams
+from layerzero.config import BackwardPrefetch, GatherBudget
+from layerzero.runtime.exec_order import ExecOrderRecorder, Order
+from layerzero.runtime.states import ShardState, TrainingState
+from layerzero.runtime.unit import Reduction, Unit
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+MAX_REDUCTIONS_IN_FLIGHT = 2
+"""Bounds the memory of gradients on their way; two let one travel while the next is collected."""
+
+
+class ForwardPass:
+    """One run of the outermost module: which units it called with autograd on."""
+
+    def __init__(self) -> None:
+        self.first_start: dict[Unit, int] = {}
+        self.order: Order = ()
+
+
+class ForwardCall:
+    """One forward call of one unit. Hooks on its outputs hold it; it lives as long as its graph."""
+
+    __slots__ = ("end", "forward_pass", "graph_task", "start", "unit")
+
+    def __init__(self, unit: Unit, forward_pass: ForwardPass, start: int) -> None:
+        self.unit = unit
+        self.forward_pass = forward_pass
+        self.start = start
+        self.end = start
+        self.graph_task: int | None = None
+        """The backward pass that has reached this call last."""
+
+
+class _Sentinel:
+    """Lives as long as autograd keeps a backward pass's final callback."""
+
+
+class BackwardPass:
+    """One run of autograd's engine; reentrant checkpointing nests them."""
+
+    def __init__(self, graph_task: int) -> None:
+        self.graph_task = graph_task
+        self.active: dict[Unit, int] = {}
+        """Units this pass has reached -> start of their first call; -1: finish at the end."""
+        self.forwards: dict[ForwardPass, None] = {}
+        """Forwards this pass goes back through; kept by the outermost pass alone."""
+        self.touched: set[Unit] = set()
+        """Units reached by this pass or one nested in it; kept by the outermost pass alone."""
+        self.sentinel: weakref.ref[_Sentinel] | None = None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """An error ended the pass: autograd dropped its final callback without running it."""
+        return self.sentinel is not None and self.sentinel() is None
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _remembers_failure(method: _Method) -> _Method:
+    """See Note [A failed collective is final]."""
+
+    @functools.wraps(method)
+    def wrapped(self: RootState, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except CollectiveError as error:
+            self.failure = self.failure or error
+            raise
+
+    return wrapped  # type: ignore[return-value]
+
+
+class UnshardHandle:
+    """An explicit `unshard` under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Show the full parameters once they are there."""
+        if self._unit.state is not ShardState.SHARDED:
+            self._unit.wait_for_unshard()
+            self._unit.show_full()
+
+
+class RootState:
+    """State shared by the units of one model."""
+
+    units: list[Unit]
+    streams: Streams
+    limiter: GatherLimiter
+    recorder: ExecOrderRecorder
+    requires_gradient_sync: bool
+    """False inside `no_sync`: gradients add up unsharded."""
+    weights_mark: Mark
+    """Behind the last change of main shards on the compute stream."""
+    freed_mark: Mark
+    """Behind the last use of any full buffer that was freed."""
+    failure: CollectiveError | None
+    """The first collective that failed; see Note [A failed collective is final]."""
+    last_order: Order
+    """The longest forward order recorded so far."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        device: torch.device,
+        forward_depth: int,
+        backward_prefetch: BackwardPrefetch | None,
+        limit_all_gathers: bool | int | str,
+    ) -> None:
+        self.device = device
+        self.streams = Streams(device)
+        self.recorder = ExecOrderRecorder()
+        self.forward_depth = forward_depth
+        self.backward_prefetch = backward_prefetch
+        # The unit in use, the one about to be freed, and those ahead.
+        budget = GatherBudget.parse(limit_all_gathers, default_units=max(forward_depth, 1) + 2)
+        self._budget_is_default = limit_all_gathers is True
+        self.limiter = GatherLimiter(budget)
+        self.requires_gradient_sync = True
+        self.weights_mark = None
+        self.freed_mark = None
+        self.failure = None
+        self.last_order = ()
+        self._num_operations = 0
+        self._reductions: list[Reduction] = []
+        self._undelivered: list[Reduction] = []
+        self._clock = 0
+        self._call_depth = 0
+        self._forward_pass = ForwardPass()
+        self._passes: list[BackwardPass] = []
+        self._kept: Unit | None = None
+        self._graph_of_backward = False
+        self.units = []
+        self.adopt(units)
+
+    def adopt(self, units: Iterable[Unit]) -> None:
+        """Make `units` this model's."""
+        self.units = list(units)
+        for index, unit in enumerate(self.units):
+            unit.join(self, index)
+
+    # Small services -------------------------------------------------------------------------
+
+    def next_operation(self, verb: str, unit: str) -> Operation:
+        """Name the next collective; every rank counts alike.
+
+        Raises:
+            CollectiveError: an earlier collective of this model failed.
+        """
+        if self.failure is not None:
+            raise CollectiveError(
+                f"{verb} of {unit}: not started, because an earlier collective of this model "
+                f"failed; restart the ranks. The earlier error: {self.failure}"
+            )
+        self._num_operations += 1
+        return Operation(verb, unit, self._num_operations)
+
+    def profile(self, action: str, unit: Unit) -> AbstractContextManager[object]:
+        """A range in the profiler's timeline; free when no profiler runs."""
+        if torch.autograd._profiler_enabled():
+            return torch.profiler.record_function(f"LayerZeRO3.{action}({unit.label})")
+        return _NOTHING
+
+    def ordered_units(self) -> list[Unit]:
+        """Units in the order of the longest recorded forward; others after, as wrapped."""
+        first = [self.units[index] for index in dict.fromkeys(self.last_order)]
+        return first + [unit for unit in self.units if unit not in first]
+
+    def make_room_for(self, depth: int) -> None:
+        """The default budget follows explicit prefetch lists; a budget of the user's stays."""
+        budget = self.limiter.budget
+        if self._budget_is_default and budget.max_units is not None:
+            self.limiter.budget = GatherBudget(max_units=max(budget.max_units, depth + 2))
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd is running a backward pass of this model."""
+        self.clear_abandoned()
+        return bool(self._passes)
+
+    def clear_abandoned(self) -> None:
+        """Reset what a backward pass that failed left behind."""
+        if self._passes and self._passes[0].is_abandoned:
+            self.abort()
+
+    def _free(self, unit: Unit) -> None:
+        if not self._graph_of_backward:
+            unit.reshard()
+
+    def unshard_explicitly(self, unit: Unit, async_op: bool) -> UnshardHandle | None:
+        """What `ZeRO3.unshard` does."""
+        self.clear_abandoned()
+        self.weights_mark = self.streams.mark_compute()
+        if unit.is_stale:
+            unit.reshard()
+        unit.unshard()
+        unit.explicitly_unsharded = True
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    # Forward --------------------------------------------------------------------------------
+
+    @_remembers_failure
+    def begin_call(self, unit: Unit) -> ForwardCall:
+        """A forward call of `unit` begins: make its parameters full."""
+        if self._call_depth == 0:
+            self._begin_forward(unit)
+        self._call_depth += 1
+        self._clock += 1
+        call = ForwardCall(unit, self._forward_pass, self._clock)
+        if unit.training_state is not TrainingState.BACKWARD:
+            if unit.depth == 0:
+                unit.set_training_state(TrainingState.FORWARD)
+            unit.depth += 1
+            try:
+                self._make_full(unit)
+            except BaseException as error:
+                self.abandon_call(call, error)
+                raise
+        return call
+
+    def _begin_forward(self, unit: Unit) -> None:
+        self.clear_abandoned()
+        self._forward_pass = ForwardPass()
+        if self._passes:
+            return  # Recomputation: its visits belong to the backward pass.
+        self.weights_mark = self.streams.mark_compute()
+        for other in self.units:
+            # What an earlier forward left resident may be older than the weights.
+            if other.state is not ShardState.SHARDED and (
+                other.is_stale or not other.explicitly_unsharded
+            ):
+                self._free(other)
+        self._kept = None
+        self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
+
+    def _make_full(self, unit: Unit) -> None:
+        if not unit.handles or unit.depth > 1:
+            return
+        if self._kept is not None and self._kept is not unit:
+            self._free(self._kept)
+        self._kept = None
+        self.recorder.visit(unit.index)
+        unit.unshard()
+        if not self._passes:
+            self._prefetch(unit.forward_prefetch, self.forward_depth)
+        elif self.backward_prefetch is not None:
+            self._prefetch(unit.backward_prefetch, 1)
+        unit.wait_for_unshard()
+        unit.show_full()
+
+    def _prefetch(self, explicit: list[Unit] | None, depth: int) -> None:
+        if explicit is None:
+            explicit = [self.units[index] for index in self.recorder.predict(depth)]
+        for unit in explicit:
+            if unit.state is ShardState.SHARDED and unit.handles:
+                if not self.limiter.admits(unit.nbytes):
+                    return
+                unit.unshard()
+
+    @_remembers_failure
+    def end_call(self, call: ForwardCall) -> None:
+        """The forward of `call` has returned."""
+        grad_enabled = torch.is_grad_enabled()
+        self._leave(call)
+        if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
+            self._free_after_forward(call.unit, grad_enabled)
+        self._clock += 1
+        call.end = self._clock
+        if grad_enabled:
+            call.forward_pass.first_start.setdefault(call.unit, call.start)
+        if self._call_depth == 0 and not self._passes:
+            self._end_forward(grad_enabled)
+
+    def _leave(self, call: ForwardCall) -> None:
+        self._call_depth -= 1
+        unit = call.unit
+        if unit.training_state is TrainingState.FORWARD:
+            unit.depth -= 1
+            if unit.depth == 0:
+                unit.set_training_state(TrainingState.IDLE)
+                unit.show_sharded()
+
+    def _free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
+        if not unit.handles:
+            return
+        if self._kept is not None:
+            self._free(self._kept)
+            self._kept = None
+        if not unit.options.reshard_after_forward:
+            return
+        if grad_enabled:
+            self._kept = unit  # See Note [One unit stays].
+        else:
+            self._free(unit)
+
+    def _end_forward(self, grad_enabled: bool) -> None:
+        order = self.recorder.end()
+        self._forward_pass.order = order
+        if len(order) >= len(self.last_order):
+            self.last_order = order
+        for unit in self.units:
+            if unit.state is ShardState.SHARDED or unit.explicitly_unsharded:
+                continue
+            if unit.state is ShardState.GATHERING or not grad_enabled:
+                self._free(unit)
+
+    def abandon_call(self, call: ForwardCall, error: BaseException) -> None:
+        """The forward of `call` raised.
+
+        In a backward pass this may be recomputation that has seen enough; a real error there ends
+        the pass, and what it left is cleared when the next one begins.
+        """
+        self._leave(call)
+        if self._call_depth == 0 and not self._passes:
+            self.abort(error)
+
+    # Backward -------------------------------------------------------------------------------
+
+    @_remembers_failure
+    def on_output_gradient(self, call: ForwardCall) -> None:
+        """The gradient of an output of `call` is there: its backward begins."""
+        graph_task = torch._C._current_graph_task_id()
+        if call.graph_task == graph_task:
+            return
+        call.graph_task = graph_task
+        current = self._backward_pass(graph_task, call.forward_pass.order)
+        self._finish_done(current, call)
+        self._passes[0].forwards[call.forward_pass] = None
+        unit = call.unit
+        self._enter_backward(current, unit, call.forward_pass.first_start.get(unit, call.start))
+        if unit.handles:
+            if self._kept is unit:
+                self._kept = None
+            self.recorder.visit(unit.index)
+            unit.unshard()
+            if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+                self._prefetch(unit.backward_prefetch, 1)
+            unit.wait_for_unshard()
+            unit.show_full()
+
+    def _backward_pass(self, graph_task: int, order: Order) -> BackwardPass:
+        """The pass autograd is in now; a new one on first sight."""
+        self.clear_abandoned()
+        for backward_pass in self._passes:
+            if backward_pass.graph_task == graph_task:
+                return backward_pass
+        backward_pass = BackwardPass(graph_task)
+        if not self._passes:
+            self.recorder.begin(("backward", order))
+            self._graph_of_backward = False
+        # A graph of the backward itself (create_graph) saves full parameters again, and no hook
+        # tells when its nodes run: they stay resident until a backward without one has ended.
+        self._graph_of_backward |= torch.is_grad_enabled()
+        self._passes.append(backward_pass)
+        sentinel = _Sentinel()
+        backward_pass.sentinel = weakref.ref(sentinel)
+
+        def final_callback(_alive: _Sentinel = sentinel) -> None:
+            self._end_backward(backward_pass)
+
+        Variable._execution_engine.queue_callback(final_callback)
+        return backward_pass
+
+    def _enter_backward(self, current: BackwardPass, unit: Unit, start: int) -> None:
+        self._passes[0].touched.add(unit)
+        if unit.training_state is TrainingState.BACKWARD:
+            unit.gradients_due = unit.is_trainable
+            return
+        current.active[unit] = start
+        unit.set_training_state(TrainingState.BACKWARD)
+        unit.expect_gradients()
+
+    def _finish_done(self, current: BackwardPass, call: ForwardCall) -> None:
+        """See Note [When a unit is done in backward]."""
+        done = [
+            unit
+            for unit, start in current.active.items()
+            if start > call.end and unit is not call.unit
+        ]
+        for unit in done:
+            self._finish_unit(current, unit)
+
+    def _finish_unit(self, current: BackwardPass, unit: Unit) -> None:
+        if unit.gradients_due:
+            self._reduce(unit)
+        self._free(unit)
+        unit.show_sharded()
+        del current.active[unit]
+        unit.set_training_state(TrainingState.IDLE)
+
+    @_remembers_failure
+    def on_gradient(self, unit: Unit) -> None:
+        """The gradient of one of the unit's leaves is complete."""
+        if unit.training_state is not TrainingState.BACKWARD:
+            # Used outside a forward of the unit, or after it was done.
+            current = self._backward_pass(torch._C._current_graph_task_id(), ())
+            self._enter_backward(current, unit, -1)
+        unit.gradients_due = True
+        unit.num_missing -= 1
+        if unit.num_missing == 0 and not unit.has_nested_units:
+            # With nested units it waits: where its last leaf falls among their collectives
+            # depends on which parameters this rank used.
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        for reduction in [r for r in self._reductions if r.unit is unit]:
+            self._complete(reduction)
+        with torch.no_grad(), self.profile("reduce", unit):
+            unit.collect_gradients()
+            if self.requires_gradient_sync:
+                while len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
+                    self._complete(self._reductions[0])
+                self._reductions.extend(unit.reduce_gradients())
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST and self._passes:
+            self._prefetch(unit.backward_prefetch, 1)
+
+    def _complete(self, reduction: Reduction) -> None:
+        """Wait for a reduction and free its input; the result waits for the end of the pass."""
+        self._reductions.remove(reduction)
+        if reduction.pending is not None:
+            reduction.pending.wait()
+            reduction.pending.drain()
+            reduction.handle.gradients.release()
+        self._undelivered.append(reduction)
+
+    @_remembers_failure
+    def _end_backward(self, ended: BackwardPass) -> None:
+        try:
+            for unit in sorted(ended.active, key=lambda unit: -ended.active[unit]):
+                self._finish_unit(ended, unit)
+            if self._passes[0] is not ended:
+                self._passes.remove(ended)
+                return
+            if self.requires_gradient_sync:
+                self._reduce_untouched(ended)
+            self._deliver()
+        except BaseException as error:
+            self.abort(error)
+            raise
+        self._passes.clear()
+        self.recorder.end()
+        for unit in self.units:
+            if unit.state is not ShardState.SHARDED:
+                self._free(unit)
+
+    def _reduce_untouched(self, ended: BackwardPass) -> None:
+        """Take part in the reductions of units this backward did not reach.
+
+        Another rank may have reached them; and gradients that add up (`no_sync`) leave with the
+        first backward that synchronizes.
+        """
+        for forward_pass in ended.forwards:
+            starts = forward_pass.first_start
+            for unit in sorted(starts, key=lambda unit: -starts[unit]):
+                if unit.is_trainable and unit not in ended.touched:
+                    ended.touched.add(unit)
+                    self._reduce(unit)
+        for unit in self.units:
+            if unit not in ended.touched and any(h.gradients.holds_sum for h in unit.handles):
+                self._reduce(unit)
+
+    def _deliver(self) -> None:
+        """Wait for the last reductions and give every sharded parameter its gradient."""
+        if not self._reductions and not self._undelivered:
+            return
+        with torch.no_grad():
+            exchanged = self._exchange_presence([*self._undelivered, *self._reductions])
+            while self._reductions:
+                self._complete(self._reductions[0])
+            for reduction, present in exchanged():
+                reduction.handle.gradients.deliver(reduction.chunk, present)
+                if reduction.chunk is None:
+                    reduction.handle.gradients.release()
+            self._undelivered = []
+
+    def _exchange_presence(
+        self, reductions: list[Reduction]
+    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
+        """Start asking which parameters had a gradient on any rank; call the result for the answer.
+
+        A parameter that had none anywhere keeps the `.grad` it has, as in plain torch. Only a rank
+        that misses a gradient itself has to read the answer, so a device is not waited for in
+        ordinary steps. One collective of a byte per parameter and group.
+        """
+        by_group: dict[int, list[Reduction]] = {}
+        for reduction in reductions:
+            if reduction.handle.group.size > 1:
+                by_group.setdefault(id(reduction.handle.group), []).append(reduction)
+        started = []
+        for members in by_group.values():
+            flags = [
+                index in reduction.present
+                for reduction in members
+                for index in reduction.handle.gradients.layout.trainable
+            ]
+            operation = self.next_operation("gradient presence", "the model")
+            group = members[0].handle.group
+            started.append((members, flags, *gather_flags(flags, group, self.device, operation)))
+
+        def answer() -> list[tuple[Reduction, set[int]]]:
+            answers = {id(reduction): reduction.present for reduction in reductions}
+            for members, flags, table, pending in started:
+                pending.wait()
+                pending.drain()
+                if all(flags):
+                    continue
+                anywhere = iter(table.amax(dim=0).tolist())
+                for reduction in members:
+                    trainable = reduction.handle.gradients.layout.trainable
+                    answers[id(reduction)] = {i for i in trainable if next(anywhere)}
+            return [(reduction, answers[id(reduction)]) for reduction in reductions]
+
+        return answer
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Back to the state between steps, after an error or an interrupt.
+
+        Gradients that were not delivered are dropped, unreduced sums of earlier micro-batches
+        included; `.grad` of the sharded parameters is as before the failed pass.
+        """
+        if isinstance(error, CollectiveError) or self.failure is not None:
+            return  # See Note [A failed collective is final].
+        self._passes.clear()
+        self._call_depth = 0
+        self._kept = None
+        self._graph_of_backward = False
+        self.recorder.abort()
+        for reduction in self._reductions:
+            if reduction.pending is not None:
+                reduction.pending.drain()
+        self._reductions = []
+        self._undelivered = []
+        for unit in self.units:
+            unit.reset()

@@ -1,0 +1,176 @@
+"""summon_full_params: the full parameters, in the dtype of the main weights, for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from layerzero.comm.collectives import all_gather, broadcast_
+from layerzero.core.flat_param import FlatParamHandle
+from layerzero.runtime.root import RootState
+from layerzero.runtime.states import TrainingState
+from layerzero.runtime.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummonOptions:
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+
+@dataclass
+class _Summoned:
+    """One flat parameter while it is full; `parameters` is None where only rank 0 has them."""
+
+    handle: FlatParamHandle
+    parameters: list[nn.Parameter] | None
+
+
+@contextmanager
+def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterator[None]:
+    """Show full parameters of `units`. Collective over their groups, at entry and exit."""
+    _check_idle(root, units)
+    summoned: list[_Summoned] = []
+    for unit in units:
+        unit.reshard()
+        unit.set_training_state(TrainingState.SUMMON_FULL_PARAMS)
+    finished = False
+    try:
+        with torch.no_grad(), torch.inference_mode(False):
+            for unit in units:
+                made = [_gather(root, unit, handle, options) for handle in unit.handles]
+                summoned.extend(made)
+                if all(entry.parameters is not None for entry in made):
+                    _show(unit, made)
+        yield
+        finished = True
+    finally:
+        for unit in units:
+            unit.views.show_sharded()
+            unit.set_training_state(TrainingState.IDLE)
+        if finished and options.writeback:
+            with torch.no_grad():
+                for entry in summoned:
+                    _write_back(root, entry, options)
+
+
+def _check_idle(root: RootState, units: list[Unit]) -> None:
+    busy = root.in_backward or any(
+        unit.training_state is not TrainingState.IDLE for unit in units
+    )
+    if busy:
+        states = {u.label: u.training_state.name for u in units
+                  if u.training_state is not TrainingState.IDLE}
+        raise RuntimeError(
+            "summon_full_params: expected a model between steps, but it is in forward, backward "
+            f"or another summon_full_params ({states}); leave that first"
+        )
+
+
+def _gather(
+    root: RootState, unit: Unit, handle: FlatParamHandle, options: SummonOptions
+) -> _Summoned:
+    rank = handle.group.ranks[handle.group.rank]
+    handle.adopt_changes(f"{unit.label} (rank {rank})")
+    full = _gather_flat(root, unit, handle, handle.main_shard)
+    full_grad = None
+    has_grad = [parameter.grad is not None for parameter in handle.sharded_params]
+    if options.with_grads and any(has_grad):
+        full_grad = _gather_flat(root, unit, handle, _flat_gradient(handle))
+    if options.rank0_only and not handle.group.is_first:
+        return _Summoned(handle, None)
+    if options.offload_to_cpu:
+        full = full.cpu()
+        full_grad = None if full_grad is None else full_grad.cpu()
+    parameters = []
+    for index, (start, numel) in enumerate(
+        zip(handle.layout.starts, handle.layout.numels, strict=True)
+    ):
+        sharded = handle.sharded_params[index]
+        shape = handle.shapes[index]
+        parameter = nn.Parameter(
+            full[start : start + numel].view(shape), requires_grad=sharded.requires_grad
+        )
+        parameter.__dict__.update(handle.full_params[index].__dict__)
+        if full_grad is not None and has_grad[index]:
+            parameter.grad = full_grad[start : start + numel].view(shape)
+        parameters.append(parameter)
+    return _Summoned(handle, parameters)
+
+
+def _gather_flat(
+    root: RootState, unit: Unit, handle: FlatParamHandle, shard: torch.Tensor
+) -> torch.Tensor:
+    full = shard.new_empty(handle.layout.padded_numel)
+    pending = all_gather(full, shard, handle.group, root.next_operation("summon", unit.label))
+    pending.wait()
+    pending.drain()
+    return full
+
+
+def _flat_gradient(handle: FlatParamHandle) -> torch.Tensor:
+    flat = torch.zeros_like(handle.main_shard)
+    for piece, sharded in zip(
+        handle.layout.pieces(handle.group.rank), handle.sharded_params, strict=True
+    ):
+        if sharded.grad is not None and piece.numel:
+            flat[piece.offset : piece.offset + piece.numel] = sharded.grad
+    return flat
+
+
+def _show(unit: Unit, made: list[_Summoned]) -> None:
+    by_sharded = {
+        sharded: parameter
+        for entry in made
+        for sharded, parameter in zip(
+            entry.handle.sharded_params, entry.parameters or (), strict=True
+        )
+    }
+    unit.views.show(by_sharded)
+
+
+def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
+    handle = entry.handle
+    if options.rank0_only:
+        _send_from_first(root, entry, options)
+        return
+    assert entry.parameters is not None
+    for piece, sharded, parameter in zip(
+        handle.layout.pieces(handle.group.rank),
+        handle.sharded_params,
+        entry.parameters,
+        strict=True,
+    ):
+        sharded.copy_(parameter.detach().reshape(-1)[piece.start : piece.stop])
+        if options.with_grads:
+            grad = parameter.grad
+            sharded.grad = (
+                None
+                if grad is None
+                else grad.reshape(-1)[piece.start : piece.stop].to(sharded.device, copy=True)
+            )
+
+
+def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
+    """Only rank 0 had the full values: one parameter at a time, so that no rank holds them all."""
+    handle = entry.handle
+    pieces = handle.layout.pieces(handle.group.rank)
+    for index, sharded in enumerate(handle.sharded_params):
+        operation = root.next_operation("summon writeback", handle.fqns[index])
+        numel = handle.layout.numels[index]
+        full = sharded.new_empty(numel)
+        if entry.parameters is not None:
+            full.copy_(entry.parameters[index].detach().reshape(-1))
+        broadcast_(full, handle.group, operation)
+        sharded.copy_(full[pieces[index].start : pieces[index].stop])
+        if options.with_grads and sharded.grad is not None:
+            if entry.parameters is not None and entry.parameters[index].grad is not None:
+                full.copy_(entry.parameters[index].grad.reshape(-1))
+            broadcast_(full, handle.group, operation)
+            sharded.grad.copy_(full[pieces[index].start : pieces[index].stop])

@@ -1,0 +1,74 @@
+"""Tensors inside what a module takes and returns: find them, or rebuild it with others.
+
+Containers are tuples (named ones too), lists, mappings and dataclasses, nested in any way. Other
+objects are opaque, but `find_tensors` looks through the attributes of plain ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def find_tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`; a tensor that stands there twice comes twice."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth == 0 or isinstance(value, _LEAVES):
+        return
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from find_tensors(item, depth - 1)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from find_tensors(item, depth - 1)
+    elif not isinstance(value, (type, torch.nn.Module)) and not callable(value):
+        for item in getattr(value, "__dict__", {}).values():
+            yield from find_tensors(item, depth - 1)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with every tensor replaced; shares whatever holds no changed tensor."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, _LEAVES):
+        return value
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    if isinstance(value, Mapping):
+        changes = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(changes[key] is value[key] for key in changes):
+            return value
+        replaced = copy.copy(value)
+        for key, item in changes.items():
+            replaced[key] = item  # type: ignore[index]
+        return replaced
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        replaced = copy.copy(value)
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name, None)
+            new = map_tensors(function, old)
+            if new is not old:
+                object.__setattr__(replaced, field.name, new)
+        return replaced
+    return value
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor in `dtype`."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(cast, value)

@@ -1,0 +1,397 @@
+"""Unit: one wrapped module, its flat parameters, and its place in the two state machines.
+
+Everything here is about one unit; who calls it, and in which order, is the root's business.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from layerzero.comm.collectives import all_gather, reduce_scatter
+from layerzero.comm.streams import Mark, Waitable
+from layerzero.config import MixedPrecision
+from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
+from layerzero.core.parameter_info import rename
+from layerzero.core.views import ParameterViews
+from layerzero.runtime.states import ShardState, TrainingState, check_transition
+
+if TYPE_CHECKING:
+    from layerzero.runtime.root import RootState
+
+_UNIT = "_layerzero_unit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """What one unit needs to know of the arguments of `ZeRO3`."""
+
+    mixed_precision: MixedPrecision
+    reshard_after_forward: bool
+    gradient_scale: float
+    deterministic: bool
+
+
+@dataclass
+class Reduction:
+    """A gradient reduction under way: the chunk is valid once `pending` was waited for."""
+
+    unit: Unit
+    handle: FlatParamHandle
+    chunk: torch.Tensor | None
+    pending: Waitable | None
+    present: set[int]
+    """Parameters that had a gradient on this rank."""
+
+
+class Unit:
+    """A module whose parameters are gathered, used and freed together."""
+
+    fqn: str
+    """Name in the outermost wrapped module; "" for that module itself."""
+    handles: list[FlatParamHandle]
+    """One flat parameter per kind (dtype, compute dtype, trainable or frozen)."""
+    views: ParameterViews
+    index: int
+    """Place in the root's list of units; what the recorder records."""
+    depth: int
+    """Forward calls of this unit that are running."""
+    shows_full: bool
+    """Whether module attributes are the full leaves."""
+    gradients_due: bool
+    """A backward pass reached this unit and its gradients were not reduced since."""
+    num_missing: int
+    """Trainable leaves whose gradient has not come yet in this pass."""
+    originals: list[tuple[str, weakref.ref[nn.Parameter]]]
+    """Names, and the parameters as they were before wrapping, should somebody still hold them."""
+    output_dtype: torch.dtype | None
+    """What floating-point outputs are cast to."""
+    lenders: tuple[Unit, ...]
+    """Units that hold tied parameters which modules inside this unit use too."""
+
+    def __init__(
+        self,
+        fqn: str,
+        module: nn.Module,
+        handles: list[FlatParamHandle],
+        originals: Sequence[Sequence[OriginalParameter]],
+        options: UnitOptions,
+    ) -> None:
+        """`originals` are the parameters each of `handles` was made of."""
+        self.fqn = fqn
+        self.handles = handles
+        self.options = options
+        self.views = ParameterViews()
+        self.index = -1
+        self.depth = 0
+        self.shows_full = False
+        self.gradients_due = False
+        self.has_nested_units = False
+        self.explicitly_unsharded = False
+        self.lenders = ()
+        self.output_dtype: torch.dtype | None = None
+        self.originals = [
+            (original.fqn, weakref.ref(original.parameter))
+            for group in originals
+            for original in group
+        ]
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self._shard_state = ShardState.SHARDED
+        self._training_state = TrainingState.IDLE
+        self._module_ref = weakref.ref(module)
+        self._root_ref: Callable[[], RootState | None] = lambda: None
+        self._gathers: list[Waitable] = []
+        self._hooked: set[tuple[int, int]] = set()
+        for handle, group in zip(handles, originals, strict=True):
+            for original, sharded, full in zip(
+                group, handle.sharded_params, handle.full_params, strict=True
+            ):
+                self.views.add(original.fqn, original.slots, sharded, full)
+        self.views.show_sharded()
+        self._follow_trainable()
+
+    # What users see -------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module_ref()
+        if module is None:
+            raise RuntimeError(f"{self.label}: its module was deleted")
+        return module
+
+    @property
+    def label(self) -> str:
+        return self.fqn or "the root unit"
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all original parameters, padding not counted."""
+        return sum(sum(handle.layout.numels) for handle in self.handles)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full parameters in the compute dtype, padding included."""
+        return sum(handle.full_nbytes for handle in self.handles)
+
+    @property
+    def state(self) -> ShardState:
+        return self._shard_state
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these units when this one's forward begins, instead of the recorded next ones."""
+        self.forward_prefetch = self._units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these units when this one's backward begins, instead of the recorded next ones."""
+        self.backward_prefetch = self._units_of(modules)
+
+    def _units_of(self, modules: Sequence[nn.Module]) -> list[Unit]:
+        units = []
+        for module in modules:
+            unit = get_unit(module)
+            if unit is None or unit.root is not self.root:
+                raise ValueError(
+                    f"{self.label}: modules to prefetch must be units of the same model, got "
+                    f"{type(module).__name__}"
+                )
+            units.append(unit)
+        self.root.make_room_for(len(units))
+        return units
+
+    def __repr__(self) -> str:
+        return (
+            f"Unit({self.label!r}, {type(self.module).__name__}, "
+            f"{self.num_parameters} parameters, {self.state.value})"
+        )
+
+    # State ----------------------------------------------------------------------------------
+
+    @property
+    def training_state(self) -> TrainingState:
+        return self._training_state
+
+    def set_training_state(self, new: TrainingState) -> None:
+        check_transition(self.label, self._training_state, new)
+        self._training_state = new
+
+    def _set_shard_state(self, new: ShardState) -> None:
+        check_transition(self.label, self._shard_state, new)
+        self._shard_state = new
+
+    @property
+    def root(self) -> RootState:
+        root = self._root_ref()
+        if root is None:
+            raise RuntimeError(f"{self.label}: the ZeRO3 wrapper around it was deleted")
+        return root
+
+    def join(self, root: RootState, index: int) -> None:
+        """Become unit `index` of `root`."""
+        self._root_ref = weakref.ref(root)
+        self.index = index
+
+    def rename(self, prefix: str) -> None:
+        """The module is now part of another: put `prefix` before every name."""
+        self.fqn = f"{prefix}.{self.fqn}" if self.fqn else prefix
+        for handle in self.handles:
+            handle.fqns = [f"{prefix}.{fqn}" for fqn in handle.fqns]
+            for fqn, parameter in zip(handle.fqns, handle.sharded_params, strict=True):
+                rename(parameter, fqn)
+
+    @property
+    def is_trainable(self) -> bool:
+        return self._num_trainable > 0
+
+    # Parameters -----------------------------------------------------------------------------
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether main shards changed since they were gathered, as far as torch's versions tell."""
+        return any(handle.version != handle.main_shard._version for handle in self.handles)
+
+    def unshard(self) -> None:
+        """Start gathering the full parameters. Collective over the shard group.
+
+        Does not block the host. Nothing happens when they are resident or on their way.
+        """
+        if self._shard_state is not ShardState.SHARDED:
+            return
+        root = self.root
+        for handle in self.handles:
+            handle.adopt_changes(f"{self.label} (rank {handle.group.ranks[handle.group.rank]})")
+            handle.version = handle.main_shard._version
+        self._set_shard_state(ShardState.GATHERING)
+        root.limiter.acquire(self.nbytes)
+        with torch.no_grad(), root.profile("unshard", self):
+            self._gathers = [
+                self._gather(handle, root) for handle in self.handles if not handle.is_whole
+            ]
+
+    def _gather(self, handle: FlatParamHandle, root: RootState) -> Waitable:
+        streams = root.streams
+        written: Mark = root.weights_mark
+        with streams.unshard:
+            handle.allocate_full()
+        if handle.needs_cast:
+            with streams.pre_unshard as lane:
+                # The cast reads what the optimizer wrote, and writes memory that an earlier
+                # full buffer may have had: after both.
+                lane.wait(root.weights_mark)
+                lane.wait(root.freed_mark)
+                shard = handle.compute_shard()
+                written = lane.mark()
+        else:
+            shard = handle.compute_shard()
+        with streams.unshard as lane:
+            # After the last use of whatever the allocator gave us, and after the shard is there.
+            lane.wait(root.freed_mark)
+            lane.wait(written)
+            operation = root.next_operation("all-gather", self.label)
+            return lane.settle(all_gather(handle.full.data, shard, handle.group, operation))
+
+    def wait_for_unshard(self) -> None:
+        """Order compute after the gather; blocks the host only where there are no streams."""
+        if self._shard_state is ShardState.GATHERING:
+            for gather in self._gathers:
+                gather.wait()
+            self._set_shard_state(ShardState.UNSHARDED)
+
+    def reshard(self) -> None:
+        """Free the full parameters; a gather under way is waited for first."""
+        if self._shard_state is ShardState.SHARDED:
+            return
+        self.show_sharded()
+        self.wait_for_unshard()
+        root = self.root
+        with root.profile("reshard", self):
+            for gather in self._gathers:
+                gather.drain()
+            self._gathers = []
+            # The next gather may be given this memory: it waits for this mark (in `_gather`).
+            root.freed_mark = root.streams.mark_compute()
+            for handle in self.handles:
+                handle.free_full()
+        root.limiter.release(self.nbytes)
+        self.explicitly_unsharded = False
+        self._set_shard_state(ShardState.SHARDED)
+
+    def show_full(self) -> None:
+        """Module attributes become the full leaves (valid after `wait_for_unshard`)."""
+        if self.shows_full:
+            return
+        changed = False
+        for handle in self.handles:
+            changed |= handle.update_requires_grad()
+        if changed:
+            self._follow_trainable()
+        self.views.show_full(self.label)
+        self.shows_full = True
+
+    def show_sharded(self) -> None:
+        """Module attributes become this rank's pieces."""
+        if self.shows_full:
+            self.views.show_sharded()
+            self.shows_full = False
+
+    # Gradients ------------------------------------------------------------------------------
+
+    def _follow_trainable(self) -> None:
+        """Lay out gradients for, and put hooks on, the leaves that require grad now."""
+        self._num_trainable = 0
+        for number, handle in enumerate(self.handles):
+            trainable = handle.trainable()
+            if tuple(trainable) != handle.gradients.layout.trainable:
+                handle.gradients.set_trainable(trainable)
+            self._num_trainable += len(trainable)
+            for index in trainable:
+                if (number, index) not in self._hooked:
+                    self._hooked.add((number, index))
+                    handle.full_params[index].register_post_accumulate_grad_hook(
+                        _weak_hook(weakref.ref(self))
+                    )
+        self.num_missing = self._num_trainable
+
+    def expect_gradients(self) -> None:
+        """A backward pass has reached this unit."""
+        self.gradients_due = self.is_trainable
+        self.num_missing = self._num_trainable
+
+    def on_gradient(self) -> None:
+        """The gradient of one leaf is complete."""
+        self.root.on_gradient(self)
+
+    def collect_gradients(self) -> None:
+        """Move the leaves' gradients into the reduction buffers and free them."""
+        self.gradients_due = False
+        self.num_missing = self._num_trainable
+        for handle in self.handles:
+            if handle.gradients.layout.trainable:
+                handle.gradients.collect(handle.full_params)
+
+    def reduce_gradients(self) -> list[Reduction]:
+        """Start reducing what was collected. Collective over the shard group, in unit order."""
+        root = self.root
+        reductions = []
+        for handle in self.handles:
+            gradients = handle.gradients
+            if not gradients.layout.trainable:
+                continue
+            chunk, pending = None, None
+            if handle.group.size > 1:
+                collected = root.streams.mark_compute()
+                with root.streams.reduce as lane:
+                    # The buffer was filled on the compute stream.
+                    lane.wait(collected)
+                    chunk, started = reduce_scatter(
+                        gradients.buffer,
+                        handle.group,
+                        root.next_operation("reduce-scatter", self.label),
+                        scale=self.options.gradient_scale,
+                        deterministic=self.options.deterministic,
+                    )
+                    pending = lane.settle(started)
+            reductions.append(Reduction(self, handle, chunk, pending, gradients.present))
+        return reductions
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not delivered."""
+        self.gradients_due = False
+        self.num_missing = self._num_trainable
+        for handle in self.handles:
+            handle.gradients.release()
+            for leaf in handle.full_params:
+                leaf.grad = None
+
+    def reset(self) -> None:
+        """Back to the state between steps, after an error."""
+        self.depth = 0
+        self.drop_gradients()
+        self.show_sharded()
+        self.reshard()
+        if self._training_state is not TrainingState.IDLE:
+            self.set_training_state(TrainingState.IDLE)
+
+
+def _weak_hook(unit_ref: Callable[[], Unit | None]) -> Callable[[torch.Tensor], None]:
+    def on_gradient(_: torch.Tensor) -> None:
+        unit = unit_ref()
+        if unit is not None:
+            unit.on_gradient()
+
+    return on_gradient
+
+
+def get_unit(module: nn.Module) -> Unit | None:
+    """The unit a module is wrapped as, if it is one."""
+    return module.__dict__.get(_UNIT)
+
+
+def set_unit(module: nn.Module, unit: Unit) -> None:
+    """Mark a module; the module owns its unit, the unit knows its module weakly."""
+    module.__dict__[_UNIT] = unit

@@ -1,0 +1,168 @@
+"""Which submodules become units, and which parameters each unit owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+
+from layerzero.core.flat_param import OriginalParameter
+from layerzero.core.parameter_info import get_info
+from layerzero.core.views import Slot
+from layerzero.runtime.unit import Unit, get_unit
+
+WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module, str], bool] | None
+
+
+def make_predicate(policy: WrapPolicy) -> Callable[[nn.Module, str], bool]:
+    """Turn the `auto_wrap_policy` argument into a predicate on (module, fqn).
+
+    Raises:
+        TypeError: it is neither None, a callable, nor a set of module classes.
+    """
+    if policy is None:
+        return lambda module, fqn: False
+    if callable(policy) and not isinstance(policy, type):
+        return policy
+    classes = (policy,) if isinstance(policy, type) else tuple(policy)  # type: ignore[arg-type]
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(
+                "auto_wrap_policy: expected a set of nn.Module classes, a callable(module, fqn) "
+                f"or None, got {cls!r} in {policy!r}"
+            )
+    return lambda module, fqn: isinstance(module, classes)
+
+
+@dataclass
+class UnitPlan:
+    """A module that will become a unit, or already is one, and what it will own."""
+
+    fqn: str
+    module: nn.Module
+    parent: UnitPlan | None
+    existing: Unit | None = None
+    originals: list[OriginalParameter] = field(default_factory=list)
+    lenders: list[UnitPlan] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return self.fqn or "the root unit"
+
+    def ancestors(self) -> Iterator[UnitPlan]:
+        """This plan, then the units around it, innermost first."""
+        plan: UnitPlan | None = self
+        while plan is not None:
+            yield plan
+            plan = plan.parent
+
+
+class Visit(NamedTuple):
+    """A module, its name, and the innermost unit around it."""
+
+    plan: UnitPlan
+    fqn: str
+    module: nn.Module
+
+
+def plan_units(
+    root: nn.Module,
+    policy: WrapPolicy,
+    ignored_modules: Iterable[nn.Module],
+    ignored_parameters: Iterable[nn.Parameter],
+) -> tuple[list[UnitPlan], list[Visit]]:
+    """Decide the units of `root` and what each owns.
+
+    Returns the units, outermost first, and every module that is not ignored, in module order.
+
+    A parameter belongs to the innermost unit that contains all its uses: one shared by two units
+    goes to the nearest unit around both.
+
+    Raises:
+        ValueError: a parameter is shared between an already wrapped module and another one.
+    """
+    predicate = make_predicate(policy)
+    ignored = {id(module) for top in ignored_modules for module in top.modules()}
+    ignored_ids = {id(parameter) for parameter in ignored_parameters}
+    plans: list[UnitPlan] = []
+    visits: list[Visit] = []
+    owners: dict[int, tuple[OriginalParameter, list[UnitPlan]]] = {}
+    seen: dict[int, UnitPlan] = {}
+
+    def visit(module: nn.Module, fqn: str, parent: UnitPlan | None) -> None:
+        if id(module) in ignored:
+            return
+        if id(module) in seen:
+            # One module in two places: its parameters are used by the units around both.
+            if seen[id(module)].module is not module and parent is not None:
+                for part in module.modules():
+                    for parameter in part._parameters.values():
+                        if id(parameter) in owners:
+                            owners[id(parameter)][1].append(parent)
+            return
+        existing = get_unit(module)
+        plan = parent
+        if parent is None or existing is not None or predicate(module, fqn):
+            plan = UnitPlan(fqn, module, parent, existing)
+            plans.append(plan)
+        assert plan is not None
+        seen[id(module)] = plan
+        visits.append(Visit(plan, fqn, module))
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored_ids or get_info(parameter):
+                continue
+            full_name = f"{fqn}.{name}" if fqn else name
+            original, users = owners.setdefault(
+                id(parameter), (OriginalParameter(full_name, parameter, []), [])
+            )
+            original.slots.append(Slot(module, name))
+            users.append(plan)
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{fqn}.{name}" if fqn else name, plan)
+
+    visit(root, "", None)
+    _refuse_shared_with_wrapped(plans, owners.values())
+    for original, users in owners.values():
+        owner = _nearest_common(users)
+        if owner.existing is not None:
+            raise ValueError(
+                f"parameter {original.fqn!r} is inside {owner.label!r}, which is wrapped already, "
+                "but was added to it afterwards; add parameters before wrapping"
+            )
+        owner.originals.append(original)
+        for user in users:
+            if user is not owner and owner not in user.lenders:
+                user.lenders.append(owner)
+    return plans, visits
+
+
+def _refuse_shared_with_wrapped(
+    plans: list[UnitPlan], owners: Iterable[tuple[OriginalParameter, list[UnitPlan]]]
+) -> None:
+    wrapped = {
+        id(parameter): (plan, fqn)
+        for plan in plans
+        if plan.existing is not None
+        for fqn, reference in plan.existing.originals
+        if (parameter := reference()) is not None
+    }
+    for original, _ in owners:
+        if id(original.parameter) in wrapped:
+            plan, fqn = wrapped[id(original.parameter)]
+            raise ValueError(
+                f"parameter {original.fqn!r} was tied to {fqn!r} of {plan.label!r}, which is "
+                "wrapped by a ZeRO3 of its own already: the tie would be lost; wrap both with one "
+                "ZeRO3(..., auto_wrap_policy=...), which keeps tied parameters in a unit around "
+                "both"
+            )
+
+
+def _nearest_common(users: list[UnitPlan]) -> UnitPlan:
+    first, *others = users
+    for candidate in first.ancestors():
+        if all(any(candidate is around for around in user.ancestors()) for user in others):
+            return candidate
+    raise AssertionError("plans of one module tree share its root")

@@ -1,0 +1,440 @@
+"""ZeRO3(module, ...): the one way in. Checks arguments, builds units, holds the user's methods."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.build import UnitBuilder, resolve_device
+from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy, prefetch_depth
+from layerzero.core.groups import ShardGroup, make_shard_group, resolve_process_group
+from layerzero.core.parameter_info import get_info
+from layerzero.materialize import Materializer
+from layerzero.optim.clip import clip_grad_norm_
+from layerzero.runtime import hooks
+from layerzero.runtime.root import RootState, UnshardHandle
+from layerzero.runtime.summon import SummonOptions, summon
+from layerzero.runtime.unit import Unit, get_unit, set_unit
+from layerzero.wrap import WrapPolicy, plan_units
+
+_ROOT = "_layerzero_root"
+
+
+class ZeRO3(nn.Module):
+    """Shards a module's parameters, gradients and optimizer state over a process group.
+
+    Every module that `auto_wrap_policy` names becomes a *unit*, whose parameters are gathered
+    before it runs and freed after; the module itself is the root unit and takes what is left.
+    `parameters()` are this rank's 1-D pieces under the original names: give them to any
+    element-wise optimizer. Names in `named_parameters()`, `named_modules()`, `state_dict()` and so
+    on are the original ones. Attributes that are not the wrapper's are the wrapped module's.
+
+    Construction is collective over `process_group`, and so are forward and backward: every rank
+    calls the same units in the same order.
+
+    Args:
+        module: any module, on one device or on the meta device; it is changed in place.
+        process_group: ranks to shard over: a ProcessGroup, a 1-D DeviceMesh, or None for all.
+        auto_wrap_policy: set of module classes, or callable(module, fqn) -> bool; None: units are
+            the nested ZeRO3 modules, or the root alone.
+        zero3_size: ranks of a shard group inside `process_group`; None: all of it.
+        outer: what the axis outside the shard group does.
+        mixed_precision: dtypes of the parts of a step; see `MixedPrecision`.
+        forward_prefetch: how many units ahead are gathered in forward once the order is recorded.
+        backward_prefetch: when the next unit of the backward pass is gathered; None: on demand.
+        limit_all_gathers: bound on what prefetching keeps resident: False, True (a default), an
+            int (units) or a string such as "2GB" (bytes).
+        reshard_after_forward: free a unit after its forward; a bool or callable(module, fqn) ->
+            bool per unit. False: it stays until its backward.
+        offload: what lives in host memory; see `OffloadPolicy`.
+        ignored_modules: modules left alone, with all they contain.
+        ignored_parameters: parameters left alone.
+        param_init_fn: called with each module that has meta parameters or buffers of its own;
+            None: its `reset_parameters`.
+        sync_module_states: start from the parameters and buffers of the group's first rank.
+        device: where parameters and buffers go; None: where they are (from meta: the device the
+            group's backend serves).
+        gradient_reduction: "mean" over the group, or "sum".
+        accumulation: where micro-batches without gradient synchronization add up.
+        deterministic: sum gradients in rank order, in float32.
+        timeout: of any collective, after which the error says who waits for what; None: the
+            process group's own, at most 5 minutes.
+
+    Raises:
+        ValueError, TypeError: a bad argument, named with what was expected.
+        RuntimeError: torch.distributed is not initialised, or the module is wrapped already.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        auto_wrap_policy: WrapPolicy = None,
+        zero3_size: int | None = None,
+        outer: Literal["zero1", "replicate", "shard"] = "zero1",
+        mixed_precision: MixedPrecision | None = None,
+        forward_prefetch: bool | int = True,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        limit_all_gathers: bool | int | str = True,
+        reshard_after_forward: bool | Callable[[nn.Module, str], bool] = True,
+        offload: OffloadPolicy | None = None,
+        ignored_modules: Iterable[nn.Module] = (),
+        ignored_parameters: Iterable[nn.Parameter] = (),
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        sync_module_states: bool = False,
+        device: torch.device | str | int | None = None,
+        gradient_reduction: Literal["mean", "sum"] = "mean",
+        accumulation: Literal["sharded", "unsharded", "auto"] = "auto",
+        deterministic: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        super().__init__()
+        _check_module(module)
+        if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
+            raise TypeError(
+                f"backward_prefetch: expected a BackwardPrefetch or None, got {backward_prefetch!r}"
+            )
+        if gradient_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"gradient_reduction: expected 'mean' or 'sum', got {gradient_reduction!r}"
+            )
+        forward_depth = prefetch_depth(forward_prefetch, "forward_prefetch")
+        process_group = resolve_process_group(process_group)
+        _check_not_yet_supported(process_group, zero3_size, outer, offload, accumulation)
+        plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)
+        target = resolve_device(device, plans, process_group)
+        group = make_shard_group(process_group, target, timeout)
+        builder = UnitBuilder(
+            group=group,
+            device=target,
+            mixed_precision=mixed_precision or MixedPrecision(),
+            reshard_after_forward=reshard_after_forward,
+            gradient_scale=1.0 / group.size if gradient_reduction == "mean" else 1.0,
+            deterministic=deterministic,
+            materializer=Materializer(
+                target,
+                mixed_precision.buffer_dtype if mixed_precision else None,
+                param_init_fn,
+                initialise=not (sync_module_states and not group.is_first),
+            ),
+            sync_module_states=sync_module_states,
+        )
+        units = builder.build(plans, visits)
+        root = RootState(units, target, forward_depth, backward_prefetch, limit_all_gathers)
+        units[0].output_dtype = builder.mixed_precision.output_dtype
+        self._become(module, units, root)
+        self._kept_whole = [
+            parameter
+            for parameter in module.parameters()
+            if get_info(parameter) is None
+        ]
+        del plans, visits, builder
+        _warn_about_old_optimizers(units)
+
+    def _become(self, module: nn.Module, units: list[Unit], root: RootState) -> None:
+        """Show the wrapped module's parameters, buffers and children as this module's own.
+
+        Sharing its dicts, instead of holding it as a child, keeps every name the original one at
+        any nesting, with torch's own traversal code.
+        """
+        own = self.__dict__
+        own["_wrapped"] = module
+        for name in (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_non_persistent_buffers_set",
+            "_state_dict_hooks",
+            "_state_dict_pre_hooks",
+            "_load_state_dict_pre_hooks",
+            "_load_state_dict_post_hooks",
+        ):
+            own[name] = module.__dict__[name]
+        for unit in units:
+            unit.module.__dict__.pop(_ROOT, None)
+        module.__dict__[_ROOT] = root
+        set_unit(self, units[0])
+        self.__class__ = _class_with_signature(type(module))
+
+    # The wrapped module ---------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self.__dict__["_wrapped"]
+
+    @property
+    def training(self) -> bool:
+        wrapped = self.__dict__.get("_wrapped")
+        return True if wrapped is None else wrapped.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        wrapped = self.__dict__.get("_wrapped")
+        if wrapped is not None:
+            wrapped.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            wrapped = self.__dict__.get("_wrapped")
+            if wrapped is None:
+                raise
+            return getattr(wrapped, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module. Collective."""
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's pieces and all buffers, under the original names. Not collective."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.module._load_from_state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        unit = self._unit
+        size = unit.handles[0].group.size if unit.handles else "?"
+        return f"{len(self._subtree())} units of {type(self.module).__name__}, group of {size}"
+
+    # State ----------------------------------------------------------------------------------
+
+    @property
+    def _unit(self) -> Unit:
+        unit = get_unit(self)
+        assert unit is not None, "set at construction"
+        return unit
+
+    @property
+    def _root_state(self) -> RootState:
+        return self._unit.root
+
+    def _subtree(self) -> list[Unit]:
+        """The units of this module, in the order of the root's list."""
+        inside = {id(unit) for m in self.module.modules() if (unit := get_unit(m)) is not None}
+        return [unit for unit in self._root_state.units if id(unit) in inside]
+
+    # Around the step ------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add gradients up unsharded, without communication.
+
+        The first backward after it reduces the sum. Costs one full gradient in the reduce dtype.
+        It applies to the whole model this module belongs to.
+        """
+        root = self._root_state
+        before = root.requires_gradient_sync
+        root.requires_gradient_sync = False
+        try:
+            yield
+        finally:
+            root.requires_gradient_sync = before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """`no_sync` as a switch: False until set to True again."""
+        self._root_state.requires_gradient_sync = bool(requires_gradient_sync)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`.
+
+        Collective: one all-reduce of a scalar. Does not block the host on a device with streams.
+
+        Args:
+            norm_type: p > 0, or infinity.
+
+        Returns:
+            The norm before clipping, a scalar tensor, the same on all ranks.
+        """
+        by_group: dict[int, tuple[ShardGroup, list[nn.Parameter]]] = {}
+        for unit in self._subtree():
+            for handle in unit.handles:
+                entry = by_group.setdefault(id(handle.group.process_group), (handle.group, []))
+                entry[1].extend(handle.sharded_params)
+        return clip_grad_norm_(
+            self._root_state, list(by_group.values()), self._kept_whole, max_norm, norm_type
+        )
+
+    def summon_full_params(
+        self,
+        *,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """A context in which parameters are full, in the original shapes and main dtype.
+
+        Collective at entry and exit. Memory: all parameters of this module at once.
+
+        Args:
+            writeback: changes made inside go into the shards at the end (not after an exception).
+            rank0_only: only the group's first rank sees full parameters, the others their pieces;
+                with `writeback`, its changes go to all.
+            offload_to_cpu: the full parameters are on the CPU.
+            with_grads: `.grad` is full inside as well, and written back alike.
+
+        Raises:
+            RuntimeError: inside forward, backward or another `summon_full_params`.
+        """
+        options = SummonOptions(
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+        return summon(self._root_state, self._subtree(), options)
+
+    def unshard(self, *, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's own parameters (not those of units inside it). Collective.
+
+        They stay until the end of the unit's next forward or of the next backward, or until
+        `reshard`. With `async_op` the gather runs on, and the parameters are full after `wait()`
+        of the returned handle.
+        """
+        return self._root_state.unshard_explicitly(self._unit, async_op)
+
+    def reshard(self) -> None:
+        """Free this unit's full parameters. Not collective."""
+        self._unit.reshard()
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these units when this one's forward begins, instead of the recorded next ones."""
+        self._unit.set_modules_to_forward_prefetch(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these units when this one's backward begins, instead of the recorded next ones."""
+        self._unit.set_modules_to_backward_prefetch(modules)
+
+
+def units(model: nn.Module) -> list[Unit]:
+    """The units of a wrapped model, in execution order once a forward was recorded.
+
+    Each has `.fqn`, `.module`, `.num_parameters`, `.nbytes` (full parameters), `.state`, and the
+    `set_modules_to_*_prefetch` methods.
+
+    Raises:
+        ValueError: `model` is not wrapped.
+    """
+    unit = get_unit(model)
+    if unit is None:
+        raise ValueError(f"units: expected a ZeRO3 module, got {type(model).__name__}")
+    inside = {id(u) for m in model.modules() if (u := get_unit(m)) is not None}
+    return [u for u in unit.root.ordered_units() if id(u) in inside]
+
+
+def register_forward_method(model: nn.Module, name: str) -> None:
+    """Let `model.name(...)` gather parameters as `model(...)` does.
+
+    Args:
+        model: a ZeRO3 module or any module that is a unit.
+        name: a method of the wrapped module that uses parameters without calling the module.
+
+    Raises:
+        ValueError: `model` is not a unit, or has no such method.
+    """
+    unit = get_unit(model)
+    if unit is None:
+        raise ValueError(
+            f"register_forward_method: {type(model).__name__} is not a unit; give a ZeRO3 module "
+            "or one that auto_wrap_policy named"
+        )
+    if not callable(getattr(unit.module, name, None)):
+        raise ValueError(
+            f"register_forward_method: {type(unit.module).__name__} has no method {name!r}"
+        )
+    hooks.install(unit.module, name, unit)
+
+
+def _class_with_signature(wrapped: type[nn.Module]) -> type[ZeRO3]:
+    """ZeRO3 with a `forward` that shows the wrapped signature, on the type as on the instance."""
+
+    def forward(self: ZeRO3, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    forward.__doc__ = ZeRO3.forward.__doc__
+    with contextlib.suppress(ValueError, TypeError):
+        forward.__signature__ = inspect.signature(wrapped.forward)  # type: ignore[attr-defined]
+    return type("ZeRO3", (ZeRO3,), {"forward": forward, "__doc__": ZeRO3.__doc__})
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ZeRO3: expected an nn.Module, got {type(module).__name__}")
+    if get_unit(module) is not None:
+        raise RuntimeError(
+            f"ZeRO3: this {type(module).__name__} is wrapped already; wrap each module once, or "
+            "wrap a module that contains it"
+        )
+
+
+def _check_not_yet_supported(
+    process_group: dist.ProcessGroup,
+    zero3_size: int | None,
+    outer: str,
+    offload: OffloadPolicy | None,
+    accumulation: str,
+) -> None:
+    size = dist.get_world_size(process_group)
+    if outer not in ("zero1", "replicate", "shard"):
+        raise ValueError(f"outer: expected 'zero1', 'replicate' or 'shard', got {outer!r}")
+    if accumulation not in ("sharded", "unsharded", "auto"):
+        raise ValueError(
+            f"accumulation: expected 'sharded', 'unsharded' or 'auto', got {accumulation!r}"
+        )
+    if zero3_size is not None and (zero3_size < 1 or size % zero3_size):
+        raise ValueError(f"zero3_size: expected a divisor of the group size {size}, got {zero3_size}")
+    if zero3_size not in (None, size):
+        raise NotImplementedError(
+            f"zero3_size={zero3_size} in a group of {size}: shard groups smaller than the group "
+            "are not supported yet; pass a smaller process_group or None"
+        )
+    if offload is not None and (offload.params or offload.grads):
+        raise NotImplementedError(f"offload={offload}: offloading is not supported yet")
+    if accumulation == "sharded":
+        raise NotImplementedError(
+            "accumulation='sharded' inside no_sync is not supported yet; leave out no_sync: "
+            "gradients are then reduced and added up sharded in every backward"
+        )
+
+
+def _warn_about_old_optimizers(built: list[Unit]) -> None:
+    """An optimizer made before wrapping still holds, and would update, the old parameters."""
+    alive = {
+        id(parameter): fqn
+        for unit in built
+        for fqn, reference in unit.originals
+        if (parameter := reference()) is not None
+    }
+    if not alive:
+        return
+    for candidate in gc.get_objects():
+        if not isinstance(candidate, torch.optim.Optimizer):
+            continue
+        held = [
+            alive[id(parameter)]
+            for group in candidate.param_groups
+            for parameter in group["params"]
+            if id(parameter) in alive
+        ]
+        if held:
+            warnings.warn(
+                f"an optimizer ({type(candidate).__name__}) was built before wrapping and holds "
+                f"parameters that no longer belong to the model: {held[:5]}"
+                f"{' ...' if len(held) > 5 else ''}; build it from the wrapped model's parameters()",
+                stacklevel=3,
+            )
