@@ -28,6 +28,8 @@ import torch.distributed as dist
 from layerzero.comm.diagnosis import diagnose
 from layerzero.core.groups import ShardGroup
 
+_AVERAGING_BACKENDS = ("nccl", "fake")
+# Since torch 2.13 under the first name; the second one warns there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -158,12 +160,17 @@ def reduce_scatter(
     """
     chunk_numel = chunks.numel() // group.size
     if group.backend != "gloo" and not deterministic:
-        if scale != 1.0 and chunks.dtype == torch.float16:
+        op = dist.ReduceOp.SUM
+        if scale == 1.0 / group.size and group.backend in _AVERAGING_BACKENDS:
+            op, scale = dist.ReduceOp.AVG, 1.0
+        elif scale != 1.0 and chunks.dtype == torch.float16:
             # The range of float16 is the narrowest: scale before the sum can overflow.
             chunks.mul_(scale)
             scale = 1.0
         summed = chunks.new_empty(chunk_numel)
-        work = _reduce_scatter_single(summed, chunks, group=group.process_group, async_op=True)
+        work = _reduce_scatter_single(
+            summed, chunks, op=op, group=group.process_group, async_op=True
+        )
         finish = None if scale == 1.0 else (lambda: _scale(summed, scale))
         return summed, Pending(operation, group, [(work, -1)], finish=finish)
     dtype = torch.promote_types(chunks.dtype, torch.float32)

@@ -79,7 +79,10 @@ class FlatParamHandle:
         self.sharded_params = [
             self._make_sharded(original, index) for index, original in enumerate(originals)
         ]
-        self._pointers = [parameter.data_ptr() for parameter in self.sharded_params]
+        self._expected = [
+            (parameter, parameter.data_ptr(), parameter.numel())
+            for parameter in self.sharded_params
+        ]
         self.is_whole = group.size == 1 and compute_dtype == dtype
         self._make_full(originals, compute_dtype)
         self.gradients = GradientBuffer(
@@ -147,25 +150,25 @@ class FlatParamHandle:
         """
         return self._own_slice.copy_(self.main_shard) if self.needs_cast else self.main_shard
 
-    def adopt_changes(self, where: str) -> None:
+    def adopt_changes(self, unit: str) -> None:
         """Take over values a user put in place by assigning `parameter.data`.
 
         Raises:
             ValueError: the new tensor has another shape, dtype or device than the piece.
         """
-        for index, (parameter, pointer) in enumerate(
-            zip(self.sharded_params, self._pointers, strict=True)
-        ):
-            if parameter.data_ptr() != pointer or parameter.numel() != self._pieces[index].numel:
-                self._adopt(index, parameter, where)
+        for parameter, pointer, numel in self._expected:
+            if parameter.data_ptr() != pointer or parameter.numel() != numel:
+                self._adopt(parameter, unit)
+        self.version = self.main_shard._version
 
-    def _adopt(self, index: int, parameter: nn.Parameter, where: str) -> None:
+    def _adopt(self, parameter: nn.Parameter, unit: str) -> None:
+        index = next(i for i, own in enumerate(self.sharded_params) if own is parameter)
         piece = self._pieces[index]
         own = self.main_shard[piece.offset : piece.offset + piece.numel]
         new = parameter.data
         if new.shape != own.shape or new.dtype != own.dtype or new.device != own.device:
             raise ValueError(
-                f"{where}: the data of parameter {self.fqns[index]!r} was replaced after wrapping: "
+                f"{unit} (rank {self.group.ranks[self.group.rank]}): the data of parameter {self.fqns[index]!r} was replaced after wrapping: "
                 f"expected this rank's piece, shape {tuple(own.shape)}, {own.dtype} on "
                 f"{own.device}, got shape {tuple(new.shape)}, {new.dtype} on {new.device}; "
                 "cast or move the module before wrapping it, and change full values inside "

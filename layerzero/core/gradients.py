@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from layerzero.core.layout import FlatLayout, GradientLayout
+from layerzero.core.layout import FlatLayout, GradientLayout, Piece
 
 
 class GradientBuffer:
@@ -63,18 +63,17 @@ class GradientBuffer:
             self.buffer = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
             self._storage = self.buffer.untyped_storage()
             self._nbytes = self._storage.nbytes()
-            self._targets = [self._target(segment) for segment in self.layout.segments]
+            self._places = [self._place(segment) for segment in self.layout.segments]
             self._gaps = [self.buffer[start:stop] for start, stop in self.layout.gaps()]
         self._storage.resize_(0)
-        self._whole = [
-            segment.numel == self._layout.numels[segment.index] for segment in self.layout.segments
-        ]
         self._split_sizes, self._split_indices = self._plan_split()
 
-    def _target(self, segment) -> torch.Tensor:
+    def _place(self, segment: Piece) -> tuple[int, slice | None, torch.Tensor]:
+        """(parameter, which part of its gradient, where that goes); None: all, in its shape."""
         target = self.buffer[segment.offset : segment.offset + segment.numel]
-        whole = segment.numel == self._layout.numels[segment.index]
-        return target.view(self._shapes[segment.index]) if whole else target
+        if segment.numel == self._layout.numels[segment.index]:
+            return segment.index, None, target.view(self._shapes[segment.index])
+        return segment.index, slice(segment.start, segment.stop), target
 
     def _plan_split(self) -> tuple[list[int], list[int]]:
         """Sizes that cut this rank's chunk into pieces and gaps, and each part's parameter."""
@@ -107,19 +106,15 @@ class GradientBuffer:
             if self._gaps:
                 torch._foreach_zero_(self._gaps)
         targets, sources, missing = [], [], []
-        for segment, target, whole in zip(
-            self.layout.segments, self._targets, self._whole, strict=True
-        ):
-            gradient = leaves[segment.index].grad
+        for index, cut, target in self._places:
+            gradient = leaves[index].grad
             if gradient is None:
                 missing.append(target)
                 continue
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
             targets.append(target)
-            sources.append(
-                gradient if whole else gradient.reshape(-1)[segment.start : segment.stop]
-            )
+            sources.append(gradient if cut is None else gradient.reshape(-1)[cut])
         if self.holds_sum:
             if targets:
                 torch._foreach_add_(targets, sources)

@@ -162,6 +162,7 @@ class RootState:
         self.failure = None
         self.last_order = ()
         self._num_operations = 0
+        self._profiling = torch.autograd._profiler_enabled
         self._reductions: list[Reduction] = []
         self._undelivered: list[Reduction] = []
         self._clock = 0
@@ -197,7 +198,7 @@ class RootState:
 
     def profile(self, action: str, unit: Unit) -> AbstractContextManager[object]:
         """A range in the profiler's timeline; free when no profiler runs."""
-        if torch.autograd._profiler_enabled():
+        if self._profiling():
             return torch.profiler.record_function(f"LayerZeRO3.{action}({unit.label})")
         return _NOTHING
 
@@ -215,7 +216,6 @@ class RootState:
     @property
     def in_backward(self) -> bool:
         """Whether autograd is running a backward pass of this model."""
-        self.clear_abandoned()
         return bool(self._passes)
 
     def clear_abandoned(self) -> None:
@@ -433,8 +433,8 @@ class RootState:
         unit.set_training_state(TrainingState.IDLE)
 
     @_remembers_failure
-    def on_gradient(self, unit: Unit) -> None:
-        """The gradient of one of the unit's leaves is complete."""
+    def on_last_gradient(self, unit: Unit) -> None:
+        """A leaf's gradient is complete: the last one expected, or one nobody expected."""
         if unit.training_state is not TrainingState.BACKWARD:
             # Used outside a forward of the unit, or after it was done.
             current = self._backward_pass(torch._C._current_graph_task_id(), ())

@@ -45,14 +45,22 @@ TRAINING_TRANSITIONS: dict[TrainingState, frozenset[TrainingState]] = {
 }
 
 
-def check_transition(unit: str, current: enum.Enum, new: enum.Enum) -> None:
+def check_transition(
+    unit: str, current: ShardState | TrainingState, new: ShardState | TrainingState
+) -> None:
     """Refuse a pair that is not in the tables.
 
     Raises:
         RuntimeError: names the unit and both states.
     """
-    table: dict = SHARD_TRANSITIONS if isinstance(current, ShardState) else TRAINING_TRANSITIONS
-    if new not in table[current]:
+    if new not in _SUCCESSORS[current.value]:
         raise RuntimeError(
             f"{unit}: {type(current).__name__} cannot go from {current.name} to {new.name}"
         )
+
+
+# By value, because hashing an enum member runs Python code, and this runs many times a step.
+_SUCCESSORS: dict[str, tuple[enum.Enum, ...]] = {
+    state.value: tuple(successors)
+    for state, successors in [*SHARD_TRANSITIONS.items(), *TRAINING_TRANSITIONS.items()]
+}

@@ -61,6 +61,7 @@ def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
 
 
 def _check_idle(root: RootState, units: list[Unit]) -> None:
+    root.clear_abandoned()
     busy = root.in_backward or any(
         unit.training_state is not TrainingState.IDLE for unit in units
     )
@@ -76,8 +77,7 @@ def _check_idle(root: RootState, units: list[Unit]) -> None:
 def _gather(
     root: RootState, unit: Unit, handle: FlatParamHandle, options: SummonOptions
 ) -> _Summoned:
-    rank = handle.group.ranks[handle.group.rank]
-    handle.adopt_changes(f"{unit.label} (rank {rank})")
+    handle.adopt_changes(unit.label)
     full = _gather_flat(root, unit, handle, handle.main_shard)
     full_grad = None
     has_grad = [parameter.grad is not None for parameter in handle.sharded_params]

@@ -59,6 +59,8 @@ class Unit:
     views: ParameterViews
     index: int
     """Place in the root's list of units; what the recorder records."""
+    nbytes: int
+    """Bytes of the full parameters while gathered, in the compute dtype, padding included."""
     depth: int
     """Forward calls of this unit that are running."""
     shows_full: bool
@@ -88,6 +90,7 @@ class Unit:
         self.options = options
         self.views = ParameterViews()
         self.index = -1
+        self.nbytes = sum(handle.full_nbytes for handle in handles)
         self.depth = 0
         self.shows_full = False
         self.gradients_due = False
@@ -133,11 +136,6 @@ class Unit:
     def num_parameters(self) -> int:
         """Elements of all original parameters, padding not counted."""
         return sum(sum(handle.layout.numels) for handle in self.handles)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the full parameters in the compute dtype, padding included."""
-        return sum(handle.full_nbytes for handle in self.handles)
 
     @property
     def state(self) -> ShardState:
@@ -223,9 +221,9 @@ class Unit:
         if self._shard_state is not ShardState.SHARDED:
             return
         root = self.root
-        for handle in self.handles:
-            handle.adopt_changes(f"{self.label} (rank {handle.group.ranks[handle.group.rank]})")
-            handle.version = handle.main_shard._version
+        if not root.in_backward:
+            for handle in self.handles:
+                handle.adopt_changes(self.label)
         self._set_shard_state(ShardState.GATHERING)
         root.limiter.acquire(self.nbytes)
         with torch.no_grad(), root.profile("unshard", self):
@@ -285,11 +283,10 @@ class Unit:
         """Module attributes become the full leaves (valid after `wait_for_unshard`)."""
         if self.shows_full:
             return
-        changed = False
-        for handle in self.handles:
-            changed |= handle.update_requires_grad()
-        if changed:
-            self._follow_trainable()
+        if not self.root.in_backward:
+            # Not `any`: every handle has to follow.
+            if True in [handle.update_requires_grad() for handle in self.handles]:
+                self._follow_trainable()
         self.views.show_full(self.label)
         self.shows_full = True
 
@@ -324,7 +321,11 @@ class Unit:
 
     def on_gradient(self) -> None:
         """The gradient of one leaf is complete."""
-        self.root.on_gradient(self)
+        if self.num_missing > 1 and self._training_state is TrainingState.BACKWARD:
+            self.num_missing -= 1
+            self.gradients_due = True
+        else:
+            self.root.on_last_gradient(self)
 
     def collect_gradients(self) -> None:
         """Move the leaves' gradients into the reduction buffers and free them."""
