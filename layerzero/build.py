@@ -55,8 +55,6 @@ class UnitBuilder:
         for plan in plans:
             unit = finished[id(plan)]
             unit.lenders = tuple(finished[id(lender)] for lender in plan.lenders)
-            if plan.parent is not None:
-                finished[id(plan.parent)].has_nested_units = True
         return [finished[id(plan)] for plan in plans]
 
     def _prepare(self, visit: Visit) -> None:

@@ -59,13 +59,16 @@ class Pending:
         group: ShardGroup,
         receives: Sequence[tuple[dist.Work, int]] = (),
         sends: Sequence[tuple[dist.Work, int]] = (),
-        finish: Callable[[], None] | None = None,
     ) -> None:
         """`receives` and `sends` pair a handle with the peer's rank in the group, or -1: all."""
         self.operation = operation
         self._group = group
         self._receives = receives
         self._sends = sends
+        self._finish: Callable[[], None] | None = None
+
+    def then(self, finish: Callable[[], None]) -> None:
+        """Run `finish` once the data is there, in the first `wait`."""
         self._finish = finish
 
     def wait(self) -> None:
@@ -121,24 +124,6 @@ def all_gather(
     return _exchange(slices, [shard] * group.size, group, operation)
 
 
-def all_to_all(
-    received: torch.Tensor, chunks: torch.Tensor, group: ShardGroup, operation: Operation
-) -> Pending:
-    """Send chunk i of `chunks` to rank i. Collective over the group; does not block the host.
-
-    Args:
-        received: [group_size * chunk_numel]; chunk i comes from rank i. This rank's own chunk is
-            left alone on gloo: read it from `chunks`.
-        chunks: [group_size * chunk_numel]; must not change until the handle is drained.
-    """
-    if group.backend != "gloo":
-        work = dist.all_to_all_single(received, chunks, group=group.process_group, async_op=True)
-        return Pending(operation, group, [(work, -1)])
-    return _exchange(
-        list(received.chunk(group.size)), list(chunks.chunk(group.size)), group, operation
-    )
-
-
 def reduce_scatter(
     chunks: torch.Tensor,
     group: ShardGroup,
@@ -171,15 +156,14 @@ def reduce_scatter(
         work = _reduce_scatter_single(
             summed, chunks, op=op, group=group.process_group, async_op=True
         )
-        finish = None if scale == 1.0 else (lambda: _scale(summed, scale))
-        return summed, Pending(operation, group, [(work, -1)], finish=finish)
+        pending = Pending(operation, group, [(work, -1)])
+        if scale != 1.0:
+            pending.then(lambda: _scale(summed, scale))
+        return summed, pending
     dtype = torch.promote_types(chunks.dtype, torch.float32)
     summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
-    received = torch.empty_like(chunks)
-    pending = all_to_all(received, chunks, group, operation)
-    parts = list(received.chunk(group.size))
-    parts[group.rank] = chunks[group.rank * chunk_numel : (group.rank + 1) * chunk_numel]
-    pending._finish = lambda: _sum_in_rank_order(parts, summed, scale)
+    parts, pending = _all_to_all(chunks, group, operation)
+    pending.then(lambda: _sum_in_rank_order(parts, summed, scale))
     return summed, pending
 
 
@@ -213,6 +197,21 @@ def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) ->
     work = dist.broadcast(tensor, group.ranks[0], group=group.process_group, async_op=True)
     Pending(operation, group, [(work, -1)]).wait()
     return tensor
+
+
+def _all_to_all(
+    chunks: torch.Tensor, group: ShardGroup, operation: Operation
+) -> tuple[list[torch.Tensor], Pending]:
+    """Send chunk i of `chunks` to rank i; returns what came from each rank, and the handle."""
+    if group.backend != "gloo":
+        received = torch.empty_like(chunks)
+        work = dist.all_to_all_single(received, chunks, group=group.process_group, async_op=True)
+        return list(received.chunk(group.size)), Pending(operation, group, [(work, -1)])
+    own = list(chunks.chunk(group.size))
+    parts = [
+        chunk if rank == group.rank else torch.empty_like(chunk) for rank, chunk in enumerate(own)
+    ]
+    return parts, _exchange(parts, own, group, operation)
 
 
 def _exchange(

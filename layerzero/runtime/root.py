@@ -1,15 +1,15 @@
 """RootState: what the units of one model share, and what happens between them.
 
 The root decides when units are gathered, prefetched, reduced and freed. It hears of four events:
-a forward call begins or ends, the gradient of a forward call's output arrives, the gradient of a
-leaf is complete, the backward pass ends (hooks.py).
+a forward call begins, ends or raises, the gradient of a forward call's output arrives, the
+backward pass ends (hooks.py).
 
 Note [When a unit is done in backward]
     Autograd runs the nodes of one thread in falling order of their creation. So when the gradient
     of a forward call's output arrives, everything created after that call ended has run. Units
-    whose calls of that forward all *began* after it ended are done: they are reduced (if a leaf
-    without gradient kept them from it before) and freed. No hook on inputs is needed, and the
-    point is the same on every rank, whichever parameters had a gradient there.
+    whose calls of that forward all *began* after it ended are done: they are freed and reduced. No
+    hook on leaves or inputs is needed, and the point is the same on every rank, whichever
+    parameters had a gradient there.
 
 Note [One unit stays]
     A unit is not freed when its forward ends but when the next unit's begins, or when another's
@@ -42,8 +42,8 @@ from layerzero.runtime.states import ShardState, TrainingState
 from layerzero.runtime.unit import Reduction, Unit
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-MAX_REDUCTIONS_IN_FLIGHT = 2
-"""Bounds the memory of gradients on their way; two let one travel while the next is collected."""
+_FINISH_LAST = -1
+"""A start before every call: such a unit is finished when the pass ends."""
 
 
 class ForwardPass:
@@ -78,7 +78,7 @@ class BackwardPass:
     def __init__(self, graph_task: int) -> None:
         self.graph_task = graph_task
         self.active: dict[Unit, int] = {}
-        """Units this pass has reached -> start of their first call; -1: finish at the end."""
+        """Units this pass has reached -> start of their first call in that forward."""
         self.forwards: dict[ForwardPass, None] = {}
         """Forwards this pass goes back through; kept by the outermost pass alone."""
         self.touched: set[Unit] = set()
@@ -235,6 +235,7 @@ class RootState:
             unit.reshard()
         unit.unshard()
         unit.explicitly_unsharded = True
+        unit.watch_leaves()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -407,12 +408,9 @@ class RootState:
 
     def _enter_backward(self, current: BackwardPass, unit: Unit, start: int) -> None:
         self._passes[0].touched.add(unit)
-        if unit.training_state is TrainingState.BACKWARD:
-            unit.gradients_due = unit.is_trainable
-            return
-        current.active[unit] = start
-        unit.set_training_state(TrainingState.BACKWARD)
-        unit.expect_gradients()
+        if unit.training_state is not TrainingState.BACKWARD:
+            current.active[unit] = start
+            unit.set_training_state(TrainingState.BACKWARD)
 
     def _finish_done(self, current: BackwardPass, call: ForwardCall) -> None:
         """See Note [When a unit is done in backward]."""
@@ -425,35 +423,31 @@ class RootState:
             self._finish_unit(current, unit)
 
     def _finish_unit(self, current: BackwardPass, unit: Unit) -> None:
-        if unit.gradients_due:
-            self._reduce(unit)
         self._free(unit)
         unit.show_sharded()
+        if unit.is_trainable:
+            self._reduce(unit)
         del current.active[unit]
         unit.set_training_state(TrainingState.IDLE)
 
     @_remembers_failure
-    def on_last_gradient(self, unit: Unit) -> None:
-        """A leaf's gradient is complete: the last one expected, or one nobody expected."""
+    def on_leaf_gradient(self, unit: Unit) -> None:
+        """A leaf of an explicitly unsharded unit, used outside its forward, has its gradient."""
         if unit.training_state is not TrainingState.BACKWARD:
-            # Used outside a forward of the unit, or after it was done.
             current = self._backward_pass(torch._C._current_graph_task_id(), ())
-            self._enter_backward(current, unit, -1)
-        unit.gradients_due = True
-        unit.num_missing -= 1
-        if unit.num_missing == 0 and not unit.has_nested_units:
-            # With nested units it waits: where its last leaf falls among their collectives
-            # depends on which parameters this rank used.
-            self._reduce(unit)
+            self._enter_backward(current, unit, _FINISH_LAST)
 
     def _reduce(self, unit: Unit) -> None:
-        for reduction in [r for r in self._reductions if r.unit is unit]:
-            self._complete(reduction)
+        """Collect the unit's gradients and start their reduction.
+
+        One reduction is in flight at a time: it travels while the next unit computes, and its
+        buffers are free before the next ones are needed.
+        """
+        while self._reductions:
+            self._complete(self._reductions[0])
         with torch.no_grad(), self.profile("reduce", unit):
             unit.collect_gradients()
             if self.requires_gradient_sync:
-                while len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
-                    self._complete(self._reductions[0])
                 self._reductions.extend(unit.reduce_gradients())
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST and self._passes:
             self._prefetch(unit.backward_prefetch, 1)

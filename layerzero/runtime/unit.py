@@ -65,10 +65,8 @@ class Unit:
     """Forward calls of this unit that are running."""
     shows_full: bool
     """Whether module attributes are the full leaves."""
-    gradients_due: bool
-    """A backward pass reached this unit and its gradients were not reduced since."""
-    num_missing: int
-    """Trainable leaves whose gradient has not come yet in this pass."""
+    is_trainable: bool
+    """Whether any parameter requires grad."""
     originals: list[tuple[str, weakref.ref[nn.Parameter]]]
     """Names, and the parameters as they were before wrapping, should somebody still hold them."""
     output_dtype: torch.dtype | None
@@ -93,8 +91,6 @@ class Unit:
         self.nbytes = sum(handle.full_nbytes for handle in handles)
         self.depth = 0
         self.shows_full = False
-        self.gradients_due = False
-        self.has_nested_units = False
         self.explicitly_unsharded = False
         self.lenders = ()
         self.output_dtype: torch.dtype | None = None
@@ -110,7 +106,7 @@ class Unit:
         self._module_ref = weakref.ref(module)
         self._root_ref: Callable[[], RootState | None] = lambda: None
         self._gathers: list[Waitable] = []
-        self._hooked: set[tuple[int, int]] = set()
+        self._is_watched = False
         for handle, group in zip(handles, originals, strict=True):
             for original, sharded, full in zip(
                 group, handle.sharded_params, handle.full_params, strict=True
@@ -201,10 +197,6 @@ class Unit:
             handle.fqns = [f"{prefix}.{fqn}" for fqn in handle.fqns]
             for fqn, parameter in zip(handle.fqns, handle.sharded_params, strict=True):
                 rename(parameter, fqn)
-
-    @property
-    def is_trainable(self) -> bool:
-        return self._num_trainable > 0
 
     # Parameters -----------------------------------------------------------------------------
 
@@ -299,38 +291,32 @@ class Unit:
     # Gradients ------------------------------------------------------------------------------
 
     def _follow_trainable(self) -> None:
-        """Lay out gradients for, and put hooks on, the leaves that require grad now."""
-        self._num_trainable = 0
-        for number, handle in enumerate(self.handles):
+        """Lay out gradients for the leaves that require grad now."""
+        for handle in self.handles:
             trainable = handle.trainable()
             if tuple(trainable) != handle.gradients.layout.trainable:
                 handle.gradients.set_trainable(trainable)
-            self._num_trainable += len(trainable)
-            for index in trainable:
-                if (number, index) not in self._hooked:
-                    self._hooked.add((number, index))
-                    handle.full_params[index].register_post_accumulate_grad_hook(
-                        _weak_hook(weakref.ref(self))
-                    )
-        self.num_missing = self._num_trainable
+        self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)
 
-    def expect_gradients(self) -> None:
-        """A backward pass has reached this unit."""
-        self.gradients_due = self.is_trainable
-        self.num_missing = self._num_trainable
+    def watch_leaves(self) -> None:
+        """Hear of gradients that come from outside the unit's forward (explicit `unshard`)."""
+        if self._is_watched:
+            return
+        self._is_watched = True
+        unit_ref = weakref.ref(self)
 
-    def on_gradient(self) -> None:
-        """The gradient of one leaf is complete."""
-        if self.num_missing > 1 and self._training_state is TrainingState.BACKWARD:
-            self.num_missing -= 1
-            self.gradients_due = True
-        else:
-            self.root.on_last_gradient(self)
+        def on_gradient(_: torch.Tensor) -> None:
+            unit = unit_ref()
+            if unit is not None:
+                unit.root.on_leaf_gradient(unit)
+
+        for handle in self.handles:
+            for leaf in handle.full_params:
+                if leaf.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(on_gradient)
 
     def collect_gradients(self) -> None:
         """Move the leaves' gradients into the reduction buffers and free them."""
-        self.gradients_due = False
-        self.num_missing = self._num_trainable
         for handle in self.handles:
             if handle.gradients.layout.trainable:
                 handle.gradients.collect(handle.full_params)
@@ -362,8 +348,6 @@ class Unit:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not delivered."""
-        self.gradients_due = False
-        self.num_missing = self._num_trainable
         for handle in self.handles:
             handle.gradients.release()
             for leaf in handle.full_params:
@@ -377,15 +361,6 @@ class Unit:
         self.reshard()
         if self._training_state is not TrainingState.IDLE:
             self.set_training_state(TrainingState.IDLE)
-
-
-def _weak_hook(unit_ref: Callable[[], Unit | None]) -> Callable[[torch.Tensor], None]:
-    def on_gradient(_: torch.Tensor) -> None:
-        unit = unit_ref()
-        if unit is not None:
-            unit.on_gradient()
-
-    return on_gradient
 
 
 def get_unit(module: nn.Module) -> Unit | None:
