@@ -161,8 +161,12 @@ def reduce_scatter(
             pending.then(lambda: _scale(summed, scale))
         return summed, pending
     dtype = torch.promote_types(chunks.dtype, torch.float32)
-    summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
     parts, pending = _all_to_all(chunks, group, operation)
+    if dtype == chunks.dtype:
+        # The sum may take the place of the first part that came from elsewhere.
+        summed = parts[0 if group.rank else 1] if group.size > 1 else torch.empty_like(chunks)
+    else:
+        summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
     pending.then(lambda: _sum_in_rank_order(parts, summed, scale))
     return summed, pending
 
@@ -237,6 +241,7 @@ def _exchange(
 
 
 def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float) -> None:
+    """`out` may be one of the first two parts."""
     if len(parts) > 1 and parts[0].dtype == out.dtype:
         torch.add(parts[0], parts[1], out=out)
         rest = parts[2:]

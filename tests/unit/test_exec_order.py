@@ -1,0 +1,88 @@
+"""The recorder predicts what every matching order agrees on, and nothing else."""
+
+from __future__ import annotations
+
+from layerzero.runtime.exec_order import ExecOrderRecorder
+
+
+def run(recorder: ExecOrderRecorder, kind: str, order: list[int], depth: int = 1) -> list:
+    """Visit `order`; what was predicted after each visit."""
+    recorder.begin(kind)
+    predictions = []
+    for unit in order:
+        recorder.visit(unit)
+        predictions.append(recorder.predict(depth))
+    recorder.end()
+    return predictions
+
+
+def test_the_first_pass_predicts_nothing_and_the_second_all_of_it() -> None:
+    recorder = ExecOrderRecorder()
+    assert run(recorder, "train", [0, 1, 2, 3]) == [[], [], [], []]
+    assert run(recorder, "train", [0, 1, 2, 3], depth=2) == [[1, 2], [2, 3], [3], []]
+
+
+def test_kinds_are_kept_apart() -> None:
+    recorder = ExecOrderRecorder()
+    run(recorder, "train", [0, 1, 2])
+    run(recorder, "eval", [0, 2])
+    assert run(recorder, "train", [0, 1, 2]) == [[1], [2], []]
+    assert run(recorder, "eval", [0, 2]) == [[2], []]
+
+
+def test_branches_live_side_by_side_and_only_what_they_share_is_predicted() -> None:
+    recorder = ExecOrderRecorder()
+    text, image = [0, 1, 2, 5], [0, 1, 3, 4, 5]
+    run(recorder, "train", text)
+    assert run(recorder, "train", image)[:2] == [[1], [2]], "one order known: it is believed"
+    for _ in range(3):
+        assert run(recorder, "train", text) == [[1], [], [5], []]
+        assert run(recorder, "train", image, depth=3) == [[1], [], [4, 5], [5], []]
+
+
+def test_a_deviation_predicts_nothing_and_is_recorded_without_losing_others() -> None:
+    recorder = ExecOrderRecorder()
+    run(recorder, "train", [0, 1, 2])
+    assert run(recorder, "train", [0, 2, 1]) == [[1], [], []]
+    assert run(recorder, "train", [0, 2, 1]) == [[], [1], []]
+    assert run(recorder, "train", [0, 1, 2]) == [[], [2], []]
+
+
+def test_a_shorter_pass_is_an_order_of_its_own() -> None:
+    recorder = ExecOrderRecorder()
+    run(recorder, "train", [0, 1, 2])
+    run(recorder, "train", [0, 1])
+    assert run(recorder, "train", [0, 1, 2]) == [[1], [], []], "it might end after 1"
+
+
+def test_a_unit_visited_twice_is_predicted_twice() -> None:
+    recorder = ExecOrderRecorder()
+    run(recorder, "train", [0, 1, 0, 1])
+    assert run(recorder, "train", [0, 1, 0, 1]) == [[1], [0], [1], []]
+
+
+def test_an_odd_pass_stops_counting_after_a_while() -> None:
+    recorder = ExecOrderRecorder(max_age=5)
+    run(recorder, "train", [0, 2, 1])
+    for _ in range(5):
+        assert run(recorder, "train", [0, 1, 2])[0] != [1]
+    assert run(recorder, "train", [0, 1, 2])[0] == [1]
+    assert recorder.orders("train") == [(0, 1, 2)]
+
+
+def test_an_aborted_pass_leaves_no_trace() -> None:
+    recorder = ExecOrderRecorder()
+    run(recorder, "train", [0, 1])
+    recorder.begin("train")
+    recorder.visit(1)
+    recorder.abort()
+    assert not recorder.is_recording
+    assert recorder.orders("train") == [(0, 1)]
+
+
+def test_the_least_recent_kind_makes_room() -> None:
+    recorder = ExecOrderRecorder(max_kinds=2)
+    for kind in ("a", "b", "a", "c"):
+        run(recorder, kind, [0])
+    assert recorder.orders("b") == []
+    assert recorder.orders("a") == recorder.orders("c") == [(0,)]

@@ -1,0 +1,125 @@
+"""Layouts are integers: every element has one owner, whatever the sizes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from layerzero.core.layout import FlatLayout, GradientLayout
+
+SIZES = {
+    "even": ([64, 64], 2),
+    "odd sizes": ([5, 20, 3], 2),
+    "scalars and empty": ([1, 0, 1, 7, 0], 3),
+    "only empty": ([0, 0], 4),
+    "nothing": ([], 2),
+    "smaller than the group": ([2], 5),
+    "one rank": ([33, 17], 1),
+    "cut over many ranks": ([1000, 3], 7),
+}
+
+
+def layouts() -> list:
+    return [
+        pytest.param(FlatLayout.build(numels, size, alignment), id=f"{name}, alignment {alignment}")
+        for name, (numels, size) in SIZES.items()
+        for alignment in (1, 4, 16)
+    ]
+
+
+def owned_elements(pieces, numels) -> list[set[int]]:
+    owned: list[set[int]] = [set() for _ in numels]
+    for piece in pieces:
+        run = set(range(piece.start, piece.stop))
+        assert not owned[piece.index] & run, "an element has two owners"
+        owned[piece.index] |= run
+    return owned
+
+
+def test_the_drawing_in_the_module_is_right() -> None:
+    layout = FlatLayout.build([5, 20, 3], group_size=2, alignment=4)
+    assert layout.starts == (0, 8, 28)
+    assert layout.shard_numel == 16
+    assert layout.owned_range(1, 0) == (0, 8)
+    assert layout.owned_range(1, 1) == (8, 20)
+    assert layout.owned_range(2, 0) == (0, 0)
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_every_element_has_one_owner_and_starts_are_aligned(layout: FlatLayout) -> None:
+    pieces = [piece for rank in range(layout.group_size) for piece in layout.pieces(rank)]
+    owned = owned_elements(pieces, layout.numels)
+    assert owned == [set(range(numel)) for numel in layout.numels]
+    assert all(start % layout.alignment == 0 for start in layout.starts)
+    assert layout.shard_numel % layout.alignment == 0
+    for rank in range(layout.group_size):
+        for piece in layout.pieces(rank):
+            if piece.numel:
+                position = rank * layout.shard_numel + piece.offset
+                assert position == layout.starts[piece.index] + piece.start
+                assert piece.offset + piece.numel <= layout.shard_numel
+
+
+def test_padding_of_real_units_is_below_a_thousandth() -> None:
+    width = 1024
+    block = [width, 3 * width * width, width * width, width, 4 * width * width, 4 * width * width]
+    for group_size in (2, 8, 64, 512):
+        layout = FlatLayout.build(block, group_size, alignment=16)
+        assert layout.padded_numel - sum(block) < 1e-3 * sum(block)
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_gradients_of_all_parameters_lie_as_the_parameters_do(layout: FlatLayout) -> None:
+    gradients = GradientLayout.build(layout, range(len(layout.numels)))
+    assert gradients.chunk_numel == layout.shard_numel
+    for segment in gradients.segments:
+        assert (segment.start, segment.stop) == (0, layout.numels[segment.index])
+        assert segment.offset == layout.starts[segment.index]
+    assert gradients.chunks == tuple(layout.pieces(r) for r in range(layout.group_size))
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_frozen_parameters_take_no_room_among_gradients(layout: FlatLayout) -> None:
+    for trainable in _subsets(len(layout.numels)):
+        gradients = GradientLayout.build(layout, trainable)
+        numels = [n if i in trainable else 0 for i, n in enumerate(layout.numels)]
+        pieces = [piece for chunk in gradients.chunks for piece in chunk]
+        assert owned_elements(pieces, layout.numels) == [set(range(n)) for n in numels]
+        _check_covered_once(gradients)
+        largest = max(
+            (sum(piece.numel for piece in chunk) for chunk in gradients.chunks), default=0
+        )
+        if len(trainable) < len(layout.numels):
+            room = largest + layout.alignment * (len(trainable) + 1)
+            assert gradients.chunk_numel <= room
+        for rank, chunk in enumerate(gradients.chunks):
+            for piece in chunk:
+                assert (piece.start, piece.stop) == layout.owned_range(piece.index, rank)
+
+
+def _check_covered_once(gradients: GradientLayout) -> None:
+    covered = [0] * gradients.numel
+    for segment in gradients.segments:
+        for position in range(segment.offset, segment.offset + segment.numel):
+            covered[position] += 1
+    for start, stop in gradients.gaps():
+        for position in range(start, stop):
+            covered[position] += 1
+    assert set(covered) <= {1}, "the buffer is not covered exactly once"
+
+
+def _subsets(count: int) -> list[tuple[int, ...]]:
+    generator = random.Random(count)
+    subsets = {(), tuple(range(count))}
+    for _ in range(4):
+        subsets.add(tuple(i for i in range(count) if generator.random() < 0.5))
+    return sorted(subsets)
+
+
+@pytest.mark.parametrize(
+    ("numels", "group_size", "alignment"), [([1], 0, 1), ([1], 1, 0), ([-1], 1, 1)]
+)
+def test_nonsense_is_refused(numels: list[int], group_size: int, alignment: int) -> None:
+    with pytest.raises(ValueError, match="expected group_size"):
+        FlatLayout.build(numels, group_size, alignment)

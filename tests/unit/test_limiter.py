@@ -1,0 +1,66 @@
+"""The gather budget: how it is written, and what it admits."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerzero.comm.limiter import GatherLimiter
+from layerzero.config import GatherBudget, parse_nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("1B", 1), ("512MB", 512_000_000), ("1.5 GiB", 3 << 29), ("2gb", 2 * 10**9), ("3KiB", 3072)],
+)
+def test_sizes_are_read(text: str, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "12", "-1MB", "0MB", "1 parsec"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size"):
+        parse_nbytes(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "budget"),
+    [
+        (False, GatherBudget()),
+        (True, GatherBudget(max_units=3)),
+        (5, GatherBudget(max_units=5)),
+        ("2GB", GatherBudget(max_nbytes=2 * 10**9)),
+    ],
+)
+def test_the_argument_is_read(value, budget: GatherBudget) -> None:
+    assert GatherBudget.parse(value, default_units=3) == budget
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError), (None, TypeError)])
+def test_a_bad_argument_is_refused(value, error: type[Exception]) -> None:
+    with pytest.raises(error, match="limit_all_gathers"):
+        GatherBudget.parse(value, default_units=3)
+
+
+def test_units_are_counted() -> None:
+    limiter = GatherLimiter(GatherBudget(max_units=2))
+    limiter.acquire(10)
+    assert limiter.admits(10**12)
+    limiter.acquire(10)
+    assert not limiter.admits(1)
+    limiter.release(10)
+    assert limiter.admits(1)
+
+
+def test_bytes_are_counted() -> None:
+    limiter = GatherLimiter(GatherBudget(max_nbytes=100))
+    limiter.acquire(60)
+    assert limiter.admits(40)
+    assert not limiter.admits(41)
+    limiter.release(60)
+    assert limiter.admits(100)
+
+
+def test_without_a_budget_everything_is_admitted() -> None:
+    limiter = GatherLimiter(GatherBudget())
+    limiter.acquire(10**15)
+    assert limiter.admits(10**15)

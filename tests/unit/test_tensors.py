@@ -1,0 +1,60 @@
+"""Tensors are found and replaced in everything a module takes or returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
+
+import torch
+
+from layerzero.runtime.tensors import cast_floating, find_tensors
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    tensor: torch.Tensor
+    note: str
+
+
+def nested(tensor: torch.Tensor):
+    return {"a": [tensor, (1, None)], "b": Pair(Frozen(tensor, "x"), OrderedDict(c=tensor))}
+
+
+def test_tensors_are_found_at_any_depth() -> None:
+    tensor = torch.ones(2)
+    assert sum(found is tensor for found in find_tensors(nested(tensor))) == 3
+
+
+def test_plain_objects_are_looked_through() -> None:
+    tensor = torch.ones(2)
+    assert list(find_tensors(SimpleNamespace(inner=SimpleNamespace(t=tensor)))) == [tensor]
+
+
+def test_a_cycle_ends() -> None:
+    value = SimpleNamespace(tensor=torch.ones(1))
+    value.me = value
+    assert len(list(find_tensors(value))) >= 1
+
+
+def test_casting_rebuilds_the_containers_and_leaves_the_original() -> None:
+    original = nested(torch.ones(2))
+    cast = cast_floating(original, torch.bfloat16)
+    assert {t.dtype for t in find_tensors(cast)} == {torch.bfloat16}
+    assert {t.dtype for t in find_tensors(original)} == {torch.float32}
+    assert isinstance(cast["b"], Pair)
+    assert isinstance(cast["b"].first, Frozen)
+    assert cast["b"].first.note == "x"
+    assert isinstance(cast["b"].second, OrderedDict)
+
+
+def test_integers_stay() -> None:
+    tokens = torch.arange(3)
+    assert cast_floating([tokens], torch.bfloat16)[0] is tokens
+
+
+def test_what_holds_nothing_to_cast_is_shared() -> None:
+    value = {"tokens": torch.arange(3), "mask": None}
+    assert cast_floating(value, torch.bfloat16) is value
