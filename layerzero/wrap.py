@@ -83,49 +83,10 @@ def plan_units(
     Raises:
         ValueError: a parameter is shared between an already wrapped module and another one.
     """
-    predicate = make_predicate(policy)
-    ignored = {id(module) for top in ignored_modules for module in top.modules()}
-    ignored_ids = {id(parameter) for parameter in ignored_parameters}
-    plans: list[UnitPlan] = []
-    visits: list[Visit] = []
-    owners: dict[int, tuple[OriginalParameter, list[UnitPlan]]] = {}
-    seen: dict[int, UnitPlan] = {}
-
-    def visit(module: nn.Module, fqn: str, parent: UnitPlan | None) -> None:
-        if id(module) in ignored:
-            return
-        if id(module) in seen:
-            # One module in two places: its parameters are used by the units around both.
-            if seen[id(module)].module is not module and parent is not None:
-                for part in module.modules():
-                    for parameter in part._parameters.values():
-                        if id(parameter) in owners:
-                            owners[id(parameter)][1].append(parent)
-            return
-        existing = get_unit(module)
-        plan = parent
-        if parent is None or existing is not None or predicate(module, fqn):
-            plan = UnitPlan(fqn, module, parent, existing)
-            plans.append(plan)
-        assert plan is not None
-        seen[id(module)] = plan
-        visits.append(Visit(plan, fqn, module))
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in ignored_ids or get_info(parameter):
-                continue
-            full_name = f"{fqn}.{name}" if fqn else name
-            original, users = owners.setdefault(
-                id(parameter), (OriginalParameter(full_name, parameter, []), [])
-            )
-            original.slots.append(Slot(module, name))
-            users.append(plan)
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, f"{fqn}.{name}" if fqn else name, plan)
-
-    visit(root, "", None)
-    _refuse_shared_with_wrapped(plans, owners.values())
-    for original, users in owners.values():
+    walk = _Walk(make_predicate(policy), ignored_modules, ignored_parameters)
+    walk.visit(root, "", None)
+    _refuse_shared_with_wrapped(walk.plans, walk.owners.values())
+    for original, users in walk.owners.values():
         owner = _nearest_common(users)
         if owner.existing is not None:
             raise ValueError(
@@ -136,7 +97,67 @@ def plan_units(
         for user in users:
             if user is not owner and owner not in user.lenders:
                 user.lenders.append(owner)
-    return plans, visits
+    return walk.plans, walk.visits
+
+
+class _Walk:
+    """One walk through a module tree, outermost first."""
+
+    def __init__(
+        self,
+        predicate: Callable[[nn.Module, str], bool],
+        ignored_modules: Iterable[nn.Module],
+        ignored_parameters: Iterable[nn.Parameter],
+    ) -> None:
+        self.plans: list[UnitPlan] = []
+        self.visits: list[Visit] = []
+        self.owners: dict[int, tuple[OriginalParameter, list[UnitPlan]]] = {}
+        self._predicate = predicate
+        self._ignored = {id(module) for top in ignored_modules for module in top.modules()}
+        self._ignored_parameters = {id(parameter) for parameter in ignored_parameters}
+        self._seen: dict[int, UnitPlan] = {}
+
+    def visit(self, module: nn.Module, fqn: str, parent: UnitPlan | None) -> None:
+        if id(module) in self._ignored:
+            return
+        if id(module) in self._seen:
+            self._visit_again(module, parent)
+            return
+        existing = get_unit(module)
+        plan = parent
+        if parent is None or existing is not None or self._predicate(module, fqn):
+            plan = UnitPlan(fqn, module, parent, existing)
+            self.plans.append(plan)
+        assert plan is not None
+        self._seen[id(module)] = plan
+        self.visits.append(Visit(plan, fqn, module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in self._ignored_parameters:
+                self._visit_parameter(parameter, Slot(module, name), fqn, plan)
+        for name, child in module._modules.items():
+            if child is not None:
+                self.visit(child, f"{fqn}.{name}" if fqn else name, plan)
+
+    def _visit_parameter(
+        self, parameter: nn.Parameter, slot: Slot, fqn: str, plan: UnitPlan
+    ) -> None:
+        if get_info(parameter) is not None:
+            return  # A piece: it belongs to a unit that is wrapped already.
+        name = f"{fqn}.{slot.name}" if fqn else slot.name
+        original, users = self.owners.setdefault(
+            id(parameter), (OriginalParameter(name, parameter, []), [])
+        )
+        original.slots.append(slot)
+        users.append(plan)
+
+    def _visit_again(self, module: nn.Module, parent: UnitPlan | None) -> None:
+        """One module in two places: its parameters are used by the units around both."""
+        if parent is None or self._seen[id(module)].module is module:
+            return
+        for part in module.modules():
+            for parameter in part._parameters.values():
+                if id(parameter) in self.owners:
+                    self.owners[id(parameter)][1].append(parent)
 
 
 def _refuse_shared_with_wrapped(

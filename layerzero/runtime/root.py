@@ -284,14 +284,23 @@ class RootState:
         if self._kept is not None and self._kept is not unit:
             self._free(self._kept)
         self._kept = None
-        self.recorder.visit(unit.index)
-        unit.unshard()
+        self._demand(unit)
         if not self._passes:
             self._prefetch(unit.forward_prefetch, self.forward_depth)
         elif self.backward_prefetch is not None:
             self._prefetch(unit.backward_prefetch, 1)
         unit.wait_for_unshard()
         unit.show_full()
+
+    def _demand(self, unit: Unit) -> None:
+        """Gather a unit that is needed now. Only units that were not resident are recorded.
+
+        Where a resident unit is met may depend on which parameters this rank used; where another
+        one is met may not. So ranks record, predict and prefetch alike.
+        """
+        if unit.state is not ShardState.UNSHARDED:
+            self.recorder.visit(unit.index)
+            unit.unshard()
 
     def _prefetch(self, explicit: list[Unit] | None, depth: int) -> None:
         if explicit is None:
@@ -376,8 +385,7 @@ class RootState:
         if unit.handles:
             if self._kept is unit:
                 self._kept = None
-            self.recorder.visit(unit.index)
-            unit.unshard()
+            self._demand(unit)
             if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
                 self._prefetch(unit.backward_prefetch, 1)
             unit.wait_for_unshard()

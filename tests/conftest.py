@@ -1,0 +1,28 @@
+"""Seeds and markers of the whole suite."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an accelerator; skipped where there is none")
+    config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.accelerator.is_available():
+        return
+    skip = pytest.mark.skip(reason="no accelerator on this machine")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,221 @@
+"""Frozen parameters cost nothing, and what is frozen may change between steps."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layerzero import ZeRO3
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.compare import (
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    sharded,
+    zero3,
+)
+from tests.harness.models import CASES, Block, FrozenParts, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import (
+    OPTIMIZERS,
+    backward_of_all_ranks,
+    batches_of,
+    forward_backward,
+    full_parameters,
+    seeded,
+)
+
+
+def _frozen_have_no_gradient_and_no_state() -> None:
+    model = sharded(CASES["frozen_parts"])
+    plain = seeded(FrozenParts)
+    before = full_parameters(model)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable)
+    for step in batches_of(CASES["frozen_parts"], dist.get_world_size(), steps=2):
+        forward_backward(model, step[dist.get_rank()])
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (not parameter.requires_grad), name
+        optimizer.step()
+    frozen = {name for name, parameter in plain.named_parameters() if not parameter.requires_grad}
+    assert frozen == {n for n, parameter in model.named_parameters() if not parameter.requires_grad}
+    after = full_parameters(model)
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) == (name in frozen), name
+
+
+def test_a_frozen_parameter_gets_no_gradient_and_does_not_change() -> None:
+    run_ranks(2, _frozen_have_no_gradient_and_no_state)
+
+
+class _SentBytes(TorchDispatchMode):
+    """Bytes this rank hands to collectives and point-to-point sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name.startswith("c10d::") and "recv" not in name and "barrier" not in name:
+            # Of (outputs, inputs, ...) the inputs; of sends and reductions the only tensors.
+            given = args[1] if "allgather" in name or "alltoall" in name else args[0]
+            tensors = given if isinstance(given, (list, tuple)) else [given]
+            self.nbytes += sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes_of_a_step(frozen: str, before_wrapping: bool) -> int:
+    model: nn.Module = seeded(_Wide)
+    if before_wrapping:
+        _freeze(model, frozen)
+    model = ZeRO3(model, auto_wrap_policy={Block})
+    _freeze(model, frozen)
+    batch = torch.randn(2, _Wide.WIDTH)
+    forward_backward(model, batch)  # the order is recorded
+    forward_backward(model, batch)
+    sent = _SentBytes()
+    with sent:
+        forward_backward(model, batch)
+    return sent.nbytes
+
+
+def _freeze(model: nn.Module, prefix: str) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefix))
+
+
+class _Wide(nn.Module):
+    WIDTH = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(self.WIDTH, 64) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def _compare_bytes(before_wrapping: bool) -> None:
+    block = sum(4 * parameter.numel() for parameter in Block(_Wide.WIDTH, 64).parameters())
+    world_size = dist.get_world_size()
+    everything = _bytes_of_a_step("nothing", before_wrapping)
+    assert everything >= block, "nothing was counted"
+    # A rank sends what others own; an implementation may hand over its own part too.
+    least = 0.98 * block * (world_size - 1) / world_size
+    saved = everything - _bytes_of_a_step("blocks.1", before_wrapping)
+    assert least <= saved <= 1.02 * block, f"{saved} bytes saved, of {block} of gradients"
+    # Nothing before the first block needs a gradient: frozen, it is not even gathered again.
+    saved = everything - _bytes_of_a_step("blocks.0", before_wrapping)
+    assert least <= saved <= 2 * 1.02 * block, f"{saved} bytes saved, of {block} of gradients"
+    if before_wrapping:
+        # Part of a unit; later it depends on which rank owns the part.
+        saved = everything - _bytes_of_a_step("blocks.1.up", before_wrapping)
+        assert least / 2 <= saved, f"{saved} bytes saved, of {block / 2} of gradients"
+
+
+@pytest.mark.parametrize("before_wrapping", [True, False], ids=["before wrapping", "later"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_gradient_bytes_travel_for_what_is_frozen(
+    world_size: int, before_wrapping: bool
+) -> None:
+    run_ranks(world_size, _compare_bytes, before_wrapping)
+
+
+def _change_between_steps(optimizer: str) -> None:
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    schedule = [
+        lambda name: True,
+        lambda name: not name.startswith("blocks.1"),
+        lambda name: name.startswith("head"),
+        lambda name: name.endswith("bias"),
+        lambda name: not name.startswith("stem"),
+        lambda name: "up" in name or "blocks.2" in name,
+        lambda name: True,
+    ]
+    optimizers = [OPTIMIZERS[optimizer](each.parameters()) for each in (model, plain)]
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=len(schedule))
+    for phase, step in zip(schedule, batches, strict=True):
+        for each in (model, plain):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(phase(name))
+        _step_alike(model, plain, optimizers, step)
+
+
+def _step_alike(
+    model: nn.Module, plain: nn.Module, optimizers: list[torch.optim.Optimizer], step: list[Tensor]
+) -> None:
+    """As `assert_trains_alike`, with optimizers that live on."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = forward_backward(model, step[dist.get_rank()])
+    expected = backward_of_all_ranks(plain, step)
+    assert_bitwise(loss, expected[dist.get_rank()], "loss")
+    assert_same_gradients(model, plain)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_values(model, plain)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_parameters_may_be_frozen_and_unfrozen_between_steps(optimizer: str) -> None:
+    run_ranks(2, _change_between_steps, optimizer)
+
+
+def _frozen_from_the_start_and_trained_later() -> None:
+    model, plain = sharded(CASES["frozen_parts"]), seeded(FrozenParts)
+    batches = batches_of(CASES["frozen_parts"], dist.get_world_size(), steps=4)
+    assert_trains_alike(model, plain, batches[:2])
+    for each in (model, plain):
+        each.requires_grad_(True)
+    assert_trains_alike(model, plain, batches[2:])
+
+
+def test_what_was_frozen_at_construction_can_be_trained_later() -> None:
+    run_ranks(2, _frozen_from_the_start_and_trained_later)
+
+
+def _all_frozen() -> None:
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    for each in (model, plain):
+        each.requires_grad_(False)
+    out = model(batch)
+    assert not out.requires_grad
+    assert_bitwise(out, plain(batch), "output")
+    inputs = [batch.clone().requires_grad_() for _ in range(2)]
+    for each, x in zip((model, plain), inputs, strict=True):
+        each(x).square().sum().backward()
+    assert inputs[0].grad is not None and inputs[1].grad is not None
+    assert_bitwise(inputs[0].grad, inputs[1].grad, "gradient of the input")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for each in (model, plain):
+        each.requires_grad_(True)
+    assert_trains_alike(model, plain, batches_of(CASES["mlp"], dist.get_world_size(), steps=2))
+
+
+def test_a_wholly_frozen_model_passes_gradients_to_its_input() -> None:
+    run_ranks(2, _all_frozen)
+
+
+def _old_gradients_survive_freezing() -> None:
+    """As in plain torch, freezing does not touch a `.grad` that is there."""
+    model = zero3(Mlp, Block)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    forward_backward(model, batch)
+    before = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.blocks[1].requires_grad_(False)
+    kept = {
+        name: None if before[name] is None else before[name].clone()
+        for name, _ in model.blocks[1].named_parameters(prefix="blocks.1")
+    }
+    forward_backward(model, batch)
+    own = dict(model.named_parameters())
+    assert_same_parameters({name: own[name].grad for name in kept}, kept, what="gradient of")
+
+
+def test_freezing_leaves_a_gradient_that_is_there_alone() -> None:
+    run_ranks(2, _old_gradients_survive_freezing)

@@ -1,0 +1,235 @@
+"""When units are gathered: recorded order, depth, lists, budget; and never a wrong one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero import BackwardPrefetch, ZeRO3, units
+from layerzero.runtime.unit import Unit
+from tests.harness.models import WIDTH, Block
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import gathered, recorded_operations
+
+DEPTH = 5
+
+
+class Routed(nn.Module):
+    """Runs the blocks it is told to, in that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor, route: list[int]) -> torch.Tensor:
+        for index in route:
+            x = self.blocks[index](x)
+        return x
+
+
+def wrapped(**options) -> ZeRO3:
+    torch.manual_seed(0)
+    return ZeRO3(Routed(), auto_wrap_policy={Block}, **options)
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+ALL = list(range(DEPTH))
+
+
+class Timeline:
+    """Gathers (g) and uses (u) of blocks in order, through the unit's own methods."""
+
+    def __init__(self, monkeypatch_targets: list[tuple[type, str, str]]) -> None:
+        self.events: list[str] = []
+        self._undo = []
+        for owner, name, letter in monkeypatch_targets:
+            original = getattr(owner, name)
+
+            def noting(unit, *args, original=original, letter=letter):
+                was = unit.state.name
+                result = original(unit, *args)
+                if letter != "g" or was == "SHARDED":
+                    self.events.append(f"{letter}{unit.fqn.removeprefix('blocks.')}")
+                return result
+
+            setattr(owner, name, noting)
+            self._undo.append((owner, name, original))
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name, original in self._undo:
+            setattr(owner, name, original)
+
+
+def timeline() -> Timeline:
+    return Timeline([(Unit, "unshard", "g"), (Unit, "show_full", "u")])
+
+
+def _forward(depth: bool | int, expected: list[str]) -> None:
+    model = wrapped(forward_prefetch=depth)
+    with torch.no_grad():
+        model(batch(), ALL)
+        with timeline() as seen:
+            model(batch(), ALL)
+    assert seen.events == expected
+
+
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    [
+        (False, ["g0", "u0", "g1", "u1", "g2", "u2", "g3", "u3", "g4", "u4"]),
+        (True, ["g0", "g1", "u0", "g2", "u1", "g3", "u2", "g4", "u3", "u4"]),
+        (2, ["g0", "g1", "g2", "u0", "g3", "u1", "g4", "u2", "u3", "u4"]),
+    ],
+    ids=["off", "one ahead", "two ahead"],
+)
+def test_forward_gathers_ahead_once_the_order_is_known(depth, expected) -> None:
+    run_ranks(2, _forward, depth, expected)
+
+
+def _backward(mode: BackwardPrefetch | None, expected: list[str]) -> None:
+    model = wrapped(backward_prefetch=mode)
+    for _ in range(2):
+        model(batch(), ALL).sum().backward()
+    loss = model(batch(), ALL).sum()
+    with timeline() as seen:
+        loss.backward()
+    assert seen.events == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (None, ["u4", "g3", "u3", "g2", "u2", "g1", "u1", "g0", "u0"]),
+        (
+            BackwardPrefetch.BACKWARD_PRE,
+            ["g3", "u4", "g2", "u3", "g1", "u2", "g0", "u1", "u0"],
+        ),
+        (
+            BackwardPrefetch.BACKWARD_POST,
+            ["u4", "g3", "u3", "g2", "u2", "g1", "u1", "g0", "u0"],
+        ),
+    ],
+    ids=["off", "pre", "post"],
+)
+def test_backward_gathers_ahead_once_the_order_is_known(mode, expected) -> None:
+    run_ranks(2, _backward, mode, expected)
+
+
+def _first_step() -> None:
+    model = wrapped()
+    with recorded_operations(model) as operations:
+        model(batch(), [0, 2, 4]).sum().backward()
+    assert gathered(operations) == [f"blocks.{i}" for i in (0, 2, 4, 2, 0)]
+
+
+def test_nothing_is_guessed_before_an_order_was_recorded() -> None:
+    run_ranks(2, _first_step)
+
+
+def _branches() -> None:
+    """Alternating branches, eval between: every gather is of a block that is used."""
+    model = wrapped(forward_prefetch=3)
+    routes = [[0, 1, 2], [0, 3, 4], [0, 1, 2], [0, 3, 4], [0, 1, 2, 3, 4], [0, 3, 4], [0, 1, 2]]
+    reference = Routed()
+    torch.manual_seed(0)
+    reference = Routed()
+    for step, route in enumerate(routes * 2):
+        with recorded_operations(model) as operations:
+            loss = model(batch(), route).sum()
+            loss.backward()
+        if step >= len(routes):  # both branches and the long route are known
+            expected = [*route, *reversed(route[:-1])]
+            assert gathered(operations) == [f"blocks.{i}" for i in expected]
+        assert torch.equal(loss, reference(batch(), route).sum())
+        with torch.no_grad():
+            model.eval()
+            with recorded_operations(model) as operations:
+                model(batch(), [4, 0])
+            assert gathered(operations) == ["blocks.4", "blocks.0"]
+            model.train()
+        model.zero_grad()
+
+
+def test_branches_never_gather_what_they_do_not_use() -> None:
+    run_ranks(2, _branches)
+
+
+def _misled() -> None:
+    """A deviation costs at most what was on its way, and gives the right result."""
+    model = wrapped(forward_prefetch=2)
+    torch.manual_seed(0)
+    reference = Routed()
+    for _ in range(3):
+        model(batch(), ALL).sum().backward()
+    with recorded_operations(model) as operations:
+        output = model(batch(), [0, 4, 3])
+        assert torch.equal(output, reference(batch(), [0, 4, 3]))
+        output.sum().backward()
+    assert gathered(operations)[:3] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert gathered(operations)[3:] == [f"blocks.{i}" for i in (4, 3, 4, 0)]
+    assert {unit.state.name for unit in units(model)} == {"SHARDED"}
+
+
+def test_a_deviation_falls_back_to_demand() -> None:
+    run_ranks(2, _misled)
+
+
+def _explicit() -> None:
+    model = wrapped()
+    blocks = model.module.blocks
+    first = next(unit for unit in units(model) if unit.fqn == "blocks.0")
+    first.set_modules_to_forward_prefetch([blocks[1], blocks[2], blocks[3]])
+    with torch.no_grad(), timeline() as seen:
+        model(batch(), ALL)
+    assert seen.events[:4] == ["g0", "g1", "g2", "g3"]
+    last = next(unit for unit in units(model) if unit.fqn == "blocks.4")
+    last.set_modules_to_backward_prefetch([blocks[3], blocks[2]])
+    loss = model(batch(), ALL).sum()
+    with timeline() as seen:
+        loss.backward()
+    assert seen.events[:3] == ["g3", "g2", "u4"]
+    with pytest.raises(ValueError, match="units of the same model"):
+        first.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+
+
+def test_lists_of_modules_to_prefetch_are_followed() -> None:
+    run_ranks(2, _explicit)
+
+
+def _budget(limit, most: int) -> None:
+    model = wrapped(forward_prefetch=4, limit_all_gathers=limit)
+    nbytes = max(unit.nbytes for unit in units(model))
+    root = units(model)[0].root
+    counts: list[int] = []
+    original = Unit.unshard
+
+    def counting(unit) -> None:
+        original(unit)
+        counts.append(root.limiter.nbytes // nbytes)
+
+    with torch.no_grad():
+        model(batch(), ALL)
+        Unit.unshard = counting
+        try:
+            model(batch(), ALL)
+        finally:
+            Unit.unshard = original
+    assert max(counts) == most
+    assert root.limiter.nbytes == root.limiter.num_units == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [(False, 5), (True, 5), (1, 1), (2, 2), ("1B", 1), ("1.2KB", 2)],
+    ids=lambda value: f"{value}",
+)
+def test_the_budget_bounds_what_is_resident(limit, most: int) -> None:
+    run_ranks(2, _budget, limit, most)

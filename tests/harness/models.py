@@ -1,0 +1,430 @@
+"""Toy models shared by the tests: each has one property that an engine can get wrong.
+
+A model takes one argument, the batch, and `loss_of` makes a scalar of whatever it returns. Sizes
+are odd on purpose, so that no parameter divides by the number of ranks. `CASES` lists them all with
+what a sweep needs to know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 5
+
+
+def loss_of(output: Any) -> Tensor:
+    """The sum over all tensors in `output` that require grad of their mean square."""
+    losses = [(leaf.float() ** 2).mean() for leaf in tensors_of(output) if leaf.requires_grad]
+    return torch.stack(losses).sum()
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [leaf for item in value.values() for leaf in tensors_of(item)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in tensors_of(item)]
+    if dataclasses.is_dataclass(value):
+        return [
+            leaf
+            for each in dataclasses.fields(value)
+            for leaf in tensors_of(getattr(value, each.name))
+        ]
+    return []
+
+
+class Block(nn.Module):
+    """Residual MLP: four parameters."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 7) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Mlp(nn.Module):
+    """Blocks between two layers that stay with the root."""
+
+    def __init__(self, depth: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TransformerBlock(nn.Module):
+    """RMSNorm, rotary causal attention, SwiGLU."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(
+            _rotate(query, rotation), _rotate(key, rotation), value, is_causal=True
+        )
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    cos, sin = rotation[:, : x.shape[-2]].to(x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+
+
+class Transformer(nn.Module):
+    """Decoder over `vocab` symbols; takes [batch, length + 1] integers, returns the loss."""
+
+    rotation: Tensor
+
+    def __init__(
+        self,
+        vocab: int = 31,
+        width: int = 24,
+        heads: int = 2,
+        layers: int = 3,
+        hidden: int = 40,
+        max_length: int = 32,
+        tied: bool = True,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(TransformerBlock(width, heads, hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        nn.init.normal_(self.embed.weight, std=1 / math.sqrt(width))
+        if tied:
+            self.head.weight = self.embed.weight
+        half = width // heads // 2
+        angles = torch.outer(torch.arange(max_length), 1e4 ** (-torch.arange(half) / half))
+        self.register_buffer(
+            "rotation", torch.stack([angles.cos(), angles.sin()]), persistent=False
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.rotation)
+        return self.head(self.norm(x))
+
+
+class TiedBlock(nn.Module):
+    """Two layers of one block share their weight."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class TiedInUnit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(TiedBlock(), TiedBlock())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class TiedAcrossUnits(nn.Module):
+    """The first and the last block share a weight: it belongs to the unit above both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, last = Block(), Block()
+        last.up.weight = first.up.weight
+        self.blocks = nn.Sequential(first, Block(), last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class SharedModule(nn.Module):
+    """One module under two names, used under both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Block()
+        self.middle = Block()
+        self.other = self.one
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.middle(self.one(x)))
+
+
+class RepeatedModule(nn.Module):
+    """One block called several times in a forward, with another one between."""
+
+    def __init__(self, times: int = 3) -> None:
+        super().__init__()
+        self.times = times
+        self.block = Block()
+        self.between = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.between(self.block(x))
+        return self.block(x)
+
+
+class Adapter(nn.Module):
+    """A frozen layer with a small trainable correction beside it, in one unit."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.low = nn.Linear(width, 2, bias=False)
+        self.high = nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.high(self.low(x)))
+
+
+class FrozenParts(nn.Module):
+    """A frozen unit at the start, one amid trainable ones, and units that are half frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Block().requires_grad_(False)
+        self.adapters = nn.Sequential(Adapter(), Adapter())
+        self.middle = Block().requires_grad_(False)
+        self.head = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.adapters(self.encoder(x))))
+
+
+class MixedDtypeBlock(nn.Module):
+    """float32, float64 and bfloat16 parameters in one unit, the last ones frozen."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.in32 = nn.Linear(width, width)
+        self.in64 = nn.Linear(width, width, dtype=torch.float64)
+        self.in16 = nn.Linear(width, width, dtype=torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.in32(x))
+        x = torch.tanh(self.in64(x.double())).float()
+        return self.in16(x.bfloat16()).float()
+
+
+class MixedDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(MixedDtypeBlock(), MixedDtypeBlock())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class OddShapesBlock(nn.Module):
+    """A scalar, an empty, a transposed, a strided and a single-element parameter."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, width))
+        self.transposed = nn.Parameter(torch.randn(7, width).t() / 3)
+        self.strided = nn.Parameter(torch.randn(7, 2 * width)[:, ::2] / 3)
+        self.single = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ self.transposed * self.scale)
+        return hidden @ self.strided + self.single + self.empty.sum()
+
+
+class OddShapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(OddShapesBlock(), OddShapesBlock())
+        self.shift = nn.Parameter(torch.tensor(0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x) + self.shift
+
+
+class UnusedParts(nn.Module):
+    """A block that never runs, a layer that never runs in a block that does, a lost output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.unused = Block()
+        self.half_used = Block()
+        self.half_used.never = nn.Linear(WIDTH, WIDTH)
+        self.lost = Block()
+        self.last = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.half_used(self.first(x))
+        self.lost(x)
+        return self.last(x)
+
+
+class Branches(nn.Module):
+    """The batch says which of its blocks run, in which order: (x, [index, ...])."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, batch: tuple[Tensor, list[int]]) -> Tensor:
+        x, path = batch
+        x = self.stem(x)
+        for index in path:
+            x = self.blocks[index](x)
+        return x
+
+
+class NoParameters(nn.Module):
+    """Units without a parameter of their own, and a buffer."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.activation = nn.Sequential(nn.Tanh(), nn.Dropout(0.0))
+        self.register_buffer("offset", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.block(x)) + self.offset
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass
+class Record:
+    hidden: Tensor
+    logits: list[Tensor]
+    note: str = "not a tensor"
+    count: int = 3
+    nothing: None = None
+
+
+OUTPUT_KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tensor": lambda a, b: a + b,
+    "tuple": lambda a, b: (a, b, None),
+    "list": lambda a, b: [a, [b]],
+    "dict": lambda a, b: {"a": a, "nested": {"b": b}, "text": "not a tensor"},
+    "namedtuple": lambda a, b: Pair(a, b),
+    "dataclass": lambda a, b: Record(a, [b]),
+    "detached": lambda a, b: (a.detach(), b),
+    "same_twice": lambda a, b: (a, a, b),
+    "view": lambda a, b: (a.view(-1), b[:1]),
+}
+
+
+class StructuredBlock(nn.Module):
+    """Returns two results in one of the structures of `OUTPUT_KINDS`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return OUTPUT_KINDS[self.kind](torch.tanh(self.left(x)), torch.tanh(self.right(x)))
+
+
+class StructuredOutputs(nn.Module):
+    """The same structure leaves an inner unit and the root."""
+
+    def __init__(self, kind: str = "dict") -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner = StructuredBlock(kind)
+        self.outer = StructuredBlock(kind)
+
+    def forward(self, x: Tensor) -> Any:
+        inner = [leaf.reshape(-1, WIDTH) for leaf in tensors_of(self.inner(x))]
+        return self.outer(torch.cat(inner))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model for sweeps: how to make it, which modules to wrap, one rank's batch."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    units: tuple[type[nn.Module], ...]
+    batch: Callable[[torch.Generator], Any]
+    is_exact: bool = True
+    """False where the plain model's strides lead BLAS to other roundings than dense ones."""
+
+
+def _structured(kind: str) -> Case:
+    return Case(f"{kind}_output", lambda: StructuredOutputs(kind), (StructuredBlock,), rows)
+
+
+def rows(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def tokens(generator: torch.Generator) -> Tensor:
+    return torch.randint(31, (2, 9), generator=generator)
+
+
+def path_and_rows(generator: torch.Generator) -> tuple[Tensor, list[int]]:
+    return rows(generator), [2, 0, 1]
+
+
+_CASES = (
+    Case("mlp", Mlp, (Block,), rows),
+    Case("mlp_one_unit", Mlp, (), rows),
+    Case("transformer", Transformer, (TransformerBlock,), tokens),
+    Case("transformer_untied", lambda: Transformer(tied=False), (TransformerBlock,), tokens),
+    Case("tied_in_unit", TiedInUnit, (TiedBlock,), rows),
+    Case("tied_across_units", TiedAcrossUnits, (Block,), rows),
+    Case("shared_module", SharedModule, (Block,), rows),
+    Case("repeated_module", RepeatedModule, (Block,), rows),
+    Case("frozen_parts", FrozenParts, (Block, Adapter), rows),
+    Case("mixed_dtypes", MixedDtypes, (MixedDtypeBlock,), rows),
+    Case("odd_shapes", OddShapes, (OddShapesBlock,), rows, is_exact=False),
+    Case("unused_parts", UnusedParts, (Block,), rows),
+    Case("branches", Branches, (Block,), path_and_rows),
+    Case("no_parameters", NoParameters, (Block, nn.Sequential), rows),
+    *(_structured(kind) for kind in OUTPUT_KINDS),
+)
+CASES = {case.name: case for case in _CASES}

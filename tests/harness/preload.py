@@ -1,0 +1,30 @@
+"""What the fork server imports once, so that each rank starts with it.
+
+Only imports: an operator run here could start threads, which a fork does not copy.
+"""
+
+import contextlib
+import importlib
+
+MODULES = (
+    "numpy",
+    "pytest",
+    "torch",
+    "torch._dynamo",  # torch.optim imports it at the first step
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "torch.utils.checkpoint",
+    "tests.harness.checks",
+    "tests.harness.compare",
+    "tests.harness.models",
+    "tests.harness.ranks",
+    "tests.harness.reference",
+    "layerzero",
+)
+
+for _name in MODULES:
+    # A package that does not import must fail in the test that uses it, not here.
+    with contextlib.suppress(Exception):
+        importlib.import_module(_name)

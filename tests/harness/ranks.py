@@ -1,0 +1,331 @@
+"""Run one function on several ranks, each a process, and always come back.
+
+The ranks are forked from a server that has torch loaded already, meet through a file (no ports, so
+tests may run side by side) and have a gloo default group.
+
+Note [A rank's life]: a rank runs the function and sends its value or its traceback. Where it
+returned, it waits until the function has ended on every rank before it leaves, so that no peer
+loses a connection because this rank was faster. Where it raised, it leaves at once, so that peers
+that wait for it see it go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_GRACE_S = 10.0  # that the other ranks have, once one has failed
+_LEAVE_S = 20.0  # from the release of the ranks to their end
+_STACKS_S = 0.5  # from asking a rank for its stacks to killing it
+_OUTPUT_CHARS = 8000  # of each rank's output in a report
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.harness.preload"])
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    expect_exit: Mapping[int, int] | None = None,
+    backend: str = "gloo",
+) -> list[Any]:
+    """Call `fn(*args)` on `world_size` ranks, in an initialised default group.
+
+    Each rank has one thread and seed 0.
+
+    Args:
+        fn: a function of a module (it is pickled by name). `dist.get_rank()` tells it who it is.
+        args: pickled; the same for every rank.
+        timeout: seconds for the whole group. A rank that is not done by then is asked for its
+            stack, killed and reported.
+        expect_exit: rank to the exit code it must end with (negative: the signal that kills it).
+            Such a rank must not return; the others go on without it.
+        backend: of the default group.
+
+    Returns:
+        What each rank returned, in rank order; None for the ranks of `expect_exit`.
+
+    Raises:
+        AssertionError: a rank raised, died, hung, or did not end as expected. It tells for each
+            rank its state, exit code, traceback and output.
+    """
+    expected = dict(expect_exit or {})
+    payload = pickle.dumps((fn, args))
+    group: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        try:
+            with _server_finds_the_repository():
+                for rank in range(world_size):
+                    start = _Start(rank, world_size, backend, timeout, folder, payload)
+                    group.append(_Rank(start, expected.get(rank)))
+            _wait_for_functions(group, timeout)
+            _wait_for_exits(group)
+        finally:
+            for member in group:
+                member.kill()
+        report = "\n".join(member.report() for member in group)
+    failed = [member for member in group if member.failed]
+    if failed:
+        first = min(failed, key=lambda member: member.settled_at)
+        raise AssertionError(
+            f"{len(failed)} of {world_size} ranks of {fn.__module__}.{fn.__qualname__} failed, "
+            f"rank {first.start.rank} first\n{report}"
+        )
+    if any(member.output for member in group):
+        print(report)
+    return [member.value() for member in group]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a rank is told."""
+
+    rank: int
+    world_size: int
+    backend: str
+    timeout: float
+    folder: str
+    payload: bytes
+
+    @property
+    def output_path(self) -> Path:
+        return Path(self.folder) / f"output_{self.rank}"
+
+
+class _Rank:
+    """One process, as the test sees it."""
+
+    def __init__(self, start: _Start, expected_exit: int | None) -> None:
+        self.start = start
+        self.output = ""
+        self.settled_at = 0.0  # when its function ended; 0.0 while it runs
+        self._expected_exit = expected_exit
+        self._outcome = "running"
+        self._failed = False
+        self._traceback = ""
+        self._value: bytes | None = None
+        self._connection, child = _context.Pipe()
+        self._process = _context.Process(
+            target=_rank_main, args=(start, child), name=f"rank {start.rank}", daemon=True
+        )
+        try:
+            self._process.start()
+        finally:
+            child.close()  # else the pipe of a dead rank would stay open here
+
+    @property
+    def failed(self) -> bool:
+        return self._failed
+
+    @property
+    def running(self) -> bool:
+        return not self.settled_at
+
+    @property
+    def connection(self) -> Connection:
+        """Readable when the rank has something to say, or is dead."""
+        return self._connection
+
+    def receive(self) -> None:
+        """Take the rank's message, or learn that it is gone."""
+        try:
+            kind, body = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._receive_exit()
+            return
+        if kind == "raised":
+            self._traceback = body
+            self._settle("raised", failed=True)
+        elif self._expected_exit is not None:
+            self._settle(f"returned instead of exiting with {self._expected_exit}", failed=True)
+        else:
+            self._value = body
+            self._settle("returned")
+
+    def _receive_exit(self) -> None:
+        self._process.join(_LEAVE_S)
+        code = self._process.exitcode
+        expected = code is not None and code == self._expected_exit
+        self._settle("exited as expected" if expected else "died", failed=not expected)
+
+    def ask_for_stacks(self) -> None:
+        """Have it write the stack of each of its threads to its output."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.pid is not None:
+                os.kill(self._process.pid, signal.SIGUSR1)
+
+    def hang(self, elapsed: float) -> None:
+        self._settle(f"hung in the function, killed after {elapsed:.1f} s", failed=True)
+        self.kill()
+
+    def release(self) -> None:
+        """Let it leave (Note [A rank's life])."""
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(b"leave")
+
+    def leave(self, timeout: float) -> None:
+        """Wait for the end of the process."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._settle("hung after the function, killed", failed=True)
+            self.ask_for_stacks()
+            self._process.join(_STACKS_S)
+        elif self._outcome == "returned" and self._process.exitcode != 0:
+            self._settle("returned, then died", failed=True)
+
+    def kill(self) -> None:
+        """Leave nothing behind; safe to call in any state."""
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join(_LEAVE_S)
+        self._connection.close()
+        with contextlib.suppress(OSError):
+            self.output = self.start.output_path.read_text(errors="replace").strip()
+
+    def value(self) -> Any:
+        return None if self._value is None else pickle.loads(self._value)
+
+    def report(self) -> str:
+        lines = [f"--- rank {self.start.rank}: {self._outcome}, {self._exit_text()}"]
+        if self._traceback:
+            lines.append(self._traceback.rstrip())
+        if self.output:
+            lines += ["output:", self.output[-_OUTPUT_CHARS:]]
+        return "\n".join(lines)
+
+    def _settle(self, outcome: str, failed: bool = False) -> None:
+        self.settled_at = self.settled_at or time.monotonic()
+        self._outcome = outcome
+        self._failed = failed
+
+    def _exit_text(self) -> str:
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+
+def _wait_for_functions(group: Sequence[_Rank], timeout: float) -> None:
+    start = time.monotonic()
+    deadline = start + timeout
+    while running := [rank for rank in group if rank.running]:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            # All stacks before the first kill, which the others could notice.
+            for rank in running:
+                rank.ask_for_stacks()
+            time.sleep(_STACKS_S)
+            for rank in running:
+                rank.hang(time.monotonic() - start)
+            return
+        ready = multiprocessing.connection.wait([rank.connection for rank in running], remaining)
+        for rank in running:
+            if rank.connection in ready:
+                rank.receive()
+        if any(rank.failed for rank in group):
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+
+
+def _wait_for_exits(group: Sequence[_Rank]) -> None:
+    for rank in group:
+        rank.release()
+    deadline = time.monotonic() + _LEAVE_S
+    for rank in group:
+        rank.leave(max(0.0, deadline - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _server_finds_the_repository() -> Iterator[None]:
+    """The fork server imports its preload with the path of its environment, not with this one."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_REPOSITORY), *([before] if before else [])])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def _rank_main(start: _Start, connection: Connection) -> None:
+    """The whole life of a rank; never returns (Note [A rank's life])."""
+    # Nothing survives its test: not even when the test itself was killed.
+    signal.alarm(int(start.timeout + _GRACE_S + _LEAVE_S) + 1)
+    _redirect_output(start.output_path)
+    exit_code = 1
+    try:
+        _join_group(start)
+        fn, args = pickle.loads(start.payload)
+        # Bytes made here, because a connection would send a tensor as a handle to this process.
+        value = pickle.dumps(fn(*args))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            connection.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
+    else:
+        with contextlib.suppress(EOFError, OSError):
+            connection.send_bytes(pickle.dumps(("returned", value)))
+            connection.recv_bytes()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        exit_code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # No interpreter shutdown: it takes as long as the test.
+        os._exit(exit_code)
+
+
+def _redirect_output(path: Path) -> None:
+    # Append mode: the stack dump and the streams share the file.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = open(1, "w", closefd=False, buffering=1)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def _join_group(start: _Start) -> None:
+    torch.set_num_threads(1)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    # gloo would ask the resolver for the host's name, which need not lead to a usable interface.
+    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
+    dist.init_process_group(
+        start.backend,
+        init_method=f"file://{start.folder}/store",
+        rank=start.rank,
+        world_size=start.world_size,
+        timeout=datetime.timedelta(seconds=start.timeout),
+    )

@@ -1,0 +1,58 @@
+"""What an engine did: its collectives in order, and which full buffers exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from layerzero import ZeRO3, units
+from layerzero.comm.collectives import Operation
+
+
+@contextmanager
+def recorded_operations(model: ZeRO3) -> Iterator[list[Operation]]:
+    """Collectives that `model` starts inside, in order of issue, on this rank."""
+    root = units(model)[0].root
+    operations: list[Operation] = []
+    original = root.next_operation
+
+    def recording(verb: str, unit: str) -> Operation:
+        operation = original(verb, unit)
+        operations.append(operation)
+        return operation
+
+    root.next_operation = recording  # type: ignore[method-assign]
+    try:
+        yield operations
+    finally:
+        del root.next_operation
+
+
+def gathered(operations: list[Operation]) -> list[str]:
+    """Names of the units that were gathered, in order."""
+    return [operation.unit for operation in operations if operation.verb == "all-gather"]
+
+
+def reduced(operations: list[Operation]) -> list[str]:
+    """Names of the units whose gradients were reduced, in order."""
+    return [operation.unit for operation in operations if operation.verb == "reduce-scatter"]
+
+
+def full_nbytes(model: ZeRO3) -> dict[str, int]:
+    """Bytes of the full parameter storage of each unit now."""
+    return {
+        unit.fqn: sum(handle.full.untyped_storage().nbytes() for handle in unit.handles)
+        for unit in units(model)
+    }
+
+
+def gradient_nbytes(model: ZeRO3) -> dict[str, int]:
+    """Bytes of unreduced gradients of each unit now, buffers and leaves."""
+    return {
+        unit.fqn: sum(
+            handle.gradients.resident_nbytes
+            + sum(leaf.grad.nbytes for leaf in handle.full_params if leaf.grad is not None)
+            for handle in unit.handles
+        )
+        for unit in units(model)
+    }
