@@ -26,7 +26,7 @@ def make_predicate(policy: WrapPolicy) -> Callable[[nn.Module, str], bool]:
         return lambda module, fqn: False
     if callable(policy) and not isinstance(policy, type):
         return policy
-    classes = (policy,) if isinstance(policy, type) else tuple(policy)  # type: ignore[arg-type]
+    classes = (policy,) if isinstance(policy, type) else tuple(policy)
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(

@@ -136,9 +136,7 @@ class ZeRO3(nn.Module):
         units[0].output_dtype = builder.mixed_precision.output_dtype
         self._become(module, units, root)
         self._kept_whole = [
-            parameter
-            for parameter in module.parameters()
-            if get_info(parameter) is None
+            parameter for parameter in module.parameters() if get_info(parameter) is None
         ]
         del plans, visits, builder
         _warn_about_old_optimizers(units)
@@ -397,7 +395,9 @@ def _check_not_yet_supported(
             f"accumulation: expected 'sharded', 'unsharded' or 'auto', got {accumulation!r}"
         )
     if zero3_size is not None and (zero3_size < 1 or size % zero3_size):
-        raise ValueError(f"zero3_size: expected a divisor of the group size {size}, got {zero3_size}")
+        raise ValueError(
+            f"zero3_size: expected a divisor of the group size {size}, got {zero3_size}"
+        )
     if zero3_size not in (None, size):
         raise NotImplementedError(
             f"zero3_size={zero3_size} in a group of {size}: shard groups smaller than the group "
@@ -423,7 +423,8 @@ def _warn_about_old_optimizers(built: list[Unit]) -> None:
     if not alive:
         return
     for candidate in gc.get_objects():
-        if not isinstance(candidate, torch.optim.Optimizer):
+        # Not isinstance: it asks the object itself for its class, and lazy ones then load or warn.
+        if not issubclass(type(candidate), torch.optim.Optimizer):
             continue
         held = [
             alive[id(parameter)]

@@ -167,12 +167,13 @@ class FlatParamHandle:
         own = self.main_shard[piece.offset : piece.offset + piece.numel]
         new = parameter.data
         if new.shape != own.shape or new.dtype != own.dtype or new.device != own.device:
+            rank = self.group.ranks[self.group.rank]
             raise ValueError(
-                f"{unit} (rank {self.group.ranks[self.group.rank]}): the data of parameter {self.fqns[index]!r} was replaced after wrapping: "
-                f"expected this rank's piece, shape {tuple(own.shape)}, {own.dtype} on "
-                f"{own.device}, got shape {tuple(new.shape)}, {new.dtype} on {new.device}; "
-                "cast or move the module before wrapping it, and change full values inside "
-                "summon_full_params()"
+                f"{unit} (rank {rank}): the data of parameter {self.fqns[index]!r} was replaced "
+                f"after wrapping: expected this rank's piece, shape {tuple(own.shape)}, "
+                f"{own.dtype} on {own.device}, got shape {tuple(new.shape)}, {new.dtype} on "
+                f"{new.device}; cast or move the module before wrapping it, and change full "
+                "values inside summon_full_params()"
             )
         own.copy_(new)
         parameter.data = own

@@ -11,7 +11,7 @@ user can see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -71,9 +71,9 @@ class GradientBuffer:
     def _place(self, segment: Piece) -> tuple[int, slice | None, torch.Tensor]:
         """(parameter, which part of its gradient, where that goes); None: all, in its shape."""
         target = self.buffer[segment.offset : segment.offset + segment.numel]
-        if segment.numel == self._layout.numels[segment.index]:
-            return segment.index, None, target.view(self._shapes[segment.index])
-        return segment.index, slice(segment.start, segment.stop), target
+        if segment.numel == self._layout.numels[segment.param]:
+            return segment.param, None, target.view(self._shapes[segment.param])
+        return segment.param, slice(segment.start, segment.stop), target
 
     def _plan_split(self) -> tuple[list[int], list[int]]:
         """Sizes that cut this rank's chunk into pieces and gaps, and each part's parameter."""
@@ -83,7 +83,7 @@ class GradientBuffer:
                 sizes.append(piece.offset - end)
                 indices.append(-1)
             sizes.append(piece.numel)
-            indices.append(piece.index)
+            indices.append(piece.param)
             end = max(end, piece.offset + piece.numel)
         sizes.append(self.layout.chunk_numel - end)
         indices.append(-1)
@@ -172,7 +172,7 @@ class GradientBuffer:
             else:
                 sharded.grad.add_(gradient)
 
-    def _pieces_of(self, chunk: torch.Tensor | None):
+    def _pieces_of(self, chunk: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
         dtype = self._sharded_params[0].dtype
         if chunk is None:
             for index, gradient in self._local.items():

@@ -56,13 +56,13 @@ def resolve_process_group(
                 f"{process_group.mesh.tolist()}; wrap the model only on ranks of the mesh"
             )
         return process_group.get_group()
-    group = dist.group.WORLD if process_group is None else process_group
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        if process_group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                f"process_group: rank {dist.get_rank()} is not in the group; "
-                "wrap the model only on ranks of the group"
-            )
+    group: object = dist.group.WORLD if process_group is None else process_group
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"process_group: rank {dist.get_rank()} is not in the group; "
+            "wrap the model only on ranks of the group"
+        )
+    if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"process_group: expected a ProcessGroup, a DeviceMesh or None, got {process_group!r}"
         )

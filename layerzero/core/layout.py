@@ -27,9 +27,9 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Piece(NamedTuple):
-    """A contiguous run of one flattened parameter, and where it lies in a chunk."""
+    """A run of the flattened parameter number `param`, and where it lies in a chunk."""
 
-    index: int
+    param: int
     start: int
     stop: int
     offset: int

@@ -23,7 +23,9 @@ class ParameterViews:
         self._full: list[nn.Parameter] = []
         self._names: list[str] = []
 
-    def add(self, fqn: str, slots: Iterable[Slot], sharded: nn.Parameter, full: nn.Parameter):
+    def add(
+        self, fqn: str, slots: Iterable[Slot], sharded: nn.Parameter, full: nn.Parameter
+    ) -> None:
         for module, name in slots:
             self._entries.append((module._parameters, name, sharded))
             self._full.append(full)

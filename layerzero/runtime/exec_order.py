@@ -50,9 +50,7 @@ class ExecOrderRecorder:
         position = len(self._trace)
         self._trace.append(unit)
         self._candidates = [
-            order
-            for order in self._candidates
-            if len(order) > position and order[position] == unit
+            order for order in self._candidates if len(order) > position and order[position] == unit
         ]
 
     def predict(self, depth: int) -> list[int]:

@@ -188,13 +188,16 @@ class RootState:
         Raises:
             CollectiveError: an earlier collective of this model failed.
         """
-        if self.failure is not None:
-            raise CollectiveError(
-                f"{verb} of {unit}: not started, because an earlier collective of this model "
-                f"failed; restart the ranks. The earlier error: {self.failure}"
-            )
+        self._refuse_after_failure()
         self._num_operations += 1
         return Operation(verb, unit, self._num_operations)
+
+    def _refuse_after_failure(self) -> None:
+        if self.failure is not None:
+            raise CollectiveError(
+                "an earlier collective of this model failed, and its connections are unusable: "
+                f"restart the ranks. The earlier error:\n{self.failure}"
+            )
 
     def profile(self, action: str, unit: Unit) -> AbstractContextManager[object]:
         """A range in the profiler's timeline; free when no profiler runs."""
@@ -264,6 +267,7 @@ class RootState:
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
+        self._refuse_after_failure()
         self.clear_abandoned()
         self._forward_pass = ForwardPass()
         if self._passes:
@@ -406,13 +410,26 @@ class RootState:
         self._graph_of_backward |= torch.is_grad_enabled()
         self._passes.append(backward_pass)
         sentinel = _Sentinel()
-        backward_pass.sentinel = weakref.ref(sentinel)
+        backward_pass.sentinel = weakref.ref(sentinel, self._show_sharded_soon)
 
         def final_callback(_alive: _Sentinel = sentinel) -> None:
             self._end_backward(backward_pass)
 
         Variable._execution_engine.queue_callback(final_callback)
         return backward_pass
+
+    @property
+    def _show_sharded_soon(self) -> Callable[[object], None]:
+        """For when a pass fails: `parameters()` are the pieces at once, the rest can wait."""
+        root_ref = weakref.ref(self)
+
+        def show_sharded(_: object) -> None:
+            root = root_ref()
+            if root is not None and root._passes and root._passes[0].is_abandoned:
+                for unit in root.units:
+                    unit.show_sharded()
+
+        return show_sharded
 
     def _enter_backward(self, current: BackwardPass, unit: Unit, start: int) -> None:
         self._passes[0].touched.add(unit)

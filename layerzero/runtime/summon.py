@@ -62,12 +62,13 @@ def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
 
 def _check_idle(root: RootState, units: list[Unit]) -> None:
     root.clear_abandoned()
-    busy = root.in_backward or any(
-        unit.training_state is not TrainingState.IDLE for unit in units
-    )
+    busy = root.in_backward or any(unit.training_state is not TrainingState.IDLE for unit in units)
     if busy:
-        states = {u.label: u.training_state.name for u in units
-                  if u.training_state is not TrainingState.IDLE}
+        states = {
+            u.label: u.training_state.name
+            for u in units
+            if u.training_state is not TrainingState.IDLE
+        }
         raise RuntimeError(
             "summon_full_params: expected a model between steps, but it is in forward, backward "
             f"or another summon_full_params ({states}); leave that first"
@@ -170,7 +171,8 @@ def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) 
         broadcast_(full, handle.group, operation)
         sharded.copy_(full[pieces[index].start : pieces[index].stop])
         if options.with_grads and sharded.grad is not None:
-            if entry.parameters is not None and entry.parameters[index].grad is not None:
-                full.copy_(entry.parameters[index].grad.reshape(-1))
+            grad = None if entry.parameters is None else entry.parameters[index].grad
+            if grad is not None:
+                full.copy_(grad.reshape(-1))
             broadcast_(full, handle.group, operation)
             sharded.grad.copy_(full[pieces[index].start : pieces[index].stop])

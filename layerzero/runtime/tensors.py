@@ -55,13 +55,13 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             replaced[key] = item  # type: ignore[index]
         return replaced
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        replaced = copy.copy(value)
+        rebuilt: Any = copy.copy(value)
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
             new = map_tensors(function, old)
             if new is not old:
-                object.__setattr__(replaced, field.name, new)
-        return replaced
+                object.__setattr__(rebuilt, field.name, new)
+        return rebuilt
     return value
 
 

@@ -50,9 +50,7 @@ def test_a_step_gathers_2u_minus_1_times_and_reduces_u_times() -> None:
 
 def _blocks_alone() -> None:
     torch.manual_seed(0)
-    model = ZeRO3(
-        torch.nn.Sequential(*(Block() for _ in range(DEPTH))), auto_wrap_policy={Block}
-    )
+    model = ZeRO3(torch.nn.Sequential(*(Block() for _ in range(DEPTH))), auto_wrap_policy={Block})
     for _ in range(2):
         with recorded_operations(model) as operations:
             model(batch()).sum().backward()
@@ -91,8 +89,10 @@ def test_a_forward_without_grad_gathers_each_unit_once_and_keeps_none() -> None:
 def _payload() -> None:
     torch.manual_seed(0)
     width = 256
-    model = ZeRO3(torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3))),
-                  auto_wrap_policy={torch.nn.Linear})
+    model = ZeRO3(
+        torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3))),
+        auto_wrap_policy={torch.nn.Linear},
+    )
     sent = {"bytes": 0}
     group = dist.group.WORLD
     original = type(group).send

@@ -1,12 +1,9 @@
 """Frozen parameters cost nothing, and what is frozen may change between steps."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
@@ -27,6 +24,7 @@ from tests.harness.reference import (
     full_parameters,
     seeded,
 )
+from tests.harness.traffic import SentBytes
 
 
 def _frozen_have_no_gradient_and_no_state() -> None:
@@ -51,23 +49,6 @@ def test_a_frozen_parameter_gets_no_gradient_and_does_not_change() -> None:
     run_ranks(2, _frozen_have_no_gradient_and_no_state)
 
 
-class _SentBytes(TorchDispatchMode):
-    """Bytes this rank hands to collectives and point-to-point sends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        if name.startswith("c10d::") and "recv" not in name and "barrier" not in name:
-            # Of (outputs, inputs, ...) the inputs; of sends and reductions the only tensors.
-            given = args[1] if "allgather" in name or "alltoall" in name else args[0]
-            tensors = given if isinstance(given, (list, tuple)) else [given]
-            self.nbytes += sum(each.nbytes for each in tensors if isinstance(each, Tensor))
-        return func(*args, **(kwargs or {}))
-
-
 def _bytes_of_a_step(frozen: str, before_wrapping: bool) -> int:
     model: nn.Module = seeded(_Wide)
     if before_wrapping:
@@ -77,7 +58,7 @@ def _bytes_of_a_step(frozen: str, before_wrapping: bool) -> int:
     batch = torch.randn(2, _Wide.WIDTH)
     forward_backward(model, batch)  # the order is recorded
     forward_backward(model, batch)
-    sent = _SentBytes()
+    sent = SentBytes()
     with sent:
         forward_backward(model, batch)
     return sent.nbytes

@@ -56,6 +56,7 @@ def assert_trains_alike(
     reference_run: RunFn | None = None,
     roundings: int | None = None,
     reduction: str = "mean",
+    group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
     """Train both; each loss, gradient and parameter is compared at each step. Collective.
 
@@ -67,13 +68,14 @@ def assert_trains_alike(
         reference_run: of the reference, where it differs.
         roundings: as in `assert_close`; None: those of the number of ranks.
         reduction: what `gradient_reduction` the model has.
+        group: the ranks that share the model, in the order of `batches`; None: all.
 
     Returns:
         This rank's losses.
     """
     if roundings is None:
-        roundings = roundings_of(dist.get_world_size())
-    rank = dist.get_rank()
+        roundings = roundings_of(dist.get_world_size(group))
+    rank = dist.get_rank(group)
     own_optimizer = OPTIMIZERS[optimizer](model.parameters())
     reference_optimizer = OPTIMIZERS[optimizer](reference.parameters())
     losses = []

@@ -21,6 +21,7 @@ MODULES = (
     "tests.harness.models",
     "tests.harness.ranks",
     "tests.harness.reference",
+    "tests.harness.traffic",
     "layerzero",
 )
 

@@ -32,8 +32,8 @@ def owned_elements(pieces, numels) -> list[set[int]]:
     owned: list[set[int]] = [set() for _ in numels]
     for piece in pieces:
         run = set(range(piece.start, piece.stop))
-        assert not owned[piece.index] & run, "an element has two owners"
-        owned[piece.index] |= run
+        assert not owned[piece.param] & run, "an element has two owners"
+        owned[piece.param] |= run
     return owned
 
 
@@ -57,7 +57,7 @@ def test_every_element_has_one_owner_and_starts_are_aligned(layout: FlatLayout) 
         for piece in layout.pieces(rank):
             if piece.numel:
                 position = rank * layout.shard_numel + piece.offset
-                assert position == layout.starts[piece.index] + piece.start
+                assert position == layout.starts[piece.param] + piece.start
                 assert piece.offset + piece.numel <= layout.shard_numel
 
 
@@ -74,8 +74,8 @@ def test_gradients_of_all_parameters_lie_as_the_parameters_do(layout: FlatLayout
     gradients = GradientLayout.build(layout, range(len(layout.numels)))
     assert gradients.chunk_numel == layout.shard_numel
     for segment in gradients.segments:
-        assert (segment.start, segment.stop) == (0, layout.numels[segment.index])
-        assert segment.offset == layout.starts[segment.index]
+        assert (segment.start, segment.stop) == (0, layout.numels[segment.param])
+        assert segment.offset == layout.starts[segment.param]
     assert gradients.chunks == tuple(layout.pieces(r) for r in range(layout.group_size))
 
 
@@ -95,7 +95,7 @@ def test_frozen_parameters_take_no_room_among_gradients(layout: FlatLayout) -> N
             assert gradients.chunk_numel <= room
         for rank, chunk in enumerate(gradients.chunks):
             for piece in chunk:
-                assert (piece.start, piece.stop) == layout.owned_range(piece.index, rank)
+                assert (piece.start, piece.stop) == layout.owned_range(piece.param, rank)
 
 
 def _check_covered_once(gradients: GradientLayout) -> None:

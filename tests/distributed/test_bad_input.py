@@ -1,0 +1,185 @@
+"""Bad input is refused before the first collective: what, where, expected, what to do."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import layerzero
+from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, units
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+
+
+def refuses(error: type[Exception], pattern: str, module: nn.Module | None = None, **options):
+    with pytest.raises(error, match=pattern):
+        ZeRO3(Mlp() if module is None else module, **options)
+
+
+def _arguments() -> None:
+    refuses(TypeError, "expected an nn.Module, got Tensor", torch.ones(1))
+    refuses(TypeError, "auto_wrap_policy: expected a set", auto_wrap_policy={"Block"})
+    refuses(TypeError, "backward_prefetch: expected a BackwardPrefetch", backward_prefetch="pre")
+    refuses(ValueError, "forward_prefetch: expected a bool or a depth", forward_prefetch=-1)
+    refuses(ValueError, "at least 1 unit, got 0", limit_all_gathers=0)
+    refuses(ValueError, "expected a size such as", limit_all_gathers="many")
+    refuses(ValueError, "gradient_reduction: expected 'mean' or 'sum'", gradient_reduction="avg")
+    refuses(ValueError, "outer: expected", outer="zero2")
+    refuses(ValueError, "accumulation: expected", accumulation="host")
+    refuses(ValueError, "zero3_size: expected a divisor of the group size 2", zero3_size=3)
+    refuses(ValueError, "timeout: expected a positive", timeout=timedelta(0))
+    refuses(TypeError, "expected a ProcessGroup", process_group="world")
+    refuses(NotImplementedError, "zero3_size=1", zero3_size=1)
+    refuses(NotImplementedError, "offload", offload=OffloadPolicy(params=True))
+    refuses(NotImplementedError, "accumulation='sharded'", accumulation="sharded")
+    mesh = init_device_mesh("cpu", (2, 1))
+    refuses(NotImplementedError, "2 axes", process_group=mesh)
+    with pytest.raises(ValueError, match="floating-point"):
+        MixedPrecision(param_dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"nn\.Module classes"):
+        MixedPrecision(keep_float32=("LayerNorm",))
+
+
+def test_arguments_are_checked() -> None:
+    run_ranks(2, _arguments)
+
+
+def _meta_alone() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(ValueError, match="on the meta device and no reset_parameters"):
+        ZeRO3(module)
+
+
+def test_a_meta_module_without_initialisation_is_refused() -> None:
+    run_ranks(2, _meta_alone)
+
+
+def _twice() -> None:
+    module = Mlp()
+    model = ZeRO3(module)
+    refuses(RuntimeError, "wrapped already", module)
+    refuses(RuntimeError, "wrapped already", model)
+
+
+def test_wrapping_twice_is_refused() -> None:
+    run_ranks(2, _twice)
+
+
+def _outside() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        refuses(ValueError, "rank 1 is not in the group", process_group=group)
+    else:
+        ZeRO3(Mlp(), group)
+    mesh_of_one = init_device_mesh("cpu", (2,))
+    ZeRO3(Mlp(), mesh_of_one)
+
+
+def test_a_group_without_this_rank_is_refused() -> None:
+    run_ranks(2, _outside)
+
+
+def test_torch_distributed_must_be_initialised() -> None:
+    assert not dist.is_initialized()
+    refuses(RuntimeError, "init_process_group")
+
+
+def _changed_data() -> None:
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
+    parameter = next(p for n, p in model.named_parameters() if n == "blocks.1.up.weight")
+    x = torch.randn(2, WIDTH)
+    numel = parameter.numel()
+    parameter.data = torch.zeros(numel + 1)
+    with pytest.raises(ValueError, match=r"blocks\.1 \(rank \d\).*'blocks.1.up.weight'.*expected"):
+        model(x)
+    parameter.data = torch.zeros(numel)
+    model(x)
+    with model.summon_full_params():
+        whole = dict(model.named_parameters())["blocks.1.up.weight"]
+        assert not whole.any(), "a replaced tensor of the right shape is taken over"
+    model.half()
+    with pytest.raises(ValueError, match="cast or move the module before wrapping"):
+        model(x)
+
+
+def test_data_of_another_shape_or_dtype_is_refused_and_of_the_same_taken_over() -> None:
+    run_ranks(2, _changed_data)
+
+
+def _replaced() -> None:
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
+    model.module.blocks[0].up.weight = nn.Parameter(torch.zeros(7, WIDTH))
+    with pytest.raises(RuntimeError, match=r"blocks\.0: parameters \['blocks.0.up.weight'\]"):
+        model(torch.randn(2, WIDTH))
+
+
+def test_a_replaced_parameter_is_refused() -> None:
+    run_ranks(2, _replaced)
+
+
+def _optimizer_first() -> None:
+    module = Mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"built before wrapping.*stem\.weight"):
+        ZeRO3(module)
+    del optimizer
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module = Mlp()
+        kept = list(module.parameters())
+        model = ZeRO3(module)
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        assert kept
+
+
+def test_an_optimizer_built_before_wrapping_is_warned_of() -> None:
+    run_ranks(2, _optimizer_first)
+
+
+def _others() -> None:
+    with pytest.raises(ValueError, match="expected a ZeRO3 module, got Mlp"):
+        units(Mlp())
+    model = ZeRO3(Mlp())
+    with pytest.raises(ValueError, match="has no method 'generate'"):
+        layerzero.register_forward_method(model, "generate")
+    with pytest.raises(ValueError, match="Mlp is not a unit"):
+        layerzero.register_forward_method(Mlp(), "forward")
+    with pytest.raises(ValueError, match="norm_type > 0"):
+        model.clip_grad_norm_(1.0, norm_type=0)
+    with model.summon_full_params():
+        with (
+            pytest.raises(RuntimeError, match=r"summon_full_params.*between steps"),
+            model.summon_full_params(),
+        ):
+            pass
+        with pytest.raises(RuntimeError, match="its gradients would not be reduced"):
+            model(torch.randn(2, WIDTH))
+        with torch.no_grad():
+            model(torch.randn(2, WIDTH))
+
+
+def test_calls_at_the_wrong_time_are_refused() -> None:
+    run_ranks(2, _others)
+
+
+def _different_models() -> None:
+    torch.manual_seed(0)
+    model = ZeRO3(
+        Mlp(depth=2 + dist.get_rank()), auto_wrap_policy={Block}, timeout=timedelta(seconds=2)
+    )
+    with pytest.raises(layerzero.CollectiveError, match=r"blocks|the root unit|presence"):
+        model(torch.randn(2, WIDTH)).sum().backward()
+
+
+def test_different_models_on_ranks_are_an_error() -> None:
+    run_ranks(2, _different_models)

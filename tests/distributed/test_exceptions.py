@@ -1,0 +1,164 @@
+"""After an exception in forward or backward the next step equals the one after a clean start."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from layerzero import ZeRO3, units
+from tests.harness.models import WIDTH, Block
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import full_nbytes, gradient_nbytes
+
+
+class Fragile(nn.Module):
+    """Raises what it is told to, where it is told to."""
+
+    def __init__(self, recompute: bool | None) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.recompute = recompute
+        self.fail: tuple[str, int, type[BaseException]] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            self._maybe_raise("forward", index)
+            if self.recompute is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recompute)
+            if x.requires_grad:
+                x.register_hook(lambda _, index=index: self._maybe_raise("backward", index))
+        return x
+
+    def _maybe_raise(self, where: str, index: int) -> None:
+        if self.fail is not None and self.fail[:2] == (where, index):
+            raise self.fail[2](f"told to, in {where} at {index}")
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(3, WIDTH, generator=generator)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(batch(number)).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def start(recompute: bool | None) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = ZeRO3(Fragile(recompute), auto_wrap_policy={Block})
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def _fails(where: str, error: type[BaseException], recompute: bool | None) -> None:
+    clean, clean_optimizer = start(recompute)
+    model, optimizer = start(recompute)
+    number = 0
+    for index in range(4):
+        for _ in range(2):
+            expected = step_of(clean, clean_optimizer, number)
+            assert torch.equal(step_of(model, optimizer, number), expected)
+            number += 1
+        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.module.fail = (where, index, error)
+        with pytest.raises(error, match="told to"):
+            model(batch(number)).square().sum().backward()
+        model.module.fail = None
+        after = [p.grad for p in model.parameters()]
+        for old, new in zip(before, after, strict=True):
+            assert old is None or torch.equal(old, new), "a failed pass changes no gradient"
+    step_of(clean, clean_optimizer, number)
+    step_of(model, optimizer, number)
+    for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+    assert set(full_nbytes(model).values()) == {0}
+    assert set(gradient_nbytes(model).values()) == {0}
+    assert {unit.state.name for unit in units(model)} == {"SHARDED"}
+
+
+@pytest.mark.parametrize("recompute", [None, False, True], ids=["plain", "recompute", "reentrant"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_next_step_equals_a_clean_start(where, error, recompute) -> None:
+    run_ranks(2, _fails, where, error, recompute)
+
+
+def _caught_inside() -> None:
+    class Forgiving(nn.Module):
+        """Catches the exception of one of its units and goes on without it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(), Block()
+            self.head = nn.Linear(WIDTH, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                x = self.first(x.new_zeros(1, WIDTH + 1))
+            except RuntimeError:
+                x = self.second(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    plain = Forgiving()
+    torch.manual_seed(0)
+    model = ZeRO3(Forgiving(), auto_wrap_policy={Block})
+    for number in range(3):
+        x = batch(number)
+        assert torch.equal(model(x), plain(x))
+        model(x).sum().backward()
+    assert model.second.up.weight.grad is not None
+
+
+def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
+    run_ranks(2, _caught_inside)
+
+
+def _fails_in_accumulation() -> None:
+    model, optimizer = start(None)
+    with model.no_sync():
+        model(batch(0)).sum().backward()
+    model.module.fail = ("backward", 1, ValueError)
+    with pytest.raises(ValueError, match="told to"), model.no_sync():
+        model(batch(1)).sum().backward()
+    model.module.fail = None
+    clean, clean_optimizer = start(None)
+    assert torch.equal(step_of(model, optimizer, 5), step_of(clean, clean_optimizer, 5))
+    for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_sums_of_micro_batches_are_dropped_with_the_failed_one() -> None:
+    run_ranks(2, _fails_in_accumulation)
+
+
+def _backward_again() -> None:
+    """After a failed backward another graph's backward may come first, without a forward."""
+    model, _ = start(None)
+    good = model(batch(0)).square().sum()
+    bad = model(batch(1)).square().sum()
+    model.module.fail = ("backward", 2, ValueError)
+    with pytest.raises(ValueError, match="told to"):
+        bad.backward()
+    model.module.fail = None
+    good.backward()
+    clean, _ = start(None)
+    clean(batch(0)).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_another_backward_may_follow_a_failed_one() -> None:
+    run_ranks(2, _backward_again)

@@ -1,0 +1,399 @@
+"""Low-precision compute and reduction around main weights in the original dtype."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero import GradScaler, MixedPrecision
+from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_same_parameters
+from tests.harness.compare import assert_same_values, sharded, zero3
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import (
+    OPTIMIZERS,
+    batches_of,
+    forward_backward,
+    full_gradients,
+    full_parameters,
+    seeded,
+)
+
+BF16 = torch.bfloat16
+
+
+class _Reference:
+    """Mixed precision by hand: a low-precision copy computes, sums and weights are float32."""
+
+    def __init__(
+        self,
+        main: nn.Module,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        keep_float32: tuple[type[nn.Module], ...] = (),
+    ) -> None:
+        self.main = main
+        self._param_dtype = param_dtype
+        self._reduce_dtype = reduce_dtype
+        self._keep = keep_float32
+
+    def backward(self, step: Sequence[Any]) -> list[Tensor]:
+        """Leave the mean gradient of the ranks' batches in the main weights' `.grad`."""
+        names = [name for name, _ in self.main.named_parameters()]
+        sums: dict[str, Tensor | None] = dict.fromkeys(names)
+        losses = []
+        for batch in step:
+            low = self._low_precision_copy()
+            micro_batches = batch if isinstance(batch, list) else [batch]
+            for micro_batch in micro_batches:
+                low.zero_grad()
+                losses.append(forward_backward(low, self._cast(micro_batch)))
+                for name, parameter in low.named_parameters():
+                    if parameter.grad is not None:
+                        travels = parameter.grad.to(self._reduce_dtype or parameter.grad.dtype)
+                        sums[name] = _add(sums[name], travels.float())
+        for name, parameter in self.main.named_parameters():
+            total = sums[name]
+            parameter.grad = None if total is None else total / len(step)
+        return losses
+
+    def _low_precision_copy(self) -> nn.Module:
+        low = copy.deepcopy(self.main)
+        for module in low.modules():
+            if isinstance(module, self._keep):
+                _cast_around(module)
+            elif self._param_dtype is not None:
+                for parameter in module.parameters(recurse=False):
+                    parameter.data = parameter.data.to(self._param_dtype)
+        return low
+
+    def _cast(self, batch: Any) -> Any:
+        if self._param_dtype is None or not isinstance(batch, Tensor):
+            return batch
+        return batch.to(self._param_dtype) if batch.is_floating_point() else batch
+
+
+def _cast_around(module: nn.Module) -> None:
+    came_in: list[torch.dtype] = []
+
+    def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        came_in.append(args[0].dtype)
+        return tuple(each.float() for each in args)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(lambda module, args, output: output.to(came_in.pop()))
+
+
+def _add(left: Tensor | None, right: Tensor) -> Tensor:
+    return right if left is None else left + right
+
+
+def _train(
+    case_name: str, precision: MixedPrecision, optimizer: str = "sgd_momentum", **options: Any
+) -> None:
+    case = CASES[case_name]
+    model = sharded(case, mixed_precision=precision, **options)
+    plain = seeded(case.build)
+    reference = _Reference(
+        plain, precision.param_dtype, precision.reduce_dtype, precision.keep_float32
+    )
+    optimizers = [OPTIMIZERS[optimizer](each.parameters()) for each in (model, plain)]
+    for index, step in enumerate(batches_of(case, dist.get_world_size(), steps=3)):
+        for each in optimizers:
+            each.zero_grad()
+        loss = forward_backward(model, step[dist.get_rank()])
+        expected = reference.backward(step)
+        assert_bitwise(loss, expected[dist.get_rank()], f"step {index}: loss")
+        assert_same_parameters(
+            full_gradients(model), full_gradients(plain), what=f"step {index}: gradient of"
+        )
+        for each in optimizers:
+            each.step()
+        assert_same_values(model, plain, what=f"after step {index}: parameter")
+
+
+_PRECISIONS = {
+    "bf16 parameters": MixedPrecision(param_dtype=BF16),
+    "bf16 parameters, float32 reduction": MixedPrecision(
+        param_dtype=BF16, reduce_dtype=torch.float32
+    ),
+    "bf16 reduction": MixedPrecision(reduce_dtype=BF16),
+    "float16 parameters": MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32),
+    "nothing": MixedPrecision(),
+}
+_NAMES = ["mlp", "transformer", "tied_across_units", "frozen_parts", "unused_parts"]
+
+
+def _train_all(precision: MixedPrecision, options: dict) -> None:
+    for name in _NAMES:
+        try:
+            _train(name, precision, **options)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("precision", _PRECISIONS.values(), ids=_PRECISIONS)
+def test_mixed_precision_trains_bitwise_like_a_loop_by_hand(precision: MixedPrecision) -> None:
+    run_ranks(2, _train_all, precision, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"reshard_after_forward": False}, id="kept"),
+        pytest.param({"backward_prefetch": None, "forward_prefetch": False}, id="no prefetch"),
+        pytest.param({"auto_wrap_policy": None}, id="one unit"),
+    ],
+)
+def test_casts_go_with_other_options(options: dict) -> None:
+    run_ranks(2, _train_all, _PRECISIONS["bf16 parameters, float32 reduction"], options)
+
+
+def _norms_stay_float32() -> None:
+    precision = MixedPrecision(
+        param_dtype=BF16, reduce_dtype=torch.float32, keep_float32=(nn.RMSNorm,)
+    )
+    seen: dict[str, torch.dtype] = {}
+    model = zero3(Transformer, TransformerBlock, mixed_precision=precision)
+    layer = model.layers[0]
+    layer.mlp_norm.register_forward_hook(
+        lambda module, args, output: seen.update(norm=module.weight.dtype, output=output.dtype)
+    )
+    layer.up.register_forward_pre_hook(
+        lambda module, args: seen.update(linear=module.weight.dtype, input=args[0].dtype)
+    )
+    model(torch.zeros(1, 5, dtype=torch.long))
+    assert seen == {"norm": torch.float32, "output": BF16, "linear": BF16, "input": BF16}, seen
+    del model
+    _train("transformer", precision)
+
+
+def test_norms_named_by_class_stay_in_float32() -> None:
+    run_ranks(2, _norms_stay_float32)
+
+
+class _Probe(nn.Module):
+    """Tells what it sees in forward."""
+
+    offset: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("offset", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = {
+            "input": x.dtype,
+            "weight": self.layer.weight.dtype,
+            "offset": self.offset.dtype,
+            "count": self.count.dtype,
+        }
+        return self.layer(x.to(self.layer.weight.dtype)) + self.offset
+
+
+def _dtypes(**precision: Any) -> dict[str, torch.dtype]:
+    model = zero3(_Probe, mixed_precision=MixedPrecision(**precision))
+    output = model(torch.zeros(2, WIDTH))
+    output.sum().backward()
+    parameter = next(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    state = optimizer.state[parameter]["exp_avg"]
+    assert parameter.grad is not None
+    main = {parameter.dtype, parameter.grad.dtype, state.dtype}
+    assert main == {torch.float32}, f"main weights, their gradients or state are {main}"
+    return {**model.module.seen, "output": output.dtype}
+
+
+def _each_dtype() -> None:
+    float32 = torch.float32
+    plain = {
+        "input": float32,
+        "weight": float32,
+        "offset": float32,
+        "count": torch.long,
+        "output": float32,
+    }
+    low = {**plain, "input": BF16, "weight": BF16}
+    assert _dtypes() == plain
+    assert _dtypes(reduce_dtype=BF16) == plain
+    assert _dtypes(param_dtype=BF16) == low
+    assert _dtypes(param_dtype=BF16, cast_forward_inputs=False) == {**low, "input": float32}
+    assert _dtypes(param_dtype=BF16, buffer_dtype=BF16) == {**low, "offset": BF16, "output": BF16}
+    assert _dtypes(param_dtype=BF16, output_dtype=torch.float64) == {
+        **low,
+        "output": torch.float64,
+    }
+    assert _dtypes(buffer_dtype=torch.float64)["offset"] == torch.float64
+
+
+def test_each_dtype_reaches_what_it_is_for_and_main_weights_stay() -> None:
+    run_ranks(2, _each_dtype)
+
+
+def _accumulates_in_the_reduce_dtype() -> None:
+    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
+    model = zero3(Mlp, Block, mixed_precision=precision)
+    plain = seeded(Mlp)
+    batches = batches_of(CASES["mlp"], 4 * dist.get_world_size(), steps=1)[0]
+    step = [batches[4 * rank : 4 * rank + 4] for rank in range(dist.get_world_size())]
+    own = step[dist.get_rank()]
+    with model.no_sync():
+        for batch in own[:-1]:
+            forward_backward(model, batch)
+    forward_backward(model, own[-1])
+    _Reference(plain, BF16, torch.float32).backward(step)
+    assert_same_parameters(
+        full_gradients(model), full_gradients(plain), roundings=16, what="gradient of"
+    )
+
+
+def test_micro_batches_add_up_in_the_reduce_dtype() -> None:
+    # In bfloat16 the sum of four would be off by 2**-9 of itself, a hundred times the tolerance.
+    run_ranks(2, _accumulates_in_the_reduce_dtype)
+
+
+def _frozen_first() -> None:
+    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
+
+    def build() -> nn.Module:
+        model = Mlp()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    model, plain = zero3(build, Block, mixed_precision=precision), seeded(build)
+    reference = _Reference(plain, BF16, torch.float32)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
+    for index, step in enumerate(batches):
+        for each in (model, plain):
+            each.zero_grad()
+            each.blocks[1].requires_grad_(index >= 2)
+        forward_backward(model, step[dist.get_rank()])
+        reference.backward(step)
+        assert_same_parameters(full_gradients(model), full_gradients(plain), what="gradient of")
+
+
+def test_a_unit_frozen_first_and_trained_later_has_the_right_dtypes() -> None:
+    run_ranks(2, _frozen_first)
+
+
+def _evaluates_in_low_precision() -> None:
+    case = CASES["transformer"]
+    model = sharded(case, mixed_precision=MixedPrecision(param_dtype=BF16))
+    plain = seeded(case.build)
+    reference = _Reference(plain, BF16, None)._low_precision_copy()
+    batch = batches_of(case, 1, steps=1)[0][0]
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_bitwise(model(batch).clone(), reference(batch).clone(), "loss")
+    before = full_parameters(model)
+    assert all(value.dtype == torch.float32 for value in before.values())
+    assert_same_parameters(before, full_parameters(plain))
+
+
+def test_evaluation_computes_in_low_precision_from_main_weights() -> None:
+    run_ranks(2, _evaluates_in_low_precision)
+
+
+def _float64_main_weights() -> None:
+    """Main weights keep the dtype they came in, whatever it is."""
+    for dtype in (torch.float64, torch.bfloat16):
+        model = zero3(lambda dtype=dtype: Mlp().to(dtype), Block)
+        plain = seeded(lambda dtype=dtype: Mlp().to(dtype))
+        batch = batches_of(CASES["mlp"], 1, steps=1)[0][0].to(dtype)
+        loss, expected = forward_backward(model, batch), forward_backward(plain, batch)
+        assert_bitwise(loss, expected, "loss")
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        gradients = {parameter.grad.dtype for parameter in model.parameters()}  # type: ignore[union-attr]
+        assert gradients == {dtype}
+        # Every rank had this batch: the mean of equal gradients is the gradient.
+        assert_same_parameters(full_gradients(model), full_gradients(plain), what="gradient of")
+
+
+def test_main_weights_keep_the_dtype_they_came_in() -> None:
+    run_ranks(2, _float64_main_weights)
+
+
+def _scaled_steps(overflow_on: int | None) -> None:
+    precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model = zero3(Mlp, Block, mixed_precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    batch = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)[0][dist.get_rank()]
+    before = full_parameters(model)
+    loss = model(batch).float().square().mean()
+    scaler.scale(loss).backward()
+    if overflow_on == dist.get_rank():
+        piece = next(p for p in model.parameters() if p.grad is not None and p.numel())
+        piece.grad[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    after = full_parameters(model)
+    changed = any(not torch.equal(after[name], value) for name, value in before.items())
+    assert changed == (overflow_on is None)
+    assert scaler.get_scale() == (2.0**10 if overflow_on is None else 2.0**9)
+    assert_same_on_all_ranks(scaler.get_scale(), "scale")
+
+
+@pytest.mark.parametrize("overflow_on", [None, 0, 1], ids=["no overflow", "rank 0", "rank 1"])
+def test_every_rank_skips_the_step_when_one_overflows(overflow_on: int | None) -> None:
+    run_ranks(2, _scaled_steps, overflow_on)
+
+
+def _scaled_like_unscaled() -> None:
+    precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    models = [zero3(Mlp, Block, mixed_precision=precision) for _ in range(2)]
+    optimizers = [OPTIMIZERS["sgd_momentum"](model.parameters()) for model in models]
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    for step in batches_of(CASES["mlp"], dist.get_world_size(), steps=5):
+        losses = [model(step[dist.get_rank()]).float().square().mean() for model in models]
+        losses[0].backward()
+        optimizers[0].step()
+        scaler.scale(losses[1]).backward()
+        scaler.unscale_(optimizers[1])
+        scaler.step(optimizers[1])
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert scaler.get_scale() == 16.0
+    left, right = (full_parameters(model) for model in models)
+    # Powers of two scale without rounding, but for float16's smallest numbers.
+    assert_same_parameters(left, right, roundings=1 << 10)
+
+
+def test_scaling_by_powers_of_two_changes_nothing() -> None:
+    run_ranks(2, _scaled_like_unscaled)
+
+
+def _gradients_reach_inputs_in_their_dtype() -> None:
+    model = zero3(Mlp, Block, mixed_precision=MixedPrecision(param_dtype=BF16))
+    batch = torch.randn(2, WIDTH, requires_grad=True)
+    output = model(batch)
+    output.float().sum().backward()
+    assert batch.grad is not None and batch.grad.dtype == torch.float32
+    assert {leaf.dtype for leaf in tensors_of(output)} == {BF16}
+
+
+def test_a_cast_input_gets_its_gradient_in_its_own_dtype() -> None:
+    run_ranks(2, _gradients_reach_inputs_in_their_dtype)
+
+
+_BAD: dict[str, Callable[[], object]] = {
+    "param_dtype": lambda: MixedPrecision(param_dtype=torch.int32),
+    "reduce_dtype": lambda: MixedPrecision(reduce_dtype="bf16"),  # type: ignore[arg-type]
+    "keep_float32": lambda: MixedPrecision(keep_float32=("RMSNorm",)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("field", _BAD)
+def test_a_bad_dtype_is_refused_with_its_field(field: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=field):
+        _BAD[field]()

@@ -1,0 +1,241 @@
+"""What a unit returns reaches the caller as it is, and gradients find their way back through it."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero import MixedPrecision
+from tests.harness.checks import assert_bitwise
+from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.models import (
+    CASES,
+    OUTPUT_KINDS,
+    WIDTH,
+    Block,
+    Mlp,
+    StructuredBlock,
+    StructuredOutputs,
+    tensors_of,
+)
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import batches_of, seeded
+
+
+def _structure(value: Any) -> Any:
+    """What is left of a structure when each tensor is replaced by its properties."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype, value.requires_grad)
+    if isinstance(value, dict):
+        return (type(value), [(key, _structure(item)) for key, item in value.items()])
+    if isinstance(value, (list, tuple)):
+        return (type(value), [_structure(item) for item in value])
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return (type(value), [(name, _structure(getattr(value, name))) for name in names])
+    return value
+
+
+def _same_structure() -> None:
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    for kind in OUTPUT_KINDS:
+        model = zero3(lambda kind=kind: StructuredOutputs(kind), StructuredBlock)
+        plain = seeded(lambda kind=kind: StructuredOutputs(kind))
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                own, expected = model(batch), plain(batch)
+            assert _structure(own) == _structure(expected), f"{kind}, grad {grad}"
+            for left, right in zip(tensors_of(own), tensors_of(expected), strict=True):
+                assert_bitwise(left.detach(), right.detach(), f"{kind}: output")
+
+
+def test_outputs_keep_their_structure_types_and_other_values() -> None:
+    run_ranks(2, _same_structure)
+
+
+def _casts_structures() -> None:
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    precision = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    for kind in OUTPUT_KINDS:
+        model = zero3(
+            lambda kind=kind: StructuredOutputs(kind), StructuredBlock, mixed_precision=precision
+        )
+        output = model(batch)
+        plain = seeded(lambda kind=kind: StructuredOutputs(kind))(batch)
+        assert type(output) is type(plain)
+        assert {leaf.dtype for leaf in tensors_of(output)} == {torch.float64}, kind
+        torch.stack([leaf.sum() for leaf in tensors_of(output)]).sum().backward()
+        assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_output_dtype_applies_inside_structures() -> None:
+    run_ranks(2, _casts_structures)
+
+
+class _Watched(nn.Module):
+    """Outputs that autograd may treat in a special way; `kind` picks one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = Block()
+        self.second = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.kind == "changed in place":
+            hidden.mul_(2).add_(x)
+        elif self.kind == "relu in place":
+            hidden = torch.relu_(hidden)
+        elif self.kind == "a view changed in place":
+            hidden[:, 1:].mul_(0.5)
+        elif self.kind == "sliced":
+            hidden = torch.cat([hidden[:2], hidden[2:] * 2])
+        elif self.kind == "detached":
+            hidden = hidden.detach() + x
+        elif self.kind == "half detached":
+            hidden = torch.cat([hidden[:2].detach(), hidden[2:]])
+        elif self.kind == "used twice":
+            hidden = hidden + torch.tanh(hidden)
+        elif self.kind == "retained":
+            hidden.retain_grad()
+        elif self.kind == "hooked":
+            hidden.register_hook(lambda gradient: gradient * 3)
+        return self.second(hidden)
+
+
+_KINDS = (
+    "changed in place",
+    "relu in place",
+    "a view changed in place",
+    "sliced",
+    "detached",
+    "half detached",
+    "used twice",
+    "retained",
+    "hooked",
+)
+
+
+def _train_watched(kind: str) -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    model = zero3(lambda: _Watched(kind), Block)
+    assert_trains_alike(model, seeded(lambda: _Watched(kind)), batches)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_the_caller_may_do_with_an_output_what_autograd_allows(kind: str) -> None:
+    run_ranks(2, _train_watched, kind)
+
+
+class _Identity(nn.Module):
+    """Returns what it got: its output is its input, and may be a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, run: bool = True) -> Tensor:
+        return x * self.scale if run else x
+
+
+class _PassesThrough(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _Identity()
+        self.middle = Block()
+        self.last = _Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x, run=False)
+        x = self.middle(x)
+        x = self.last(x, run=False)
+        return self.last(x)
+
+
+def _pass_through() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    model = zero3(_PassesThrough, _Identity, Block)
+    assert_trains_alike(model, seeded(_PassesThrough), batches)
+
+
+def test_a_unit_may_return_its_input() -> None:
+    run_ranks(2, _pass_through)
+
+
+class _Keywords(nn.Module):
+    """Tensors come in by keyword and inside structures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *, inputs: dict[str, Any], scale: float = 1.0) -> dict[str, Tensor]:
+        return {"x": torch.tanh(self.layer(inputs["x"])) * scale}
+
+
+class _KeywordModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _Keywords()
+        self.second = _Keywords()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(inputs=self.first(inputs={"x": x}, scale=2.0))["x"]
+
+
+def _keywords() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    assert_trains_alike(zero3(_KeywordModel, _Keywords), seeded(_KeywordModel), batches)
+
+
+def test_units_take_keywords_and_structures() -> None:
+    run_ranks(2, _keywords)
+
+
+def _user_hooks_run_once() -> None:
+    model = zero3(Mlp, Block)
+    calls: list[str] = []
+    block = model.blocks[1]
+    block.register_forward_pre_hook(lambda module, args: calls.append("pre forward"))
+    block.register_forward_hook(lambda module, args, output: calls.append("forward"))
+    block.register_full_backward_hook(lambda module, inputs, outputs: calls.append("backward"))
+    model.register_forward_hook(lambda module, args, output: calls.append("root forward"))
+    plain = seeded(Mlp)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)
+    assert_trains_alike(model, plain, batches)
+    assert calls == ["pre forward", "forward", "root forward", "backward"]
+
+
+def test_module_hooks_of_the_user_run_once_a_call() -> None:
+    run_ranks(2, _user_hooks_run_once)
+
+
+def _user_hooks_see_full_parameters() -> None:
+    model = zero3(Mlp, Block)
+    shapes: dict[str, torch.Size] = {}
+    for name, module in (("block", model.blocks[1]), ("model", model)):
+        weight = {"block": lambda: model.blocks[1].up.weight, "model": lambda: model.head.weight}
+        module.register_forward_pre_hook(
+            lambda module, args, name=name, weight=weight: shapes.update(
+                {f"before {name}": weight[name]().shape}
+            )
+        )
+        module.register_forward_hook(
+            lambda module, args, output, name=name, weight=weight: shapes.update(
+                {f"after {name}": weight[name]().shape}
+            )
+        )
+    model(batches_of(CASES["mlp"], 1, steps=1)[0][0])
+    block, head = torch.Size([7, WIDTH]), torch.Size([3, WIDTH])
+    expected = {"before block": block, "after block": block, "before model": head}
+    expected["after model"] = head
+    assert shapes == expected, shapes
+
+
+def test_module_hooks_of_the_user_see_full_parameters() -> None:
+    # As in torch's engines: what a hook of a unit's module computes from weights is right.
+    run_ranks(2, _user_hooks_see_full_parameters)

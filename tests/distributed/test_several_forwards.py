@@ -1,0 +1,270 @@
+"""A forward call is an object: several may wait for their backward, in any order."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from tests.harness.checks import assert_bitwise
+from tests.harness.compare import assert_same_gradients, assert_trains_alike, sharded
+from tests.harness.models import CASES, Case, RepeatedModule, loss_of
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import (
+    RunFn,
+    backward_of_all_ranks,
+    batches_of,
+    forward_backward,
+    seeded,
+)
+
+# What each pattern of calls does with the micro-batches of one step. The gradients of all of them
+# add up, so every pattern has the same result up to the order of the sum.
+Pattern = Callable[[nn.Module, Sequence[Tensor]], list[Tensor]]
+
+
+def _in_turn(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+    return [forward_backward(model, batch) for batch in micro_batches]
+
+
+def _forwards_then_backwards(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+    losses = [loss_of(model(batch)) for batch in micro_batches]
+    for loss in losses:
+        loss.backward()
+    return [loss.detach() for loss in losses]
+
+
+def _last_forward_first(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+    losses = [loss_of(model(batch)) for batch in micro_batches]
+    for loss in reversed(losses):
+        loss.backward()
+    return [loss.detach() for loss in losses]
+
+
+def _one_forward_one_backward(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+    """A pipeline stage that runs two forwards ahead."""
+    ahead = 2
+    losses = [loss_of(model(batch)) for batch in micro_batches[:ahead]]
+    for index in range(len(micro_batches)):
+        losses[index].backward()
+        if index + ahead < len(micro_batches):
+            losses.append(loss_of(model(micro_batches[index + ahead])))
+    return [loss.detach() for loss in losses]
+
+
+def _one_backward_of_the_sum(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+    losses = [loss_of(model(batch)) for batch in micro_batches]
+    torch.stack(losses).sum().backward()
+    return [loss.detach() for loss in losses]
+
+
+def _custom_backward(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+    """As pipeline schedules do it: the output's memory is freed, then autograd's engine is run."""
+    losses, outputs, gradients = [], [], []
+    for batch in micro_batches:
+        output = model(batch)
+        leaf = output.detach().requires_grad_()
+        loss = loss_of(leaf)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(leaf.grad)
+        output.data = torch.empty(1)
+        outputs.append(output)
+    for output, gradient in zip(outputs, gradients, strict=True):
+        Variable._execution_engine.run_backward(
+            tensors=(output,),
+            grad_tensors=(gradient,),
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    return losses
+
+
+PATTERNS: dict[str, Pattern] = {
+    "in turn": _in_turn,
+    "forwards, then backwards": _forwards_then_backwards,
+    "last forward first": _last_forward_first,
+    "one forward, one backward": _one_forward_one_backward,
+    "one backward of the sum": _one_backward_of_the_sum,
+    "run_backward with freed outputs": _custom_backward,
+}
+
+
+def _run(pattern: Pattern) -> RunFn:
+    def run(model: nn.Module, micro_batches: Sequence[Tensor]) -> Tensor:
+        return torch.stack(pattern(model, micro_batches))
+
+    return run
+
+
+def _micro_batches(case: Case, steps: int, count: int, seed: int = 0) -> list[list[list[Tensor]]]:
+    """[step][rank][micro-batch]"""
+    each = batches_of(case, dist.get_world_size() * count, steps, seed)
+    return [[step[i : i + count] for i in range(0, len(step), count)] for step in each]
+
+
+def _pattern(name: str, options: dict) -> None:
+    for case_name in ("mlp", "repeated_module", "unused_parts", "tied_in_unit"):
+        case = CASES[case_name]
+        try:
+            # Each backward is reduced on its own: sums in another order than one rank's.
+            assert_trains_alike(
+                sharded(case, **options),
+                seeded(case.build),
+                _micro_batches(case, steps=2, count=4),
+                run=_run(PATTERNS[name]),
+                reference_run=_run(_in_turn),
+                roundings=64,
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{case_name}: {error}") from error
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_micro_batches_in_any_pattern_give_the_summed_gradient(name: str, options: dict) -> None:
+    run_ranks(2, _pattern, name, options)
+
+
+def _pattern_without_sync(name: str) -> None:
+    case = CASES["mlp"]
+    model, plain = sharded(case), seeded(case.build)
+    step = _micro_batches(case, steps=1, count=4)[0]
+    own = step[dist.get_rank()]
+    with model.no_sync():
+        PATTERNS[name](model, own[:3])
+    PATTERNS[name](model, own[3:])
+    backward_of_all_ranks(plain, step, _run(_in_turn))
+    assert_same_gradients(model, plain, roundings=64)
+    batches = _micro_batches(case, steps=2, count=3, seed=1)
+    assert_trains_alike(model, plain, batches, run=_run(PATTERNS[name]), roundings=128)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_may_run_under_no_sync(name: str) -> None:
+    run_ranks(2, _pattern_without_sync, name)
+
+
+def _patterns_change_between_steps() -> None:
+    case = CASES["mlp"]
+    model, plain = sharded(case), seeded(case.build)
+    for seed, name in enumerate([*PATTERNS, *reversed(PATTERNS)]):
+        batches = _micro_batches(case, steps=1, count=3, seed=seed)
+        assert_trains_alike(
+            model,
+            plain,
+            batches,
+            run=_run(PATTERNS[name]),
+            reference_run=_run(_in_turn),
+            roundings=512,
+        )
+
+
+def test_the_pattern_may_change_between_steps() -> None:
+    run_ranks(2, _patterns_change_between_steps)
+
+
+def _backward_twice(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = loss_of(model(batch))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss.detach()
+
+
+def _retain_graph() -> None:
+    for name in ("mlp", "repeated_module", "transformer"):
+        case = CASES[name]
+        batches = batches_of(case, dist.get_world_size(), steps=3)
+        # Doubling is exact, in whichever order it happens.
+        assert_trains_alike(sharded(case), seeded(case.build), batches, run=_backward_twice)
+
+
+def test_backward_may_run_twice_with_retain_graph() -> None:
+    run_ranks(2, _retain_graph)
+
+
+def _backward_of_two_losses(model: nn.Module, batch: Tensor) -> Tensor:
+    """Two losses of one forward, the second not of all of it."""
+    output = model(batch)
+    first, second = loss_of(output), output[0].sum()
+    first.backward(retain_graph=True)
+    second.backward()
+    return torch.stack([first.detach(), second.detach()])
+
+
+def _two_losses() -> None:
+    case = CASES["mlp"]
+    batches = batches_of(case, dist.get_world_size(), steps=3)
+    assert_trains_alike(
+        sharded(case), seeded(case.build), batches, run=_backward_of_two_losses, roundings=64
+    )
+
+
+def test_two_losses_of_one_forward_may_go_back_in_turn() -> None:
+    run_ranks(2, _two_losses)
+
+
+def _other_forward_between(model: nn.Module, batch: Tensor) -> Tensor:
+    """A forward without gradients between a forward and its backward."""
+    loss = loss_of(model(batch))
+    with torch.no_grad():
+        other = model(batch * 2)
+    loss.backward()
+    return torch.stack([loss.detach(), other.square().sum()])
+
+
+def _forward_between() -> None:
+    case = CASES["mlp"]
+    batches = batches_of(case, dist.get_world_size(), steps=3)
+    assert_trains_alike(sharded(case), seeded(case.build), batches, run=_other_forward_between)
+
+
+def test_a_forward_without_gradients_may_run_before_the_backward() -> None:
+    run_ranks(2, _forward_between)
+
+
+def _called_as_often_as_the_batch_says() -> None:
+    model, plain = sharded(CASES["repeated_module"]), seeded(RepeatedModule)
+    for times in (1, 4, 2, 0, 3):
+        model.module.times = plain.times = times
+        batches = batches_of(CASES["repeated_module"], dist.get_world_size(), steps=1, seed=times)
+        assert_trains_alike(model, plain, batches)
+
+
+def test_a_unit_may_be_called_another_number_of_times_each_step() -> None:
+    run_ranks(2, _called_as_often_as_the_batch_says)
+
+
+def _two_models() -> None:
+    """No state is shared between models of one process."""
+    first_case, second_case = CASES["mlp"], CASES["unused_parts"]
+    first, second = sharded(first_case), sharded(second_case)
+    plain = seeded(first_case.build), seeded(second_case.build)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for step in batches_of(first_case, world_size, steps=3):
+        losses = [loss_of(first(step[rank])), loss_of(second(step[rank]))]
+        losses[0].backward()
+        losses[1].backward()
+        for own, model, reference in zip(losses, (first, second), plain, strict=True):
+            expected = backward_of_all_ranks(reference, step)[rank]
+            assert_bitwise(own.detach(), expected, "loss")
+            assert_same_gradients(model, reference)
+            model.zero_grad()
+            reference.zero_grad()
+    # One feeds the other, with one backward through both.
+    case = first_case
+    batch = batches_of(case, 1, steps=1)[0][0]
+    chained, reference_chained = sharded(second_case), seeded(second_case.build)
+    loss_of(chained(second(batch))).backward()
+    loss_of(reference_chained(plain[1](batch))).backward()
+    assert_same_gradients(chained, reference_chained)
+    assert_same_gradients(second, plain[1])
+
+
+def test_two_models_in_one_process_do_not_meet() -> None:
+    run_ranks(2, _two_models)
