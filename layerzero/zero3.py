@@ -435,7 +435,7 @@ def _warn_about_old_optimizers(built: list[Unit]) -> None:
         if held:
             warnings.warn(
                 f"an optimizer ({type(candidate).__name__}) was built before wrapping and holds "
-                f"parameters that no longer belong to the model: {held[:5]}"
-                f"{' ...' if len(held) > 5 else ''}; build it from the wrapped model's parameters()",
+                f"{len(held)} parameters that no longer belong to the model, {held[0]!r} first; "
+                "build it from the wrapped model's parameters()",
                 stacklevel=3,
             )

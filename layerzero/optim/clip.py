@@ -39,7 +39,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: expected norm_type > 0 or inf, got {norm_type}")
     is_max = math.isinf(norm_type)
-    total: torch.Tensor | None = None
+    total = torch.zeros((), device=root.device)
     for group, parameters in sharded:
         part = _local_power(_gradients(parameters), norm_type, root.device)
         if group is sharded[0][0] and replicated:
@@ -49,11 +49,7 @@ def clip_grad_norm_(
             operation = root.next_operation("gradient norm", "the model")
             reduce_op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
             all_reduce_(part, reduce_op, group, operation)
-        if total is None:
-            total = part
-        else:
-            total = torch.maximum(total, part) if is_max else total + part
-    assert total is not None, "a wrapped model has at least one group"
+        total = torch.maximum(total, part) if is_max else total + part
     norm = total if is_max else total.pow(1.0 / norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     gradients = _gradients(replicated)

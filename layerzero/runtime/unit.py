@@ -275,10 +275,9 @@ class Unit:
         """Module attributes become the full leaves (valid after `wait_for_unshard`)."""
         if self.shows_full:
             return
-        if not self.root.in_backward:
-            # Not `any`: every handle has to follow.
-            if True in [handle.update_requires_grad() for handle in self.handles]:
-                self._follow_trainable()
+        # A list, not a generator: every handle has to follow.
+        if not self.root.in_backward and any([h.update_requires_grad() for h in self.handles]):
+            self._follow_trainable()
         self.views.show_full(self.label)
         self.shows_full = True
 
