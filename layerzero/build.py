@@ -112,6 +112,8 @@ class UnitBuilder:
             ),
         )
         set_unit(plan.module, unit)
+        # `_call_impl` too: it runs the user's module hooks, which then see full parameters.
+        hooks.install(plan.module, "_call_impl", unit)
         hooks.install(plan.module, "forward", unit)
         owners = {id(s.module): s.module for o in plan.originals for s in o.slots}
         for module in owners.values():

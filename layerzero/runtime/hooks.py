@@ -29,7 +29,8 @@ def install(module: nn.Module, name: str, unit: Unit) -> None:
     """Make `module.name(...)` a forward call of `unit`.
 
     For a module inside the unit the call is only one of the unit's when the unit does not show
-    its full parameters already, that is, when the module is called directly.
+    its full parameters already, that is, when the module is called directly. A call inside a
+    running call of the unit is part of that one.
     """
     method = module.__dict__.get(name)
     if method is None:
@@ -45,7 +46,7 @@ def install(module: nn.Module, name: str, unit: Unit) -> None:
 
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if unit.shows_full and not is_unit_module:
+        if unit.shows_full and (unit.depth or not is_unit_module):
             return method(*args, **kwargs)
         return _call(unit, method, args, kwargs)
 

@@ -57,7 +57,7 @@ class ForwardPass:
 class ForwardCall:
     """One forward call of one unit. Hooks on its outputs hold it; it lives as long as its graph."""
 
-    __slots__ = ("end", "forward_pass", "graph_task", "start", "unit")
+    __slots__ = ("__weakref__", "end", "forward_pass", "graph_task", "start", "unit")
 
     def __init__(self, unit: Unit, forward_pass: ForwardPass, start: int) -> None:
         self.unit = unit
@@ -326,6 +326,8 @@ class RootState:
         call.end = self._clock
         if grad_enabled:
             call.forward_pass.first_start.setdefault(call.unit, call.start)
+            if not self._passes:
+                call.unit.open_calls.add(call)
         if self._call_depth == 0 and not self._passes:
             self._end_forward(grad_enabled)
 
@@ -381,6 +383,7 @@ class RootState:
         if call.graph_task == graph_task:
             return
         call.graph_task = graph_task
+        call.unit.open_calls.discard(call)
         current = self._backward_pass(graph_task, call.forward_pass.order)
         self._finish_done(current, call)
         self._passes[0].forwards[call.forward_pass] = None
@@ -433,9 +436,13 @@ class RootState:
 
     def _enter_backward(self, current: BackwardPass, unit: Unit, start: int) -> None:
         self._passes[0].touched.add(unit)
-        if unit.training_state is not TrainingState.BACKWARD:
-            current.active[unit] = start
-            unit.set_training_state(TrainingState.BACKWARD)
+        for backward_pass in self._passes:
+            if unit in backward_pass.active:
+                before = backward_pass.active[unit]
+                backward_pass.active[unit] = start if before == _FINISH_LAST else min(before, start)
+                return
+        current.active[unit] = start
+        unit.set_training_state(TrainingState.BACKWARD)
 
     def _finish_done(self, current: BackwardPass, call: ForwardCall) -> None:
         """See Note [When a unit is done in backward]."""
@@ -445,7 +452,13 @@ class RootState:
             if start > call.end and unit is not call.unit
         ]
         for unit in done:
-            self._finish_unit(current, unit)
+            if any(open_call.start < current.active[unit] for open_call in unit.open_calls):
+                # An earlier forward is still to come back, perhaps in this very pass, and then
+                # autograd holds the gradients until they are summed: free, but wait with them.
+                self._free(unit)
+                current.active[unit] = _FINISH_LAST
+            else:
+                self._finish_unit(current, unit)
 
     def _finish_unit(self, current: BackwardPass, unit: Unit) -> None:
         self._free(unit)

@@ -22,7 +22,7 @@ from layerzero.core.views import ParameterViews
 from layerzero.runtime.states import ShardState, TrainingState, check_transition
 
 if TYPE_CHECKING:
-    from layerzero.runtime.root import RootState
+    from layerzero.runtime.root import ForwardCall, RootState
 
 _UNIT = "_layerzero_unit"
 
@@ -71,6 +71,8 @@ class Unit:
     """Names, and the parameters as they were before wrapping, should somebody still hold them."""
     output_dtype: torch.dtype | None
     """What floating-point outputs are cast to."""
+    open_calls: weakref.WeakSet[ForwardCall]
+    """Forward calls with gradients whose backward has not begun."""
     lenders: tuple[Unit, ...]
     """Units that hold tied parameters which modules inside this unit use too."""
 
@@ -93,6 +95,7 @@ class Unit:
         self.shows_full = False
         self.explicitly_unsharded = False
         self.lenders = ()
+        self.open_calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
         self.output_dtype: torch.dtype | None = None
         self.originals = [
             (original.fqn, weakref.ref(original.parameter))

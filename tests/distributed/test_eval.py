@@ -1,0 +1,289 @@
+"""Forward without backward: between training steps, on parts of the model, by other methods."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import layerzero
+from layerzero import ZeRO3
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.compare import (
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    sharded,
+    zero3,
+)
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import batches_of, forward_backward, full_gradients, seeded
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+_IN_BOTH = pytest.mark.parametrize("context", CONTEXTS)
+
+
+def _outputs(context: str) -> None:
+    for name, case in CASES.items():
+        model, plain = sharded(case), seeded(case.build)
+        for batch in batches_of(case, 2, steps=1)[0]:
+            with CONTEXTS[context]():
+                own, expected = tensors_of(model(batch)), tensors_of(plain(batch))
+                assert own and len(own) == len(expected)
+                for left, right in zip(own, expected, strict=True):
+                    assert not left.requires_grad
+                    assert left.is_inference() == right.is_inference()
+                    torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+                    if case.is_exact:
+                        assert_bitwise(left.clone(), right.clone(), f"{name}: output")
+
+
+@_IN_BOTH
+def test_outputs_without_gradients_are_those_of_the_plain_model(context: str) -> None:
+    run_ranks(2, _outputs, context)
+
+
+def _between_training_steps(context: str, options: dict) -> None:
+    for name in ("mlp", "transformer", "repeated_module"):
+        case = CASES[name]
+        model, plain = sharded(case, **options), seeded(case.build)
+        for seed in range(3):
+            batches = batches_of(case, dist.get_world_size(), steps=2, seed=seed)
+            assert_trains_alike(model, plain, batches)
+            model.eval()
+            for _ in range(seed):
+                with CONTEXTS[context]():
+                    own, expected = model(batches[0][0]), plain(batches[0][0])
+                    assert_bitwise(own.clone(), expected.clone(), f"{name}: output")
+            model.train()
+
+
+@_IN_BOTH
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"reshard_after_forward": False}, id="kept"),
+        pytest.param({"forward_prefetch": 3, "limit_all_gathers": False}, id="deep prefetch"),
+    ],
+)
+def test_evaluation_between_training_steps_does_not_disturb_them(
+    context: str, options: dict
+) -> None:
+    run_ranks(2, _between_training_steps, context, options)
+
+
+def _first_of_all(context: str) -> None:
+    """The first forward of a model is an evaluation."""
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    with CONTEXTS[context]():
+        assert_bitwise(model(batches[0][0]).clone(), plain(batches[0][0]).clone(), "output")
+    assert_trains_alike(model, plain, batches)
+
+
+@_IN_BOTH
+def test_a_model_may_be_evaluated_before_it_is_trained(context: str) -> None:
+    run_ranks(2, _first_of_all, context)
+
+
+def _frees(context: str) -> None:
+    model = zero3(Mlp, Block)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    with CONTEXTS[context]():
+        model(batch)
+    for name, parameter in model.named_parameters():
+        assert parameter.dim() == 1, name
+    for unit in layerzero.units(model):
+        assert unit.state.name == "SHARDED", unit.fqn
+
+
+@_IN_BOTH
+def test_after_an_evaluation_every_unit_is_sharded(context: str) -> None:
+    run_ranks(2, _frees, context)
+
+
+def _sees_new_weights() -> None:
+    """Weights change between evaluations without a step: by hand, under no_grad."""
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    for _ in range(3):
+        with torch.no_grad():
+            assert_bitwise(model(batch), plain(batch), "output")
+            for each in (model, plain):
+                for parameter in each.parameters():
+                    parameter.mul_(0.5)
+    assert_same_values(model, plain)
+
+
+def test_an_evaluation_sees_weights_changed_by_hand() -> None:
+    run_ranks(2, _sees_new_weights)
+
+
+def _parts_called_directly() -> None:
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    parts = {
+        "a unit": lambda model: model.blocks[1],
+        "a layer inside a unit": lambda model: model.blocks[1].down,
+        "a layer of the root": lambda model: model.stem,
+    }
+    for name, part in parts.items():
+        x = torch.randn(3, 7) if name == "a layer inside a unit" else batch
+        with torch.no_grad():
+            assert_bitwise(part(model)(x), part(plain)(x), name)
+        # Every rank has the same batch, so the mean gradient is this one's.
+        for each in (model, plain):
+            each.zero_grad()
+            part(each)(x).square().sum().backward()
+        assert_same_gradients(model, plain, what=f"{name}: gradient of")
+    model.zero_grad()
+    plain.zero_grad()
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    assert_trains_alike(model, plain, batches)
+
+
+def test_a_part_of_the_model_may_be_called_directly() -> None:
+    run_ranks(2, _parts_called_directly)
+
+
+class _Generator(Transformer):
+    """Has methods that use parameters beside forward."""
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            following = self.logits(tokens)[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, following], dim=1)
+        return tokens
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens) @ self.embed.weight.t()
+
+
+def _other_methods() -> None:
+    model = zero3(_Generator, TransformerBlock)
+    plain = seeded(_Generator)
+    tokens = torch.arange(6).view(2, 3)
+    for name in ("generate", "encode", "logits"):
+        layerzero.register_forward_method(model, name)
+    assert torch.equal(model.generate(tokens, 4), plain.generate(tokens, 4))
+    assert torch.equal(model.generate(tokens, count=2), plain.generate(tokens, count=2))
+    with torch.inference_mode():
+        assert_bitwise(model.logits(tokens).clone(), plain.logits(tokens).clone(), "logits")
+    for each in (model, plain):
+        each.encode(tokens).square().sum().backward()
+    assert_same_gradients(model, plain)
+    for each in (model, plain):
+        each.zero_grad()
+        each.logits(tokens).square().sum().backward()
+    assert_same_gradients(model, plain)
+    for each in (model, plain):
+        each.zero_grad()
+    batches = batches_of(CASES["transformer"], dist.get_world_size(), steps=3)
+    assert_trains_alike(model, plain, batches)
+
+
+def test_registered_methods_gather_parameters_and_have_gradients() -> None:
+    run_ranks(2, _other_methods)
+
+
+def _refused_methods() -> None:
+    model = zero3(_Generator, TransformerBlock)
+    with pytest.raises((ValueError, AttributeError), match="no_such_method"):
+        layerzero.register_forward_method(model, "no_such_method")
+    with pytest.raises((ValueError, TypeError)):
+        layerzero.register_forward_method(nn.Linear(2, 2), "forward")
+
+
+def test_a_method_that_is_not_there_is_refused() -> None:
+    run_ranks(1, _refused_methods)
+
+
+def _as_a_submodule() -> None:
+    """The wrapped model is part of a plain one, which is called."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.inner(x))
+
+    model, plain = Outer(zero3(Mlp, Block)), Outer(seeded(Mlp))
+    step = batches_of(CASES["mlp"], 1, steps=1)[0]
+    own, expected = forward_backward(model, step[0]), forward_backward(plain, step[0])
+    assert_bitwise(own, expected, "loss")
+    assert isinstance(model.inner, ZeRO3)
+    assert_same_parameters(
+        full_gradients(model.inner), full_gradients(plain.inner), what="gradient of"
+    )
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+
+
+def test_a_wrapped_model_may_be_a_submodule() -> None:
+    run_ranks(2, _as_a_submodule)
+
+
+def _explicit_unshard() -> None:
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
+    model.unshard()
+    assert model.head.weight.shape == (3, WIDTH)
+    assert_bitwise(model.head.weight.detach(), plain.head.weight.detach(), "head.weight")
+    assert model.blocks[0].up.weight.dim() == 1, "not of units inside"
+    model.reshard()
+    assert model.head.weight.dim() == 1
+    assert_trains_alike(model, plain, batches[:1])
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    assert_bitwise(model.head.weight.detach(), plain.head.weight.detach(), "head.weight")
+    assert_trains_alike(model, plain, batches[1:2])  # with the parameters there already
+    model.unshard()
+    with torch.no_grad():
+        model(batches[0][0])
+    model.reshard()
+    assert_trains_alike(model, plain, batches[2:])
+
+
+def test_parameters_may_be_unsharded_and_resharded_by_hand() -> None:
+    run_ranks(2, _explicit_unshard)
+
+
+class _Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.drop = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.last = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.drop(self.first(x))))
+
+
+def _modes() -> None:
+    model, plain = zero3(_Noisy, Block), seeded(_Noisy)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    for _ in range(2):
+        for train in (True, False):
+            model.train(train)
+            plain.train(train)
+            torch.manual_seed(3)
+            own = model(batch)
+            torch.manual_seed(3)
+            assert_bitwise(own.detach(), plain(batch).detach(), f"output, train={train}")
+    assert_same_parameters(dict(model.named_buffers()), dict(plain.named_buffers()), what="buffer")
+
+
+def test_train_and_eval_reach_the_modules_inside() -> None:
+    run_ranks(2, _modes)

@@ -1,0 +1,260 @@
+"""summon_full_params: the whole parameters for a while, with every option."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero import MixedPrecision, ZeRO3
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.compare import assert_same_values, assert_trains_alike, sharded, zero3
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import (
+    backward_of_all_ranks,
+    batches_of,
+    forward_backward,
+    full_gradients,
+    full_parameters,
+    seeded,
+)
+
+
+def _shows_the_originals() -> None:
+    for name, case in CASES.items():
+        model, plain = sharded(case), seeded(case.build)
+        pieces = dict(model.named_parameters())
+        with model.summon_full_params():
+            full = dict(model.named_parameters())
+            assert_same_parameters(full, dict(plain.named_parameters()), what=f"{name}: parameter")
+            for key, parameter in full.items():
+                assert isinstance(parameter, nn.Parameter), key
+                assert parameter.requires_grad == plain.get_parameter(key).requires_grad, key
+                assert model.get_parameter(key) is parameter, key
+        after = dict(model.named_parameters())
+        assert list(after) == list(pieces)
+        assert all(after[key] is pieces[key] for key in pieces), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_full_parameters_have_the_original_names_shapes_and_values(world_size: int) -> None:
+    run_ranks(world_size, _shows_the_originals)
+
+
+def _writes_back(options: dict[str, Any]) -> None:
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    writeback = options.get("writeback", True)
+    rank0_only = options.get("rank0_only", False)
+    with model.summon_full_params(**options), torch.no_grad():
+        if not rank0_only or dist.get_rank() == 0:
+            for parameter in model.parameters():
+                parameter.mul_(2).add_(1)
+            model.head.weight[0, 0] = 7
+    if writeback:
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(2).add_(1)
+            plain.head.weight[0, 0] = 7
+    assert_same_values(model, plain)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    assert_trains_alike(model, plain, batches)
+
+
+_OPTIONS = {
+    "default": {},
+    "writeback": {"writeback": True},
+    "no writeback": {"writeback": False},
+    "rank 0 only": {"rank0_only": True},
+    "rank 0 only, no writeback": {"rank0_only": True, "writeback": False},
+    "on the CPU": {"offload_to_cpu": True},
+    "rank 0 only, on the CPU": {"rank0_only": True, "offload_to_cpu": True},
+    "with gradients": {"with_grads": True},
+    "rank 0 only, with gradients": {"rank0_only": True, "with_grads": True},
+}
+
+
+@pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
+def test_changes_are_written_back_or_not(options: dict[str, Any]) -> None:
+    run_ranks(2, _writes_back, options)
+
+
+def test_changes_of_rank_0_reach_every_rank() -> None:
+    run_ranks(3, _writes_back, {"rank0_only": True})
+
+
+def _only_rank_0_sees_them() -> None:
+    model = zero3(Mlp, Block)
+    pieces = dict(model.named_parameters())
+    with model.summon_full_params(rank0_only=True, writeback=False):
+        inside = dict(model.named_parameters())
+        if dist.get_rank() == 0:
+            expected = dict(seeded(Mlp).named_parameters())
+            assert_same_parameters(inside, expected)
+        else:
+            assert all(inside[name] is piece for name, piece in pieces.items())
+
+
+def test_with_rank0_only_the_others_keep_their_pieces() -> None:
+    run_ranks(2, _only_rank_0_sees_them)
+
+
+def _gradients() -> None:
+    for name in ("mlp", "unused_parts", "frozen_parts", "tied_across_units", "odd_shapes"):
+        case = CASES[name]
+        model, plain = sharded(case), seeded(case.build)
+        step = batches_of(case, dist.get_world_size(), steps=1)[0]
+        forward_backward(model, step[dist.get_rank()])
+        backward_of_all_ranks(plain, step)
+        roundings = 0 if case.is_exact else 64
+        expected = full_gradients(plain)
+        with model.summon_full_params(with_grads=True), torch.no_grad():
+            gradients = {key: value.grad for key, value in model.named_parameters()}
+            assert_same_parameters(gradients, expected, roundings, f"{name}: gradient of")
+            for gradient in gradients.values():
+                if gradient is not None:
+                    gradient.mul_(3)
+        tripled = {key: None if value is None else value * 3 for key, value in expected.items()}
+        after = full_gradients(model)
+        assert_same_parameters(after, tripled, 2 * roundings, f"{name}: gradient of")
+        with model.summon_full_params(with_grads=True, writeback=False):
+            for parameter in model.parameters():
+                parameter.grad = None
+        assert_same_parameters(full_gradients(model), after, what=f"{name}: gradient of")
+
+
+def test_gradients_are_full_inside_and_written_back() -> None:
+    run_ranks(2, _gradients)
+
+
+def _without_gradients() -> None:
+    model = zero3(Mlp, Block)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    forward_backward(model, batch)
+    before = full_gradients(model)
+    with model.summon_full_params():
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert_same_parameters(full_gradients(model), before, what="gradient of")
+
+
+def test_without_with_grads_gradients_stay_out_of_it() -> None:
+    run_ranks(2, _without_gradients)
+
+
+def _part_of_the_model() -> None:
+    def build() -> nn.Module:
+        model = Mlp()
+        model.blocks[1] = ZeRO3(model.blocks[1])
+        return model
+
+    model, plain = zero3(build, Block), seeded(Mlp)
+    inner = model.blocks[1]
+    with inner.summon_full_params(), torch.no_grad():
+        assert inner.up.weight.shape == (7, WIDTH)
+        assert model.head.weight.dim() == 1 and model.blocks[0].up.weight.dim() == 1
+        inner.up.weight.zero_()
+    with torch.no_grad():
+        plain.blocks[1].up.weight.zero_()
+    assert_same_values(model, plain)
+
+
+def test_a_nested_wrapper_summons_its_own_parameters_only() -> None:
+    run_ranks(2, _part_of_the_model)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _exception_inside() -> None:
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    pieces = dict(model.named_parameters())
+    with pytest.raises(_Stop), model.summon_full_params():
+        raise _Stop
+    assert all(parameter is pieces[name] for name, parameter in model.named_parameters())
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    assert_trains_alike(model, plain, batches)
+
+
+def test_an_exception_inside_leaves_the_pieces_in_place() -> None:
+    run_ranks(2, _exception_inside)
+
+
+def _forward_inside() -> None:
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    with model.summon_full_params(), torch.no_grad():
+        assert_bitwise(model(batch), plain(batch), "output")
+        assert_bitwise(model.blocks[0](batch), plain.blocks[0](batch), "output of a block")
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    assert_trains_alike(model, plain, batches)
+
+
+def test_a_forward_without_gradients_works_inside() -> None:
+    run_ranks(2, _forward_inside)
+
+
+def _wrong_time() -> None:
+    model = zero3(Mlp, Block)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    with model.summon_full_params():
+        with pytest.raises(RuntimeError), model.summon_full_params():
+            pass
+        assert model.head.weight.dim() == 2, "the outer one still holds"
+    errors = []
+
+    def in_forward(module: nn.Module, args: Any) -> None:
+        try:
+            with model.summon_full_params():
+                pass
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    handle = model.blocks[0].up.register_forward_pre_hook(in_forward)
+    model(batch)
+    handle.remove()
+    output = model(batch)
+    output.register_hook(lambda gradient: in_forward(model, ()))
+    output.sum().backward()
+    assert len(errors) == 2, errors
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    model.zero_grad()
+    assert_trains_alike(model, seeded(Mlp), batches)
+
+
+def test_inside_forward_backward_or_itself_it_is_refused() -> None:
+    run_ranks(2, _wrong_time)
+
+
+def _main_dtype() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model = zero3(Transformer, TransformerBlock, mixed_precision=precision)
+    with model.summon_full_params():
+        full = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    # All bits of the main weights, which bfloat16 could not hold.
+    assert_same_parameters(full, full_parameters(seeded(Transformer)))
+
+
+def test_full_parameters_come_from_the_main_weights() -> None:
+    run_ranks(2, _main_dtype)
+
+
+def _after_eval_and_training() -> None:
+    """What an evaluation left resident does not hide an optimizer step."""
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    assert_trains_alike(model, plain, batches)
+    with torch.no_grad():
+        model(batches[0][0])
+    assert_same_values(model, plain)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+        for parameter in plain.parameters():
+            parameter.add_(1)
+    assert_same_values(model, plain)
+
+
+def test_it_shows_the_newest_values() -> None:
+    run_ranks(2, _after_eval_and_training)
