@@ -77,6 +77,7 @@ class BackwardPass:
 
     def __init__(self, graph_task: int) -> None:
         self.graph_task = graph_task
+        self.makes_graph = False
         self.active: dict[Unit, int] = {}
         """Units this pass has reached -> start of their first call in that forward."""
         self.forwards: dict[ForwardPass, None] = {}
@@ -278,7 +279,9 @@ class RootState:
             if other.state is not ShardState.SHARDED and (
                 other.is_stale or not other.explicitly_unsharded
             ):
-                self._free(other)
+                other.reshard()
+                if self._graph_of_backward:
+                    other.unshard()  # A backward to come needs it, this forward or not.
         self._kept = None
         self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
 
@@ -407,10 +410,10 @@ class RootState:
         backward_pass = BackwardPass(graph_task)
         if not self._passes:
             self.recorder.begin(("backward", order))
-            self._graph_of_backward = False
-        # A graph of the backward itself (create_graph) saves full parameters again, and no hook
-        # tells when its nodes run: they stay resident until a backward without one has ended.
-        self._graph_of_backward |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            # A graph of the backward itself (create_graph) uses full parameters again, and no hook
+            # tells when: units stay full, and are reduced last, until a backward without it ends.
+            self._graph_of_backward = backward_pass.makes_graph = True
         self._passes.append(backward_pass)
         sentinel = _Sentinel()
         backward_pass.sentinel = weakref.ref(sentinel, self._show_sharded_soon)
@@ -446,6 +449,8 @@ class RootState:
 
     def _finish_done(self, current: BackwardPass, call: ForwardCall) -> None:
         """See Note [When a unit is done in backward]."""
+        if self._graph_of_backward:
+            return
         done = [
             unit
             for unit, start in current.active.items()
@@ -515,6 +520,7 @@ class RootState:
             raise
         self._passes.clear()
         self.recorder.end()
+        self._graph_of_backward = ended.makes_graph
         for unit in self.units:
             if unit.state is not ShardState.SHARDED:
                 self._free(unit)

@@ -1,5 +1,7 @@
 """Sizes that do not divide: parameters smaller than the group, ranks that own nothing, batches."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,8 +44,7 @@ class _Widths(nn.Module):
         super().__init__()
         sizes = (WIDTH, *self.WIDTHS)
         self.layers = nn.ModuleList(
-            nn.Linear(left, right, bias=bool(right % 2))
-            for left, right in zip(sizes, sizes[1:], strict=False)
+            nn.Linear(left, right, bias=bool(right % 2)) for left, right in pairwise(sizes)
         )
 
     def forward(self, x: Tensor) -> Tensor:
