@@ -17,7 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build import UnitBuilder, resolve_device
-from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy, prefetch_depth
+from layerzero.config import (
+    BackwardPrefetch,
+    GatherBudget,
+    MixedPrecision,
+    OffloadPolicy,
+    prefetch_depth,
+)
 from layerzero.core.groups import ShardGroup, make_shard_group, resolve_process_group
 from layerzero.core.parameter_info import get_info
 from layerzero.materialize import Materializer
@@ -111,6 +117,8 @@ class ZeRO3(nn.Module):
                 f"gradient_reduction: expected 'mean' or 'sum', got {gradient_reduction!r}"
             )
         forward_depth = prefetch_depth(forward_prefetch, "forward_prefetch")
+        # By default: the unit in use, the one about to be freed, and those ahead.
+        budget = GatherBudget.parse(limit_all_gathers, default_units=max(forward_depth, 1) + 2)
         process_group = resolve_process_group(process_group)
         _check_not_yet_supported(process_group, zero3_size, outer, offload, accumulation)
         plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)
@@ -132,7 +140,14 @@ class ZeRO3(nn.Module):
             sync_module_states=sync_module_states,
         )
         units = builder.build(plans, visits)
-        root = RootState(units, target, forward_depth, backward_prefetch, limit_all_gathers)
+        root = RootState(
+            units,
+            target,
+            forward_depth,
+            backward_prefetch,
+            budget,
+            budget_is_default=limit_all_gathers is True,
+        )
         units[0].output_dtype = builder.mixed_precision.output_dtype
         self._become(module, units, root)
         self._kept_whole = [

@@ -187,13 +187,13 @@ def gather_flags(
     return table.view(group.size, -1), all_gather(table, own, group, operation)
 
 
-def all_reduce_(
-    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: ShardGroup, operation: Operation
-) -> torch.Tensor:
-    """All-reduce a small tensor in place. Collective; on CPU it blocks until done."""
-    work = dist.all_reduce(tensor, op, group=group.process_group, async_op=True)
-    Pending(operation, group, [(work, -1)]).wait()
-    return tensor
+def gather_scalar(scalar: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
+    """Every rank's value of a scalar: [group_size], in rank order. Collective; blocks on CPU."""
+    values = scalar.new_empty(group.size)
+    pending = all_gather(values, scalar.reshape(1), group, operation)
+    pending.wait()
+    pending.drain()
+    return values
 
 
 def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.collectives import all_reduce_
+from layerzero.comm.collectives import gather_scalar
 from layerzero.core.groups import ShardGroup
 from layerzero.runtime.root import RootState
 
@@ -32,23 +31,28 @@ def clip_grad_norm_(
         norm_type: p > 0, or infinity.
 
     Returns:
-        The norm before clipping: a float32 scalar tensor (float64 if gradients are), the same on
-        all ranks.
+        The norm before clipping: a float32 scalar tensor (float64 if any parameter is), the same
+        on all ranks.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: expected norm_type > 0 or inf, got {norm_type}")
     is_max = math.isinf(norm_type)
-    total = torch.zeros((), device=root.device)
+    # From all parameters, not from the gradients at hand: the same on every rank.
+    dtype = torch.float32
+    for parameter in (*replicated, *(p for _, parameters in sharded for p in parameters)):
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    total = torch.zeros((), dtype=dtype, device=root.device)
     for group, parameters in sharded:
-        part = _local_power(_gradients(parameters), norm_type, root.device)
+        part = _local_power(_gradients(parameters), norm_type, dtype, root.device)
         if group is sharded[0][0] and replicated:
-            own = _local_power(_gradients(replicated), norm_type, root.device)
+            own = _local_power(_gradients(replicated), norm_type, dtype, root.device)
             part = torch.maximum(part, own) if is_max else part + own / group.size
         if group.size > 1:
+            # Gathered and then reduced here: in rank order, and a NaN survives a maximum.
             operation = root.next_operation("gradient norm", "the model")
-            reduce_op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-            all_reduce_(part, reduce_op, group, operation)
+            parts = gather_scalar(part, group, operation)
+            part = parts.amax() if is_max else parts.sum()
         total = torch.maximum(total, part) if is_max else total + part
     norm = total if is_max else total.pow(1.0 / norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -69,13 +73,10 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _local_power(
-    gradients: list[torch.Tensor], norm_type: float, device: torch.device
+    gradients: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Sum of |g|^p over local elements (their maximum for infinity), as a scalar."""
     if not gradients:
-        return torch.zeros((), device=device)
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = torch.stack(
-        [norm.to(dtype) for norm in torch._foreach_norm(gradients, norm_type, dtype=dtype)]
-    )
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
     return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()

@@ -146,16 +146,15 @@ class RootState:
         device: torch.device,
         forward_depth: int,
         backward_prefetch: BackwardPrefetch | None,
-        limit_all_gathers: bool | int | str,
+        budget: GatherBudget,
+        budget_is_default: bool,
     ) -> None:
         self.device = device
         self.streams = Streams(device)
         self.recorder = ExecOrderRecorder()
         self.forward_depth = forward_depth
         self.backward_prefetch = backward_prefetch
-        # The unit in use, the one about to be freed, and those ahead.
-        budget = GatherBudget.parse(limit_all_gathers, default_units=max(forward_depth, 1) + 2)
-        self._budget_is_default = limit_all_gathers is True
+        self._budget_is_default = budget_is_default
         self.limiter = GatherLimiter(budget)
         self.requires_gradient_sync = True
         self.weights_mark = None
