@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -16,6 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from layerzero.arguments import (
+    check_module,
+    check_not_yet_supported,
+    warn_about_old_optimizers,
+)
 from layerzero.build import UnitBuilder, resolve_device
 from layerzero.config import (
     BackwardPrefetch,
@@ -107,7 +110,7 @@ class ZeRO3(nn.Module):
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
-        _check_module(module)
+        check_module(module)
         if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
             raise TypeError(
                 f"backward_prefetch: expected a BackwardPrefetch or None, got {backward_prefetch!r}"
@@ -120,7 +123,7 @@ class ZeRO3(nn.Module):
         # By default: the unit in use, the one about to be freed, and those ahead.
         budget = GatherBudget.parse(limit_all_gathers, default_units=max(forward_depth, 1) + 2)
         process_group = resolve_process_group(process_group)
-        _check_not_yet_supported(process_group, zero3_size, outer, offload, accumulation)
+        check_not_yet_supported(process_group, zero3_size, outer, offload, accumulation)
         plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)
         target = resolve_device(device, plans, process_group)
         group = make_shard_group(process_group, target, timeout)
@@ -154,7 +157,7 @@ class ZeRO3(nn.Module):
             parameter for parameter in module.parameters() if get_info(parameter) is None
         ]
         del plans, visits, builder
-        _warn_about_old_optimizers(units)
+        warn_about_old_optimizers(units)
 
     def _become(self, module: nn.Module, units: list[Unit], root: RootState) -> None:
         """Show the wrapped module's parameters, buffers and children as this module's own.
@@ -251,16 +254,16 @@ class ZeRO3(nn.Module):
         It applies to the whole model this module belongs to.
         """
         root = self._root_state
-        before = root.requires_gradient_sync
-        root.requires_gradient_sync = False
+        before = root.reducer.requires_sync
+        root.reducer.requires_sync = False
         try:
             yield
         finally:
-            root.requires_gradient_sync = before
+            root.reducer.requires_sync = before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """`no_sync` as a switch: False until set to True again."""
-        self._root_state.requires_gradient_sync = bool(requires_gradient_sync)
+        self._root_state.reducer.requires_sync = bool(requires_gradient_sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.
@@ -383,74 +386,3 @@ def _class_with_signature(wrapped: type[nn.Module]) -> type[ZeRO3]:
     with contextlib.suppress(ValueError, TypeError):
         forward.__signature__ = inspect.signature(wrapped.forward)  # type: ignore[attr-defined]
     return type("ZeRO3", (ZeRO3,), {"forward": forward, "__doc__": ZeRO3.__doc__})
-
-
-def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"ZeRO3: expected an nn.Module, got {type(module).__name__}")
-    if get_unit(module) is not None:
-        raise RuntimeError(
-            f"ZeRO3: this {type(module).__name__} is wrapped already; wrap each module once, or "
-            "wrap a module that contains it"
-        )
-
-
-def _check_not_yet_supported(
-    process_group: dist.ProcessGroup,
-    zero3_size: int | None,
-    outer: str,
-    offload: OffloadPolicy | None,
-    accumulation: str,
-) -> None:
-    size = dist.get_world_size(process_group)
-    if outer not in ("zero1", "replicate", "shard"):
-        raise ValueError(f"outer: expected 'zero1', 'replicate' or 'shard', got {outer!r}")
-    if accumulation not in ("sharded", "unsharded", "auto"):
-        raise ValueError(
-            f"accumulation: expected 'sharded', 'unsharded' or 'auto', got {accumulation!r}"
-        )
-    if zero3_size is not None and (zero3_size < 1 or size % zero3_size):
-        raise ValueError(
-            f"zero3_size: expected a divisor of the group size {size}, got {zero3_size}"
-        )
-    if zero3_size not in (None, size):
-        raise NotImplementedError(
-            f"zero3_size={zero3_size} in a group of {size}: shard groups smaller than the group "
-            "are not supported yet; pass a smaller process_group or None"
-        )
-    if offload is not None and (offload.params or offload.grads):
-        raise NotImplementedError(f"offload={offload}: offloading is not supported yet")
-    if accumulation == "sharded":
-        raise NotImplementedError(
-            "accumulation='sharded' inside no_sync is not supported yet; leave out no_sync: "
-            "gradients are then reduced and added up sharded in every backward"
-        )
-
-
-def _warn_about_old_optimizers(built: list[Unit]) -> None:
-    """An optimizer made before wrapping still holds, and would update, the old parameters."""
-    alive = {
-        id(parameter): fqn
-        for unit in built
-        for fqn, reference in unit.originals
-        if (parameter := reference()) is not None
-    }
-    if not alive:
-        return
-    for candidate in gc.get_objects():
-        # Not isinstance: it asks the object itself for its class, and lazy ones then load or warn.
-        if not issubclass(type(candidate), torch.optim.Optimizer):
-            continue
-        held = [
-            alive[id(parameter)]
-            for group in candidate.param_groups
-            for parameter in group["params"]
-            if id(parameter) in alive
-        ]
-        if held:
-            warnings.warn(
-                f"an optimizer ({type(candidate).__name__}) was built before wrapping and holds "
-                f"{len(held)} parameters that no longer belong to the model, {held[0]!r} first; "
-                "build it from the wrapped model's parameters()",
-                stacklevel=3,
-            )

@@ -10,9 +10,10 @@ from torch import nn
 
 from layerzero.comm.collectives import gather_scalar
 from layerzero.core.groups import ShardGroup
-from layerzero.runtime.root import RootState
+from layerzero.runtime.root import RootState, remembers_failure
 
 
+@remembers_failure
 def clip_grad_norm_(
     root: RootState,
     sharded: Sequence[tuple[ShardGroup, Sequence[nn.Parameter]]],

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.runtime.root import ForwardCall
+from layerzero.runtime.passes import ForwardCall
 from layerzero.runtime.states import TrainingState
 from layerzero.runtime.tensors import cast_floating, find_tensors
 from layerzero.runtime.unit import Unit

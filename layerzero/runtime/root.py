@@ -32,78 +32,38 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import Variable
 
-from layerzero.comm.collectives import Operation, gather_flags
+from layerzero.comm.collectives import Operation
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.comm.limiter import GatherLimiter
 from layerzero.comm.streams import Mark, Streams
 from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.runtime.exec_order import ExecOrderRecorder, Order
+from layerzero.runtime.passes import (
+    FINISH_LAST,
+    BackwardPass,
+    ForwardCall,
+    ForwardPass,
+    Sentinel,
+)
+from layerzero.runtime.reducer import GradientReducer
 from layerzero.runtime.states import ShardState, TrainingState
-from layerzero.runtime.unit import Reduction, Unit
+from layerzero.runtime.unit import Unit
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-_FINISH_LAST = -1
-"""A start before every call: such a unit is finished when the pass ends."""
-
-
-class ForwardPass:
-    """One run of the outermost module: which units it called with autograd on."""
-
-    def __init__(self) -> None:
-        self.first_start: dict[Unit, int] = {}
-        self.order: Order = ()
-
-
-class ForwardCall:
-    """One forward call of one unit. Hooks on its outputs hold it; it lives as long as its graph."""
-
-    __slots__ = ("__weakref__", "end", "forward_pass", "graph_task", "start", "unit")
-
-    def __init__(self, unit: Unit, forward_pass: ForwardPass, start: int) -> None:
-        self.unit = unit
-        self.forward_pass = forward_pass
-        self.start = start
-        self.end = start
-        self.graph_task: int | None = None
-        """The backward pass that has reached this call last."""
-
-
-class _Sentinel:
-    """Lives as long as autograd keeps a backward pass's final callback."""
-
-
-class BackwardPass:
-    """One run of autograd's engine; reentrant checkpointing nests them."""
-
-    def __init__(self, graph_task: int) -> None:
-        self.graph_task = graph_task
-        self.makes_graph = False
-        self.active: dict[Unit, int] = {}
-        """Units this pass has reached -> start of their first call in that forward."""
-        self.forwards: dict[ForwardPass, None] = {}
-        """Forwards this pass goes back through; kept by the outermost pass alone."""
-        self.touched: set[Unit] = set()
-        """Units reached by this pass or one nested in it; kept by the outermost pass alone."""
-        self.sentinel: weakref.ref[_Sentinel] | None = None
-
-    @property
-    def is_abandoned(self) -> bool:
-        """An error ended the pass: autograd dropped its final callback without running it."""
-        return self.sentinel is not None and self.sentinel() is None
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _remembers_failure(method: _Method) -> _Method:
-    """See Note [A failed collective is final]."""
+def remembers_failure(method: _Method) -> _Method:
+    """For what takes the root first: see Note [A failed collective is final]."""
 
     @functools.wraps(method)
-    def wrapped(self: RootState, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(root: RootState, *args: Any, **kwargs: Any) -> Any:
         try:
-            return method(self, *args, **kwargs)
+            return method(root, *args, **kwargs)
         except CollectiveError as error:
-            self.failure = self.failure or error
+            root.failure = root.failure or error
             raise
 
     return wrapped  # type: ignore[return-value]
@@ -129,8 +89,7 @@ class RootState:
     streams: Streams
     limiter: GatherLimiter
     recorder: ExecOrderRecorder
-    requires_gradient_sync: bool
-    """False inside `no_sync`: gradients add up unsharded."""
+    reducer: GradientReducer
     weights_mark: Mark
     """Behind the last change of main shards on the compute stream."""
     freed_mark: Mark
@@ -156,15 +115,13 @@ class RootState:
         self.backward_prefetch = backward_prefetch
         self._budget_is_default = budget_is_default
         self.limiter = GatherLimiter(budget)
-        self.requires_gradient_sync = True
+        self.reducer = GradientReducer()
         self.weights_mark = None
         self.freed_mark = None
         self.failure = None
         self.last_order = ()
         self._num_operations = 0
         self._profiling = torch.autograd._profiler_enabled
-        self._reductions: list[Reduction] = []
-        self._undelivered: list[Reduction] = []
         self._clock = 0
         self._call_depth = 0
         self._forward_pass = ForwardPass()
@@ -223,13 +180,16 @@ class RootState:
 
     def clear_abandoned(self) -> None:
         """Reset what a backward pass that failed left behind."""
-        if self._passes and self._passes[0].is_abandoned:
+        if self._passes and (
+            self._passes[0].is_abandoned or torch._C._current_graph_task_id() == -1
+        ):
             self.abort()
 
     def _free(self, unit: Unit) -> None:
         if not self._graph_of_backward:
             unit.reshard()
 
+    @remembers_failure
     def unshard_explicitly(self, unit: Unit, async_op: bool) -> UnshardHandle | None:
         """What `ZeRO3.unshard` does."""
         self.clear_abandoned()
@@ -247,7 +207,7 @@ class RootState:
 
     # Forward --------------------------------------------------------------------------------
 
-    @_remembers_failure
+    @remembers_failure
     def begin_call(self, unit: Unit) -> ForwardCall:
         """A forward call of `unit` begins: make its parameters full."""
         if self._call_depth == 0:
@@ -317,7 +277,7 @@ class RootState:
                     return
                 unit.unshard()
 
-    @_remembers_failure
+    @remembers_failure
     def end_call(self, call: ForwardCall) -> None:
         """The forward of `call` has returned."""
         grad_enabled = torch.is_grad_enabled()
@@ -378,7 +338,7 @@ class RootState:
 
     # Backward -------------------------------------------------------------------------------
 
-    @_remembers_failure
+    @remembers_failure
     def on_output_gradient(self, call: ForwardCall) -> None:
         """The gradient of an output of `call` is there: its backward begins."""
         graph_task = torch._C._current_graph_task_id()
@@ -414,10 +374,10 @@ class RootState:
             # tells when: units stay full, and are reduced last, until a backward without it ends.
             self._graph_of_backward = backward_pass.makes_graph = True
         self._passes.append(backward_pass)
-        sentinel = _Sentinel()
+        sentinel = Sentinel()
         backward_pass.sentinel = weakref.ref(sentinel, self._show_sharded_soon)
 
-        def final_callback(_alive: _Sentinel = sentinel) -> None:
+        def final_callback(_alive: Sentinel = sentinel) -> None:
             self._end_backward(backward_pass)
 
         Variable._execution_engine.queue_callback(final_callback)
@@ -441,7 +401,7 @@ class RootState:
         for backward_pass in self._passes:
             if unit in backward_pass.active:
                 before = backward_pass.active[unit]
-                backward_pass.active[unit] = start if before == _FINISH_LAST else min(before, start)
+                backward_pass.active[unit] = start if before == FINISH_LAST else min(before, start)
                 return
         current.active[unit] = start
         unit.set_training_state(TrainingState.BACKWARD)
@@ -460,7 +420,7 @@ class RootState:
                 # An earlier forward is still to come back, perhaps in this very pass, and then
                 # autograd holds the gradients until they are summed: free, but wait with them.
                 self._free(unit)
-                current.active[unit] = _FINISH_LAST
+                current.active[unit] = FINISH_LAST
             else:
                 self._finish_unit(current, unit)
 
@@ -472,38 +432,19 @@ class RootState:
         del current.active[unit]
         unit.set_training_state(TrainingState.IDLE)
 
-    @_remembers_failure
+    @remembers_failure
     def on_leaf_gradient(self, unit: Unit) -> None:
         """A leaf of an explicitly unsharded unit, used outside its forward, has its gradient."""
         if unit.training_state is not TrainingState.BACKWARD:
             current = self._backward_pass(torch._C._current_graph_task_id(), ())
-            self._enter_backward(current, unit, _FINISH_LAST)
+            self._enter_backward(current, unit, FINISH_LAST)
 
     def _reduce(self, unit: Unit) -> None:
-        """Collect the unit's gradients and start their reduction.
-
-        One reduction is in flight at a time: it travels while the next unit computes, and its
-        buffers are free before the next ones are needed.
-        """
-        while self._reductions:
-            self._complete(self._reductions[0])
-        with torch.no_grad(), self.profile("reduce", unit):
-            unit.collect_gradients()
-            if self.requires_gradient_sync:
-                self._reductions.extend(unit.reduce_gradients())
+        self.reducer.reduce(self, unit)
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST and self._passes:
             self._prefetch(unit.backward_prefetch, 1)
 
-    def _complete(self, reduction: Reduction) -> None:
-        """Wait for a reduction and free its input; the result waits for the end of the pass."""
-        self._reductions.remove(reduction)
-        if reduction.pending is not None:
-            reduction.pending.wait()
-            reduction.pending.drain()
-            reduction.handle.gradients.release()
-        self._undelivered.append(reduction)
-
-    @_remembers_failure
+    @remembers_failure
     def _end_backward(self, ended: BackwardPass) -> None:
         try:
             for unit in sorted(ended.active, key=lambda unit: -ended.active[unit]):
@@ -511,9 +452,9 @@ class RootState:
             if self._passes[0] is not ended:
                 self._passes.remove(ended)
                 return
-            if self.requires_gradient_sync:
+            if self.reducer.requires_sync:
                 self._reduce_untouched(ended)
-            self._deliver()
+            self.reducer.deliver(self)
         except BaseException as error:
             self.abort(error)
             raise
@@ -540,59 +481,6 @@ class RootState:
             if unit not in ended.touched and any(h.gradients.holds_sum for h in unit.handles):
                 self._reduce(unit)
 
-    def _deliver(self) -> None:
-        """Wait for the last reductions and give every sharded parameter its gradient."""
-        if not self._reductions and not self._undelivered:
-            return
-        with torch.no_grad():
-            exchanged = self._exchange_presence([*self._undelivered, *self._reductions])
-            while self._reductions:
-                self._complete(self._reductions[0])
-            for reduction, present in exchanged():
-                reduction.handle.gradients.deliver(reduction.chunk, present)
-                if reduction.chunk is None:
-                    reduction.handle.gradients.release()
-            self._undelivered = []
-
-    def _exchange_presence(
-        self, reductions: list[Reduction]
-    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
-        """Start asking which parameters had a gradient on any rank; call the result for the answer.
-
-        A parameter that had none anywhere keeps the `.grad` it has, as in plain torch. Only a rank
-        that misses a gradient itself has to read the answer, so a device is not waited for in
-        ordinary steps. One collective of a byte per parameter and group.
-        """
-        by_group: dict[int, list[Reduction]] = {}
-        for reduction in reductions:
-            if reduction.handle.group.size > 1:
-                by_group.setdefault(id(reduction.handle.group), []).append(reduction)
-        started = []
-        for members in by_group.values():
-            flags = [
-                index in reduction.present
-                for reduction in members
-                for index in reduction.handle.gradients.layout.trainable
-            ]
-            operation = self.next_operation("gradient presence", "the model")
-            group = members[0].handle.group
-            started.append((members, flags, *gather_flags(flags, group, self.device, operation)))
-
-        def answer() -> list[tuple[Reduction, set[int]]]:
-            answers = {id(reduction): reduction.present for reduction in reductions}
-            for members, flags, table, pending in started:
-                pending.wait()
-                pending.drain()
-                if all(flags):
-                    continue
-                anywhere = iter(table.amax(dim=0).tolist())
-                for reduction in members:
-                    trainable = reduction.handle.gradients.layout.trainable
-                    answers[id(reduction)] = {i for i in trainable if next(anywhere)}
-            return [(reduction, answers[id(reduction)]) for reduction in reductions]
-
-        return answer
-
     def abort(self, error: BaseException | None = None) -> None:
         """Back to the state between steps, after an error or an interrupt.
 
@@ -606,10 +494,6 @@ class RootState:
         self._kept = None
         self._graph_of_backward = False
         self.recorder.abort()
-        for reduction in self._reductions:
-            if reduction.pending is not None:
-                reduction.pending.drain()
-        self._reductions = []
-        self._undelivered = []
+        self.reducer.drop()
         for unit in self.units:
             unit.reset()

@@ -11,7 +11,7 @@ from torch import nn
 
 from layerzero.comm.collectives import all_gather, broadcast_
 from layerzero.core.flat_param import FlatParamHandle
-from layerzero.runtime.root import RootState
+from layerzero.runtime.root import RootState, remembers_failure
 from layerzero.runtime.states import TrainingState
 from layerzero.runtime.unit import Unit
 
@@ -105,6 +105,7 @@ def _gather(
     return _Summoned(handle, parameters)
 
 
+@remembers_failure
 def _gather_flat(
     root: RootState, unit: Unit, handle: FlatParamHandle, shard: torch.Tensor
 ) -> torch.Tensor:
@@ -158,6 +159,7 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
             )
 
 
+@remembers_failure
 def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
     """Only rank 0 had the full values: one parameter at a time, so that no rank holds them all."""
     handle = entry.handle

@@ -22,7 +22,8 @@ from layerzero.core.views import ParameterViews
 from layerzero.runtime.states import ShardState, TrainingState, check_transition
 
 if TYPE_CHECKING:
-    from layerzero.runtime.root import ForwardCall, RootState
+    from layerzero.runtime.passes import ForwardCall
+    from layerzero.runtime.root import RootState
 
 _UNIT = "_layerzero_unit"
 

@@ -8,7 +8,18 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "layerzero"
-LAYERS = ["config", "core", "comm", "runtime", "optim", "wrap", "materialize", "build", "zero3"]
+LAYERS = [
+    "config",
+    "core",
+    "comm",
+    "runtime",
+    "optim",
+    "wrap",
+    "materialize",
+    "arguments",
+    "build",
+    "zero3",
+]
 
 
 def imported_layers(path: Path) -> set[str]:

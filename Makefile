@@ -1,0 +1,61 @@
+# Everything a newcomer needs: `make train`, `make test`. Flags go in ARGS, e.g.
+#   make train ARGS="--steps 50 --engine ddp"        make test ARGS="-k layout"
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+# Half of the cores, at least one: two ranks share the machine.
+HALF_CORES := $(shell echo $$(( $(CORES) > 1 ? $(CORES) / 2 : 1 )))
+
+.PHONY: help train test check bench clean
+
+help:
+	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
+	@echo 'make test    run the test suite                                   ARGS goes to pytest'
+	@echo 'make check   ruff and mypy'
+	@echo 'make bench   host overhead and step time beside other engines'
+	@echo 'make clean   remove the environment, builds and caches, but no results'
+
+# One process a GPU, or two on the CPU. The flags are checked before any rank starts: a refusal is
+# one line, and not also what torchrun has to say about a failed rank. The `--` keeps torchrun from
+# reading our --log as a short form of its own flags.
+train: $(INSTALLED)
+	@set -e; \
+	gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
+	if [ "$$gpus" -gt 0 ]; then ranks=$$gpus; else ranks=2; fi; \
+	WORLD_SIZE=$$ranks $(BIN)/python examples/lm_options.py $(ARGS); \
+	$(if $(filter -h --help,$(ARGS)),exit;) set -x; \
+	OMP_NUM_THREADS=$$(( $(CORES) > ranks ? $(CORES) / ranks : 1 )) \
+	$(BIN)/torchrun --standalone --nproc-per-node $$ranks -- examples/train_lm.py $(ARGS)
+
+# One thread a process: pytest-xdist already fills the cores, and each test starts ranks of its own.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy layerzero
+
+bench: $(INSTALLED)
+	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_host_overhead.py
+	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
+
+# torch comes first because the package builds against the one that is installed, not in isolation.
+$(INSTALLED): constraints.txt setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "layerzero needs Python 3.10 or newer, $(PYTHON) is " + sys.version)'
+	@echo "Setting up $(VENV) (the first time, torch takes a minute or so to download)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch setuptools
+	$(PIP_INSTALL) --no-build-isolation --editable '.[examples,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,197 @@
+"""How long is a training step, and how much memory does it take, under each engine?
+
+A transformer on gloo ranks of this machine, AdamW included; every engine trains the same model on
+the same data with its defaults, the bare model without any communication. The engines take turns
+in each round, so a ratio is within one round; the slowest rank counts. Peak bytes come from a run
+of their own, untimed (memory.py tells how they are counted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import (
+    Spread,
+    add_engine_flag,
+    difference,
+    environment,
+    interleave,
+    max_over_ranks,
+    print_json,
+    print_table,
+    ratio,
+    run_on_ranks,
+)
+from engines import ENGINES, Transformer, TransformerBlock
+from memory import peak_bytes, self_check
+from torch import Tensor
+
+SIZES = {"tiny": (64, 2), "6m": (256, 8), "25m": (512, 8)}  # width, layers
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int
+    layers: int
+    heads: int
+    batch: int
+    length: int
+    rounds: int
+    steps: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_engine_flag(parser, tuple(ENGINES))
+    parser.add_argument("--size", choices=SIZES, default="6m")
+    parser.add_argument("--width", type=int, help="instead of the size's")
+    parser.add_argument("--layers", type=int, help="instead of the size's")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
+    parser.add_argument("--length", type=int, default=128, help="bytes in a sequence")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2, help="of each engine in a round")
+    parser.add_argument("--no-peak", action="store_true", help="measure the time only")
+    args = parser.parse_args()
+    width, layers = SIZES[args.size]
+    config = Config(
+        width=args.width or width,
+        layers=args.layers or layers,
+        heads=args.heads,
+        batch=args.batch,
+        length=args.length,
+        rounds=args.rounds,
+        steps=args.steps,
+    )
+    timing = run_on_ranks(args.world_size, measure_time, config, args.engines)[0]
+    peaks = {}
+    if not args.no_peak:
+        self_check()
+        for name in args.engines:
+            peaks[name] = max(run_on_ranks(args.world_size, measure_peak, config, name))
+    result = _summary(timing, peaks, args.engines)
+    _show(result, args.engines)
+    print_json(
+        {
+            "benchmark": "step",
+            **result,
+            "config": vars(args) | vars(config),
+            "environment": environment(),
+        }
+    )
+
+
+def measure_time(config: Config, names: list[str]) -> dict[str, Any]:
+    """One rank's part: step times of every engine, of the slowest rank, and first losses."""
+    steps = {name: make_step(name, config) for name in names}
+    losses: dict[str, list[float]] = {name: [] for name in names}
+
+    def step_ms(name: str) -> float:
+        gc.collect()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(config.steps):
+            losses[name].append(steps[name]().item())
+        return max_over_ranks((time.perf_counter() - start) / config.steps * 1e3)
+
+    times = interleave(names, step_ms, config.rounds)
+    return {
+        "num_parameters": sum(p.numel() for p in build(config).parameters()),
+        "times": times,
+        "losses": losses,
+    }
+
+
+def measure_peak(config: Config, name: str) -> int:
+    """One rank's part: peak bytes of one engine."""
+    return peak_bytes(lambda: make_step(name, config))
+
+
+def build(config: Config) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(config.width, config.layers, config.heads, config.length)
+
+
+def make_step(name: str, config: Config) -> Callable[[], Tensor]:
+    """One training step of an engine, each on its rank's next batch; returns the loss."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    model = ENGINES[name](build(config), TransformerBlock)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+
+    def step() -> Tensor:
+        batch = torch.randint(256, (config.batch, config.length + 1), generator=generator)
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _summary(timing: dict[str, Any], peaks: dict[str, int], names: list[str]) -> dict[str, Any]:
+    times = timing["times"]
+    over_bare = {
+        name: difference(times[name], times["bare"])
+        for name in names
+        if name != "bare" and "bare" in names
+    }
+    result: dict[str, Any] = {
+        "num_parameters": timing["num_parameters"],
+        "step_ms": {name: Spread.of(values).as_dict() for name, values in times.items()},
+        "over_bare_ms": {name: Spread.of(values).as_dict() for name, values in over_bare.items()},
+        "peak_bytes": peaks,
+    }
+    engines = [name for name in names if name not in ("bare", "ddp")]
+    result["losses_equal"] = {
+        name: timing["losses"][name] == timing["losses"][engines[0]]
+        for name in names
+        if engines and name != "bare"
+    }
+    if "layerzero" in names:
+        for other in ("fully_shard", "fsdp1"):
+            if other in over_bare and "layerzero" in over_bare:
+                spread = ratio(over_bare["layerzero"], over_bare[other])
+                result[f"over_bare_vs_{other}"] = spread.as_dict()
+        for other in ("ddp", "fully_shard", "fsdp1"):
+            if other in times:
+                result[f"step_vs_{other}"] = ratio(times["layerzero"], times[other]).as_dict()
+            if other in peaks:
+                result[f"peak_vs_{other}"] = round(peaks["layerzero"] / peaks[other], 4)
+    return result
+
+
+def _show(result: dict[str, Any], names: list[str]) -> None:
+    print(f"{result['num_parameters'] / 1e6:.1f} M parameters; ms a step, median (quartiles)")
+    rows = []
+    for name in names:
+        over = result["over_bare_ms"].get(name)
+        peak = result["peak_bytes"].get(name)
+        rows.append(
+            [
+                name,
+                Spread(**result["step_ms"][name]).text(0),
+                Spread(**over).text(0) if over else "",
+                f"{peak / 1e6:.1f}" if peak else "",
+            ]
+        )
+    print_table(["engine", "step", "over bare", "peak MB"], rows)
+    for key, value in result.items():
+        if "_vs_" in key:
+            print(f"{key}: {Spread(**value).text() if isinstance(value, dict) else value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What every benchmark needs: interleaved rounds, medians with spread, ranks, environment."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import pickle
+import platform
+import random
+import socket
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def text(self, digits: int = 2) -> str:
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: round(value, 6) for name, value in asdict(self).items()}
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """The spread of the ratio within each round, where both saw the same disturbances."""
+    return Spread.of([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def difference(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    """`left - right`, round by round."""
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def interleave(
+    names: Sequence[str], measure: Callable[[str], float], rounds: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Measure each name once a round, each round in another order; the same order on every rank.
+
+    A disturbance that lasts then meets every name, and no name always follows the same other.
+
+    Returns:
+        For each name a value a round, without the `warmup` rounds.
+    """
+    results: dict[str, list[float]] = {name: [] for name in names}
+    generator = random.Random(0)
+    for index in range(warmup + rounds):
+        order = list(names)
+        generator.shuffle(order)
+        for name in order:
+            value = measure(name)
+            if index >= warmup:
+                results[name].append(value)
+    return results
+
+
+def max_over_ranks(value: float) -> float:
+    """Collective over the default group."""
+    values = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values.item()
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what a number was measured."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+
+
+def add_engine_flag(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    parser.add_argument(
+        "--engines",
+        type=lambda text: _known(parser, text.split(","), names),
+        default=",".join(names),
+        help=f"comma-separated, of {','.join(names)} (default: all of them)",
+    )
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(cells))
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """The last line of a benchmark's output."""
+    print(json.dumps(result), flush=True)
+
+
+def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `fn(*args)` on gloo ranks with one thread each; what each returned, in rank order.
+
+    `fn` is a function of a module. Where a rank fails, the others are ended and its error raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        torch.multiprocessing.spawn(_rank_main, (world_size, folder, fn, args), nprocs=world_size)
+        return [
+            pickle.loads(Path(folder, f"result_{rank}").read_bytes()) for rank in range(world_size)
+        ]
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    torch.set_num_threads(1)
+    with loopback():
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        )
+    result = fn(*args)
+    Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def loopback() -> Iterator[None]:
+    """gloo over the loopback interface, where there is one and no other was asked for."""
+    interfaces = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if interfaces:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces.pop())
+    yield
+
+
+def _known(parser: argparse.ArgumentParser, chosen: list[str], names: Sequence[str]) -> list[str]:
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        parser.error(f"no engine {', '.join(unknown)}; there are {', '.join(names)}")
+    if "layerzero" in chosen and importlib.util.find_spec("layerzero") is None:
+        parser.error("layerzero is not installed here: install it, or choose others by --engines")
+    return chosen
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Of the checkout this file is in; with "+" where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        folder = Path(__file__).parent
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+    return None

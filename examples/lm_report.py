@@ -1,0 +1,108 @@
+"""What a run tells its user: memory, the progress bar, the log, the loss curve."""
+
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import torch
+from tqdm import tqdm
+
+PROC_STATUS = Path("/proc/self/status")
+CURVE_WINDOW = 10
+
+
+class MemoryMeter:
+    """Peak bytes of this rank since the meter was made, measured alike for every engine."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._resident_at_start = 0 if device.type == "cuda" else resident_nbytes("VmRSS")
+        self._peak = 0
+
+    def peak_nbytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        # The kernel's count is a few pages loose from one reading to the next; a peak never falls.
+        self._peak = max(self._peak, resident_nbytes("VmHWM") - self._resident_at_start)
+        return self._peak
+
+
+def resident_nbytes(field: str) -> int:
+    """`VmRSS` (resident now) or `VmHWM` (its peak).
+
+    From Linux where possible: getrusage's ru_maxrss also counts the launcher that forked this
+    process, and cannot tell what is resident now.
+    """
+    if PROC_STATUS.exists():
+        for line in PROC_STATUS.read_text().splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class StepRecord(NamedTuple):
+    """One line of the log."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """Mean of `rank_losses`."""
+    rank_losses: list[float]
+    """Nats per byte, each rank's float32 value unrounded."""
+    tokens_per_s: float
+    """Of all ranks together."""
+    bytes_per_rank: int
+    """Peak so far of the fullest rank."""
+
+
+class StepReport:
+    """Progress bar on a terminal, and one JSON object a step in a log. For one rank only."""
+
+    def __init__(self, num_steps: int, log: Path | None) -> None:
+        self._log: TextIO | None = None if log is None else log.open("w")
+        # A bar in a file is one line per refresh, so refresh rarely there.
+        self._bar = tqdm(
+            total=num_steps,
+            unit="step",
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,
+            dynamic_ncols=True,
+        )
+
+    def add(self, record: StepRecord) -> None:
+        if self._log is not None:
+            self._log.write(json.dumps(record._asdict()) + "\n")
+            # A run that is killed leaves the steps it made.
+            self._log.flush()
+        self._bar.set_postfix_str(
+            f"loss {record.loss:.3f}, {record.tokens_per_s:,.0f} tokens/s,"
+            f" {record.bytes_per_rank:,} bytes/rank",
+            refresh=False,
+        )
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+        if self._log is not None:
+            self._log.close()
+
+
+def save_loss_curve(losses: Sequence[float], title: str, path: Path) -> None:
+    """The loss of each step, pale, under the mean of the last steps."""
+    # Here and not above: loading matplotlib would count as memory of the training.
+    from matplotlib.figure import Figure
+
+    recent = [losses[max(0, end - CURVE_WINDOW) : end] for end in range(1, len(losses) + 1)]
+    smooth = [sum(window) / len(window) for window in recent]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, label="each step")
+    axes.plot(steps, smooth, color="tab:blue", label=f"mean of the last {CURVE_WINDOW}")
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

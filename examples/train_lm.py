@@ -1,0 +1,204 @@
+"""Train a byte-level language model on two or more ranks, sharded by layerzero.
+
+    torchrun --standalone --nproc-per-node 2 -- examples/train_lm.py --steps 50
+
+Also runs alone, `python examples/train_lm.py`. Model, data, optimizer and clipping are the same for
+every `--engine`, so their loss, speed and memory can be compared line by line.
+"""
+
+import json
+import math
+import sys
+import time
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lm_engines import Wrapped, wrap
+from lm_model import ByteTransformer
+from lm_options import Options, Place, load_options_on_rank
+from lm_report import MemoryMeter, StepRecord, StepReport, save_loss_curve
+from torch import Tensor, nn
+
+# Above what ordinary steps reach. Each engine adds up the norm in an order of its own, so losses
+# stay equal bit for bit on two CPU ranks only while nothing is clipped.
+MAX_GRAD_NORM = 100.0
+WEIGHT_DECAY = 0.1
+WARMUP_FRACTION = 0.25
+FINAL_LR_FRACTION = 0.1
+SAMPLE_PROMPT = b"\n    def "
+SAMPLE_NUM_BYTES = 160
+SAMPLE_TEMPERATURE = 0.8
+# No step of this example comes near; a rank waiting this long waits for a dead one.
+COLLECTIVE_TIMEOUT = timedelta(minutes=2)
+
+
+def join_group(place: Place) -> torch.device:
+    """Join the ranks of the launcher, or a group of one; returns the device to compute on."""
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
+    device = torch.device("cuda", place.local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = "nccl" if on_gpu else "gloo"
+    if place.world_size > 1:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        # Alone there may be no launcher, so no address to meet at.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+class Batches:
+    """Random windows of the text.
+
+    Every rank draws the offsets of the whole global batch and keeps its own slice, so what a step
+    sees depends on the seed and the global batch, not on how many ranks share it.
+    """
+
+    def __init__(self, corpus: bytearray, options: Options, place: Place) -> None:
+        self._corpus = torch.frombuffer(corpus, dtype=torch.uint8)
+        self._window = torch.arange(options.seq + 1)
+        self._num_global = place.world_size * options.batch
+        self._mine = slice(place.rank * options.batch, (place.rank + 1) * options.batch)
+        self._generator = torch.Generator().manual_seed(options.seed)
+
+    def draw(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Inputs and the bytes that follow them, each int64 [batch, seq]."""
+        num_starts = len(self._corpus) - len(self._window) + 1
+        starts = torch.randint(num_starts, (self._num_global, 1), generator=self._generator)
+        windows = self._corpus[starts[self._mine] + self._window].long().to(device)
+        return windows[:, :-1], windows[:, 1:]
+
+
+def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices. By name, because a sharded parameter may show another shape."""
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (plain if "norm" in name else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": WEIGHT_DECAY},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99))
+
+
+def lr_factor(step: int, num_steps: int) -> float:
+    """Linear warm-up, then a cosine down to `FINAL_LR_FRACTION`; `step` counts from 0."""
+    num_warmup = max(1, round(WARMUP_FRACTION * num_steps))
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    progress = (step - num_warmup) / max(1, num_steps - num_warmup)
+    return FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Gathered(NamedTuple):
+    rank_losses: list[float]
+    peak_nbytes: int
+
+
+def gather_over_ranks(loss: Tensor, peak_nbytes: int) -> Gathered:
+    """Every rank's loss and the largest peak. Collective. float64 holds both exactly."""
+    mine = torch.stack((loss.detach().double(), loss.new_tensor(peak_nbytes, dtype=torch.float64)))
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    losses, peaks = torch.stack(everyones).t().tolist()
+    return Gathered(losses, int(max(peaks)))
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    tokens_per_s: float
+    peak_nbytes: int
+
+
+def train(
+    wrapped: Wrapped, batches: Batches, meter: MemoryMeter, options: Options, place: Place
+) -> Outcome:
+    """Run all steps; only rank 0 reports, though every rank knows the figures."""
+    model = wrapped.model.train()
+    optimizer = build_optimizer(model, options.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(step, options.steps)
+    )
+    report = StepReport(options.steps, options.log) if place.rank == 0 else None
+    step_tokens = place.world_size * options.batch * options.seq
+    losses: list[float] = []
+    peak_nbytes = 0
+    run_started = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        step_started = time.perf_counter()
+        inputs, targets = batches.draw(meter.device)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        wrapped.clip_grad_norm(MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+        rank_losses, peak_nbytes = gather_over_ranks(loss, meter.peak_nbytes())
+        losses.append(sum(rank_losses) / len(rank_losses))
+        if report is not None:
+            tokens_per_s = step_tokens / (time.perf_counter() - step_started)
+            report.add(StepRecord(step, losses[-1], rank_losses, tokens_per_s, peak_nbytes))
+    run_s = time.perf_counter() - run_started
+    if report is not None:
+        report.close()
+    return Outcome(losses, options.steps * step_tokens / run_s, peak_nbytes)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, options: Options, device: torch.device) -> str:
+    """Let the model continue a prompt. Collective: all ranks run each forward, on equal bytes."""
+    model.eval()
+    generator = torch.Generator().manual_seed(options.seed)
+    text = torch.tensor([list(SAMPLE_PROMPT)])
+    for _ in range(SAMPLE_NUM_BYTES):
+        logits = model(text[:, -options.seq :].to(device))[:, -1].float().cpu()
+        weights = torch.softmax(logits / SAMPLE_TEMPERATURE, dim=-1)
+        text = torch.cat((text, torch.multinomial(weights, 1, generator=generator)), dim=1)
+    return bytes(text[0].tolist()).decode(errors="replace")
+
+
+def publish(outcome: Outcome, sampled: str, options: Options) -> None:
+    """The curve and the results into `--out`; the sample, then the results, on stdout."""
+    save_loss_curve(
+        outcome.losses, f"Byte-level transformer under {options.engine}", options.out / "loss.png"
+    )
+    results = json.dumps(
+        {
+            "engine": options.engine,
+            "steps": options.steps,
+            "first_loss": outcome.losses[0],
+            "last_loss": outcome.losses[-1],
+            "tokens_per_s": outcome.tokens_per_s,
+            "peak_bytes": outcome.peak_nbytes,
+        }
+    )
+    (options.out / "results.json").write_text(results + "\n")
+    print(f"\n--- sampled from the trained model ---{sampled}\n---\n")
+    print(f"Loss curve: {options.out / 'loss.png'}")
+    print(results, flush=True)
+
+
+def main() -> None:
+    place = Place.from_environment()
+    options, corpus = load_options_on_rank(sys.argv[1:], place)
+    device = join_group(place)
+    meter = MemoryMeter(device)
+    torch.manual_seed(options.seed)
+    model = ByteTransformer(options.layers, options.width, options.seq)
+    wrapped = wrap(options.engine, model, device)
+    outcome = train(wrapped, Batches(corpus, options, place), meter, options, place)
+    sampled = sample(wrapped.model, options, device)
+    # Not in a `finally`: a rank that failed must end at once, and leaving a group can wait for the
+    # other ranks.
+    dist.destroy_process_group()
+    if place.rank == 0:
+        publish(outcome, sampled, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Forward calls, forward passes and backward passes: the bookkeeping that belongs to each run."""
+
+from __future__ import annotations
+
+import weakref
+
+from layerzero.runtime.exec_order import Order
+from layerzero.runtime.unit import Unit
+
+FINISH_LAST = -1
+"""A start before every call: a unit with it is finished when the backward pass ends."""
+
+
+class ForwardPass:
+    """One run of the outermost module: which units it called with autograd on."""
+
+    def __init__(self) -> None:
+        self.first_start: dict[Unit, int] = {}
+        self.order: Order = ()
+
+
+class ForwardCall:
+    """One forward call of one unit. Hooks on its outputs hold it; it lives as long as its graph."""
+
+    __slots__ = ("__weakref__", "end", "forward_pass", "graph_task", "start", "unit")
+
+    def __init__(self, unit: Unit, forward_pass: ForwardPass, start: int) -> None:
+        self.unit = unit
+        self.forward_pass = forward_pass
+        self.start = start
+        self.end = start
+        self.graph_task: int | None = None
+        """The backward pass that has reached this call last."""
+
+
+class Sentinel:
+    """Lives as long as autograd keeps a backward pass's final callback."""
+
+
+class BackwardPass:
+    """One run of autograd's engine; reentrant checkpointing nests them."""
+
+    def __init__(self, graph_task: int) -> None:
+        self.graph_task = graph_task
+        self.makes_graph = False
+        self.active: dict[Unit, int] = {}
+        """Units this pass has reached -> start of their first call in that forward."""
+        self.forwards: dict[ForwardPass, None] = {}
+        """Forwards this pass goes back through; kept by the outermost pass alone."""
+        self.touched: set[Unit] = set()
+        """Units reached by this pass or one nested in it; kept by the outermost pass alone."""
+        self.sentinel: weakref.ref[Sentinel] | None = None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """An error ended the pass: autograd dropped its final callback without running it."""
+        return self.sentinel is not None and self.sentinel() is None

@@ -1,0 +1,109 @@
+"""GradientReducer: reductions under way, and their delivery at the end of the backward pass.
+
+One reduction is in flight at a time: it travels while the next unit computes, and its buffers are
+free before the next ones are needed. Results wait until the pass has ended, so that a pass that
+fails changes no gradient the user can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from layerzero.comm.collectives import gather_flags
+from layerzero.runtime.unit import Reduction, Unit
+
+if TYPE_CHECKING:
+    from layerzero.runtime.root import RootState
+
+
+class GradientReducer:
+    """Takes gradients of units as they are done, gives them to the sharded parameters."""
+
+    requires_sync: bool
+    """False inside `no_sync`: gradients add up unsharded."""
+
+    def __init__(self) -> None:
+        self.requires_sync = True
+        self._in_flight: list[Reduction] = []
+        self._undelivered: list[Reduction] = []
+
+    def reduce(self, root: RootState, unit: Unit) -> None:
+        """Collect the unit's gradients and start their reduction, if gradients are synchronized."""
+        self._complete_all()
+        with torch.no_grad(), root.profile("reduce", unit):
+            unit.collect_gradients()
+            if self.requires_sync:
+                self._in_flight.extend(unit.reduce_gradients())
+
+    def _complete_all(self) -> None:
+        """Wait for what is in flight and free its input."""
+        while self._in_flight:
+            reduction = self._in_flight[0]
+            if reduction.pending is not None:
+                reduction.pending.wait()
+                reduction.pending.drain()
+                reduction.handle.gradients.release()
+            self._undelivered.append(self._in_flight.pop(0))
+
+    def deliver(self, root: RootState) -> None:
+        """Wait for the last reductions and give every sharded parameter its gradient."""
+        if not self._in_flight and not self._undelivered:
+            return
+        with torch.no_grad():
+            presence = self._exchange_presence(root, [*self._undelivered, *self._in_flight])
+            self._complete_all()
+            for reduction, present in presence():
+                reduction.handle.gradients.deliver(reduction.chunk, present)
+                if reduction.chunk is None:
+                    reduction.handle.gradients.release()
+            self._undelivered = []
+
+    def drop(self) -> None:
+        """Forget everything that was not delivered, once nobody reads the buffers any more."""
+        for reduction in self._in_flight:
+            if reduction.pending is not None:
+                reduction.pending.drain()
+        self._in_flight = []
+        self._undelivered = []
+
+    def _exchange_presence(
+        self, root: RootState, reductions: list[Reduction]
+    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
+        """Start asking which parameters had a gradient on any rank; call the result for the answer.
+
+        A parameter that had none anywhere keeps the `.grad` it has, as in plain torch. Only a rank
+        that misses a gradient itself has to read the answer, so a device is not waited for in
+        ordinary steps. One collective of a byte per parameter and group.
+        """
+        by_group: dict[int, list[Reduction]] = {}
+        for reduction in reductions:
+            if reduction.handle.group.size > 1:
+                by_group.setdefault(id(reduction.handle.group), []).append(reduction)
+        started = []
+        for members in by_group.values():
+            flags = [
+                index in reduction.present
+                for reduction in members
+                for index in reduction.handle.gradients.layout.trainable
+            ]
+            operation = root.next_operation("gradient presence", "the model")
+            group = members[0].handle.group
+            started.append((members, flags, *gather_flags(flags, group, root.device, operation)))
+
+        def answer() -> list[tuple[Reduction, set[int]]]:
+            answers = {id(reduction): reduction.present for reduction in reductions}
+            for members, flags, table, pending in started:
+                pending.wait()
+                pending.drain()
+                if all(flags):
+                    continue
+                anywhere = iter(table.amax(dim=0).tolist())
+                for reduction in members:
+                    trainable = reduction.handle.gradients.layout.trainable
+                    answers[id(reduction)] = {i for i in trainable if next(anywhere)}
+            return [(reduction, answers[id(reduction)]) for reduction in reductions]
+
+        return answer
