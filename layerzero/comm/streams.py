@@ -3,11 +3,17 @@
 On a device with streams a lane is a side stream: work is queued on it, a `Mark` is an event, and
 waiting for one orders streams without blocking the host. On CPU a lane runs at once on the host,
 and what overlaps with compute is the collective itself, through its asynchronous handle; a mark
-orders nothing there, because the host is already in order.
+orders nothing there, because the host is already in order. The CPU's reduce lane has a thread
+besides, which finishes reductions as soon as their data is there: the sum, and freeing the buffers
+that only the exchange needed, which otherwise would wait for the next unit to be done.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -42,9 +48,68 @@ class HostLane:
     def mark(self) -> Mark:
         return None
 
-    def settle(self, pending: Waitable) -> Waitable:
+    def settle(self, pending: Waitable, then: Callable[[], None] | None = None) -> Waitable:
         """The collective runs by itself; whoever needs the result waits for it."""
         return pending
+
+
+class FinishingHostLane(HostLane):
+    """A host lane whose collectives are finished by a thread, in order of issue."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Finishing | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def settle(self, pending: Waitable, then: Callable[[], None] | None = None) -> Waitable:
+        """Let the thread wait for the collective and call `then`."""
+        if self._thread is None:
+            # A daemon: waiting for a dead peer must not keep the process from ending.
+            self._thread = threading.Thread(
+                target=_finish_all, args=(self._queue,), name="layerzero-reduce", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
+        finishing = _Finishing(pending, then)
+        self._queue.put(finishing)
+        return finishing
+
+
+class _Finishing:
+    """A collective that the lane's thread finishes."""
+
+    def __init__(self, pending: Waitable, then: Callable[[], None] | None) -> None:
+        self._pending: Waitable | None = pending
+        self._then = then
+        self._error: BaseException | None = None
+        self._is_done = threading.Event()
+
+    def finish(self) -> None:
+        """The thread's part; an error waits for whoever waits."""
+        try:
+            assert self._pending is not None, "finished once"
+            self._pending.wait()
+            self._pending.drain()
+            if self._then is not None:
+                self._then()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._pending = self._then = None
+            self._is_done.set()
+
+    def wait(self) -> None:
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def drain(self) -> None:
+        self.wait()
+
+
+def _finish_all(work: queue.SimpleQueue[_Finishing | None]) -> None:
+    while (finishing := work.get()) is not None:
+        finishing.finish()
+        del finishing  # or the last result would live until the next one
 
 
 class DeviceLane:
@@ -77,8 +142,11 @@ class DeviceLane:
     def mark(self) -> Mark:
         return self._stream.record_event()
 
-    def settle(self, pending: Waitable) -> Waitable:
-        """Order the lane after the collective and hand out the lane's own mark of it."""
+    def settle(self, pending: Waitable, then: Callable[[], None] | None = None) -> Waitable:
+        """Order the lane after the collective and hand out the lane's own mark of it.
+
+        `then` is not called: the host cannot know when the device is there.
+        """
         pending.wait()
         return _OnLane(self._module, self.mark(), pending)
 
@@ -110,13 +178,15 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self.pre_unshard = self._lane(device)
-        self.unshard = self._lane(device)
-        self.reduce = self._lane(device)
-
-    @staticmethod
-    def _lane(device: torch.device) -> HostLane | DeviceLane:
-        return HostLane() if device.type == "cpu" else DeviceLane(device)
+        self.pre_unshard: HostLane | DeviceLane
+        self.unshard: HostLane | DeviceLane
+        self.reduce: HostLane | DeviceLane
+        if device.type == "cpu":
+            self.pre_unshard, self.unshard = HostLane(), HostLane()
+            self.reduce = FinishingHostLane()
+        else:
+            self.pre_unshard, self.unshard = DeviceLane(device), DeviceLane(device)
+            self.reduce = DeviceLane(device)
 
     def mark_compute(self) -> Mark:
         """A mark behind everything queued on the compute stream so far."""

@@ -149,9 +149,13 @@ class GradientBuffer:
         """Whether every trainable parameter had a gradient on this rank."""
         return len(self.present) == len(self.layout.trainable)
 
-    def release(self) -> None:
-        """Free the buffer: its reduction is done, or its gradients are given up."""
+    def free_buffer(self) -> None:
+        """Free the memory of what was reduced; safe from another thread, and twice."""
         self._storage.resize_(0)
+
+    def release(self) -> None:
+        """The reduction is done, or the gradients are given up: ready for the next ones."""
+        self.free_buffer()
         self._local.clear()
         self.present = set()
         self.holds_sum = False

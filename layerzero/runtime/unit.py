@@ -345,7 +345,7 @@ class Unit:
                         scale=self.options.gradient_scale,
                         deterministic=self.options.deterministic,
                     )
-                    pending = lane.settle(started)
+                    pending = lane.settle(started, then=gradients.free_buffer)
             reductions.append(Reduction(self, handle, chunk, pending, gradients.present))
         return reductions
 
