@@ -5,7 +5,8 @@ waiting for one orders streams without blocking the host. On CPU a lane runs at 
 and what overlaps with compute is the collective itself, through its asynchronous handle; a mark
 orders nothing there, because the host is already in order. The CPU's reduce lane has a thread
 besides, which finishes reductions as soon as their data is there: the sum, and freeing the buffers
-that only the exchange needed, which otherwise would wait for the next unit to be done.
+that only the exchange needed, which otherwise would wait for the next unit to be done. A gather
+ahead in backward starts behind them, so that its buffer takes their place in memory.
 """
 
 from __future__ import annotations
@@ -52,64 +53,88 @@ class HostLane:
         """The collective runs by itself; whoever needs the result waits for it."""
         return pending
 
+    def behind(self, issue: Callable[[], Waitable]) -> Waitable:
+        """Start a collective once what the lane settled before is finished."""
+        return issue()
+
 
 class FinishingHostLane(HostLane):
     """A host lane whose collectives are finished by a thread, in order of issue."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Finishing | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_OnThread | None] = queue.SimpleQueue()
+        self._last: _OnThread | None = None
         self._thread: threading.Thread | None = None
 
     def settle(self, pending: Waitable, then: Callable[[], None] | None = None) -> Waitable:
         """Let the thread wait for the collective and call `then`."""
+
+        def finish() -> None:
+            pending.wait()
+            pending.drain()
+            if then is not None:
+                then()
+
+        return self._enqueue(finish)
+
+    def behind(self, issue: Callable[[], Waitable]) -> Waitable:
+        """Start a collective once what the lane settled before is finished."""
+        return issue() if self._last is None or self._last.is_done else self._enqueue(issue)
+
+    def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
         if self._thread is None:
             # A daemon: waiting for a dead peer must not keep the process from ending.
             self._thread = threading.Thread(
-                target=_finish_all, args=(self._queue,), name="layerzero-reduce", daemon=True
+                target=_run_all, args=(self._queue,), name="layerzero-reduce", daemon=True
             )
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
-        finishing = _Finishing(pending, then)
-        self._queue.put(finishing)
-        return finishing
+        self._last = _OnThread(work)
+        self._queue.put(self._last)
+        return self._last
 
 
-class _Finishing:
-    """A collective that the lane's thread finishes."""
+class _OnThread:
+    """Work for the lane's thread, which may start a collective to wait for in turn."""
 
-    def __init__(self, pending: Waitable, then: Callable[[], None] | None) -> None:
-        self._pending: Waitable | None = pending
-        self._then = then
+    def __init__(self, work: Callable[[], Waitable | None]) -> None:
+        self._work: Callable[[], Waitable | None] | None = work
+        self._started: Waitable | None = None
         self._error: BaseException | None = None
-        self._is_done = threading.Event()
+        self._has_run = threading.Event()
 
-    def finish(self) -> None:
+    @property
+    def is_done(self) -> bool:
+        return self._has_run.is_set()
+
+    def run(self) -> None:
         """The thread's part; an error waits for whoever waits."""
         try:
-            assert self._pending is not None, "finished once"
-            self._pending.wait()
-            self._pending.drain()
-            if self._then is not None:
-                self._then()
+            assert self._work is not None, "runs once"
+            self._started = self._work()
         except BaseException as error:
             self._error = error
         finally:
-            self._pending = self._then = None
-            self._is_done.set()
+            self._work = None
+            self._has_run.set()
 
     def wait(self) -> None:
-        self._is_done.wait()
+        self._has_run.wait()
         if self._error is not None:
             raise self._error
+        if self._started is not None:
+            self._started.wait()
 
     def drain(self) -> None:
         self.wait()
+        if self._started is not None:
+            self._started.drain()
 
 
-def _finish_all(work: queue.SimpleQueue[_Finishing | None]) -> None:
-    while (finishing := work.get()) is not None:
-        finishing.finish()
-        del finishing  # or the last result would live until the next one
+def _run_all(work: queue.SimpleQueue[_OnThread | None]) -> None:
+    while (item := work.get()) is not None:
+        item.run()
+        del item  # or its result would live until the next one
 
 
 class DeviceLane:
@@ -141,6 +166,10 @@ class DeviceLane:
 
     def mark(self) -> Mark:
         return self._stream.record_event()
+
+    def behind(self, issue: Callable[[], Waitable]) -> Waitable:
+        """Start a collective at once: memory is the allocator's business, in stream order."""
+        return issue()
 
     def settle(self, pending: Waitable, then: Callable[[], None] | None = None) -> Waitable:
         """Order the lane after the collective and hand out the lane's own mark of it.

@@ -275,7 +275,7 @@ class RootState:
             if unit.state is ShardState.SHARDED and unit.handles:
                 if not self.limiter.admits(unit.nbytes):
                     return
-                unit.unshard()
+                unit.unshard(behind_reductions=bool(self._passes))
 
     @remembers_failure
     def end_call(self, call: ForwardCall) -> None:

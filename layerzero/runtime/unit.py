@@ -5,6 +5,7 @@ Everything here is about one unit; who calls it, and in which order, is the root
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import all_gather, reduce_scatter
+from layerzero.comm.collectives import Operation, all_gather, reduce_scatter
 from layerzero.comm.streams import Mark, Waitable
 from layerzero.config import MixedPrecision
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
@@ -209,10 +210,13 @@ class Unit:
         """Whether main shards changed since they were gathered, as far as torch's versions tell."""
         return any(handle.version != handle.main_shard._version for handle in self.handles)
 
-    def unshard(self) -> None:
+    def unshard(self, behind_reductions: bool = False) -> None:
         """Start gathering the full parameters. Collective over the shard group.
 
         Does not block the host. Nothing happens when they are resident or on their way.
+
+        Args:
+            behind_reductions: on CPU, allocate and start once the reductions in flight are done.
         """
         if self._shard_state is not ShardState.SHARDED:
             return
@@ -223,11 +227,17 @@ class Unit:
         self._set_shard_state(ShardState.GATHERING)
         root.limiter.acquire(self.nbytes)
         with torch.no_grad(), root.profile("unshard", self):
-            self._gathers = [
-                self._gather(handle, root) for handle in self.handles if not handle.is_whole
-            ]
+            for handle in self.handles:
+                if handle.is_whole:
+                    continue
+                gather = functools.partial(
+                    self._gather, handle, root, root.next_operation("all-gather", self.label)
+                )
+                self._gathers.append(
+                    root.streams.reduce.behind(gather) if behind_reductions else gather()
+                )
 
-    def _gather(self, handle: FlatParamHandle, root: RootState) -> Waitable:
+    def _gather(self, handle: FlatParamHandle, root: RootState, operation: Operation) -> Waitable:
         streams = root.streams
         written: Mark = root.weights_mark
         with streams.unshard:
@@ -246,7 +256,6 @@ class Unit:
             # After the last use of whatever the allocator gave us, and after the shard is there.
             lane.wait(root.freed_mark)
             lane.wait(written)
-            operation = root.next_operation("all-gather", self.label)
             return lane.settle(all_gather(handle.full.data, shard, handle.group, operation))
 
     def wait_for_unshard(self) -> None:
