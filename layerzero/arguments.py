@@ -48,6 +48,12 @@ def check_not_yet_supported(
         )
     if offload is not None and (offload.params or offload.grads):
         raise NotImplementedError(f"offload={offload}: offloading is not supported yet")
+    if outer != "zero1":
+        warnings.warn(
+            f"outer={outer!r} has no effect: the shard group is the whole group, there is no axis "
+            "outside it",
+            stacklevel=3,
+        )
     if accumulation == "sharded":
         raise NotImplementedError(
             "accumulation='sharded' inside no_sync is not supported yet; leave out no_sync: "

@@ -60,10 +60,10 @@ class UnitBuilder:
     def _prepare(self, visit: Visit) -> None:
         if visit.plan.existing is not None:
             return
-        keeps = self._keeps_float32(visit.module)
+        keeps = self.mixed_precision.keeps_float32(visit.module)
         self.materializer(visit.fqn, visit.module, keeps)
         if keeps:
-            hooks.keep_float32(visit.module)
+            hooks.run_in_float32(visit.module)
         if self.sync_module_states:
             for name, buffer in visit.module._buffers.items():
                 if buffer is not None:
@@ -123,15 +123,11 @@ class UnitBuilder:
             del original.parameter
         return unit
 
-    def _keeps_float32(self, module: nn.Module) -> bool:
-        precision = self.mixed_precision
-        return precision.param_dtype is not None and isinstance(module, precision.keep_float32)
-
     def _compute_dtype(self, original: OriginalParameter) -> torch.dtype:
         dtype = original.parameter.dtype
         if not dtype.is_floating_point:
             return dtype
-        if any(self._keeps_float32(slot.module) for slot in original.slots):
+        if any(self.mixed_precision.keeps_float32(slot.module) for slot in original.slots):
             return torch.float32
         return self.mixed_precision.param_dtype or dtype
 

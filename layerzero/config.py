@@ -17,8 +17,9 @@ ModuleClasses = tuple[type[nn.Module], ...]
 class BackwardPrefetch(enum.Enum):
     """When the next unit of the backward pass is gathered.
 
-    BACKWARD_PRE: before the current unit's gradients are computed (more overlap, one more full
-    unit resident). BACKWARD_POST: after they were handed to the reduction (less memory).
+    BACKWARD_PRE: before the current unit's gradients are computed, so that the gather overlaps
+    with them; one more full unit is resident. BACKWARD_POST: after they were handed to the
+    reduction, so that the gather overlaps with that alone; less memory.
     """
 
     BACKWARD_PRE = "backward_pre"
@@ -64,6 +65,15 @@ class MixedPrecision:
                 raise TypeError(
                     f"MixedPrecision.keep_float32: expected nn.Module classes, got {cls!r}"
                 )
+
+    def keeps_float32(self, module: nn.Module) -> bool:
+        """Whether the module's own parameters and buffers stay float32."""
+        return self.param_dtype is not None and isinstance(module, self.keep_float32)
+
+    def input_dtype(self, unit_module: nn.Module) -> torch.dtype | None:
+        """What floating-point inputs of a unit are cast to; None: they stay."""
+        casts = self.cast_forward_inputs and not self.keeps_float32(unit_module)
+        return self.param_dtype if casts else None
 
 
 @dataclass(frozen=True, kw_only=True)

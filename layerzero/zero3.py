@@ -49,8 +49,8 @@ class ZeRO3(nn.Module):
     element-wise optimizer. Names in `named_parameters()`, `named_modules()`, `state_dict()` and so
     on are the original ones. Attributes that are not the wrapper's are the wrapped module's.
 
-    Construction is collective over `process_group`, and so are forward and backward: every rank
-    calls the same units in the same order.
+    Forward and backward are collective over `process_group`: every rank calls the same units in
+    the same order. Construction is, with `sync_module_states`.
 
     Args:
         module: any module, on one device or on the meta device; it is changed in place.
@@ -120,8 +120,7 @@ class ZeRO3(nn.Module):
                 f"gradient_reduction: expected 'mean' or 'sum', got {gradient_reduction!r}"
             )
         forward_depth = prefetch_depth(forward_prefetch, "forward_prefetch")
-        # By default: the unit in use, the one about to be freed, and those ahead.
-        budget = GatherBudget.parse(limit_all_gathers, default_units=max(forward_depth, 1) + 2)
+        GatherBudget.parse(limit_all_gathers, default_units=1)  # a bad one is refused here
         process_group = resolve_process_group(process_group)
         check_not_yet_supported(process_group, zero3_size, outer, offload, accumulation)
         plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)
@@ -143,6 +142,11 @@ class ZeRO3(nn.Module):
             sync_module_states=sync_module_states,
         )
         units = builder.build(plans, visits)
+        # By default: the units around the one in use, it, one about to be freed, and those ahead.
+        nesting = max(len(list(plan.ancestors())) for plan in plans)
+        budget = GatherBudget.parse(
+            limit_all_gathers, default_units=nesting + 1 + max(forward_depth, 1)
+        )
         root = RootState(
             units,
             target,
@@ -268,7 +272,7 @@ class ZeRO3(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.
 
-        Collective: one all-reduce of a scalar. Does not block the host on a device with streams.
+        Collective: one gather of a scalar. Does not block the host on a device with streams.
 
         Args:
             norm_type: p > 0, or infinity.

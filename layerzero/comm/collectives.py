@@ -1,9 +1,8 @@
 """The collectives of the engine: all-gather, reduce-scatter and small exchanges on 1-D tensors.
 
 Each verb knows which call serves a backend best. On gloo, where every rank pair has its own
-connection, the point-to-point calls move the same bytes straight between the final places:
-measured on 2 ranks (benchmarks/bench_collectives.py) an all-gather of 1 MB takes about the time
-of gloo's own, and a reduce-scatter a third of gloo's, because the sum is ours.
+connection, the point-to-point calls move the same bytes straight between the final places, and
+the sum of a reduction is ours: benchmarks/bench_collectives.py measures both against gloo's own.
 
 Note [A message carries its name]
     Point-to-point messages match by tag, and the tag is a hash of the operation, the unit, the
@@ -113,9 +112,12 @@ def all_gather(
             change until the returned handle is drained.
     """
     numel = shard.numel()
-    if group.backend != "gloo":
-        work = _all_gather_single(full, shard, group=group.process_group, async_op=True)
-        return Pending(operation, group, [(work, -1)])
+    if not _goes_point_to_point(shard, group):
+        return _start(
+            operation,
+            group,
+            lambda: _all_gather_single(full, shard, group=group.process_group, async_op=True),
+        )
     rank = group.rank
     own = full[rank * numel : (rank + 1) * numel]
     if own.data_ptr() != shard.data_ptr():
@@ -144,7 +146,7 @@ def reduce_scatter(
         is float32 (float64 for float64) where the engine sums, else in the dtype that travels.
     """
     chunk_numel = chunks.numel() // group.size
-    if group.backend != "gloo" and not deterministic:
+    if not (_goes_point_to_point(chunks, group) or deterministic):
         op = dist.ReduceOp.SUM
         if scale == 1.0 / group.size and group.backend in _AVERAGING_BACKENDS:
             op, scale = dist.ReduceOp.AVG, 1.0
@@ -153,18 +155,21 @@ def reduce_scatter(
             chunks.mul_(scale)
             scale = 1.0
         summed = chunks.new_empty(chunk_numel)
-        work = _reduce_scatter_single(
-            summed, chunks, op=op, group=group.process_group, async_op=True
+        pending = _start(
+            operation,
+            group,
+            lambda: _reduce_scatter_single(
+                summed, chunks, op=op, group=group.process_group, async_op=True
+            ),
         )
-        pending = Pending(operation, group, [(work, -1)])
         if scale != 1.0:
             pending.then(lambda: _scale(summed, scale))
         return summed, pending
     dtype = torch.promote_types(chunks.dtype, torch.float32)
     parts, pending = _all_to_all(chunks, group, operation)
-    if dtype == chunks.dtype:
+    if dtype == chunks.dtype and _goes_point_to_point(chunks, group) and group.size > 1:
         # The sum may take the place of the first part that came from elsewhere.
-        summed = parts[0 if group.rank else 1] if group.size > 1 else torch.empty_like(chunks)
+        summed = parts[0 if group.rank else 1]
     else:
         summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
     pending.then(lambda: _sum_in_rank_order(parts, summed, scale))
@@ -198,8 +203,12 @@ def gather_scalar(scalar: torch.Tensor, group: ShardGroup, operation: Operation)
 
 def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
     """Copy a tensor of the group's first rank to all, in place. Collective; blocks on CPU."""
-    work = dist.broadcast(tensor, group.ranks[0], group=group.process_group, async_op=True)
-    Pending(operation, group, [(work, -1)]).wait()
+    source, process_group = group.ranks[0], group.process_group
+    _start(
+        operation,
+        group,
+        lambda: dist.broadcast(tensor, source, group=process_group, async_op=True),
+    ).wait()
     return tensor
 
 
@@ -207,10 +216,16 @@ def _all_to_all(
     chunks: torch.Tensor, group: ShardGroup, operation: Operation
 ) -> tuple[list[torch.Tensor], Pending]:
     """Send chunk i of `chunks` to rank i; returns what came from each rank, and the handle."""
-    if group.backend != "gloo":
+    if not _goes_point_to_point(chunks, group):
         received = torch.empty_like(chunks)
-        work = dist.all_to_all_single(received, chunks, group=group.process_group, async_op=True)
-        return list(received.chunk(group.size)), Pending(operation, group, [(work, -1)])
+        pending = _start(
+            operation,
+            group,
+            lambda: dist.all_to_all_single(
+                received, chunks, group=group.process_group, async_op=True
+            ),
+        )
+        return list(received.chunk(group.size)), pending
     own = list(chunks.chunk(group.size))
     parts = [
         chunk if rank == group.rank else torch.empty_like(chunk) for rank, chunk in enumerate(own)
@@ -231,13 +246,30 @@ def _exchange(
         # Staggered, so that not every rank talks to rank 0 first.
         source = (group.rank - step) % group.size
         target = (group.rank + step) % group.size
-        if incoming[source].numel():
-            tag = operation.tag(incoming[source].nbytes)
-            receives.append((process_group.recv([incoming[source]], source, tag), source))
-        if outgoing[target].numel():
-            tag = operation.tag(outgoing[target].nbytes)
-            sends.append((process_group.send([outgoing[target]], target, tag), target))
+        try:
+            peer = source
+            if incoming[source].numel():
+                tag = operation.tag(incoming[source].nbytes)
+                receives.append((process_group.recv([incoming[source]], source, tag), source))
+            peer = target
+            if outgoing[target].numel():
+                tag = operation.tag(outgoing[target].nbytes)
+                sends.append((process_group.send([outgoing[target]], target, tag), target))
+        except RuntimeError as error:
+            raise diagnose(str(operation), group, peer, error) from error
     return Pending(operation, group, receives, sends)
+
+
+def _goes_point_to_point(tensor: torch.Tensor, group: ShardGroup) -> bool:
+    return group.backend == "gloo" and tensor.device.type == "cpu"
+
+
+def _start(operation: Operation, group: ShardGroup, issue: Callable[[], dist.Work]) -> Pending:
+    """Issue a call of the backend's own; a peer may be known to be dead already."""
+    try:
+        return Pending(operation, group, [(issue(), -1)])
+    except RuntimeError as error:
+        raise diagnose(str(operation), group, -1, error) from error
 
 
 def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float) -> None:

@@ -89,7 +89,7 @@ class FinishingHostLane(HostLane):
             )
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
-        self._last = _OnThread(work)
+        self._last = _OnThread(work, self._thread)
         self._queue.put(self._last)
         return self._last
 
@@ -97,8 +97,9 @@ class FinishingHostLane(HostLane):
 class _OnThread:
     """Work for the lane's thread, which may start a collective to wait for in turn."""
 
-    def __init__(self, work: Callable[[], Waitable | None]) -> None:
+    def __init__(self, work: Callable[[], Waitable | None], thread: threading.Thread) -> None:
         self._work: Callable[[], Waitable | None] | None = work
+        self._thread = thread
         self._started: Waitable | None = None
         self._error: BaseException | None = None
         self._has_run = threading.Event()
@@ -119,7 +120,12 @@ class _OnThread:
             self._has_run.set()
 
     def wait(self) -> None:
-        self._has_run.wait()
+        while not self._has_run.wait(timeout=1.0):
+            if not self._thread.is_alive():
+                raise RuntimeError(
+                    "the thread that finishes reductions is gone: was the process forked after "
+                    "training had begun? Wrap the model in the process that trains it"
+                )
         if self._error is not None:
             raise self._error
         if self._started is not None:

@@ -150,16 +150,19 @@ class FlatParamHandle:
         """
         return self._own_slice.copy_(self.main_shard) if self.needs_cast else self.main_shard
 
-    def adopt_changes(self, unit: str) -> None:
-        """Take over values a user put in place by assigning `parameter.data`.
+    def adopt_changes(self, unit: str) -> bool:
+        """Take over values a user put in place by assigning `parameter.data`; True if any.
 
         Raises:
             ValueError: the new tensor has another shape, dtype or device than the piece.
         """
+        adopted = False
         for parameter, pointer, numel in self._expected:
             if parameter.data_ptr() != pointer or parameter.numel() != numel:
                 self._adopt(parameter, unit)
+                adopted = True
         self.version = self.main_shard._version
+        return adopted
 
     def _adopt(self, parameter: nn.Parameter, unit: str) -> None:
         index = next(i for i, own in enumerate(self.sharded_params) if own is parameter)

@@ -132,6 +132,7 @@ class GradientBuffer:
             if gradient is not None:
                 if gradient.layout is not torch.strided:
                     gradient = gradient.to_dense()
+                gradient = gradient.to(self._dtype)
                 waiting = self._local.get(index)
                 self._local[index] = gradient if waiting is None else waiting + gradient
         self._note_present(leaves)

@@ -31,6 +31,10 @@ class ParameterViews:
             self._full.append(full)
             self._names.append(fqn)
 
+    def rename(self, prefix: str) -> None:
+        """Put `prefix` before every name."""
+        self._names = [f"{prefix}.{name}" for name in self._names]
+
     def show_sharded(self) -> None:
         for parameters, name, sharded in self._entries:
             parameters[name] = sharded

@@ -32,16 +32,7 @@ def install(module: nn.Module, name: str, unit: Unit) -> None:
     its full parameters already, that is, when the module is called directly. A call inside a
     running call of the unit is part of that one.
     """
-    method = module.__dict__.get(name)
-    if method is None:
-        bound = getattr(module, name)
-        function = getattr(bound, "__func__", None)
-        if function is None or getattr(bound, "__self__", None) is not module:
-            method = bound
-        else:
-            # Bound anew at each call: a bound method stored on its own module is a cycle, and
-            # the module's memory would wait for the garbage collector.
-            method = _bind_late(function, weakref.ref(module))
+    method = _method_of(module, name)
     is_unit_module = unit.module is module
 
     @functools.wraps(method)
@@ -51,6 +42,20 @@ def install(module: nn.Module, name: str, unit: Unit) -> None:
         return _call(unit, method, args, kwargs)
 
     setattr(module, name, forward)
+
+
+def _method_of(module: nn.Module, name: str) -> Method:
+    """`module.name`, without a reference to the module where it can be had."""
+    method: Method | None = module.__dict__.get(name)
+    if method is not None:
+        return method
+    bound = getattr(module, name)
+    function = getattr(bound, "__func__", None)
+    if function is None or getattr(bound, "__self__", None) is not module:
+        return bound
+    # Bound anew at each call: a bound method stored on its own module is a cycle, and the
+    # module's memory would wait for the garbage collector.
+    return _bind_late(function, weakref.ref(module))
 
 
 def _bind_late(function: Method, module_ref: Callable[[], nn.Module | None]) -> Method:
@@ -74,17 +79,17 @@ def _call(unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, A
             )
         return method(*args, **kwargs)
     root = unit.root
-    call = root.begin_call(unit)
+    call: ForwardCall | None = None
     try:
-        precision = unit.options.mixed_precision
-        if precision.param_dtype is not None and precision.cast_forward_inputs:
-            args = cast_floating(args, precision.param_dtype)
-            kwargs = cast_floating(kwargs, precision.param_dtype)
+        call = root.begin_call(unit)
+        if (dtype := unit.options.mixed_precision.input_dtype(unit.module)) is not None:
+            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
         outputs = method(*args, **kwargs)
         if unit.output_dtype is not None:
             outputs = cast_floating(outputs, unit.output_dtype)
     except BaseException as error:
-        root.abandon_call(call, error)
+        if call is not None:
+            root.abandon_call(call, error)
         raise
     root.end_call(call)
     if torch.is_grad_enabled():
@@ -103,19 +108,17 @@ def _watch_gradients(outputs: Any, call: ForwardCall) -> None:
             tensor.register_hook(on_output_gradient)
 
 
-def keep_float32(module: nn.Module) -> None:
-    """Run a module in float32 inside a low-precision unit: casts its inputs, and outputs back."""
+def run_in_float32(module: nn.Module) -> None:
+    """Cast inputs of a module in a low-precision unit to float32, and its outputs back."""
+    method = _method_of(module, "forward")
 
-    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         floating = (t for t in find_tensors((args, kwargs)) if t.is_floating_point())
         first = next(floating, None)
-        came_in.append(None if first is None else first.dtype)
-        return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+        outputs = method(
+            *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32)
+        )
+        return outputs if first is None else cast_floating(outputs, first.dtype)
 
-    def cast_outputs(module: nn.Module, args: Any, outputs: Any) -> Any:
-        dtype = came_in.pop()
-        return outputs if dtype is None else cast_floating(outputs, dtype)
-
-    came_in: list[torch.dtype | None] = []
-    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    module.register_forward_hook(cast_outputs)
+    setattr(module, "forward", forward)  # noqa: B010 - a method, which type checkers guard

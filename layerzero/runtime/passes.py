@@ -14,7 +14,8 @@ FINISH_LAST = -1
 class ForwardPass:
     """One run of the outermost module: which units it called with autograd on."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int) -> None:
+        self.start = start
         self.first_start: dict[Unit, int] = {}
         self.order: Order = ()
 
@@ -22,7 +23,7 @@ class ForwardPass:
 class ForwardCall:
     """One forward call of one unit. Hooks on its outputs hold it; it lives as long as its graph."""
 
-    __slots__ = ("__weakref__", "end", "forward_pass", "graph_task", "start", "unit")
+    __slots__ = ("end", "forward_pass", "graph_task", "start", "unit")
 
     def __init__(self, unit: Unit, forward_pass: ForwardPass, start: int) -> None:
         self.unit = unit
@@ -43,6 +44,9 @@ class BackwardPass:
     def __init__(self, graph_task: int) -> None:
         self.graph_task = graph_task
         self.makes_graph = False
+        """Whether the pass is itself differentiated (`create_graph`)."""
+        self.is_recorded = False
+        """Whether the recorder's open pass is this one."""
         self.active: dict[Unit, int] = {}
         """Units this pass has reached -> start of their first call in that forward."""
         self.forwards: dict[ForwardPass, None] = {}

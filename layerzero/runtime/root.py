@@ -77,9 +77,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Show the full parameters once they are there."""
-        if self._unit.state is not ShardState.SHARDED:
-            self._unit.wait_for_unshard()
-            self._unit.show_full()
+        self._unit.root.show_unsharded(self._unit)
 
 
 class RootState:
@@ -124,7 +122,7 @@ class RootState:
         self._profiling = torch.autograd._profiler_enabled
         self._clock = 0
         self._call_depth = 0
-        self._forward_pass = ForwardPass()
+        self._forward_pass = ForwardPass(0)
         self._passes: list[BackwardPass] = []
         self._kept: Unit | None = None
         self._graph_of_backward = False
@@ -199,11 +197,17 @@ class RootState:
         unit.unshard()
         unit.explicitly_unsharded = True
         unit.watch_leaves()
-        handle = UnshardHandle(unit)
         if async_op:
-            return handle
-        handle.wait()
+            return UnshardHandle(unit)
+        self.show_unsharded(unit)
         return None
+
+    @remembers_failure
+    def show_unsharded(self, unit: Unit) -> None:
+        """Wait for an explicit `unshard` and show its parameters, unless they were freed since."""
+        if unit.state is not ShardState.SHARDED:
+            unit.wait_for_unshard()
+            unit.show_full()
 
     # Forward --------------------------------------------------------------------------------
 
@@ -215,21 +219,20 @@ class RootState:
         self._call_depth += 1
         self._clock += 1
         call = ForwardCall(unit, self._forward_pass, self._clock)
-        if unit.training_state is not TrainingState.BACKWARD:
-            if unit.depth == 0:
-                unit.set_training_state(TrainingState.FORWARD)
-            unit.depth += 1
-            try:
-                self._make_full(unit)
-            except BaseException as error:
-                self.abandon_call(call, error)
-                raise
+        if unit.training_state is TrainingState.IDLE:
+            unit.set_training_state(TrainingState.FORWARD)
+        unit.depth += 1
+        try:
+            self._make_full(unit)
+        except BaseException as error:
+            self.abandon_call(call, error)
+            raise
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
         self._refuse_after_failure()
         self.clear_abandoned()
-        self._forward_pass = ForwardPass()
+        self._forward_pass = ForwardPass(self._clock)
         if self._passes:
             return  # Recomputation: its visits belong to the backward pass.
         self.weights_mark = self.streams.mark_compute()
@@ -245,7 +248,8 @@ class RootState:
         self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
 
     def _make_full(self, unit: Unit) -> None:
-        if not unit.handles or unit.depth > 1:
+        in_backward = unit.training_state is TrainingState.BACKWARD
+        if not unit.handles or (unit.shows_full and (unit.depth > 1 or in_backward)):
             return
         if self._kept is not None and self._kept is not unit:
             self._free(self._kept)
@@ -289,18 +293,17 @@ class RootState:
         if grad_enabled:
             call.forward_pass.first_start.setdefault(call.unit, call.start)
             if not self._passes:
-                call.unit.open_calls.add(call)
+                call.unit.open_starts.add(call.start)
         if self._call_depth == 0 and not self._passes:
             self._end_forward(grad_enabled)
 
     def _leave(self, call: ForwardCall) -> None:
-        self._call_depth -= 1
+        self._call_depth = max(self._call_depth - 1, 0)
         unit = call.unit
-        if unit.training_state is TrainingState.FORWARD:
-            unit.depth -= 1
-            if unit.depth == 0:
-                unit.set_training_state(TrainingState.IDLE)
-                unit.show_sharded()
+        unit.depth = max(unit.depth - 1, 0)
+        if unit.depth == 0 and unit.training_state is TrainingState.FORWARD:
+            unit.set_training_state(TrainingState.IDLE)
+            unit.show_sharded()
 
     def _free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
         if not unit.handles:
@@ -345,7 +348,7 @@ class RootState:
         if call.graph_task == graph_task:
             return
         call.graph_task = graph_task
-        call.unit.open_calls.discard(call)
+        call.unit.open_starts.discard(call.start)
         current = self._backward_pass(graph_task, call.forward_pass.order)
         self._finish_done(current, call)
         self._passes[0].forwards[call.forward_pass] = None
@@ -367,8 +370,10 @@ class RootState:
             if backward_pass.graph_task == graph_task:
                 return backward_pass
         backward_pass = BackwardPass(graph_task)
-        if not self._passes:
+        if not self._passes and not self.recorder.is_recording:
+            # Else `torch.autograd.grad` runs inside a forward, and is part of its order.
             self.recorder.begin(("backward", order))
+            backward_pass.is_recorded = True
         if torch.is_grad_enabled():
             # A graph of the backward itself (create_graph) uses full parameters again, and no hook
             # tells when: units stay full, and are reduced last, until a backward without it ends.
@@ -416,7 +421,7 @@ class RootState:
             if start > call.end and unit is not call.unit
         ]
         for unit in done:
-            if any(open_call.start < current.active[unit] for open_call in unit.open_calls):
+            if any(start < current.active[unit] for start in unit.open_starts):
                 # An earlier forward is still to come back, perhaps in this very pass, and then
                 # autograd holds the gradients until they are summed: free, but wait with them.
                 self._free(unit)
@@ -459,10 +464,14 @@ class RootState:
             self.abort(error)
             raise
         self._passes.clear()
-        self.recorder.end()
+        if ended.is_recorded:
+            self.recorder.end()
         self._graph_of_backward = ended.makes_graph
+        oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
         for unit in self.units:
-            if unit.state is not ShardState.SHARDED:
+            # Older forwards were passed over: most likely nobody will go back through them.
+            unit.open_starts = {start for start in unit.open_starts if start >= oldest}
+            if unit.state is not ShardState.SHARDED and not unit.depth:
                 self._free(unit)
 
     def _reduce_untouched(self, ended: BackwardPass) -> None:

@@ -172,9 +172,22 @@ def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) 
             full.copy_(entry.parameters[index].detach().reshape(-1))
         broadcast_(full, handle.group, operation)
         sharded.copy_(full[pieces[index].start : pieces[index].stop])
-        if options.with_grads and sharded.grad is not None:
-            grad = None if entry.parameters is None else entry.parameters[index].grad
-            if grad is not None:
-                full.copy_(grad.reshape(-1))
-            broadcast_(full, handle.group, operation)
-            sharded.grad.copy_(full[pieces[index].start : pieces[index].stop])
+        if options.with_grads:
+            _send_gradient_from_first(root, entry, index)
+
+
+@remembers_failure
+def _send_gradient_from_first(root: RootState, entry: _Summoned, index: int) -> None:
+    handle = entry.handle
+    sharded, piece = handle.sharded_params[index], handle.layout.pieces(handle.group.rank)[index]
+    grad = None if entry.parameters is None else entry.parameters[index].grad
+    operation = root.next_operation("summon writeback of a gradient", handle.fqns[index])
+    exists = torch.tensor([grad is not None], dtype=torch.uint8, device=sharded.device)
+    if not broadcast_(exists, handle.group, operation).item():
+        sharded.grad = None
+        return
+    full = sharded.new_empty(handle.layout.numels[index])
+    if grad is not None:
+        full.copy_(grad.reshape(-1))
+    broadcast_(full, handle.group, operation)
+    sharded.grad = full[piece.start : piece.stop].clone()

@@ -23,7 +23,6 @@ from layerzero.core.views import ParameterViews
 from layerzero.runtime.states import ShardState, TrainingState, check_transition
 
 if TYPE_CHECKING:
-    from layerzero.runtime.passes import ForwardCall
     from layerzero.runtime.root import RootState
 
 _UNIT = "_layerzero_unit"
@@ -73,8 +72,8 @@ class Unit:
     """Names, and the parameters as they were before wrapping, should somebody still hold them."""
     output_dtype: torch.dtype | None
     """What floating-point outputs are cast to."""
-    open_calls: weakref.WeakSet[ForwardCall]
-    """Forward calls with gradients whose backward has not begun."""
+    open_starts: set[int]
+    """Starts of forward calls with gradients whose backward has not begun."""
     lenders: tuple[Unit, ...]
     """Units that hold tied parameters which modules inside this unit use too."""
 
@@ -97,7 +96,7 @@ class Unit:
         self.shows_full = False
         self.explicitly_unsharded = False
         self.lenders = ()
-        self.open_calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
+        self.open_starts = set()
         self.output_dtype: torch.dtype | None = None
         self.originals = [
             (original.fqn, weakref.ref(original.parameter))
@@ -202,6 +201,8 @@ class Unit:
             handle.fqns = [f"{prefix}.{fqn}" for fqn in handle.fqns]
             for fqn, parameter in zip(handle.fqns, handle.sharded_params, strict=True):
                 rename(parameter, fqn)
+        self.views.rename(prefix)
+        self.originals = [(f"{prefix}.{fqn}", parameter) for fqn, parameter in self.originals]
 
     # Parameters -----------------------------------------------------------------------------
 
@@ -221,9 +222,9 @@ class Unit:
         if self._shard_state is not ShardState.SHARDED:
             return
         root = self.root
-        if not root.in_backward:
-            for handle in self.handles:
-                handle.adopt_changes(self.label)
+        # A list, not a generator: every handle has to look.
+        if not root.in_backward and any([h.adopt_changes(self.label) for h in self.handles]):
+            root.weights_mark = root.streams.mark_compute()
         self._set_shard_state(ShardState.GATHERING)
         root.limiter.acquire(self.nbytes)
         with torch.no_grad(), root.profile("unshard", self):

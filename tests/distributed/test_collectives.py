@@ -17,6 +17,7 @@ from tests.harness.recording import (
     recorded_operations,
     reduced,
 )
+from tests.harness.traffic import SentBytes
 
 DEPTH = 4
 
@@ -93,25 +94,14 @@ def _payload() -> None:
         torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3))),
         auto_wrap_policy={torch.nn.Linear},
     )
-    sent = {"bytes": 0}
-    group = dist.group.WORLD
-    original = type(group).send
-
-    def counting(self, tensors, *args):
-        sent["bytes"] += sum(tensor.nbytes for tensor in tensors)
-        return original(self, tensors, *args)
-
-    type(group).send = counting
-    try:
+    with SentBytes() as sent:
         model(torch.randn(4, width)).sum().backward()
-    finally:
-        type(group).send = original
     parameters = sum(unit.num_parameters for unit in units(model)) * 4
     # Each rank sends its half of every gather, and half of every gradient.
     gathers = parameters * (2 * 3 - 1) / 3 / 2
     presence = 2 * 3
-    assert sent["bytes"] >= gathers + parameters / 2
-    assert sent["bytes"] - presence <= 1.001 * (gathers + parameters / 2)
+    assert sent.nbytes >= gathers + parameters / 2
+    assert sent.nbytes - presence <= 1.001 * (gathers + parameters / 2)
 
 
 def test_the_payload_is_the_parameters_and_less_than_a_thousandth_padding() -> None:

@@ -50,9 +50,9 @@ class Timeline:
         for owner, name, letter in monkeypatch_targets:
             original = getattr(owner, name)
 
-            def noting(unit, *args, original=original, letter=letter):
+            def noting(unit, *args, original=original, letter=letter, **options):
                 was = unit.state.name
-                result = original(unit, *args)
+                result = original(unit, *args, **options)
                 if letter != "g" or was == "SHARDED":
                     self.events.append(f"{letter}{unit.fqn.removeprefix('blocks.')}")
                 return result
@@ -211,8 +211,8 @@ def _budget(limit, most: int) -> None:
     counts: list[int] = []
     original = Unit.unshard
 
-    def counting(unit) -> None:
-        original(unit)
+    def counting(unit, **options) -> None:
+        original(unit, **options)
         counts.append(root.limiter.nbytes // nbytes)
 
     with torch.no_grad():

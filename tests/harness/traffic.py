@@ -1,25 +1,58 @@
-"""What a rank hands to the network, counted below the engine, at torch's own operators."""
+"""What a rank hands to the network, counted below the engine, at torch's process group."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+# Method -> which positional argument is what this rank gives.
+_GIVEN = {
+    "send": 0,
+    "broadcast": 0,
+    "allreduce": 0,
+    "allgather": 1,
+    "_allgather_base": 1,
+    "all_gather_single": 1,
+    "_reduce_scatter_base": 1,
+    "reduce_scatter_single": 1,
+    "alltoall_base": 1,
+}
 
 
-class SentBytes(TorchDispatchMode):
-    """Counts the bytes of what this rank gives to collectives and sends while it is entered."""
+class SentBytes:
+    """Counts the bytes this rank gives to collectives and sends while entered, in any thread."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.nbytes = 0
+        self._originals: dict[str, Any] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        if name.startswith("c10d::") and "recv" not in name and "barrier" not in name:
-            # Of (outputs, inputs, ...) the inputs; of sends and reductions the only tensors.
-            given = args[1] if "allgather" in name or "alltoall" in name else args[0]
+    def __enter__(self) -> SentBytes:
+        for name, position in _GIVEN.items():
+            if hasattr(dist.ProcessGroup, name):
+                # From the dict, because reading it off the class would strip the binding to self.
+                self._originals[name] = vars(dist.ProcessGroup)[name]
+                original = getattr(dist.ProcessGroup, name)
+                setattr(dist.ProcessGroup, name, self._counting(original, position))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for name, original in self._originals.items():
+            setattr(dist.ProcessGroup, name, original)
+
+    def _counting(self, original: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def counting(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            given = args[position]
             tensors = given if isinstance(given, (list, tuple)) else [given]
             self.nbytes += sum(each.nbytes for each in tensors if isinstance(each, Tensor))
-        return func(*args, **(kwargs or {}))
+            return original(group, *args, **kwargs)
+
+        return counting
