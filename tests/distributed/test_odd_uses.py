@@ -1,0 +1,245 @@
+"""Uses that broke once: each test is the program that showed it."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from layerzero import CollectiveError, MixedPrecision, ZeRO3, units
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import recorded_operations
+from tests.harness.reference import full_gradients
+
+
+def wrapped(build: type[nn.Module] = Mlp, **options) -> ZeRO3:
+    torch.manual_seed(0)
+    options.setdefault("auto_wrap_policy", {Block})
+    return ZeRO3(build(), timeout=timedelta(seconds=3), **options)
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    return torch.randn(3, WIDTH, generator=generator)
+
+
+def _dies_between_steps() -> str | None:
+    model = wrapped()
+    model(batch()).sum().backward()
+    if dist.get_rank() == 1:
+        os._exit(5)
+    time.sleep(0.5)  # the connection is known to be closed before anything is issued
+    with pytest.raises(CollectiveError) as caught:
+        model(batch())
+    with pytest.raises(CollectiveError, match="restart the ranks"):
+        model(batch())
+    return str(caught.value)
+
+
+def test_a_rank_that_died_between_steps_is_named() -> None:
+    message = run_ranks(2, _dies_between_steps, expect_exit={1: 5})[0]
+    assert "the root unit" in message
+    assert "rank 0 got no answer from rank 1" in message
+
+
+def _holds_a_graph() -> None:
+    model = wrapped()
+    kept = model(batch(9)).sum() if dist.get_rank() == 0 else model(batch(9)).sum().detach()
+    orders = []
+    for step in range(3):
+        with recorded_operations(model) as operations:
+            model(batch(step)).sum().backward()
+        orders.append([operation[:2] for operation in operations])
+    assert kept.numel() == 1
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, orders)
+    assert everyone[0] == everyone[1]
+    assert orders[1] == orders[2], "an old graph stands in the way of one backward at the most"
+
+
+def test_a_graph_that_one_rank_still_holds_changes_no_order() -> None:
+    run_ranks(2, _holds_a_graph)
+
+
+class ForceField(nn.Module):
+    """Differentiates its own energy inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        energy = self.stem(x)
+        for block in self.blocks:
+            energy = block(energy)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy.sum() + force.square().sum()
+
+
+def _forces() -> None:
+    model = wrapped(ForceField)
+    torch.manual_seed(0)
+    plain = ForceField()
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        loss = model(batch(step))
+        loss.backward()
+        for rank in range(dist.get_world_size()):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            expected = plain(torch.randn(3, WIDTH, generator=generator))
+            (expected / dist.get_world_size()).backward()
+            if rank == dist.get_rank():
+                assert torch.equal(loss, expected)
+        gradients = full_gradients(model)
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is None:
+                assert gradients[name] is None
+            else:
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_inside_a_forward_train_a_force_field() -> None:
+    run_ranks(2, _forces)
+
+
+class Mixed(nn.Module):
+    """One unit plain, and recomputed by a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.second, x, use_reentrant=True)
+        return self.second(self.first(x))
+
+
+def _mixed() -> None:
+    model = wrapped(Mixed)
+    torch.manual_seed(0)
+    plain = Mixed()
+    inputs = [batch(1).requires_grad_(), batch(2).requires_grad_()]
+    sum(model(x).sum() for x in inputs).backward()
+    for rank in range(dist.get_world_size()):
+        for seed in (1, 2):
+            generator = torch.Generator().manual_seed(10 * seed + rank)
+            x = torch.randn(3, WIDTH, generator=generator).requires_grad_()
+            (plain(x).sum() / dist.get_world_size()).backward()
+    gradients = full_gradients(model)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_unit_called_plain_and_recomputed_in_two_forwards_of_one_backward() -> None:
+    run_ranks(2, _mixed)
+
+
+def _no_gradient_from_first() -> None:
+    model = wrapped()
+    model(batch()).sum().backward()
+    with model.summon_full_params(rank0_only=True, with_grads=True):
+        if dist.get_rank() == 0:
+            model.module.stem.weight.grad = None
+            model.module.stem.bias.grad.fill_(2.0)
+    pieces = dict(model.named_parameters())
+    assert pieces["stem.weight"].grad is None
+    assert torch.all(pieces["stem.bias"].grad == 2.0)
+    assert full_gradients(model)["head.weight"] is not None
+
+
+def test_a_gradient_that_rank_0_removed_is_removed_everywhere() -> None:
+    run_ranks(2, _no_gradient_from_first)
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(self.stem(x))
+
+
+class Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.stages = nn.Sequential(Stage(), Stage())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stages(self.stem(x))
+
+
+def _nested() -> None:
+    model = wrapped(Stages, auto_wrap_policy={Stage, Block})
+    ahead: dict[str, list[str]] = {}
+    for unit in units(model):
+
+        def note(*_: object, unit=unit) -> None:
+            ahead[unit.fqn] = [u.fqn for u in units(model) if u.state.name == "GATHERING"]
+
+        unit.module.register_forward_pre_hook(note)
+    with torch.no_grad():
+        for _ in range(2):
+            model(batch())
+    assert ahead["stages.0"] == ["stages.0.blocks.0"]
+    assert ahead["stages.0.blocks.1"] == ["stages.0.blocks.2"]
+    assert ahead["stages.0.blocks.2"] == ["stages.1"]
+
+
+def test_units_inside_units_inside_units_are_prefetched_too() -> None:
+    run_ranks(2, _nested)
+
+
+class Explodes(nn.LayerNorm):
+    explode = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.explode:
+            raise ValueError("told to")
+        return super().forward(x)
+
+
+def _norm_fails() -> None:
+    norm = Explodes(WIDTH)
+    model = ZeRO3(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 2)),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, keep_float32=(Explodes,)),
+    )
+    norm.explode = True
+    with pytest.raises(ValueError, match="told to"):
+        model(batch())
+    norm.explode = False
+    for _ in range(2):  # a leftover of the failed call would be taken for this one's
+        assert model(batch()).dtype == torch.bfloat16
+
+
+def test_a_float32_norm_that_raised_keeps_nothing() -> None:
+    run_ranks(2, _norm_fails)
+
+
+def _norm_alone() -> None:
+    model = ZeRO3(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)),
+        auto_wrap_policy={nn.LayerNorm},
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, keep_float32=(nn.LayerNorm,)),
+    )
+    seen = []
+    model.module[1].register_forward_hook(lambda _, args, __: seen.append(args[0].dtype))
+    model.module[1](batch())
+    assert seen == [torch.float32], "its input is not rounded on the way in"
+
+
+def test_a_unit_that_stays_float32_gets_its_input_as_it_is() -> None:
+    run_ranks(2, _norm_alone)
