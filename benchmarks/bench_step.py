@@ -13,7 +13,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,6 +115,10 @@ def measure_time(config: Config, names: list[str]) -> dict[str, Any]:
 
 def measure_peak(config: Config, name: str) -> int:
     """One rank's part: peak bytes of one engine."""
+    # Modules an engine imports and workspaces of the math library are not its memory: first once
+    # at the smallest size.
+    width, layers = SIZES["tiny"]
+    make_step(name, replace(config, width=width, layers=layers))()
     return peak_bytes(lambda: make_step(name, config))
 
 

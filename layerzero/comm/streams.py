@@ -3,10 +3,10 @@
 On a device with streams a lane is a side stream: work is queued on it, a `Mark` is an event, and
 waiting for one orders streams without blocking the host. On CPU a lane runs at once on the host,
 and what overlaps with compute is the collective itself, through its asynchronous handle; a mark
-orders nothing there, because the host is already in order. The CPU's reduce lane has a thread
-besides, which finishes reductions as soon as their data is there: the sum, and freeing the buffers
-that only the exchange needed, which otherwise would wait for the next unit to be done. A gather
-ahead in backward starts behind them, so that its buffer takes their place in memory.
+orders nothing there, because the host is already in order. The reduce lane of gloo on CPU has a
+thread besides, which finishes reductions as soon as their data is there: the sum, and freeing the
+buffers that only the exchange needed, which otherwise would wait for the next unit to be done. A
+gather ahead in backward starts behind them, so that its buffer takes their place in memory.
 """
 
 from __future__ import annotations
@@ -211,14 +211,15 @@ class Streams:
         reduce: gradient reductions.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, finishing_thread: bool) -> None:
+        """`finishing_thread`: on CPU, for backends whose sums are the engine's own."""
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self.pre_unshard: HostLane | DeviceLane
         self.unshard: HostLane | DeviceLane
         self.reduce: HostLane | DeviceLane
         if device.type == "cpu":
             self.pre_unshard, self.unshard = HostLane(), HostLane()
-            self.reduce = FinishingHostLane()
+            self.reduce = FinishingHostLane() if finishing_thread else HostLane()
         else:
             self.pre_unshard, self.unshard = DeviceLane(device), DeviceLane(device)
             self.reduce = DeviceLane(device)

@@ -107,7 +107,8 @@ class RootState:
         budget_is_default: bool,
     ) -> None:
         self.device = device
-        self.streams = Streams(device)
+        groups = [handle.group for unit in units for handle in unit.handles]
+        self.streams = Streams(device, any(group.backend == "gloo" for group in groups))
         self.recorder = ExecOrderRecorder()
         self.forward_depth = forward_depth
         self.backward_prefetch = backward_prefetch

@@ -1,0 +1,120 @@
+"""Which calls move a unit's bytes fastest on gloo: its own collectives, or point-to-point?
+
+All-gather and reduce-scatter of several sizes on 2 ranks of this machine, the engine's verbs beside
+gloo's own and beside an all-to-all with a local sum. The variants take turns in each round; the
+slowest rank counts. A memory copy of the same bytes is the ceiling of any of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import (
+    Spread,
+    environment,
+    interleave,
+    max_over_ranks,
+    print_json,
+    print_table,
+    run_on_ranks,
+)
+
+from layerzero.comm.collectives import Operation, all_gather, reduce_scatter
+from layerzero.core.groups import make_shard_group
+
+SIZES_KB = (64, 256, 1024, 4096, 16384)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--sizes-kb", type=int, nargs="+", default=SIZES_KB, help="of a full unit")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    results = run_on_ranks(args.world_size, measure, list(args.sizes_kb), args.rounds)[0]
+    names = list(next(iter(results.values())))
+    print_table(
+        ["KB", *names],
+        [
+            [str(size), *(f"{result[name]['median']:.2f}" for name in names)]
+            for size, result in results.items()
+        ],
+    )
+    print_json(
+        {
+            "benchmark": "collectives",
+            "unit": "ms",
+            "world_size": args.world_size,
+            "rounds": args.rounds,
+            "sizes_kb": results,
+            "environment": environment(),
+        }
+    )
+
+
+def measure(sizes_kb: list[int], rounds: int) -> dict[int, dict[str, Any]]:
+    """One rank's part: the times of every variant at every size."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    return {size: _measure_size(size * 1024 // 4, rounds) for size in sizes_kb}
+
+
+def _measure_size(numel: int, rounds: int) -> dict[str, Any]:
+    variants = _variants(numel)
+
+    def elapsed_ms(name: str) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        variants[name]()
+        return max_over_ranks((time.perf_counter() - start) * 1e3)
+
+    times = interleave(list(variants), elapsed_ms, rounds, warmup=3)
+    return {name: Spread.of(values).as_dict() for name, values in times.items()}
+
+
+def _variants(numel: int) -> dict[str, Callable[[], object]]:
+    world = dist.get_world_size()
+    process_group = dist.group.WORLD
+    assert process_group is not None, "run_on_ranks initialises it"
+    group = make_shard_group(process_group, torch.device("cpu"), timedelta(minutes=1))
+    shard_numel = numel // world
+    shard, summed = torch.randn(shard_numel), torch.empty(shard_numel)
+    full, chunks = torch.empty(shard_numel * world), torch.randn(shard_numel * world)
+    received = torch.empty_like(chunks)
+    counter = iter(range(1 << 30))
+
+    def engine_all_gather() -> None:
+        pending = all_gather(full, shard, group, Operation("all-gather", "unit", next(counter)))
+        pending.wait()
+        pending.drain()
+
+    def engine_reduce_scatter() -> None:
+        operation = Operation("reduce-scatter", "unit", next(counter))
+        _, pending = reduce_scatter(chunks, group, operation)
+        pending.wait()
+        pending.drain()
+
+    def all_to_all_and_sum() -> None:
+        dist.all_to_all_single(received, chunks)
+        torch.sum(received.view(world, -1), dim=0, out=summed)
+
+    return {
+        "copy": lambda: full.copy_(chunks),
+        "all-gather": engine_all_gather,
+        "gloo all-gather": lambda: dist.all_gather_into_tensor(full, shard),
+        "reduce-scatter": engine_reduce_scatter,
+        "all-to-all + sum": all_to_all_and_sum,
+        "gloo reduce-scatter": lambda: dist.reduce_scatter_tensor(summed, chunks),
+    }
+
+
+if __name__ == "__main__":
+    main()
