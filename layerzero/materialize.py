@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -29,7 +30,9 @@ class Materializer:
         self._buffer_dtype = buffer_dtype
         self._init = param_init_fn
         self._initialise = initialise
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # By id: the original, so that the id stays its own, and what was made of it. Weakly: a
+        # unit that was flattened meanwhile must not stay whole for our sake.
+        self._made: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
 
     def __call__(self, fqn: str, module: nn.Module, keep_buffer_dtype: bool) -> None:
         """Materialise what `module` itself has on meta; then move and cast its buffers.
@@ -49,13 +52,17 @@ class Materializer:
                 module._buffers[name] = self._move(buffer, keep_buffer_dtype)
 
     def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._made:  # A tied tensor is made once.
+        made = self._made_of(tensor)
+        if made is None:  # A tied tensor is made once.
             made = torch.empty_like(tensor, device=self._device)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 made.__dict__.update(tensor.__dict__)
-            self._made[id(tensor)] = (tensor, made)
-        return self._made[id(tensor)][1]
+            self._made[id(tensor)] = (tensor, weakref.ref(made))
+        return made
+
+    def _made_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._made[id(tensor)][1]() if id(tensor) in self._made else None
 
     def _initialise_module(self, fqn: str, module: nn.Module) -> None:
         if self._init is not None:
@@ -77,12 +84,13 @@ class Materializer:
             )
 
     def _move(self, buffer: torch.Tensor, keep_dtype: bool) -> torch.Tensor:
-        if id(buffer) not in self._made:
+        moved = self._made_of(buffer)
+        if moved is None:
             cast = self._buffer_dtype is not None and buffer.is_floating_point() and not keep_dtype
             moved = buffer.to(device=self._device, dtype=self._buffer_dtype if cast else None)
-            self._made[id(buffer)] = (buffer, moved)
-            self._made[id(moved)] = (moved, moved)
-        return self._made[id(buffer)][1]
+            self._made[id(buffer)] = (buffer, weakref.ref(moved))
+            self._made[id(moved)] = (moved, weakref.ref(moved))
+        return moved
 
 
 def _has_meta(module: nn.Module) -> bool:

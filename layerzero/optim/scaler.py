@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.comm.collectives import Operation, gather_scalar
+from layerzero.core.groups import make_shard_group, resolve_process_group
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -13,11 +18,12 @@ class GradScaler(torch.amp.GradScaler):
 
     Each rank sees only its pieces, so an overflow on one rank must make all of them skip the step
     and lower the scale. `unscale_` (called by `step` when you did not) is therefore collective
-    over `process_group`: one scalar per device.
+    over `process_group`: one scalar.
 
     Args:
         device: device type of the gradients.
-        process_group: ranks that must agree; None: the default group.
+        process_group: ranks that must agree: a ProcessGroup, a 1-D DeviceMesh, or None for all.
+        timeout: of the agreement; None: the process group's own, at most 5 minutes.
         **options: of `torch.amp.GradScaler`.
     """
 
@@ -25,25 +31,44 @@ class GradScaler(torch.amp.GradScaler):
         self,
         device: str = "cuda",
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
         super().__init__(device, **options)
         self._process_group = process_group
+        self._timeout = timeout
+        self._num_agreements = 0
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale and agree on infinities. Collective."""
+        """Divide the gradients by the scale and agree on infinities. Collective.
+
+        Raises:
+            CollectiveError: a rank did not take part within the timeout.
+        """
         super().unscale_(optimizer)
         if not self.is_enabled():
             return
-        state = self._per_optimizer_states[id(optimizer)]
-        found = state["found_inf_per_device"]
+        found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
+            "found_inf_per_device"
+        ]
         if not found:
-            # No gradient here; others may have some, and the reduction needs every rank.
+            # No gradient here; others may have some, and the agreement needs every rank.
             assert self._scale is not None, "unscale_ has set the scale up"
             found[self._scale.device] = torch.zeros((), device=self._scale.device)
+        device = next(iter(found))
+        here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
+        anywhere = self._agree(here)
         for found_inf in found.values():
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._process_group)
+            found_inf.copy_(anywhere)
+
+    def _agree(self, found_inf: torch.Tensor) -> torch.Tensor:
+        group = make_shard_group(
+            resolve_process_group(self._process_group), found_inf.device, self._timeout
+        )
+        self._num_agreements += 1
+        operation = Operation("overflow agreement", "the optimizer", self._num_agreements)
+        return gather_scalar(found_inf, group, operation).amax()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless any rank found an infinity or NaN. Collective when it has to unscale."""

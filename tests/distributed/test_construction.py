@@ -1,6 +1,8 @@
 """What wrapping leaves of a module: names, values, marks; from which states it can start."""
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -544,3 +546,30 @@ def test_data_of_the_same_shape_may_be_assigned_after_wrapping() -> None:
 def test_without_torch_distributed_the_error_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ZeRO3(Mlp())
+
+
+def _peak_from_meta() -> None:
+    depth, width = 6, 32
+    with torch.device("meta"):
+        module = nn.Sequential(*(Block(width, width) for _ in range(depth)), nn.Linear(width, 3))
+    unit_nbytes = sum(p.numel() * 4 for p in module[0].parameters())
+    root_nbytes = sum(p.numel() * 4 for p in module[-1].parameters())
+    made: list[weakref.ref[nn.Parameter]] = []
+    alive: list[int] = []
+
+    def initialise(part: nn.Module) -> None:
+        part.reset_parameters()
+        made.extend(weakref.ref(parameter) for parameter in part.parameters(recurse=False))
+        alive.append(sum(p.nbytes for reference in made if (p := reference()) is not None))
+
+    gc.disable()  # what only the collector frees would count as well
+    try:
+        ZeRO3(module, auto_wrap_policy={Block}, param_init_fn=initialise)
+    finally:
+        gc.enable()
+    assert len(alive) == 2 * depth + 1
+    assert max(alive) <= unit_nbytes + root_nbytes
+
+
+def test_from_meta_only_one_unit_is_whole_at_a_time() -> None:
+    run_ranks(2, _peak_from_meta)
