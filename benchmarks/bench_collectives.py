@@ -94,13 +94,11 @@ def _variants(numel: int) -> dict[str, Callable[[], object]]:
     def engine_all_gather() -> None:
         pending = all_gather(full, shard, group, Operation("all-gather", "unit", next(counter)))
         pending.wait()
-        pending.drain()
 
     def engine_reduce_scatter() -> None:
         operation = Operation("reduce-scatter", "unit", next(counter))
         _, pending = reduce_scatter(chunks, group, operation)
         pending.wait()
-        pending.drain()
 
     def all_to_all_and_sum() -> None:
         dist.all_to_all_single(received, chunks)

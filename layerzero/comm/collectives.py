@@ -50,20 +50,18 @@ class Operation(NamedTuple):
 
 
 class Pending:
-    """A collective under way; `wait` for the result, `drain` before its buffers are freed."""
+    """A collective under way."""
 
     def __init__(
         self,
         operation: Operation,
         group: ShardGroup,
-        receives: Sequence[tuple[dist.Work, int]] = (),
-        sends: Sequence[tuple[dist.Work, int]] = (),
+        works: Sequence[tuple[dist.Work, int]],
     ) -> None:
-        """`receives` and `sends` pair a handle with the peer's rank in the group, or -1: all."""
+        """`works` pairs each handle with the peer's rank in the group, or -1: all."""
         self.operation = operation
         self._group = group
-        self._receives = receives
-        self._sends = sends
+        self._works = works
         self._finish: Callable[[], None] | None = None
 
     def then(self, finish: Callable[[], None]) -> None:
@@ -71,27 +69,24 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> None:
-        """Return when the result is there (on a device with streams: is ordered before).
+        """Return when the result is there and no peer reads this rank's buffers any more.
+
+        On a device with streams: when what comes next is ordered after that. Both, because gloo
+        forgets a message whose handle is gone: a rank that has all it needs and drops the model,
+        or ends, would leave its peers waiting.
 
         Raises:
             CollectiveError: a peer is dead, or did not take part within the timeout.
         """
-        self._await(self._receives)
-        self._receives = ()
+        self._await()
+        self._works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
 
-    def drain(self) -> None:
-        """Return when no peer reads this rank's buffers any more. Raises as `wait` does."""
-        if self._receives or self._finish is not None:
-            self.wait()
-        self._await(self._sends)
-        self._sends = ()
-
-    def _await(self, works: Sequence[tuple[dist.Work, int]]) -> None:
+    def _await(self) -> None:
         timed = self._group.backend == "gloo"
-        for work, peer in works:
+        for work, peer in self._works:
             try:
                 if timed:
                     work.wait(self._group.timeout)
@@ -109,7 +104,7 @@ def all_gather(
     Args:
         full: [group_size * shard_numel]; written.
         shard: [shard_numel] of the same dtype; may be this rank's slice of `full`. Must not
-            change until the returned handle is drained.
+            change until the returned handle was waited for.
     """
     numel = shard.numel()
     if not _goes_point_to_point(shard, group):
@@ -137,7 +132,7 @@ def reduce_scatter(
 
     Args:
         chunks: [group_size * chunk_numel] in the dtype that travels; must not change until the
-            handle is drained.
+            handle was waited for.
         scale: factor on the sum (1 / group_size makes a mean).
         deterministic: sum in rank order in float32 on every backend; gloo always does.
 
@@ -197,7 +192,6 @@ def gather_scalar(scalar: torch.Tensor, group: ShardGroup, operation: Operation)
     values = scalar.new_empty(group.size)
     pending = all_gather(values, scalar.reshape(1), group, operation)
     pending.wait()
-    pending.drain()
     return values
 
 
@@ -259,7 +253,7 @@ def _exchange(
                 receives.append((process_group.recv([incoming[source]], source, tag), source))
         except RuntimeError as error:
             raise diagnose(str(operation), group, peer, error) from error
-    return Pending(operation, group, receives, sends)
+    return Pending(operation, group, [*receives, *sends])
 
 
 def _goes_point_to_point(tensor: torch.Tensor, group: ShardGroup) -> bool:

@@ -28,10 +28,7 @@ class Waitable(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Order what comes next on the compute lane after the result."""
-
-    def drain(self) -> None:
-        """Return when nothing reads or writes this rank's buffers any more."""
+        """Order what comes next on the compute lane after the collective and its buffers' use."""
 
 
 class HostLane:
@@ -71,7 +68,6 @@ class FinishingHostLane(HostLane):
 
         def finish() -> None:
             pending.wait()
-            pending.drain()
             if then is not None:
                 then()
 
@@ -130,11 +126,6 @@ class _OnThread:
             raise self._error
         if self._started is not None:
             self._started.wait()
-
-    def drain(self) -> None:
-        self.wait()
-        if self._started is not None:
-            self._started.drain()
 
 
 def _run_all(work: queue.SimpleQueue[_OnThread | None]) -> None:
@@ -196,9 +187,6 @@ class _OnLane:
 
     def wait(self) -> None:
         self._module.current_stream().wait_event(self._mark)
-
-    def drain(self) -> None:
-        self.wait()
 
 
 class Streams:

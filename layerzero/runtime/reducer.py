@@ -44,7 +44,6 @@ class GradientReducer:
             reduction = self._in_flight[0]
             if reduction.pending is not None:
                 reduction.pending.wait()
-                reduction.pending.drain()
                 reduction.handle.gradients.release()
             self._undelivered.append(self._in_flight.pop(0))
 
@@ -65,7 +64,7 @@ class GradientReducer:
         """Forget everything that was not delivered, once nobody reads the buffers any more."""
         for reduction in self._in_flight:
             if reduction.pending is not None:
-                reduction.pending.drain()
+                reduction.pending.wait()
         self._in_flight = []
         self._undelivered = []
 
@@ -97,7 +96,6 @@ class GradientReducer:
             answers = {id(reduction): reduction.present for reduction in reductions}
             for members, flags, table, pending in started:
                 pending.wait()
-                pending.drain()
                 if all(flags):
                     continue
                 anywhere = iter(table.amax(dim=0).tolist())

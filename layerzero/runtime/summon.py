@@ -112,7 +112,6 @@ def _gather_flat(
     full = shard.new_empty(handle.layout.padded_numel)
     pending = all_gather(full, shard, handle.group, root.next_operation("summon", unit.label))
     pending.wait()
-    pending.drain()
     return full
 
 

@@ -274,8 +274,6 @@ class Unit:
         self.wait_for_unshard()
         root = self.root
         with root.profile("reshard", self):
-            for gather in self._gathers:
-                gather.drain()
             self._gathers = []
             # The next gather may be given this memory: it waits for this mark (in `_gather`).
             root.freed_mark = root.streams.mark_compute()

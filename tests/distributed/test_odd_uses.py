@@ -243,3 +243,16 @@ def _norm_alone() -> None:
 
 def test_a_unit_that_stays_float32_gets_its_input_as_it_is() -> None:
     run_ranks(2, _norm_alone)
+
+
+def _leaves_early() -> None:
+    model = wrapped()
+    model(batch())
+    if dist.get_rank() == 0:
+        time.sleep(0.5)  # the peer is done, and its model gone, before this rank asks
+    model(batch())
+
+
+def test_a_rank_may_drop_the_model_as_soon_as_its_forward_returned() -> None:
+    for _ in range(5):
+        run_ranks(2, _leaves_early)
