@@ -88,6 +88,11 @@ def make_shard_group(
         timeout = min(_group_timeout(process_group, device), LONGEST_DEFAULT_TIMEOUT)
     elif timeout <= timedelta(0):
         raise ValueError(f"timeout: expected a positive timedelta, got {timeout!r}")
+    elif backend != "gloo":
+        # Waits of other backends take no timeout; their own watchdog enforces the group's.
+        set_timeout = getattr(process_group._get_backend(device), "_set_default_timeout", None)
+        if set_timeout is not None:
+            set_timeout(timeout)
     return ShardGroup(
         process_group=process_group,
         rank=dist.get_rank(process_group),

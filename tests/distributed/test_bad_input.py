@@ -62,6 +62,66 @@ def test_a_meta_module_without_initialisation_is_refused() -> None:
     run_ranks(2, _meta_alone)
 
 
+class _Elsewhere(nn.Parameter):
+    """A parameter that says it is on an accelerator: there is none here."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+def _two_devices() -> None:
+    module = Mlp()
+    module.head.weight = _Elsewhere(torch.zeros(3, WIDTH))
+    refuses(
+        ValueError,
+        rf"the root unit \(rank {dist.get_rank()}\): parameters of one unit need one device, got "
+        r"cpu \('stem\.weight'\) and cuda:0 \('head\.weight'\); move the module first",
+        module,
+        auto_wrap_policy={Block},
+    )
+    module = Mlp()
+    for parameter in ("weight", "bias"):
+        setattr(module.blocks[1].up, parameter, _Elsewhere(torch.zeros(7)))
+        setattr(module.blocks[1].down, parameter, _Elsewhere(torch.zeros(7)))
+    refuses(ValueError, r"units of one model need one device", module, auto_wrap_policy={Block})
+    assert isinstance(module.stem.weight, nn.Parameter)
+    assert module.stem.weight.shape == (WIDTH, WIDTH), "nothing was changed before the refusal"
+
+
+def test_a_module_on_two_devices_is_refused() -> None:
+    run_ranks(2, _two_devices)
+
+
+class _Trained(nn.Parameter):
+    """torch refuses an integer parameter that requires grad; a subclass may still claim it."""
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return True
+
+
+def _integers() -> None:
+    module = Mlp()
+    module.codes = _Trained(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    refuses(
+        ValueError,
+        rf"rank {dist.get_rank()}\): parameter 'codes' is of torch.int64 and requires grad; "
+        r"expected a floating-point dtype",
+        module,
+    )
+    module = Mlp()
+    module.codes = nn.Parameter(torch.arange(3), requires_grad=False)
+    model = ZeRO3(module)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    with model.summon_full_params():
+        assert model.module.codes.tolist() == [0, 1, 2]
+
+
+def test_an_integer_parameter_that_requires_grad_is_refused_and_a_frozen_one_is_kept() -> None:
+    run_ranks(2, _integers)
+
+
 def _twice() -> None:
     module = Mlp()
     model = ZeRO3(module)
