@@ -22,7 +22,7 @@ from tests.harness.reference import full_gradients
 def wrapped(build: type[nn.Module] = Mlp, **options) -> ZeRO3:
     torch.manual_seed(0)
     options.setdefault("auto_wrap_policy", {Block})
-    return ZeRO3(build(), timeout=timedelta(seconds=3), **options)
+    return ZeRO3(build(), timeout=timedelta(seconds=15), **options)
 
 
 def batch(seed: int = 0) -> torch.Tensor:
