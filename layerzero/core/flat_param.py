@@ -128,10 +128,6 @@ class FlatParamHandle:
         return 0 if self.is_whole else self.layout.padded_numel * self.full.element_size()
 
     @property
-    def is_resident(self) -> bool:
-        return self._storage.nbytes() > 0 or not self.full_nbytes
-
-    @property
     def needs_cast(self) -> bool:
         return self.full.dtype != self.main_shard.dtype
 

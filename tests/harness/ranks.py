@@ -329,3 +329,8 @@ def _join_group(start: _Start) -> None:
         world_size=start.world_size,
         timeout=datetime.timedelta(seconds=start.timeout),
     )
+    # Nobody runs, and perhaps dies, while a peer still connects to it. Through the store, because a
+    # barrier would let the first rank out while the others are in it.
+    store = dist.PrefixStore("joined", dist.distributed_c10d._get_default_store())
+    store.set(str(start.rank), "")
+    store.wait([str(rank) for rank in range(start.world_size)])
