@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.diagnosis import diagnose
+from layerzero.comm.streams import Mark
+from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
 
 _AVERAGING_BACKENDS = ("nccl", "fake")
@@ -39,6 +41,8 @@ class Operation(NamedTuple):
     verb: str
     unit: str
     number: int
+    watchdog: Watchdog | None = None
+    """Where messages carry no name."""
 
     def __str__(self) -> str:
         return f"{self.verb} of {self.unit} (#{self.number})"
@@ -52,17 +56,34 @@ class Operation(NamedTuple):
 class Pending:
     """A collective under way."""
 
-    def __init__(
-        self,
-        operation: Operation,
-        group: ShardGroup,
-        works: Sequence[tuple[dist.Work, int]],
-    ) -> None:
-        """`works` pairs each handle with the peer's rank in the group, or -1: all."""
+    def __init__(self, operation: Operation, group: ShardGroup, nbytes: int = 0) -> None:
+        """`nbytes` of the whole tensor, where a watchdog compares it between ranks."""
         self.operation = operation
+        self.nbytes = nbytes
+        self.works: Sequence[tuple[dist.Work, int]] | None = None
+        """Each handle with the peer's rank in the group, or -1: all; None until issued."""
         self._group = group
-        self._works = works
         self._finish: Callable[[], None] | None = None
+        watchdog = operation.watchdog
+        self._reached_mark: Mark = None if watchdog is None else watchdog.mark()
+        self._done_mark: Mark = None
+
+    @property
+    def name(self) -> str:
+        return str(self.operation)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether this rank has come as far, and can only wait for others."""
+        return self._reached_mark is None or bool(self._reached_mark.query())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device, or the backend on CPU, is past the collective."""
+        if self._done_mark is not None:
+            return bool(self._done_mark.query())
+        works = self.works
+        return works is not None and all(work.is_completed() for work, _ in works)
 
     def then(self, finish: Callable[[], None]) -> None:
         """Run `finish` once the data is there, in the first `wait`."""
@@ -79,14 +100,16 @@ class Pending:
             CollectiveError: a peer is dead, or did not take part within the timeout.
         """
         self._await()
-        self._works = ()
+        if self.operation.watchdog is not None:
+            self._done_mark = self.operation.watchdog.mark()
+        self.works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
 
     def _await(self) -> None:
         timed = self._group.backend == "gloo"
-        for work, peer in self._works:
+        for work, peer in self.works or ():
             try:
                 if timed:
                     work.wait(self._group.timeout)
@@ -107,9 +130,10 @@ def all_gather(
             change until the returned handle was waited for.
     """
     numel = shard.numel()
-    if not _goes_point_to_point(shard, group):
+    if not messages_carry_names(group, shard.device):
         return _start(
             operation,
+            full,
             group,
             lambda: _all_gather_single(full, shard, group=group.process_group, async_op=True),
         )
@@ -141,7 +165,7 @@ def reduce_scatter(
         is float32 (float64 for float64) where the engine sums, else in the dtype that travels.
     """
     chunk_numel = chunks.numel() // group.size
-    if not (_goes_point_to_point(chunks, group) or deterministic):
+    if not (messages_carry_names(group, chunks.device) or deterministic):
         op = dist.ReduceOp.SUM
         if scale == 1.0 / group.size and group.backend in _AVERAGING_BACKENDS:
             op, scale = dist.ReduceOp.AVG, 1.0
@@ -152,6 +176,7 @@ def reduce_scatter(
         summed = chunks.new_empty(chunk_numel)
         pending = _start(
             operation,
+            chunks,
             group,
             lambda: _reduce_scatter_single(
                 summed, chunks, op=op, group=group.process_group, async_op=True
@@ -162,7 +187,7 @@ def reduce_scatter(
         return summed, pending
     dtype = torch.promote_types(chunks.dtype, torch.float32)
     parts, pending = _all_to_all(chunks, group, operation)
-    if dtype == chunks.dtype and _goes_point_to_point(chunks, group) and group.size > 1:
+    if dtype == chunks.dtype and messages_carry_names(group, chunks.device) and group.size > 1:
         # The sum may take the place of the first part that came from elsewhere.
         summed = parts[0 if group.rank else 1]
     else:
@@ -200,6 +225,7 @@ def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) ->
     source, process_group = group.ranks[0], group.process_group
     _start(
         operation,
+        tensor,
         group,
         lambda: dist.broadcast(tensor, source, group=process_group, async_op=True),
     ).wait()
@@ -210,10 +236,11 @@ def _all_to_all(
     chunks: torch.Tensor, group: ShardGroup, operation: Operation
 ) -> tuple[list[torch.Tensor], Pending]:
     """Send chunk i of `chunks` to rank i; returns what came from each rank, and the handle."""
-    if not _goes_point_to_point(chunks, group):
+    if not messages_carry_names(group, chunks.device):
         received = torch.empty_like(chunks)
         pending = _start(
             operation,
+            chunks,
             group,
             lambda: dist.all_to_all_single(
                 received, chunks, group=group.process_group, async_op=True
@@ -253,19 +280,28 @@ def _exchange(
                 receives.append((process_group.recv([incoming[source]], source, tag), source))
         except RuntimeError as error:
             raise diagnose(str(operation), group, peer, error) from error
-    return Pending(operation, group, [*receives, *sends])
+    pending = Pending(operation, group)
+    pending.works = [*receives, *sends]
+    return pending
 
 
-def _goes_point_to_point(tensor: torch.Tensor, group: ShardGroup) -> bool:
-    return group.backend == "gloo" and tensor.device.type == "cpu"
+def messages_carry_names(group: ShardGroup, device: torch.device) -> bool:
+    """See Note [A message carries its name]; elsewhere a `Watchdog` looks on."""
+    return group.backend == "gloo" and device.type == "cpu"
 
 
-def _start(operation: Operation, group: ShardGroup, issue: Callable[[], dist.Work]) -> Pending:
-    """Issue a call of the backend's own; a peer may be known to be dead already."""
+def _start(
+    operation: Operation, tensor: torch.Tensor, group: ShardGroup, issue: Callable[[], dist.Work]
+) -> Pending:
+    """Issue a call of the backend's own on `tensor`; a peer may be known to be dead already."""
+    pending = Pending(operation, group, tensor.nbytes)
+    if operation.watchdog is not None:
+        operation.watchdog.watch(pending)
     try:
-        return Pending(operation, group, [(issue(), -1)])
+        pending.works = ((issue(), -1),)
     except RuntimeError as error:
         raise diagnose(str(operation), group, -1, error) from error
+    return pending
 
 
 def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float) -> None:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 LONGEST_DEFAULT_TIMEOUT = timedelta(minutes=5)
+BACKEND_GRACE = timedelta(seconds=15)
+"""How much longer a backend's own watchdog waits, which knows no units and ends the process."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,8 @@ def make_shard_group(
         timeout = min(_group_timeout(process_group, device), LONGEST_DEFAULT_TIMEOUT)
     elif timeout <= timedelta(0):
         raise ValueError(f"timeout: expected a positive timedelta, got {timeout!r}")
-    elif backend != "gloo":
-        # Waits of other backends take no timeout; their own watchdog enforces the group's.
-        set_timeout = getattr(process_group._get_backend(device), "_set_default_timeout", None)
-        if set_timeout is not None:
-            set_timeout(timeout)
+    if backend != "gloo":
+        _let_backend_wait(process_group, device, timeout + BACKEND_GRACE)
     return ShardGroup(
         process_group=process_group,
         rank=dist.get_rank(process_group),
@@ -100,6 +99,15 @@ def make_shard_group(
         backend=backend,
         timeout=timeout,
     )
+
+
+def _let_backend_wait(
+    process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta
+) -> None:
+    """Bound the waits of a backend that takes no timeout with each of them."""
+    set_timeout = getattr(process_group._get_backend(device), "_set_default_timeout", None)
+    if set_timeout is not None:
+        set_timeout(timeout)
 
 
 def _group_timeout(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -51,7 +51,7 @@ def clip_grad_norm_(
             part = torch.maximum(part, own) if is_max else part + own / group.size
         if group.size > 1:
             # Gathered and then reduced here: in rank order, and a NaN survives a maximum.
-            operation = root.next_operation("gradient norm", "the model")
+            operation = root.next_operation("gradient norm", "the model", group)
             parts = gather_scalar(part, group, operation)
             part = parts.amax() if is_max else parts.sum()
         total = torch.maximum(total, part) if is_max else total + part

@@ -88,8 +88,8 @@ class GradientReducer:
                 for reduction in members
                 for index in reduction.handle.gradients.layout.trainable
             ]
-            operation = root.next_operation("gradient presence", "the model")
             group = members[0].handle.group
+            operation = root.next_operation("gradient presence", "the model", group)
             started.append((members, flags, *gather_flags(flags, group, root.device, operation)))
 
         def answer() -> list[tuple[Reduction, set[int]]]:

@@ -30,13 +30,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 
-from layerzero.comm.collectives import Operation
+from layerzero.comm.collectives import Operation, messages_carry_names
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.comm.limiter import GatherLimiter
 from layerzero.comm.streams import Mark, Streams
+from layerzero.comm.watchdog import Watchdog
 from layerzero.config import BackwardPrefetch, GatherBudget
+from layerzero.core.groups import ShardGroup
 from layerzero.runtime.exec_order import ExecOrderRecorder, Order
 from layerzero.runtime.passes import (
     FINISH_LAST,
@@ -63,7 +66,9 @@ def remembers_failure(method: _Method) -> _Method:
         try:
             return method(root, *args, **kwargs)
         except CollectiveError as error:
-            root.failure = root.failure or error
+            first = root.failure = root.failure or error
+            if str(first) not in str(error):
+                raise first from error  # A watchdog knew before, and knows more.
             raise
 
     return wrapped  # type: ignore[return-value]
@@ -119,6 +124,7 @@ class RootState:
         self.freed_mark = None
         self.failure = None
         self.last_order = ()
+        self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
         self._num_operations = 0
         self._profiling = torch.autograd._profiler_enabled
         self._clock = 0
@@ -138,15 +144,37 @@ class RootState:
 
     # Small services -------------------------------------------------------------------------
 
-    def next_operation(self, verb: str, unit: str) -> Operation:
-        """Name the next collective; every rank counts alike.
+    def next_operation(self, verb: str, unit: str, group: ShardGroup) -> Operation:
+        """Name the next collective, which `group` takes part in; every rank counts alike.
 
         Raises:
             CollectiveError: an earlier collective of this model failed.
         """
         self._refuse_after_failure()
         self._num_operations += 1
-        return Operation(verb, unit, self._num_operations)
+        return Operation(verb, unit, self._num_operations, self._watchdog_of(group))
+
+    def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
+        """None for groups of one, and where messages carry names."""
+        try:
+            return self._watchdogs[group.process_group]
+        except KeyError:
+            watchdog = None
+            if group.size > 1 and not messages_carry_names(group, self.device):
+                mark = self.streams.mark_compute
+                watchdog = Watchdog(group, self.device, mark, self._remember_failure)
+            return self._watchdogs.setdefault(group.process_group, watchdog)
+
+    @property
+    def _remember_failure(self) -> Callable[[CollectiveError], None]:
+        root_ref = weakref.ref(self)
+
+        def remember(error: CollectiveError) -> None:
+            root = root_ref()
+            if root is not None:
+                root.failure = root.failure or error
+
+        return remember
 
     def _refuse_after_failure(self) -> None:
         if self.failure is not None:

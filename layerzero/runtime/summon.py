@@ -110,7 +110,9 @@ def _gather_flat(
     root: RootState, unit: Unit, handle: FlatParamHandle, shard: torch.Tensor
 ) -> torch.Tensor:
     full = shard.new_empty(handle.layout.padded_numel)
-    pending = all_gather(full, shard, handle.group, root.next_operation("summon", unit.label))
+    pending = all_gather(
+        full, shard, handle.group, root.next_operation("summon", unit.label, handle.group)
+    )
     pending.wait()
     return full
 
@@ -164,7 +166,7 @@ def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) 
     handle = entry.handle
     pieces = handle.layout.pieces(handle.group.rank)
     for index, sharded in enumerate(handle.sharded_params):
-        operation = root.next_operation("summon writeback", handle.fqns[index])
+        operation = root.next_operation("summon writeback", handle.fqns[index], handle.group)
         numel = handle.layout.numels[index]
         full = sharded.new_empty(numel)
         if entry.parameters is not None:
@@ -180,7 +182,9 @@ def _send_gradient_from_first(root: RootState, entry: _Summoned, index: int) -> 
     handle = entry.handle
     sharded, piece = handle.sharded_params[index], handle.layout.pieces(handle.group.rank)[index]
     grad = None if entry.parameters is None else entry.parameters[index].grad
-    operation = root.next_operation("summon writeback of a gradient", handle.fqns[index])
+    operation = root.next_operation(
+        "summon writeback of a gradient", handle.fqns[index], handle.group
+    )
     exists = torch.tensor([grad is not None], dtype=torch.uint8, device=sharded.device)
     if not broadcast_(exists, handle.group, operation).item():
         sharded.grad = None

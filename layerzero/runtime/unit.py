@@ -232,7 +232,10 @@ class Unit:
                 if handle.is_whole:
                     continue
                 gather = functools.partial(
-                    self._gather, handle, root, root.next_operation("all-gather", self.label)
+                    self._gather,
+                    handle,
+                    root,
+                    root.next_operation("all-gather", self.label, handle.group),
                 )
                 self._gathers.append(
                     root.streams.reduce.behind(gather) if behind_reductions else gather()
@@ -349,7 +352,7 @@ class Unit:
                     chunk, started = reduce_scatter(
                         gradients.buffer,
                         handle.group,
-                        root.next_operation("reduce-scatter", self.label),
+                        root.next_operation("reduce-scatter", self.label, handle.group),
                         scale=self.options.gradient_scale,
                         deterministic=self.options.deterministic,
                     )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from layerzero import ZeRO3, units
 from layerzero.comm.collectives import Operation
+from layerzero.core.groups import ShardGroup
 
 
 @contextmanager
@@ -16,8 +17,8 @@ def recorded_operations(model: ZeRO3) -> Iterator[list[Operation]]:
     operations: list[Operation] = []
     original = root.next_operation
 
-    def recording(verb: str, unit: str) -> Operation:
-        operation = original(verb, unit)
+    def recording(verb: str, unit: str, group: ShardGroup) -> Operation:
+        operation = original(verb, unit, group)
         operations.append(operation)
         return operation
 

@@ -1,0 +1,266 @@
+"""Watchdog: names what hangs, and who went another way, where messages carry no name.
+
+On gloo the host waits for each message and every message carries its name (collectives.py). Other
+backends match collectives by order alone, and on a device the host does not wait at all: a dead
+rank is a queue that stands still, and two gathers of equal size in swapped order mix the weights
+of two units. So a thread on each rank looks on, about once a second:
+
+- Did the oldest collective in flight stand for longer than the timeout? Then every rank says what
+  it waits for (diagnosis.py), and the group is aborted, so that a host blocked on the device comes
+  back.
+- Did the ranks issue the same collectives? Each publishes a digest of all it has issued, and
+  compares the next rank's with its own at the same count; equal along the ring is equal everywhere.
+
+The error is logged at once, and raised by the next use of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from layerzero.comm.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
+from layerzero.comm.streams import Mark
+from layerzero.core.groups import ShardGroup
+
+_HISTORY = 4096
+"""Collectives a rank remembers: how far ranks may drift apart and still be compared."""
+_LONGEST_PAUSE_S = 1.0
+
+_logger = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """A collective, from its issue until the device, or the host on CPU, is past it."""
+
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """What it is called; the same on every rank."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether this rank has come as far, and can only wait for others."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class Watchdog:
+    """Watches the collectives that one model issues on one process group.
+
+    Every rank of the group must make its watchdogs in the same order.
+    """
+
+    has_failed: bool
+    """Set once, by the watching thread; nothing is watched any more."""
+
+    def __init__(
+        self,
+        group: ShardGroup,
+        device: torch.device,
+        mark: Callable[[], Mark],
+        on_failure: Callable[[CollectiveError], None],
+    ) -> None:
+        """
+        Args:
+            mark: makes a mark of the current stream, or None on CPU.
+            on_failure: called on the watching thread; must not keep the model alive.
+        """
+        self.has_failed = False
+        self.mark = mark
+        self._group = group
+        self._device = device
+        self._on_failure = on_failure
+        self._issued: deque[Watched] = deque()
+        self._in_flight: deque[Watched] = deque()
+        self._standing_since: float | None = None
+        self._history: dict[int, tuple[int, str]] = {}
+        self._count = 0
+        self._digest = 0
+        self._board = _Board.open(group)
+        self._pause_s = min(_LONGEST_PAUSE_S, group.timeout.total_seconds() / 4)
+        self._thread: threading.Thread | None = None
+
+    def watch(self, collective: Watched) -> None:
+        """A collective is about to be issued. Cheap: all else is the thread's work."""
+        self._issued.append(collective)
+        if self._thread is None:
+            self._start()
+
+    def _start(self) -> None:
+        stop = threading.Event()
+        # A daemon that holds its watchdog weakly: it must keep neither process nor model alive.
+        # The finalizer also runs at exit, before the interpreter goes from under the thread.
+        weakref.finalize(self, stop.set)
+        self._thread = threading.Thread(
+            target=_look_on,
+            args=(weakref.ref(self), self._pause_s, stop),
+            name="layerzero-watchdog",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def look(self) -> None:
+        """What the thread does between pauses."""
+        has_news = self._take_issued()
+        while self._in_flight and self._in_flight[0].is_done:
+            self._in_flight.popleft()
+            self._standing_since = None
+        error = None
+        if has_news or self._in_flight:
+            error = self._compare_with_next_rank() or self._find_standstill()
+        if error is not None:
+            self._on_failure(error)
+            self.has_failed = True
+            _logger.error("%s", error)
+            _abort(self._group, self._device)
+
+    def _take_issued(self) -> bool:
+        """Add to the history what was issued since the last look."""
+        before = self._count
+        while self._issued:
+            collective = self._issued.popleft()
+            self._count += 1
+            text = f"{collective.name}/{collective.nbytes}"
+            self._digest = zlib.crc32(text.encode(), self._digest)
+            self._history[self._count] = self._digest, collective.name
+            self._history.pop(self._count - _HISTORY, None)
+            self._in_flight.append(collective)
+        return self._count > before
+
+    def _find_standstill(self) -> CollectiveError | None:
+        # Collectives of a group run in order, so the oldest one holds up all others.
+        if not self._in_flight or not self._in_flight[0].is_reached:
+            return None
+        if self._standing_since is None:
+            self._standing_since = time.monotonic()
+        if time.monotonic() - self._standing_since < self._group.timeout.total_seconds():
+            return None
+        return diagnose(self._in_flight[0].name, self._group, -1, TimeoutError("timed out"))
+
+    def _compare_with_next_rank(self) -> CollectiveError | None:
+        board = self._board
+        if board is None or not self._count:
+            return None
+        try:
+            board.publish(self._count, self._digest)
+            seen = board.next_rank_published()
+            if seen is not None:
+                own = self._history.get(seen[0])
+                if own is not None and own[0] != seen[1]:
+                    board.tell_diverged()
+            pair = board.diverged_pair()
+            return None if pair is None else self._divergence(board, pair)
+        except (RuntimeError, ValueError) as error:
+            # The store is gone, with the rank that keeps it, or is none (torch's fake group).
+            _logger.debug("collectives are no longer compared between ranks: %s", error)
+            self._board = None
+            return None
+
+    def _divergence(self, board: _Board, pair: tuple[int, int]) -> CollectiveError:
+        names = {count: name for count, (_, name) in self._history.items()}
+        first, second = board.exchange_histories(pair, names)
+        ranks = f"rank {pair[0]} and rank {pair[1]}"
+        text = (
+            f"{ranks} issued different collectives, so their data may be mixed up: restart from "
+            "the last checkpoint. Every rank must call the same units in the same order."
+        )
+        for count in sorted(first.keys() & second.keys()):
+            if first[count] != second[count]:
+                text += (
+                    f"\nThey parted at collective {count} of this model on this group:\n"
+                    f"  rank {pair[0]}: {first[count]}\n  rank {pair[1]}: {second[count]}"
+                )
+                break
+        return CollectiveError(text)
+
+
+def _look_on(watchdog_ref: weakref.ref[Watchdog], pause_s: float, stop: threading.Event) -> None:
+    while not stop.wait(pause_s):
+        watchdog = watchdog_ref()
+        if watchdog is None or watchdog.has_failed:
+            return
+        watchdog.look()
+        del watchdog
+
+
+def _abort(group: ShardGroup, device: torch.device) -> None:
+    """Let whoever is blocked in a collective of the group go; backends that cannot, time out."""
+    try:
+        group.process_group._get_backend(device).abort()
+    except (RuntimeError, AttributeError) as error:
+        _logger.debug("the group cannot be aborted: %s", error)
+
+
+class _Board:
+    """Where the watchdogs of one model leave notes for each other: torch's own store."""
+
+    def __init__(self, store: dist.Store, group: ShardGroup) -> None:
+        self._store = store
+        self._group = group
+        self._next_rank = group.ranks[(group.rank + 1) % group.size]
+        self._rank = group.ranks[group.rank]
+
+    @classmethod
+    def open(cls, group: ShardGroup) -> _Board | None:
+        """The board of the next model on this group; None where there is no store."""
+        try:
+            # A connection of its own: the thread's questions must not hold up the main thread's.
+            store = dist.distributed_c10d._get_default_store()
+            store = store.clone()  # type: ignore[attr-defined]
+            prefix = f"layerzero/watchdog/{group.process_group.group_name}"
+            number = store.add(f"{prefix}/models/{group.rank}", 1)
+            return cls(dist.PrefixStore(f"{prefix}/{number}", store), group)
+        except (RuntimeError, ValueError) as error:
+            _logger.debug("collectives are not compared between ranks: %s", error)
+            return None
+
+    def publish(self, count: int, digest: int) -> None:
+        self._store.set(f"digest/{self._rank}", json.dumps([count, digest]))
+
+    def next_rank_published(self) -> tuple[int, int] | None:
+        key = f"digest/{self._next_rank}"
+        if not self._store.check([key]):
+            return None
+        count, digest = json.loads(self._store.get(key))
+        return count, digest
+
+    def tell_diverged(self) -> None:
+        # Only the first pair counts, so that every rank tells of the same one.
+        self._store.compare_set("diverged", "", json.dumps([self._rank, self._next_rank]))
+
+    def diverged_pair(self) -> tuple[int, int] | None:
+        if not self._store.check(["diverged"]):
+            return None
+        first, second = json.loads(self._store.get("diverged"))
+        return first, second
+
+    def exchange_histories(
+        self, pair: tuple[int, int], own: dict[int, str]
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """What the two ranks issued, by count; what did not come in time is empty."""
+        if self._rank in pair:
+            self._store.set(f"history/{self._rank}", json.dumps(own))
+        keys = [f"history/{rank}" for rank in pair]
+        deadline = time.monotonic() + REPORT_SECONDS
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        first, second = (
+            json.loads(self._store.get(key)) if self._store.check([key]) else {} for key in keys
+        )
+        return (
+            {int(count): name for count, name in first.items()},
+            {int(count): name for count, name in second.items()},
+        )

@@ -1,0 +1,180 @@
+"""Backends whose messages carry no name: same results, and a watchdog that names what hangs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero import CollectiveError, ZeRO3
+from layerzero.core import groups
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.plain_backend import make_plain_group
+from tests.harness.ranks import run_ranks
+
+TIMEOUT = timedelta(seconds=3)
+GRACE_S = 30.0
+
+
+class Chain(nn.Module):
+    """Blocks of equal size and nothing else, in an order that a rank may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.route = [0, 1, 2, 3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.route:
+            x = self.blocks[index](x)
+        return x
+
+
+def wrapped(module: nn.Module, timeout: timedelta = TIMEOUT, **arguments) -> ZeRO3:
+    # Gloo cannot be aborted, so a rank blocked in it comes back when gloo itself gives up: soon.
+    groups.BACKEND_GRACE = timedelta(seconds=6)
+    group = make_plain_group(timedelta(seconds=60))
+    return ZeRO3(module, group, auto_wrap_policy={Block}, timeout=timeout, **arguments)
+
+
+def train(model: ZeRO3, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(1 + dist.get_rank())
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(3, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def error_of(run) -> str:
+    start = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        run()
+    assert time.monotonic() - start < TIMEOUT.total_seconds() + GRACE_S
+    return str(caught.value)
+
+
+def _trains(named: bool, deterministic: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = Mlp(3)
+    if named:
+        return train(ZeRO3(model, auto_wrap_policy={Block}), 5)
+    return train(wrapped(model, deterministic=deterministic), 5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["backend's sum", "own sum"])
+def test_both_kinds_of_verbs_train_alike(deterministic: bool) -> None:
+    # Two addends have one sum, whoever adds them.
+    assert run_ranks(2, _trains, True, False) == run_ranks(2, _trains, False, deterministic)
+
+
+def _swaps() -> str:
+    torch.manual_seed(0)
+    model = wrapped(Chain(), forward_prefetch=False)
+    train(model, 2)
+    if dist.get_rank() == 1:
+        model.module.route = [0, 2, 1, 3]
+
+    def keep_training() -> None:
+        while True:
+            train(model, 1)
+
+    return error_of(keep_training)
+
+
+def test_gathers_of_equal_size_in_swapped_order_are_found() -> None:
+    """Nothing hangs there: without the comparison two units would use each other's weights."""
+    messages = run_ranks(2, _swaps)
+    assert messages[0] == messages[1]
+    assert "issued different collectives" in messages[0]
+    assert "rank 0: all-gather of blocks.1" in messages[0]
+    assert "rank 1: all-gather of blocks.2" in messages[0]
+
+
+def _stays_away() -> str | None:
+    model = wrapped(Mlp(3))
+    train(model, 2)
+    if dist.get_rank() == 1:
+        return None
+    return error_of(lambda: train(model, 1))
+
+
+def test_a_silent_rank_is_named() -> None:
+    message = run_ranks(2, _stays_away)[0]
+    assert "all-gather of " in message
+    assert "rank 0: waits for the group in all-gather of" in message
+    assert "rank 1: no report" in message
+    assert "within the timeout of 3 s" in message
+
+
+def _exits() -> str | None:
+    model = wrapped(Mlp(3))
+    train(model, 2)
+    if dist.get_rank() == 1:
+        model.module.blocks[1].up.register_forward_pre_hook(lambda *_: os._exit(7))
+    return error_of(lambda: train(model, 1))
+
+
+def test_a_rank_that_exits_is_named() -> None:
+    message = run_ranks(2, _exits, expect_exit={1: 7})[0]
+    assert "all-gather of " in message
+    assert "rank 1: no report" in message
+
+
+def _skips() -> str:
+    torch.manual_seed(0)
+    model = wrapped(Chain())
+    train(model, 2)
+    if dist.get_rank() == 1:
+        model.module.route = [0, 2, 3]
+    return error_of(lambda: train(model, 50))
+
+
+def test_a_rank_that_skips_a_unit_gives_every_rank_an_error() -> None:
+    for message in run_ranks(2, _skips):
+        assert "blocks." in message
+
+
+def _pauses() -> list[float]:
+    torch.manual_seed(0)
+    model = wrapped(Mlp(2), timeout=timedelta(seconds=1))
+    other = wrapped(Mlp(2), timeout=timedelta(seconds=1))
+    losses = train(model, 2) + train(other, 2)
+    # Nothing to wait for, and then a gather that is there and that nobody asks about.
+    time.sleep(1.6)
+    handle = model.unshard(async_op=True)
+    time.sleep(1.6)
+    handle.wait()
+    return losses + train(model, 2) + train(other, 2)
+
+
+def test_pauses_between_collectives_and_two_models_are_no_alarm() -> None:
+    assert all(len(losses) == 8 for losses in run_ranks(2, _pauses))
+
+
+def _forgets() -> None:
+    def watching() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "layerzero-watchdog"]
+
+    model = wrapped(Mlp(2), timeout=timedelta(seconds=2))
+    train(model, 1)
+    (thread,) = watching()
+    del model
+    gc.collect()
+    thread.join(5.0)
+    assert not watching()
+
+
+def test_the_watchdog_goes_with_its_model() -> None:
+    run_ranks(2, _forgets)
