@@ -1,0 +1,249 @@
+"""On a device with streams every two accesses of the same memory are ordered, and the host is free.
+
+Run on a simulated device (tests/harness/simulated_device.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from layerzero import BackwardPrefetch, MixedPrecision, ZeRO3
+from layerzero.comm.streams import DeviceLane, _OnLane
+from layerzero.runtime.root import RootState
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.plain_backend import make_plain_group
+from tests.harness.ranks import run_ranks
+from tests.harness.simulated_device import SimulatedDevice, simulated_device
+
+
+def wrapped(**arguments) -> ZeRO3:
+    torch.manual_seed(0)
+    group = make_plain_group(timedelta(seconds=60))
+    return ZeRO3(Mlp(4), group, auto_wrap_policy={Block}, **arguments)
+
+
+def train(
+    model: ZeRO3, steps: int = 3, optimizer_class: type = torch.optim.AdamW
+) -> list[torch.Tensor]:
+    optimizer = optimizer_class(model.parameters(), lr=0.01)
+    torch.manual_seed(1 + dist.get_rank())
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(3, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def plain_steps(model: ZeRO3) -> None:
+    train(model)
+
+
+def accumulation(model: ZeRO3) -> None:
+    for sync in (False, False, True, True):
+        with nullcontext() if sync else model.no_sync():
+            model(torch.randn(3, WIDTH)).sum().backward()
+    train(model, 1)
+
+
+def evaluation_between(model: ZeRO3) -> None:
+    train(model, 2)
+    with torch.no_grad():
+        model(torch.randn(3, WIDTH))
+    train(model, 2)
+
+
+def clipping(model: ZeRO3) -> None:
+    train(model, 1)
+    model(torch.randn(3, WIDTH)).sum().backward()
+    model.clip_grad_norm_(0.1)
+    train(model, 1)
+
+
+def summoning(model: ZeRO3) -> None:
+    train(model, 1)
+    with model.summon_full_params(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    train(model, 2)
+
+
+def explicit_unshard(model: ZeRO3) -> None:
+    train(model, 1)
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    model.reshard()
+    train(model, 1)
+
+
+def recomputation(model: ZeRO3) -> None:
+    for block in model.module.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    train(model)
+
+
+def several_forwards(model: ZeRO3) -> None:
+    train(model, 1)
+    outputs = [model(torch.randn(3, WIDTH)) for _ in range(3)]
+    for output in reversed(outputs):
+        output.sum().backward()
+    train(model, 1)
+
+
+USES = [
+    plain_steps,
+    accumulation,
+    evaluation_between,
+    clipping,
+    summoning,
+    explicit_unshard,
+    recomputation,
+    several_forwards,
+]
+SETTINGS = {
+    "default": {},
+    "bfloat16": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+    "deterministic": {"deterministic": True},
+    "three ahead, no limit": {"forward_prefetch": 3, "limit_all_gathers": False},
+    "backward post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "no prefetch": {"forward_prefetch": False, "backward_prefetch": None},
+    "stays full": {"reshard_after_forward": False},
+    "sum": {"gradient_reduction": "sum"},
+}
+
+
+def _races(settings: str) -> dict[str, list[str]]:
+    found = {}
+    for use in USES:
+        with simulated_device() as device:
+            use(wrapped(**SETTINGS[settings]))
+        found[use.__name__] = sorted(set(device.races))
+    return found
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_two_accesses_are_ordered(settings: str) -> None:
+    for found in run_ranks(2, _races, settings):
+        assert found == {use.__name__: [] for use in USES}
+
+
+def _blocks_host() -> list[str]:
+    with simulated_device() as device:
+        model = wrapped()
+        train(model, 2)
+        device.host_waits.clear()
+        # Not AdamW: it reads its step count, which a device leaves on the host.
+        train(model, 2, torch.optim.SGD)
+        assert device.host_waits == []
+        model.clip_grad_norm_(1.0).item()
+    return device.host_waits
+
+
+def test_no_operation_of_a_step_blocks_the_host() -> None:
+    """The last one is the test's own, so that it is seen to be seen."""
+    assert run_ranks(2, _blocks_host) == [["_local_scalar_dense"]] * 2
+
+
+def _losses(simulated: bool) -> list[torch.Tensor]:
+    if not simulated:
+        return train(wrapped(), 4)
+    with simulated_device():
+        return train(wrapped(), 4)
+
+
+def test_the_simulation_trains_like_the_cpu() -> None:
+    def values(results: list[list[torch.Tensor]]) -> list[list[float]]:
+        return [[loss.item() for loss in losses] for losses in results]
+
+    assert values(run_ranks(2, _losses, True)) == values(run_ranks(2, _losses, False))
+
+
+# What the simulation finds when a wait is missing ---------------------------------------------
+
+
+def without_waiting_for_marks() -> object:
+    return mock.patch.object(DeviceLane, "wait", lambda *_: None)
+
+
+def without_waiting_for_gathers() -> object:
+    return mock.patch.object(_OnLane, "wait", lambda _: None)
+
+
+class _Never:
+    """An attribute that cannot be set: the mark is always None, for nothing to wait for."""
+
+    def __get__(self, *_: object) -> None:
+        return None
+
+    def __set__(self, *_: object) -> None: ...
+
+
+def without_the_mark_of_weights() -> object:
+    return mock.patch.object(RootState, "weights_mark", _Never(), create=True)
+
+
+def without_the_mark_of_frees() -> object:
+    return mock.patch.object(RootState, "freed_mark", _Never(), create=True)
+
+
+def without_the_lanes_mark() -> object:
+    """The lane is never ordered after the collective."""
+
+    def settle(lane: DeviceLane, pending: object, then: object = None) -> object:
+        return _OnLane(lane._module, lane.mark(), pending)
+
+    return mock.patch.object(DeviceLane, "settle", settle)
+
+
+MISSING: list[tuple[Callable[[], object], str]] = [
+    (without_waiting_for_marks, "default"),
+    (without_waiting_for_gathers, "default"),
+    (without_the_mark_of_weights, "default"),
+    (without_the_mark_of_weights, "bfloat16"),
+    (without_the_mark_of_frees, "default"),
+    (without_the_mark_of_frees, "bfloat16"),
+    (without_the_lanes_mark, "default"),
+]
+
+
+def _found_without(missing: Callable[[], object], settings: str) -> list[str]:
+    with missing(), simulated_device() as device:  # type: ignore[attr-defined]
+        train(wrapped(**SETTINGS[settings]))
+    return device.races
+
+
+@pytest.mark.parametrize(
+    ("missing", "settings"), MISSING, ids=[f"{m.__name__}, {s}" for m, s in MISSING]
+)
+def test_a_missing_wait_is_found(missing: Callable[[], object], settings: str) -> None:
+    assert all(run_ranks(2, _found_without, missing, settings))
+
+
+def _reuses_memory_too_early() -> list[str]:
+    with simulated_device() as device:
+        assert isinstance(device, SimulatedDevice)
+        side = device.Stream()
+        with device.stream(side):
+            first = torch.ones(4)
+        device.current_stream().wait_event(side.record_event())
+        first.add(1)
+        del first
+        with device.stream(side):
+            torch.ones(4)
+    return device.races
+
+
+def test_memory_handed_out_again_too_early_is_found() -> None:
+    (race,) = run_ranks(1, _reuses_memory_too_early)[0]
+    assert "does not wait for what was used by add on compute, in memory freed since" in race

@@ -1,0 +1,278 @@
+"""A device with streams, simulated on CPU, that finds accesses which no wait puts in order.
+
+The engine runs its code for devices: lanes are side streams, collectives are queued, the host does
+not wait. Every operation really runs at once, on CPU, so results are right; beside that, each
+access of memory is noted with a vector clock of its stream, and two accesses of the same bytes, one
+of them a write, must be ordered by events. As on a device, memory that was freed may be handed out
+again at once on the stream it was allocated on: what is written there must come after every use
+that the old contents had on any stream. (Vector clocks as in Mattern, Virtual Time and Global
+States of Distributed Systems, 1989.)
+
+What it cannot tell: how fast anything is, and whether a real device does what it is believed to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from layerzero.comm import collectives
+from layerzero.comm.streams import Streams
+from layerzero.runtime import root
+
+Clock = dict[int, int]
+"""Stream -> how many of its actions are known to have happened."""
+
+_ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_FREED = ", in memory freed since"
+_BLOCKS_HOST = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, time in other.items():
+        clock[stream] = max(clock.get(stream, 0), time)
+
+
+class Event:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream:
+    """A queue of the device; what it has waited for is in its clock."""
+
+    _ids = itertools.count()
+
+    def __init__(self, device: object = None, name: str = "") -> None:
+        self.id = next(Stream._ids)
+        self.name = name or f"side stream {self.id}"
+        self.clock: Clock = {self.id: 0}
+
+    def tick(self) -> None:
+        self.clock[self.id] += 1
+
+    def record_event(self) -> Event:
+        return Event(dict(self.clock))
+
+    def wait_event(self, event: Event) -> None:
+        _merge(self.clock, event.clock)
+
+
+@dataclass
+class _Memory:
+    """Accesses of one storage since it was allocated."""
+
+    alive: StorageWeakRef
+    home: Stream
+    """The stream it was allocated on, whose allocations may get its memory next."""
+    written: Clock
+    read: Clock
+    last: dict[int, str] = field(default_factory=dict)
+    """Stream -> what it did here last, for the report."""
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """Stands in for a device module such as `torch.cuda`, and watches what torch does."""
+
+    races: list[str]
+    """Accesses in no order, in words."""
+    host_waits: list[str]
+    """Operations that block the host until the device has come to them."""
+
+    Stream = Stream
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races = []
+        self.host_waits = []
+        self._compute = Stream(name="compute")
+        self._comm = Stream(name="the backend's stream")
+        self._current = [self._compute]
+        self._memories: dict[int, _Memory] = {}
+        self._freed: dict[int, Clock] = {}
+        self._freed_last: dict[int, dict[int, str]] = {}
+        self._is_paused = False
+
+    # The device module -----------------------------------------------------------------------
+
+    def is_available(self) -> bool:
+        """For others than the engine who ask: torch's checkpoint does in builds for a device."""
+        return False
+
+    def current_stream(self) -> Stream:
+        return self._current[-1]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    # Memory ----------------------------------------------------------------------------------
+
+    def _allocate(self, storage: torch.UntypedStorage) -> _Memory:
+        """Memory from the pool of the current stream."""
+        for key in [key for key, memory in self._memories.items() if memory.alive.expired()]:
+            self._free(key)
+        home = self.current_stream()
+        before = dict(self._freed.get(home.id, {}))
+        last = dict(self._freed_last.get(home.id, {}))
+        memory = _Memory(StorageWeakRef(storage), home, before, {}, last)
+        self._memories[storage._cdata] = memory
+        return memory
+
+    def _free(self, key: int) -> None:
+        memory = self._memories.pop(key)
+        pool = self._freed.setdefault(memory.home.id, {})
+        _merge(pool, memory.written)
+        _merge(pool, memory.read)
+        self._freed_last.setdefault(memory.home.id, {}).update(
+            {stream: f"{what.removesuffix(_FREED)}{_FREED}" for stream, what in memory.last.items()}
+        )
+
+    def _resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        if storage._cdata in self._memories:
+            self._free(storage._cdata)
+        if nbytes:
+            self._allocate(storage)
+
+    def _access(self, tensor: Tensor, stream: Stream, what: str, writes: bool) -> None:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes() or not tensor.numel():
+            return
+        memory = self._memories.get(storage._cdata)
+        if memory is None or memory.alive.expired():
+            memory = self._allocate(storage)
+        self._require(memory.written, memory, stream, what)
+        if writes:
+            self._require(memory.read, memory, stream, what)
+            memory.written[stream.id] = stream.clock[stream.id]
+        else:
+            memory.read[stream.id] = stream.clock[stream.id]
+        memory.last[stream.id] = f"{what} on {stream.name}"
+
+    def _require(self, before: Clock, memory: _Memory, stream: Stream, what: str) -> None:
+        for other, time in before.items():
+            if stream.clock.get(other, 0) < time:
+                self.races.append(
+                    f"{what} on {stream.name} does not wait for what was used by "
+                    f"{memory.last.get(other, 'an earlier operation')}"
+                )
+
+    # What torch does -------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._is_paused:
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if name in _ALLOCATES:
+            for output in outputs:
+                self._allocate(output.untyped_storage())
+            return
+        if name in _BLOCKS_HOST:
+            self.host_waits.append(name)
+        if func.is_view or name == "detach":
+            return
+        stream = self.current_stream()
+        stream.tick()
+        seen = set()
+        for position, argument in enumerate(func._schema.arguments):
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(given):
+                if isinstance(tensor, Tensor):
+                    seen.add(tensor.untyped_storage()._cdata)
+                    self._access(tensor, stream, name, writes)
+        for output in outputs:
+            storage = output.untyped_storage()
+            if storage._cdata not in seen:
+                self._allocate(storage)
+                self._access(output, stream, name, writes=True)
+
+    def _collective(self, verb: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
+        """`verb(output, input, ...)`, or `verb(tensor, ...)`, queued as NCCL does."""
+
+        def queued(*args: Any, **kwargs: Any) -> _Queued:
+            self._comm.wait_event(self.current_stream().record_event())
+            self._comm.tick()
+            output, given = args[0], args[0 if in_place else 1]
+            self._access(given, self._comm, verb.__name__, writes=False)
+            self._access(output, self._comm, verb.__name__, writes=True)
+            self._is_paused = True
+            try:
+                verb(*args, **{**kwargs, "async_op": False})
+            finally:
+                self._is_paused = False
+            return _Queued(self, self._comm.record_event())
+
+        return queued
+
+
+class _Queued:
+    """A collective's handle: waiting orders streams, not the host."""
+
+    def __init__(self, device: SimulatedDevice, done: Event) -> None:
+        self._device = device
+        self._done = done
+
+    def wait(self) -> None:
+        self._device.current_stream().wait_event(self._done)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@contextmanager
+def simulated_device() -> Iterator[SimulatedDevice]:
+    """Models wrapped and trained inside run as on a device with streams."""
+    device = SimulatedDevice()
+    resize = torch.UntypedStorage.resize_
+
+    def noted_resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        result = resize(storage, nbytes)
+        device._resize(storage, nbytes)
+        return result
+
+    def streams(_: torch.device, finishing_thread: bool) -> Streams:
+        return Streams(torch.device("cuda", 0), finishing_thread)
+
+    gather, scatter = collectives._all_gather_single, collectives._reduce_scatter_single
+    with (
+        mock.patch.object(torch, "get_device_module", lambda _: device),
+        mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
+        mock.patch.object(root, "Streams", streams),
+        mock.patch.object(collectives, "_all_gather_single", device._collective(gather, False)),
+        mock.patch.object(
+            collectives, "_reduce_scatter_single", device._collective(scatter, False)
+        ),
+        mock.patch.object(
+            dist, "all_to_all_single", device._collective(dist.all_to_all_single, False)
+        ),
+        mock.patch.object(dist, "broadcast", device._collective(dist.broadcast, True)),
+        device,
+    ):
+        yield device
