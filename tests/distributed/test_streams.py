@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, ZeRO3
-from layerzero.comm.streams import DeviceLane, _OnLane
+from layerzero.comm.streams import DeviceLane, Streams, _OnLane
 from layerzero.runtime.root import RootState
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
@@ -206,6 +206,24 @@ def without_the_lanes_mark() -> object:
     return mock.patch.object(DeviceLane, "settle", settle)
 
 
+def _with_lane(change: Callable[[Streams], None]) -> object:
+    original = Streams.__init__
+
+    def changed(streams: Streams, device: torch.device, finishing_thread: bool) -> None:
+        original(streams, device, finishing_thread)
+        change(streams)
+
+    return mock.patch.object(Streams, "__init__", changed)
+
+
+def without_the_mark_of_the_cast() -> object:
+    return _with_lane(lambda streams: setattr(streams.pre_unshard, "mark", lambda: None))
+
+
+def without_the_mark_of_collected_gradients() -> object:
+    return _with_lane(lambda streams: setattr(streams.reduce, "wait", lambda _: None))
+
+
 MISSING: list[tuple[Callable[[], object], str]] = [
     (without_waiting_for_marks, "default"),
     (without_waiting_for_gathers, "default"),
@@ -214,6 +232,8 @@ MISSING: list[tuple[Callable[[], object], str]] = [
     (without_the_mark_of_frees, "default"),
     (without_the_mark_of_frees, "bfloat16"),
     (without_the_lanes_mark, "default"),
+    (without_the_mark_of_the_cast, "bfloat16"),
+    (without_the_mark_of_collected_gradients, "default"),
 ]
 
 
