@@ -19,8 +19,11 @@ help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
 	@echo 'make check   ruff and mypy'
-	@echo 'make bench   host overhead and step time beside other engines'
+	@echo 'make bench   pad-copy beside memcpy; host overhead and step time beside other engines'
 	@echo 'make clean   remove the environment, builds and caches, but no results'
+	@echo
+	@echo 'The first of them sets up .venv and builds the kernels of csrc/ where a compiler is;'
+	@echo 'LAYERZERO_BUILD_EXT=1 makes it fail where they cannot be built.'
 
 # One process a GPU, or two on the CPU. The flags are checked before any rank starts: a refusal is
 # one line, and not also what torchrun has to say about a failed rank. The `--` keeps torchrun from
@@ -44,18 +47,20 @@ check: $(INSTALLED)
 	$(BIN)/mypy layerzero
 
 bench: $(INSTALLED)
+	$(BIN)/python benchmarks/bench_pad_copy.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_host_overhead.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
 
 # torch comes first because the package builds against the one that is installed, not in isolation.
-$(INSTALLED): constraints.txt setup.py
+$(INSTALLED): constraints.txt setup.py $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "layerzero needs Python 3.10 or newer, $(PYTHON) is " + sys.version)'
 	@echo "Setting up $(VENV) (the first time, torch takes a minute or so to download)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch setuptools
 	$(PIP_INSTALL) --no-build-isolation --editable '.[examples,dev]'
+	@$(BIN)/python -c 'import layerzero; s = layerzero.native_status(); s.native or print("layerzero runs plain torch, slower:", s.reason)'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build layerzero/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

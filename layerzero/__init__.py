@@ -6,6 +6,7 @@ a process group. See README.md, and docs/life_of_a_parameter.md for how it works
 
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
+from layerzero.ops import native_status
 from layerzero.optim.scaler import GradScaler
 from layerzero.zero3 import ZeRO3, register_forward_method, units
 
@@ -18,6 +19,7 @@ __all__ = [
     "MixedPrecision",
     "OffloadPolicy",
     "ZeRO3",
+    "native_status",
     "register_forward_method",
     "units",
 ]

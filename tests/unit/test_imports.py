@@ -10,6 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "layerzero"
 LAYERS = [
     "config",
+    "ops",
     "core",
     "comm",
     "runtime",

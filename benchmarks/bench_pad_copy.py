@@ -1,0 +1,273 @@
+"""How near is the pad-copy to a plain copy of the same bytes, and how far ahead of plain torch?
+
+Per case: the kernel through `layerzero.ops`, a memory copy that moves the same number of bytes
+(half of them read, half written: the ceiling), and the best way there is in plain torch. All three
+take turns in each round; ratios are medians of the ratios within a round.
+
+    L   a layer of a 1 B Llama: 9 tensors, 60.8 M elements
+    S   2000 tensors of 4 KB
+
+On a GPU times are CUDA events, with 20 rounds to warm up and 100 that count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from common import Spread, environment, interleave, print_json, print_table, ratio
+
+from layerzero.ops import Segments, native_status, ordered_sum_, pack_
+
+WIDTH, HIDDEN, KEY_VALUE = 2048, 8192, 512
+LAYER = [
+    *(WIDTH * WIDTH, KEY_VALUE * WIDTH, KEY_VALUE * WIDTH, WIDTH * WIDTH),
+    *(WIDTH * HIDDEN, WIDTH * HIDDEN, WIDTH * HIDDEN, WIDTH, WIDTH),
+]
+ALIGNMENT, RANKS = 32, 8
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a case must reach on a CPU; None: no bar."""
+
+    memcpy_ratio: float | None = None
+    torch_speedup: float | None = None
+
+
+@dataclass
+class Case:
+    name: str
+    kernel: Callable[[], object]
+    torch_way: Callable[[], object]
+    nbytes: int
+    """Read and written, each once."""
+    target: Target = Target()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=100 if on_gpu else 21)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    print(f"{device}, {args.threads} threads, native: {native_status()}")
+    results = []
+    for make in cases():
+        case = make(device)
+        if args.only in case.name:
+            results.append(measure(case, device, args.rounds))
+        # A layer's buffers are several 100 MB: one case at a time.
+        del case
+    print_table(
+        ["case", "ms", "memcpy ms", "/ memcpy", "bar", "torch / kernel", "bar"],
+        [
+            [
+                result["case"],
+                f"{result['ms']:.3f}",
+                f"{result['memcpy_ms']:.3f}",
+                Spread(**result["memcpy_ratio_spread"]).text(),
+                str(result["target"]["memcpy_ratio"] or ""),
+                Spread(**result["torch_speedup_spread"]).text(),
+                str(result["target"]["torch_speedup"] or ""),
+            ]
+            for result in results
+        ],
+    )
+    print_json(
+        {
+            "benchmark": "pad_copy",
+            "device": str(device),
+            "threads": args.threads,
+            "rounds": args.rounds,
+            "native": asdict(native_status()),
+            "cases": results,
+            "environment": environment(),
+        }
+    )
+
+
+def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
+    half = case.nbytes // 2
+    source = torch.ones(half, dtype=torch.uint8, device=device)
+    target = torch.zeros(half, dtype=torch.uint8, device=device)
+    ways: dict[str, Callable[[], object]] = {
+        "kernel": case.kernel,
+        "memcpy": lambda: target.copy_(source),
+        "torch": case.torch_way,
+    }
+    # Short cases repeat within a round, so that the clock and the host's wake-ups do not count.
+    repeats = 10 if case.nbytes < 64 << 20 and device.type == "cpu" else 1
+    timed = _event_ms if device.type == "cuda" else _wall_ms
+    times = interleave(
+        list(ways),
+        lambda name: timed(ways[name], repeats),
+        rounds,
+        warmup=20 if device.type == "cuda" else 3,
+    )
+    memcpy_ratio = ratio(times["kernel"], times["memcpy"])
+    torch_speedup = ratio(times["torch"], times["kernel"])
+    return {
+        "case": case.name,
+        "ms": round(Spread.of(times["kernel"]).median, 4),
+        "memcpy_ratio": round(memcpy_ratio.median, 3),
+        "torch_speedup": round(torch_speedup.median, 3),
+        "memcpy_ms": round(Spread.of(times["memcpy"]).median, 4),
+        "torch_ms": round(Spread.of(times["torch"]).median, 4),
+        "memcpy_ratio_spread": memcpy_ratio.as_dict(),
+        "torch_speedup_spread": torch_speedup.as_dict(),
+        "nbytes": case.nbytes,
+        "target": asdict(case.target),
+    }
+
+
+def _wall_ms(run: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def _event_ms(run: Callable[[], object], repeats: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def cases() -> list[Callable[[torch.device], Case]]:
+    small = [1024] * 2000
+
+    def pack_case(name: str, numels: Sequence[int], *args: Any, **named: Any) -> Any:
+        return lambda device: _pack_case(device, name, numels, *args, **named)
+
+    return [
+        pack_case("flatten L float32 -> bfloat16", LAYER, FLOAT32, BFLOAT16, target=Target(1.15)),
+        pack_case("flatten L float32 -> float32", LAYER, FLOAT32, FLOAT32),
+        pack_case(
+            "gradients L bfloat16 -> float32, scaled",
+            LAYER,
+            BFLOAT16,
+            FLOAT32,
+            scale=1 / RANKS,
+            target=Target(1.0, 1.5),
+        ),
+        pack_case("gradients L float32 -> bfloat16, scaled", LAYER, FLOAT32, BFLOAT16, scale=1 / 3),
+        pack_case("gradients L float16 -> float32, scaled", LAYER, FLOAT16, FLOAT32, scale=1 / 3),
+        pack_case(
+            "flatten S float32 -> bfloat16", small, FLOAT32, BFLOAT16, target=Target(None, 2.0)
+        ),
+        pack_case(
+            "flatten S float32 -> float32", small, FLOAT32, FLOAT32, target=Target(None, 2.0)
+        ),
+        pack_case(
+            "gradients S bfloat16 -> float32, 1 in 9 missing",
+            [2048] * 2000,
+            BFLOAT16,
+            FLOAT32,
+            scale=1 / RANKS,
+            missing=9,
+            target=Target(None, 2.0),
+        ),
+        pack_case("transposed L bfloat16 -> float32", LAYER, BFLOAT16, FLOAT32, transposed=True),
+        _shard_case,
+        lambda device: _sum_case(device, 2, FLOAT32),
+        lambda device: _sum_case(device, 8, BFLOAT16),
+    ]
+
+
+def _pack_case(
+    device: torch.device,
+    name: str,
+    numels: Sequence[int],
+    src_dtype: torch.dtype,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    missing: int = 0,
+    transposed: bool = False,
+    target: Target = Target(),
+) -> Case:
+    """Each source is an allocation of its own, as parameters and gradients are."""
+    segs = Segments.concatenate(numels, ALIGNMENT, RANKS * ALIGNMENT)
+    out = torch.zeros(segs.numel, dtype=dtype, device=device)
+    srcs = [torch.randn(numel, device=device).to(src_dtype) for numel in numels]
+    if transposed:
+        srcs = [src.view(-1, WIDTH).t() for src in srcs]
+    if missing:
+        srcs = [src[:0] if index % missing == 0 else src for index, src in enumerate(srcs)]
+    views = [
+        out[start : start + numels[source]].view(srcs[source].shape)
+        if srcs[source].numel()
+        else out[start : start + numels[source]]
+        for source, _, start in segs.table.tolist()
+        if source >= 0
+    ]
+    filled = [view for view, src in zip(views, srcs, strict=True) if src.numel()]
+    present = [src for src in srcs if src.numel()]
+    empty = [view for view, src in zip(views, srcs, strict=True) if not src.numel()]
+
+    def torch_way() -> None:
+        torch._foreach_copy_(filled, present)
+        if empty:
+            torch._foreach_zero_(empty)
+        if scale != 1.0:
+            out.mul_(scale)
+
+    nbytes = sum(src.nbytes for src in srcs) + out.nbytes
+    return Case(name, lambda: pack_(out, srcs, segs, scale), torch_way, nbytes, target)
+
+
+def _shard_case(device: torch.device) -> Case:
+    numel = sum(LAYER) // RANKS
+    shard = torch.randn(numel, device=device)
+    segs = Segments.concatenate([numel], ALIGNMENT, ALIGNMENT)
+    out = torch.zeros(segs.numel, dtype=BFLOAT16, device=device)
+    view = out[:numel]
+    return Case(
+        "shard cast L / 8 float32 -> bfloat16",
+        lambda: pack_(out, [shard], segs),
+        lambda: view.copy_(shard),
+        shard.nbytes + out.nbytes,
+    )
+
+
+def _sum_case(device: torch.device, count: int, dtype: torch.dtype) -> Case:
+    numel = sum(LAYER) // RANKS
+    parts = [torch.randn(numel, device=device).to(dtype) for _ in range(count)]
+    out = torch.empty(numel, device=device)
+
+    def torch_way() -> None:
+        if dtype == FLOAT32:
+            torch.add(parts[0], parts[1], out=out)
+            rest = parts[2:]
+        else:
+            out.copy_(parts[0])
+            rest = parts[1:]
+        for part in rest:
+            out.add_(part)
+        out.mul_(1 / count)
+
+    return Case(
+        f"ordered sum of {count} shards {str(dtype).removeprefix('torch.')} -> float32",
+        lambda: ordered_sum_(out, parts, 1 / count),
+        torch_way,
+        sum(part.nbytes for part in parts) + out.nbytes,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+// The arithmetic of both ops on the CPU, in the best version that this processor can run.
+//
+//     value = cast(compute(source) * scale), one rounding
+//
+// compute is float64 for a float64 source and float32 for the others. A float64 value reaches a
+// 16-bit type through float32, as torch's own cast does.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/launch.h"
+
+namespace layerzero {
+
+// Bytes moved: n * (size of source + size of output), each once.
+using Copy = void (*)(const void* src, void* dst, int64_t n, double scale);
+
+// Elements [begin, begin + n), counted row by row, of a [rows, cols] matrix that lies in memory
+// column by column.
+using CopyTransposed = void (*)(const void* src, int64_t rows, int64_t cols, int64_t begin, int64_t n,
+                                void* dst, double scale);
+
+// dst[begin + i] = cast(scale * (parts[0][begin + i] + parts[1][begin + i] + ...)), i < n. dst may
+// be one of the parts.
+using Sum = void (*)(const void* const* parts, int64_t num_parts, int64_t begin, int64_t n, void* dst,
+                     double scale);
+
+struct Kernels {
+  Copy copy[4][4];    // [source dtype][output dtype], numbered as in cuda/launch.h
+  Copy stream[4][4];  // the same with stores past the cache
+  CopyTransposed copy_transposed[4][4];
+  Sum sum[4][4];
+};
+
+const Kernels& kernels();
+
+}  // namespace layerzero

@@ -1,0 +1,11 @@
+// Registers the CPU kernels. The schemas are in layerzero/ops/schema.py, so that everything works,
+// slower, without this library; it has no Python module of its own and is loaded by
+// torch.ops.load_library.
+#include <torch/csrc/stable/library.h>
+
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY_IMPL(layerzero, CPU, m) {
+  m.impl("pack_", &layerzero::pack_cpu);
+  m.impl("ordered_sum_", &layerzero::ordered_sum_cpu);
+}

@@ -1,0 +1,25 @@
+// The boxed kernels that module.cpp and pack_cuda.cpp register, and what they share.
+#pragma once
+
+#include <cstdint>
+
+#include "checks.h"
+
+namespace layerzero {
+
+void pack_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
+void ordered_sum_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
+
+struct SegsShape {
+  const int64_t* rows;  // on the device of out
+  int64_t num_segs;
+};
+SegsShape check_segs_shape(const Handle& segs, const Output& out);
+
+// Call `work(context, begin, end)` on disjoint ranges that cover [0, numel), in the threads of
+// torch's own pool. Ranges begin at multiples of `unit`; with less than 2 * `min_per_thread`
+// elements it is one call in this thread. `work` must not throw.
+using Work = void (*)(const void* context, int64_t begin, int64_t end);
+void parallel_units(int64_t numel, int64_t unit, int64_t min_per_thread, const void* context, Work work);
+
+}  // namespace layerzero

@@ -1,0 +1,149 @@
+// pack_ on the CPU: N tensors into one flat buffer, cast and scaled in one pass.
+//
+// segs [S + 1, 3] is the layout: rows (source or -1, offset in the source, offset in out) in rising
+// order of the last column, which begins at 0 and ends, in a sentinel row, at out's numel. So each
+// element of out belongs to one row, and the work is split over elements of out, not over tensors:
+//
+//     out   | 0 0 0 0 0 . . . 1 1 1 1 1 1 1 1 1 1 1 |      . row -1: zeros
+//     segs    0,0,0     -1,0,5  1,0,8                 -1,0,19 (sentinel)
+//     threads | first           | second            |
+//
+// Each thread writes one contiguous range, each byte of out once: bytes moved are those of the
+// sources that are used, read once, and of out, written once.
+#include <algorithm>
+
+#include "checks.h"
+#include "convert.h"
+#include "ops.h"
+
+namespace layerzero {
+
+namespace {
+
+constexpr int64_t kRow = 3;
+// Waking the pool costs some microseconds: below this many elements one thread is faster.
+constexpr int64_t kMinPerThread = 32768;
+// Threads meet at whole cache lines of out: no line is written by two.
+constexpr int64_t kUnit = 64;
+
+struct Job {
+  const Source* sources;
+  const int64_t* segs;
+  int64_t num_segs;
+  char* out;
+  int64_t out_numel;
+  int64_t src_itemsize;
+  int64_t out_itemsize;
+  double scale;
+  Copy copy;
+  CopyTransposed copy_transposed;
+};
+
+void pack_range(const Job& job, int64_t begin, int64_t end) {
+  // The last row that begins at or before `begin`.
+  int64_t low = 0;
+  int64_t high = job.num_segs;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (job.segs[middle * kRow + 2] <= begin)
+      low = middle;
+    else
+      high = middle;
+  }
+  for (int64_t row = low; begin < end; ++row) {
+    const int64_t* const seg = job.segs + row * kRow;
+    const int64_t stop = std::min(end, seg[kRow + 2]);
+    if (stop <= begin) continue;
+    const int64_t count = stop - begin;
+    char* const to = job.out + begin * job.out_itemsize;
+    const Source* const source = seg[0] < 0 ? nullptr : job.sources + seg[0];
+    if (source == nullptr || source->numel == 0) {
+      __builtin_memset(to, 0, count * job.out_itemsize);
+    } else {
+      const int64_t from = seg[1] + begin - seg[2];
+      if (source->rows != 0)
+        job.copy_transposed(source->data, source->rows, source->cols, from, count, to, job.scale);
+      else
+        job.copy(static_cast<const char*>(source->data) + from * job.src_itemsize, to, count, job.scale);
+    }
+    begin = stop;
+  }
+}
+
+void check_segs(const int64_t* segs, int64_t num_segs, const std::vector<Source>& sources, int64_t out_numel) {
+  const auto num_sources = static_cast<int64_t>(sources.size());
+  if (segs[2] != 0) refuse("pack_: segs must begin at destination 0, row 0 begins at ", segs[2]);
+  for (int64_t row = 0; row < num_segs; ++row) {
+    const int64_t* const seg = segs + row * kRow;
+    if (seg[kRow + 2] < seg[2])
+      refuse("pack_: destinations of segs must rise, row ", row, " begins at ", seg[2], " and row ", row + 1,
+             " at ", seg[kRow + 2]);
+    if (seg[0] < 0) continue;
+    if (seg[0] >= num_sources)
+      refuse("pack_: row ", row, " of segs names source ", seg[0], ", there are ", num_sources, " sources");
+    const int64_t numel = sources[seg[0]].numel;
+    const int64_t count = seg[kRow + 2] - seg[2];
+    // Compared so that nothing can overflow.
+    if (numel != 0 && (seg[1] < 0 || seg[1] > numel || count > numel - seg[1]))
+      refuse("pack_: row ", row, " of segs reads ", count, " elements from ", seg[1], " of source ", seg[0],
+             ", which has ", numel);
+  }
+  const int64_t end = segs[num_segs * kRow + 2];
+  if (end != out_numel) refuse("pack_: segs cover ", end, " elements, out has ", out_numel);
+}
+
+}  // namespace
+
+SegsShape check_segs_shape(const Handle& segs, const Output& out) {
+  int32_t dtype = 0;
+  int64_t dim = 0;
+  int64_t* sizes = nullptr;
+  bool contiguous = false;
+  check_call(aoti_torch_get_dtype(segs.get(), &dtype), "dtype");
+  check_call(aoti_torch_get_dim(segs.get(), &dim), "dim");
+  check_call(aoti_torch_get_sizes(segs.get(), &sizes), "sizes");
+  check_call(aoti_torch_is_contiguous(segs.get(), &contiguous), "is_contiguous");
+  if (dtype != aoti_torch_dtype_int64() || dim != 2 || sizes[0] < 1 || sizes[1] != kRow || !contiguous) {
+    std::ostringstream shape;
+    for (int64_t i = 0; i < dim; ++i) shape << (i ? ", " : "") << sizes[i];
+    refuse("pack_: segs must be contiguous int64 [S + 1, 3], got scalar type ", dtype, " [", shape.str(), "]",
+           contiguous ? "" : ", not contiguous");
+  }
+  const Device device = device_of(segs);
+  if (!(device == out.device))
+    refuse("pack_: segs are on ", name_of(device), ", out is on ", name_of(out.device), "; move them first");
+  void* data = nullptr;
+  check_call(aoti_torch_get_data_ptr(segs.get(), &data), "data_ptr");
+  return {static_cast<const int64_t*>(data), sizes[0] - 1};
+}
+
+void pack_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  const Handle out_tensor(unbox<AtenTensorHandle>(stack[0]));
+  TensorList list(stack[1]);
+  const Handle segs_tensor(unbox<AtenTensorHandle>(stack[2]));
+  const auto scale = unbox<double>(stack[3]);
+  const auto past_cache = unbox<bool>(stack[4]);
+
+  const Output out = check_output(out_tensor, "pack_");
+  const SegsShape segs = check_segs_shape(segs_tensor, out);
+  const Sources sources = check_sources(list, out, {"pack_", "source", true, false, -1});
+  check_segs(segs.rows, segs.num_segs, sources.items, out.numel);
+  if (out.numel == 0) return;
+
+  const Kernels& table = kernels();
+  const Job job{sources.items.data(),
+                segs.rows,
+                segs.num_segs,
+                static_cast<char*>(out.data),
+                out.numel,
+                size_of(sources.dtype),
+                size_of(out.dtype),
+                scale,
+                (past_cache ? table.stream : table.copy)[sources.dtype][out.dtype],
+                table.copy_transposed[sources.dtype][out.dtype]};
+  parallel_units(out.numel, kUnit, kMinPerThread, &job, [](const void* context, int64_t begin, int64_t end) {
+    pack_range(*static_cast<const Job*>(context), begin, end);
+  });
+}
+
+}  // namespace layerzero

@@ -1,0 +1,46 @@
+"""The library built from csrc/: where it is, and whether it could be loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class NativeStatus:
+    """What `native_status()` returns."""
+
+    native: bool
+    """Whether the CPU kernels run; else plain torch does."""
+    cuda: bool
+    """Whether the library has CUDA kernels."""
+    reason: str
+    """Why one of the two is False, and what to do; empty where both are True."""
+
+
+def load(folder: Path) -> NativeStatus:
+    """Load the library in the package's folder. Never raises: the status says why not."""
+    found = sorted(folder.glob("_C.*so"))
+    if not found:
+        return NativeStatus(
+            False,
+            False,
+            f"no library in {folder}: `pip install -v --no-build-isolation` builds it where torch "
+            "and a C++ compiler are, or says why not",
+        )
+    try:
+        torch.ops.load_library(found[0])
+    except Exception as error:
+        # Whatever is wrong with a library, the package works without it.
+        return NativeStatus(False, False, f"{found[0]} could not be loaded: {error}")
+    if not _has_kernel("CPU"):
+        return NativeStatus(False, False, f"{found[0]} registers no kernels: build it again")
+    if not _has_kernel("CUDA"):
+        return NativeStatus(True, False, "built without CUDA kernels: no nvcc, or it failed")
+    return NativeStatus(True, True, "")
+
+
+def _has_kernel(key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key("layerzero::pack_", key)

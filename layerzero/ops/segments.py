@@ -1,0 +1,127 @@
+"""Segments: where each element of a packed buffer comes from, as the int64 table `pack_` reads.
+
+    rows (source, source offset, destination offset, numel)     rows [S + 1, 3]
+    (0, 0, 0, 5)                                                 0, 0,  0
+                                                                -1, 0,  5    a gap: zeros
+    (1, 4, 8, 12), of a buffer of 20                             1, 4,  8
+                                                                -1, 0, 20    the sentinel
+
+A row ends where the next one begins, so the destination column is sorted, has no gap and ends at
+the size of the buffer. Offsets count elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+ZEROS = -1
+"""In the place of a source: the row is filled with zeros."""
+_INT64_MAX = (1 << 63) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """A checked table, made once for a layout; its copies on devices are made once each."""
+
+    table: torch.Tensor
+    """[S + 1, 3] int64 on the CPU."""
+    numel: int
+    """Elements of the buffer."""
+    ends: tuple[int, ...]
+    """For each source, how many of its elements the table reads from or skips: its least size."""
+    _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(cls, rows: Iterable[Sequence[int]], numel: int) -> Segments:
+        """Check rows (source, source offset, destination offset, numel) and fill the gaps.
+
+        Args:
+            rows: in rising order of destination; source `ZEROS` fills with zeros. Rows without
+                elements are dropped.
+            numel: of the buffer; what no row covers becomes zeros.
+
+        Raises:
+            ValueError: a negative or too large number, rows that overlap or do not rise, or more
+                elements than `numel`.
+        """
+        if not 0 <= numel <= _INT64_MAX:
+            raise ValueError(f"segments: numel must be in [0, 2**63), got {numel}")
+        table: list[tuple[int, int, int]] = []
+        ends: list[int] = []
+        end = 0
+        for number, (source, offset, start, count) in enumerate(rows):
+            if source < ZEROS or min(offset, start, count) < 0:
+                raise ValueError(
+                    f"segments: row {number} must hold a source >= {ZEROS} and numbers >= 0, "
+                    f"got {(source, offset, start, count)}"
+                )
+            if start + count > _INT64_MAX or offset + count > _INT64_MAX:
+                raise ValueError(
+                    f"segments: row {number} ends at {start + count} (source: {offset + count}), "
+                    f"over the largest offset {_INT64_MAX}"
+                )
+            if start < end:
+                raise ValueError(
+                    f"segments: row {number} begins at {start}, before row {number - 1} ends "
+                    f"at {end}; rows must rise and must not overlap"
+                )
+            if start + count > numel:
+                raise ValueError(
+                    f"segments: row {number} ends at {start + count}, "
+                    f"the buffer has {numel} elements"
+                )
+            if source >= len(ends):
+                ends.extend([0] * (source + 1 - len(ends)))
+            if not count:
+                continue
+            if start > end:
+                table.append((ZEROS, 0, end))
+            table.append((source, offset, start))
+            end = start + count
+            if source >= 0:
+                ends[source] = max(ends[source], offset + count)
+        if end < numel:
+            table.append((ZEROS, 0, end))
+        table.append((ZEROS, 0, numel))
+        return cls(torch.tensor(table, dtype=torch.int64), numel, tuple(ends))
+
+    @classmethod
+    def concatenate(cls, numels: Sequence[int], alignment: int = 1, multiple: int = 1) -> Segments:
+        """Sources of `numels` one after another, whole, each start a multiple of `alignment`.
+
+        Args:
+            multiple: that the buffer's size is padded to.
+        """
+        rows, end = [], 0
+        for source, count in enumerate(numels):
+            start = -(-end // alignment) * alignment
+            rows.append((source, 0, start, count))
+            end = start + count
+        return cls.build(rows, -(-end // multiple) * multiple)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The table on `device`: copied there at the first call, which blocks the host."""
+        if device.type == "cpu":
+            return self.table
+        found = self._on_device.get(device)
+        if found is None:
+            found = self._on_device[device] = self.table.to(device)
+        return found
+
+    def check_sources(self, numels: Sequence[int]) -> None:
+        """Raise ValueError unless every source that is not empty is as long as the table needs.
+
+        For devices: there the table cannot be read without waiting for it.
+        """
+        if len(numels) < len(self.ends):
+            raise ValueError(
+                f"pack_: segs name source {len(self.ends) - 1}, there are {len(numels)} sources"
+            )
+        for index, (numel, end) in enumerate(zip(numels, self.ends, strict=False)):
+            if numel and numel < end:
+                raise ValueError(
+                    f"pack_: segs read source {index} up to element {end}, which has {numel}"
+                )

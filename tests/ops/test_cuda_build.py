@@ -1,0 +1,159 @@
+"""The CUDA kernels compile for every architecture without spills, link, and load without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "csrc" / "cuda"
+ARCHITECTURES = ("80", "90", "100")
+ELEMENT_SIZES = {0: 4, 1: 2, 2: 2, 3: 8}  # by layerzero_dtype
+NUM_PAIRS = len(ELEMENT_SIZES) ** 2
+NUM_WINDOWS = 2
+MAX_REGISTERS = 64
+
+INVALID_VALUE = 1  # cudaErrorInvalidValue
+FLOAT32, UNKNOWN_DTYPE = 0, 4
+
+
+@pytest.fixture
+def nvcc() -> str:
+    found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if found is None:
+        pytest.skip("no nvcc on this machine")
+    known = subprocess.run([found, "--list-gpu-code"], capture_output=True, text=True).stdout
+    missing = [f"sm_{a}" for a in ARCHITECTURES if f"sm_{a}" not in known.split()]
+    if missing:
+        pytest.skip(f"nvcc is too old for {', '.join(missing)}")
+    return found
+
+
+def compile_and_link(nvcc: str, folder: Path) -> tuple[Path, str]:
+    """The library, and what ptxas says; the PTX stays in `folder`."""
+    library = folder / "layerzero_cuda.so"
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    done = subprocess.run(
+        [
+            *(
+                nvcc,
+                "-O3",
+                "-std=c++17",
+                "-shared",
+                "-cudart",
+                "static",
+                "-Xcompiler",
+                "-fPIC,-Wall",
+            ),
+            *(*targets, "--threads", "2", "-Xptxas", "-v", "--keep", "--keep-dir", str(folder)),
+            *("-o", str(library), str(SOURCES / "pack.cu"), str(SOURCES / "ordered_sum.cu")),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "warning" not in said.lower(), said
+    return library, said
+
+
+def check_resources(said: str) -> None:
+    # Two threads of nvcc may mix their lines, so each kind of line is counted by itself.
+    kernels = re.findall(r"Compiling entry function '(\S+)' for 'sm_(\d+)'", said)
+    for arch in ARCHITECTURES:
+        names = [name for name, of in kernels if of == arch]
+        assert sum("11pack_kernel" in name for name in names) == NUM_PAIRS * NUM_WINDOWS
+        assert sum("18ordered_sum_kernel" in name for name in names) == NUM_PAIRS
+    frames = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said
+    )
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
+    assert len(frames) == len(registers) == len(kernels)
+    assert set(frames) == {("0", "0", "0")}
+    assert max(registers) <= MAX_REGISTERS
+
+
+def check_wide_accesses(ptx: str) -> None:
+    """Each kernel moves 16 bytes at once on its wider side, and all of it in global memory."""
+    wide = r"\.global\.(v4\.\w32|v2\.\w64)\b"
+    kernels = list(re.finditer(r"\.entry \S*_kernelILi(\d)ELi(\d)E.*?\n\}", ptx, re.DOTALL))
+    assert kernels
+    for match in kernels:
+        size_from, size_to = (ELEMENT_SIZES[int(dtype)] for dtype in match.groups())
+        if size_from >= size_to:
+            assert len(re.findall("ld" + wide, match[0])) >= 4
+        if size_to >= size_from:
+            assert re.search("st" + wide, match[0])
+        assert not re.search(r"\b(ld|st)\.(local|v[24]|[bfu]\d)", match[0])
+
+
+def check_library(path: Path) -> None:
+    library = ctypes.CDLL(str(path))
+    launches = library.layerzero_cuda_launches
+    launches.argtypes = [ctypes.c_int64]
+    numbers = {0: 1, 1: 1, 33: 1, 449: 1, 2000: 1, 2040: 1, 2041: 2, 4001: 2, 10_000: 5}
+    assert {count: launches(count) for count in numbers} == numbers
+    library.layerzero_cuda_error.restype = ctypes.c_char_p
+    assert library.layerzero_cuda_error(0) == b"no error"
+    assert library.layerzero_cuda_error(INVALID_VALUE) == b"invalid argument"
+    pointers = (ctypes.c_void_p * 2)(256, 512)
+    numels = (ctypes.c_int64 * 2)(3, 4)
+
+    def pack(out=256, out_dtype=FLOAT32, numel=8, num_srcs=2, src_dtype=FLOAT32, num_segs=0) -> int:
+        # Without rows nothing is read or written, even where there is a GPU.
+        return library.layerzero_cuda_pack(
+            *(ctypes.c_void_p(out), ctypes.c_int(out_dtype), ctypes.c_int64(numel)),
+            *(pointers, numels, ctypes.c_int64(num_srcs), ctypes.c_int(src_dtype)),
+            *(None, ctypes.c_int64(num_segs), ctypes.c_float(1), None),
+        )
+
+    def ordered_sum(out=256, out_dtype=FLOAT32, numel=8, num_parts=2, part_dtype=FLOAT32) -> int:
+        return library.layerzero_cuda_ordered_sum(
+            *(ctypes.c_void_p(out), ctypes.c_int(out_dtype), ctypes.c_int64(numel)),
+            *(pointers, ctypes.c_int64(num_parts), ctypes.c_int(part_dtype)),
+            *(ctypes.c_double(1), None),
+        )
+
+    for call in (pack, ordered_sum):
+        assert call(numel=0) == 0
+        assert call(out=None) == INVALID_VALUE
+        assert call(numel=-1) == INVALID_VALUE
+        assert call(numel=1 << 62) == INVALID_VALUE
+        assert call(out_dtype=UNKNOWN_DTYPE) == INVALID_VALUE
+    assert pack(src_dtype=UNKNOWN_DTYPE) == INVALID_VALUE
+    assert pack(num_srcs=-1) == INVALID_VALUE
+    assert pack(num_segs=2) == INVALID_VALUE, "rows, but no pointer to them"
+    assert ordered_sum(part_dtype=UNKNOWN_DTYPE) == INVALID_VALUE
+    assert ordered_sum(num_parts=-1) == INVALID_VALUE
+    assert ordered_sum(num_parts=4001) == INVALID_VALUE
+    if has_driver():
+        return
+    for code in (pack(), ordered_sum()):
+        assert code not in (0, INVALID_VALUE)
+        assert library.layerzero_cuda_error(code) not in (b"no error", b"unrecognized error code")
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def test_kernels_compile_without_spills_for_all_architectures_and_load(nvcc: str) -> None:
+    # One test, because xdist would build once for each; in a folder that goes at once, because
+    # pytest keeps its own for a while and the intermediate files are 45 MB.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        library, said = compile_and_link(nvcc, folder)
+        check_resources(said)
+        for arch in ARCHITECTURES:
+            for kernel in ("pack", "ordered_sum"):
+                check_wide_accesses((folder / f"{kernel}.compute_{arch}.ptx").read_text())
+        check_library(library)

@@ -1,0 +1,64 @@
+"""The CUDA kernels' bodies, every thread of them run on the CPU under the address sanitizer."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "csrc" / "cuda"
+
+# Without optimization: the compiler, not the run, takes the time.
+COMPILE = (
+    *("g++", "-std=c++17", "-O0", "-g1", "-Wall", "-Wextra", "-Werror"),
+    # Words are read where 16-bit elements lie, which on the device is fine.
+    "-fno-strict-aliasing",
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+)
+
+
+@pytest.fixture
+def sanitizers(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ on this machine")
+    probe = tmp_path / "probe.cpp"
+    probe.write_text("int main() { return 0; }\n")
+    command = ["g++", "-fsanitize=address,undefined", str(probe), "-o", str(tmp_path / "probe")]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("g++ has no sanitizers on this machine")
+
+
+def emulate(sources: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    program = folder / "emulate"
+    compiled = subprocess.run(
+        [*COMPILE, str(sources / "emulate.cpp"), "-o", str(program)], capture_output=True, text=True
+    )
+    assert compiled.returncode == 0, compiled.stderr
+    return subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.usefixtures("sanitizers")
+def test_every_thread_of_the_kernels_stays_in_bounds_and_is_right(tmp_path: Path) -> None:
+    done = emulate(SOURCES, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = re.search(r"emulated (\d+) launches, checked (\d+) elements", done.stdout)
+    assert counts, done.stdout
+    assert int(counts[1]) > 1000
+    assert int(counts[2]) > 1_000_000
+
+
+@pytest.mark.usefixtures("sanitizers")
+def test_the_emulation_notices_a_bound_that_is_off_by_one(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(SOURCES, broken)
+    body = broken / "pack_body.h"
+    text = body.read_text(encoding="utf-8")
+    right = "at + kNumel <= span.readable)"
+    assert text.count(right) == 1
+    body.write_text(text.replace(right, "at + kNumel <= span.readable + 1)"), encoding="utf-8")
+    done = emulate(broken, tmp_path)
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr

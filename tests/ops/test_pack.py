@@ -1,0 +1,413 @@
+"""pack_: kernel and plain-torch reference against an independent computation, bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from layerzero.ops import Segments, pack_, reference
+from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call, narrowed, scaled
+
+CANARY = 7.0
+SCALES = [1.0, 0.3, -1.5]
+SHAPES = [(3, 5), (64, 64), (65, 130), (1, 9), (9, 1), (700, 301)]
+
+
+def expected(
+    srcs: Sequence[torch.Tensor], segs: torch.Tensor, dtype: torch.dtype, scale: float
+) -> torch.Tensor:
+    table = segs.tolist()
+    pieces = []
+    for (index, offset, start), (_, _, stop) in itertools.pairwise(table):
+        if index < 0 or not srcs[index].numel():
+            pieces.append(torch.zeros(stop - start, dtype=dtype))
+        else:
+            values = srcs[index].contiguous().view(-1)[offset : offset + stop - start]
+            pieces.append(narrowed(scaled(values, scale), dtype))
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
+
+
+def check(
+    implementation: str,
+    srcs: Sequence[torch.Tensor],
+    segs: torch.Tensor,
+    dtype: torch.dtype,
+    scale: float,
+    out_offset: int = 0,
+    nt: bool = False,
+) -> None:
+    """Pack into the middle of a larger buffer, so that a write outside of `out` shows."""
+    numel = int(segs[-1, 2])
+    buffer = torch.full((out_offset + numel + 32,), CANARY, dtype=dtype)
+    out = buffer[out_offset : out_offset + numel]
+    before = [src.clone() for src in srcs]
+    call(implementation, "pack_", out, list(srcs), segs, scale, nt)
+    assert_same_bits(out, expected(srcs, segs, dtype, scale))
+    assert (buffer[:out_offset] == CANARY).all() and (buffer[out_offset + numel :] == CANARY).all()
+    for src, copy in zip(srcs, before, strict=True):
+        assert_same_bits(src, copy)
+
+
+def random_values(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any bit patterns: subnormals, infinities and NaNs among them; half of them of usual size."""
+    itemsize = dtype.itemsize
+    bits = torch.randint(0, 256, (numel * itemsize,), dtype=torch.uint8).view(dtype)
+    return torch.where(torch.rand(numel) < 0.5, bits, torch.randn(numel).to(dtype))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("src_dtype", DTYPES, ids=str)
+def test_every_dtype_pair_has_the_bits_of_the_contract(
+    implementation: str, src_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    numels = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 4097]
+    segs = Segments.concatenate(numels, alignment=16, multiple=64).table
+    for scale in SCALES:
+        srcs = [random_values(numel, src_dtype) for numel in numels]
+        check(implementation, srcs, segs, dtype, scale)
+        check(implementation, srcs, segs, dtype, scale, out_offset=3, nt=True)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("src_dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_16_bit_value_widens_exactly(implementation: str, src_dtype: torch.dtype) -> None:
+    src = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(src_dtype)
+    segs = Segments.concatenate([src.numel()]).table
+    for dtype in DTYPES:
+        check(implementation, [src], segs, dtype, 1.0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_values_between_two_16_bit_values_round_to_even(
+    implementation: str, dtype: torch.dtype
+) -> None:
+    grid = torch.arange(0, 1 << 15, dtype=torch.int16).view(dtype).float()
+    grid = grid[grid.isfinite()]
+    middle = (grid[:-1].double() + grid[1:].double()) / 2
+    exact = middle.float()
+    assert (exact.double() == middle).all()
+    infinity = torch.full_like(exact, torch.inf)
+    src = torch.cat([exact, exact.nextafter(infinity), exact.nextafter(-infinity)])
+    src = torch.cat([src, -src])
+    check(implementation, [src], Segments.concatenate([src.numel()]).table, dtype, 1.0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("count", [0, 1, 33, 449, 2000, 4001])
+def test_any_number_of_sources_packs(implementation: str, count: int) -> None:
+    numels = [random.randrange(0, 40) for _ in range(count)]
+    segs = Segments.concatenate(numels, alignment=8, multiple=24).table
+    flat = torch.randn(sum(numels) + 1, dtype=torch.float32)[1:].to(torch.bfloat16)
+    check(implementation, list(flat.split(numels)), segs, torch.float32, 0.5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_odd_layouts_pack(implementation: str) -> None:
+    """Odd starts, chunks of a source in any order, gaps, sources used twice or not at all."""
+    generator = random.Random(1)
+    for _ in range(60):
+        numels = [generator.choice([0, 1, 3, 50, 300, 5000]) for _ in range(6)]
+        rows, end = [], 0
+        for _ in range(generator.randrange(12)):
+            source = generator.randrange(-1, 6)
+            length = numels[source] if source >= 0 and numels[source] else 100
+            offset = generator.randrange(length)
+            count = generator.randrange(length - offset + 1)
+            end += generator.choice([0, 0, 1, 17])
+            rows.append((source, offset, end, count))
+            end += count
+        segs = Segments.build(rows, end + generator.randrange(5)).table
+        src_dtype, dtype = generator.choice(DTYPES), generator.choice(DTYPES)
+        shift = generator.randrange(4)
+        srcs = [torch.randn(numel + shift).to(src_dtype)[shift:] for numel in numels]
+        scale, nt = generator.choice(SCALES), generator.random() < 0.3
+        check(implementation, srcs, segs, dtype, scale, out_offset=shift, nt=nt)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_threads_meet_without_a_seam(implementation: str) -> None:
+    numels = [100_003, 1, 40_000, 17, 77_777]
+    segs = Segments.concatenate(numels, alignment=32, multiple=64).table
+    srcs = [torch.randn(numel).to(torch.bfloat16) for numel in numels]
+    srcs[2] = torch.empty(0, dtype=torch.float64)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            check(implementation, srcs, segs, torch.float32, 0.3, out_offset=1)
+            check(implementation, srcs, segs, torch.float32, 0.3, nt=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "shape", [(3, 5), (64, 64), (65, 130), (1, 9), (9, 1), (700, 301)], ids=str
+)
+def test_transposed_sources_are_read_in_the_order_of_their_shape(
+    implementation: str, shape: tuple[int, int]
+) -> None:
+    rows, cols = shape
+    src = torch.randn(cols, rows).t()
+    numel = rows * cols
+    for dtype in (torch.float32, torch.bfloat16):
+        check(implementation, [src], Segments.concatenate([numel]).table, dtype, 0.3)
+        middle = Segments.build([(0, numel // 3, 2, numel // 2)], numel).table
+        check(implementation, [src], middle, dtype, 1.0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sources_of_any_strides_are_read_in_the_order_of_their_shape(implementation: str) -> None:
+    base = torch.randn(6, 10, 8)
+    srcs = [base.permute(2, 0, 1), base[:, ::2, 1:], base[0, 0].expand(5, 8), base[1, 2, 3]]
+    segs = Segments.concatenate([src.numel() for src in srcs], alignment=4).table
+    check(implementation, srcs, segs, torch.bfloat16, 0.3)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_is_missing_is_zero_even_where_the_scale_is_not_finite(implementation: str) -> None:
+    segs = Segments.build([(0, 0, 1, 3), (-1, 0, 4, 2), (1, 0, 6, 2)], 9).table
+    for scale in (-1.0, torch.inf, torch.nan):
+        check(implementation, [torch.ones(3), torch.empty(0)], segs, torch.float32, scale)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_empty_output_is_fine(implementation: str) -> None:
+    for srcs in ([], [torch.empty(0)], [torch.ones(3)]):
+        check(implementation, srcs, Segments.build([], 0).table, torch.float32, 1.0)
+
+
+def _bad_calls() -> dict[str, tuple[dict[str, object], str]]:
+    """What to change in a good call, and what the text must name."""
+    buffer = torch.zeros(64)
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+
+    def table(*rows: tuple[int, int, int]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int64)
+
+    big = (1 << 63) - 1
+    return {
+        "source dtypes differ": (
+            {"srcs": [torch.ones(8), torch.ones(8).half()]},
+            r"float32 \(source 0\) and (torch\.)?float16 \(source 1\)",
+        ),
+        "source of integers": (
+            {"srcs": [torch.ones(8).int(), torch.ones(8).int()]},
+            "source 0 must",
+        ),
+        "output of integers": ({"out": torch.zeros(16).int()}, "out must be float32"),
+        "out overlaps a source": (
+            {"out": buffer[:16], "srcs": [buffer[12:20], torch.ones(8)]},
+            "out overlaps source 0: bytes",
+        ),
+        "out is a source": (
+            {"out": buffer[:16], "srcs": [torch.ones(8), buffer[:8]]},
+            "out overlaps source 1: bytes",
+        ),
+        "out inside a strided source": (
+            {"out": buffer[1:17], "srcs": [buffer.view(2, 32)[:, :4], torch.ones(8)]},
+            "out overlaps source 0: bytes",
+        ),
+        "out too small": ({"out": torch.zeros(12)}, "cover 16 elements, out has 12"),
+        "out too large": ({"out": torch.zeros(20)}, "cover 16 elements, out has 20"),
+        "out not contiguous": ({"out": torch.zeros(32)[::2]}, "out must be contiguous"),
+        "too few sources": ({"srcs": [torch.ones(8)]}, "source 1, there are 1"),
+        "source too short": (
+            {"srcs": [torch.ones(8), torch.ones(7)]},
+            "8 elements from 0 of source 1, which has 7",
+        ),
+        "source on another device": (
+            {"srcs": [torch.ones(8), torch.ones(8, device="meta")]},
+            "source 1 is on meta, out is on cpu",
+        ),
+        "segs on another device": (
+            {"segs": table((0, 0, 0), (0, 0, 16)).to("meta")},
+            "segs are on meta, out is on cpu",
+        ),
+        "segs of int32": ({"segs": table((0, 0, 0), (0, 0, 16)).int()}, r"int64 \[S \+ 1, 3\]"),
+        "segs of two columns": ({"segs": torch.zeros(2, 2, dtype=torch.int64)}, r"\[2, 2\]"),
+        "segs without a sentinel": ({"segs": torch.zeros(0, 3, dtype=torch.int64)}, r"\[0, 3\]"),
+        "segs of one dimension": ({"segs": torch.zeros(6, dtype=torch.int64)}, r"\[6\]"),
+        "destinations fall": (
+            {"segs": table((0, 0, 0), (1, 0, 8), (0, 0, 4), (-1, 0, 16))},
+            "row 1 begins at 8 and row 2 at 4",
+        ),
+        "destinations begin late": ({"segs": table((0, 0, 4), (-1, 0, 16))}, "row 0 begins at 4"),
+        "negative offset": (
+            {"segs": table((0, -1, 0), (1, 0, 8), (-1, 0, 16))},
+            "from -1 of source 0, which has 8",
+        ),
+        "offset past the end": (
+            {"segs": table((0, 1, 0), (1, 0, 8), (-1, 0, 16))},
+            "8 elements from 1 of source 0, which has 8",
+        ),
+        "offset overflows": (
+            {"segs": table((0, big, 0), (1, 0, 8), (-1, 0, 16))},
+            f"from {big} of source 0, which has 8",
+        ),
+        "destination overflows": (
+            {"segs": table((-1, 0, 0), (-1, 0, big))},
+            f"cover {big} elements, out has 16",
+        ),
+        "memory of a source was freed": (
+            {"srcs": [torch.ones(8), freed]},
+            "source 1 holds 0 bytes, the tensor needs 32",
+        ),
+        "sparse source": (
+            {"srcs": [torch.ones(8), torch.ones(8).to_sparse()]},
+            "source 1 is torch.sparse_coo",
+        ),
+    }
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", _bad_calls())
+def test_bad_input_is_refused_with_its_values_and_nothing_is_written(
+    implementation: str, name: str
+) -> None:
+    change, text = _bad_calls()[name]
+    arguments = {
+        "out": torch.zeros(16),
+        "srcs": [torch.ones(8), torch.ones(8)],
+        "segs": Segments.concatenate([8, 8]).table,
+        **change,
+    }
+    out = arguments["out"]
+    with pytest.raises(ValueError, match=text):
+        call(implementation, "pack_", *arguments.values(), 1.0, False)
+    assert not out.any()
+
+
+def test_the_wrapper_returns_out() -> None:
+    segs = Segments.concatenate([2, 3, 1], alignment=4)
+    out = torch.full((segs.numel,), CANARY)
+    assert pack_(out, [torch.ones(2), torch.empty(0), torch.ones(1)], segs, 0.5) is out
+    assert out.tolist() == [0.5, 0.5, 0, 0, 0, 0, 0, 0, 0.5]
+
+
+def test_the_wrapper_moves_the_version_that_autograd_watches() -> None:
+    segs = Segments.concatenate([3])
+    weight = torch.ones(3)
+    loss = (torch.ones(3, requires_grad=True) * weight).sum()
+    pack_(weight, [torch.zeros(3)], segs)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        pack_(torch.empty(3), [torch.zeros(3)], segs)
+
+
+def test_parameters_that_require_grad_pack_without_autograd() -> None:
+    out = torch.empty(4)
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    pack_(out, [parameter], Segments.concatenate([4]), 2.0)
+    assert out.tolist() == [2, 2, 2, 2] and not out.requires_grad
+
+
+def test_the_wrapper_refuses_a_buffer_of_another_size() -> None:
+    with pytest.raises(ValueError, match="cover 4 elements, out has 5"):
+        pack_(torch.empty(5), [torch.ones(4)], Segments.concatenate([4]))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_opcheck_passes(scale: float) -> None:
+    segs = Segments.concatenate([5, 0, 12], alignment=8, multiple=32)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.zeros(segs.numel, dtype=dtype)
+        srcs = [torch.randn(numel) for numel in (5, 0, 12)]
+        torch.library.opcheck(torch.ops.layerzero.pack_.default, (out, srcs, segs.table, scale))
+
+
+def test_a_compiled_graph_holds_the_op_whole() -> None:
+    segs = Segments.concatenate([5, 7], alignment=8)
+
+    def step(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        torch.ops.layerzero.pack_(out, [a * 2, b], segs.table, 0.5)
+        return out + 1
+
+    a, b = torch.randn(5), torch.randn(7)
+    out, compiled_out = torch.zeros(segs.numel), torch.zeros(segs.numel)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(compiled_out, a, b), step(out, a, b))
+    assert_same_bits(compiled_out, out)
+
+
+def test_fake_tensors_are_checked_and_nothing_runs() -> None:
+    with torch._subclasses.FakeTensorMode():
+        segs = torch.empty(3, 3, dtype=torch.int64)
+        srcs = [torch.empty(4), torch.empty(4)]
+        torch.ops.layerzero.pack_(torch.empty(8), srcs, segs, 1.0)
+        with pytest.raises(ValueError, match="out must be float32"):
+            torch.ops.layerzero.pack_(torch.empty(8, dtype=torch.int32), srcs, segs, 1.0)
+
+
+class TestSegments:
+    def test_gaps_become_zeros_and_empty_rows_go(self) -> None:
+        segs = Segments.build([(0, 0, 0, 5), (2, 0, 5, 0), (1, 4, 8, 12)], 20)
+        assert segs.table.tolist() == [[0, 0, 0], [-1, 0, 5], [1, 4, 8], [-1, 0, 20]]
+        assert segs.numel == 20 and segs.ends == (5, 16, 0)
+
+    @pytest.mark.parametrize(
+        ("rows", "numel", "text"),
+        [
+            ([(0, 0, 0, 5), (1, 0, 4, 2)], 8, "row 1 begins at 4, before row 0 ends at 5"),
+            ([(0, 0, 4, 2), (1, 0, 0, 2)], 8, "row 1 begins at 0, before row 0 ends at 6"),
+            ([(0, 0, 0, 9)], 8, "row 0 ends at 9, the buffer has 8"),
+            ([(0, 0, 1, (1 << 63) - 1)], 8, f"row 0 ends at {1 << 63}"),
+            ([(0, (1 << 63) - 1, 0, 1)], 8, rf"source: {1 << 63}\)"),
+            ([(0, 0, 0, -1)], 8, r"\(0, 0, 0, -1\)"),
+            ([(-2, 0, 0, 1)], 8, r"\(-2, 0, 0, 1\)"),
+            ([], 1 << 63, rf"got {1 << 63}"),
+        ],
+    )
+    def test_bad_rows_are_refused(
+        self, rows: list[tuple[int, int, int, int]], numel: int, text: str
+    ) -> None:
+        with pytest.raises(ValueError, match=text):
+            Segments.build(rows, numel)
+
+    def test_sources_are_checked_on_the_host_for_devices(self) -> None:
+        segs = Segments.build([(0, 2, 0, 3), (2, 0, 3, 4)], 7)
+        segs.check_sources([5, 0, 4])
+        segs.check_sources([0, 0, 0])
+        with pytest.raises(ValueError, match="source 0 up to element 5, which has 4"):
+            segs.check_sources([4, 0, 4])
+        with pytest.raises(ValueError, match="source 2, there are 2 sources"):
+            segs.check_sources([5, 0])
+
+
+def test_the_reference_is_what_other_backends_run() -> None:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for op in ("layerzero::pack_", "layerzero::ordered_sum_"):
+        assert has_kernel(op, "CompositeExplicitAutograd")
+    assert reference.compute_dtype(torch.bfloat16) == torch.float32
+    assert reference.compute_dtype(torch.float64) == torch.float64
+
+
+def test_dtypes_without_arithmetic_are_moved_as_they_are() -> None:
+    segs = Segments.build([(1, 1, 1, 2), (0, 0, 4, 3)], 8)
+    for dtype in (torch.int64, torch.complex64, torch.bool):
+        srcs = [torch.ones(3, dtype=dtype), torch.tensor([0, 1, 1]).to(dtype)]
+        out = torch.ones(8, dtype=dtype)
+        before = out._version
+        assert pack_(out, srcs, segs) is out
+        assert out.tolist() == torch.tensor([0, 1, 1, 0, 1, 1, 1, 0]).to(dtype).tolist()
+        assert out._version > before
+
+
+def test_what_is_only_moved_is_neither_cast_nor_scaled() -> None:
+    segs = Segments.concatenate([3])
+    out = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"source 0 must be int64, got torch\.float32"):
+        pack_(out, [torch.ones(3)], segs)
+    with pytest.raises(ValueError, match=r"torch\.int64 is only moved: expected scale 1, got 2"):
+        pack_(out, [torch.ones(3, dtype=torch.int64)], segs, scale=2.0)
+    with pytest.raises(ValueError, match="overlaps"):
+        pack_(out, [out], segs)
+    assert not out.any()

@@ -1,0 +1,102 @@
+"""An independent computation of what the ops promise (numpy and integers), and how to call them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import layerzero
+from layerzero.ops import native_status, reference
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+IMPLEMENTATIONS = ["reference", *(["kernel", "baseline"] if native_status().native else [])]
+"""baseline: the kernel as it runs on a processor without AVX2."""
+
+
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(next(Path(layerzero.__file__).parent.glob("_C.*so"))))
+
+
+def call(implementation: str, op: str, *args: Any) -> None:
+    if implementation == "reference":
+        getattr(reference, op)(*args)
+        return
+    with _baseline() if implementation == "baseline" else contextlib.nullcontext():
+        getattr(torch.ops.layerzero, op).default(*args)
+
+
+@contextlib.contextmanager
+def _baseline() -> Iterator[None]:
+    loaded = library()
+    loaded.layerzero_force_baseline(1)
+    try:
+        yield
+    finally:
+        loaded.layerzero_force_baseline(0)
+
+
+def widened(values: torch.Tensor) -> np.ndarray:
+    """In the dtype the ops compute in; numpy knows no bfloat16."""
+    if values.dtype == torch.bfloat16:
+        bits = values.view(torch.int16).numpy().astype(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32)
+    array = values.numpy()
+    return array.astype(np.float64 if values.dtype == torch.float64 else np.float32)
+
+
+def scaled(values: torch.Tensor, scale: float) -> np.ndarray:
+    array = widened(values)
+    with np.errstate(all="ignore"):
+        return array if scale == 1.0 else array * array.dtype.type(scale)
+
+
+def narrowed(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    with np.errstate(all="ignore"):
+        if dtype == torch.float64:
+            return torch.from_numpy(values.astype(np.float64))
+        single = values.astype(np.float32)
+        if dtype == torch.float32:
+            return torch.from_numpy(single)
+        if dtype == torch.float16:
+            return torch.from_numpy(single.astype(np.float16))
+        return _to_bfloat16(single)
+
+
+def _to_bfloat16(values: np.ndarray) -> torch.Tensor:
+    """The nearer of the two neighbours; of two equally near ones that with an even last bit."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    low = bits & np.uint32(0xFFFF0000)
+    high = low + np.uint32(0x10000)
+    exact = values.astype(np.float64)
+    # Above the largest finite value the next one stands for 2**128.
+    upper = high.view(np.float32).astype(np.float64)
+    upper = np.where(np.isinf(upper), np.sign(exact) * 2.0**128, upper)
+    down, up = abs(exact - low.view(np.float32)), abs(upper - exact)
+    odd = (low >> np.uint32(16)) & np.uint32(1) == 1
+    chosen = np.where((up < down) | ((up == down) & odd), high, low)
+    chosen = np.where(np.isinf(values), bits, chosen)
+    chosen = np.where(np.isnan(values), np.uint32(0x7FC00000), chosen)
+    return torch.from_numpy((chosen >> np.uint32(16)).astype(np.uint16).view(np.int16)).view(
+        torch.bfloat16
+    )
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal bits, so 0.0 is not -0.0; any NaN equals any other: torch's own payloads differ."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    flat, wanted = actual.reshape(-1), expected.reshape(-1)
+    same = (flat.view(integer) == wanted.view(integer)) | (flat.isnan() & wanted.isnan())
+    if not same.all():
+        wrong = (~same).nonzero().view(-1)
+        first = int(wrong[0])
+        raise AssertionError(
+            f"{len(wrong)} of {len(same)} elements differ, the first at {first}: "
+            f"{flat[first]!r} instead of {wanted[first]!r}"
+        )
