@@ -17,6 +17,7 @@ Note [Rank order]
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from layerzero.comm.diagnosis import diagnose
 from layerzero.comm.streams import Mark
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
+from layerzero.ops import ordered_sum_
 
 _AVERAGING_BACKENDS = ("nccl", "fake")
 # Since torch 2.13 under the first name; the second one warns there.
@@ -63,7 +65,7 @@ class Pending:
         self.works: Sequence[tuple[dist.Work, int]] | None = None
         """Each handle with the peer's rank in the group, or -1: all; None until issued."""
         self._group = group
-        self._finish: Callable[[], None] | None = None
+        self._finish: Callable[[], object] | None = None
         watchdog = operation.watchdog
         self._reached_mark: Mark = None if watchdog is None else watchdog.mark()
         self._done_mark: Mark = None
@@ -85,7 +87,7 @@ class Pending:
         works = self.works
         return works is not None and all(work.is_completed() for work, _ in works)
 
-    def then(self, finish: Callable[[], None]) -> None:
+    def then(self, finish: Callable[[], object]) -> None:
         """Run `finish` once the data is there, in the first `wait`."""
         self._finish = finish
 
@@ -192,7 +194,7 @@ def reduce_scatter(
         summed = parts[0 if group.rank else 1]
     else:
         summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
-    pending.then(lambda: _sum_in_rank_order(parts, summed, scale))
+    pending.then(functools.partial(ordered_sum_, summed, parts, scale))
     return summed, pending
 
 
@@ -302,19 +304,6 @@ def _start(
     except RuntimeError as error:
         raise diagnose(str(operation), group, -1, error) from error
     return pending
-
-
-def _sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float) -> None:
-    """`out` may be one of the first two parts."""
-    if len(parts) > 1 and parts[0].dtype == out.dtype:
-        torch.add(parts[0], parts[1], out=out)
-        rest = parts[2:]
-    else:
-        out.copy_(parts[0])
-        rest = parts[1:]
-    for part in rest:
-        out.add_(part)
-    _scale(out, scale)
 
 
 def _scale(tensor: torch.Tensor, scale: float) -> None:

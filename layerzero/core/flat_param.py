@@ -25,6 +25,7 @@ from layerzero.core.groups import ShardGroup
 from layerzero.core.layout import ALIGNMENT_NBYTES, FlatLayout
 from layerzero.core.parameter_info import ParameterInfo, copy_attributes, set_info
 from layerzero.core.views import Slot
+from layerzero.ops import Segments, pack_
 
 
 @dataclass
@@ -74,8 +75,9 @@ class FlatParamHandle:
             alignment=max(1, ALIGNMENT_NBYTES // min(dtype.itemsize, compute_dtype.itemsize)),
         )
         self.version = -1
-        self.main_shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
         self._pieces = self.layout.pieces(group.rank)
+        self._flatten(parameters)
         self.sharded_params = [
             self._make_sharded(original, index) for index, original in enumerate(originals)
         ]
@@ -89,11 +91,22 @@ class FlatParamHandle:
             self.layout, self.shapes, group.rank, reduce_dtype, device, self.sharded_params
         )
 
+    def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Fill the main shard; what lies between the pieces is zero."""
+        device = self.main_shard.device
+        sources = [
+            parameter.detach().reshape(-1)[piece.start : piece.stop].to(device)
+            for parameter, piece in zip(parameters, self._pieces, strict=True)
+        ]
+        # Pieces rise with their parameters, apart from the empty ones.
+        rows = (
+            (piece.param, 0, piece.offset, piece.numel) for piece in self._pieces if piece.numel
+        )
+        pack_(self.main_shard, sources, Segments.build(rows, self.layout.shard_numel))
+
     def _make_sharded(self, original: OriginalParameter, index: int) -> nn.Parameter:
         _, start, stop, offset = self._pieces[index]
         piece = self.main_shard[offset : offset + stop - start]
-        if stop > start:
-            piece.copy_(original.parameter.detach().reshape(-1)[start:stop])
         sharded = nn.Parameter(piece, requires_grad=original.parameter.requires_grad)
         copy_attributes(original.parameter, sharded)
         set_info(sharded, ParameterInfo(original.fqn, original.parameter.shape, (start, stop)))
@@ -119,6 +132,7 @@ class FlatParamHandle:
             self.full_params.append(leaf)
         own = self.group.rank * self.layout.shard_numel
         self._own_slice = self.full.data[own : own + self.layout.shard_numel]
+        self._whole_shard = Segments.concatenate([self.layout.shard_numel])
         if not self.is_whole:
             self._storage.resize_(0)
 
@@ -144,7 +158,9 @@ class FlatParamHandle:
         In one dtype that is the main shard itself, without a copy; otherwise the cast is written
         where it belongs in the (allocated) full buffer.
         """
-        return self._own_slice.copy_(self.main_shard) if self.needs_cast else self.main_shard
+        if not self.needs_cast:
+            return self.main_shard
+        return pack_(self._own_slice, [self.main_shard], self._whole_shard)
 
     def adopt_changes(self, unit: str) -> bool:
         """Take over values a user put in place by assigning `parameter.data`; True if any.

@@ -17,6 +17,10 @@ import torch
 from torch import nn
 
 from layerzero.core.layout import FlatLayout, GradientLayout, Piece
+from layerzero.ops import Segments, pack_
+
+_MISSING = torch.empty(0)
+"""Stands for a gradient that is not there: zeros."""
 
 
 class GradientBuffer:
@@ -59,13 +63,17 @@ class GradientBuffer:
                 "change requires_grad between optimizer steps, not inside an accumulation"
             )
         self.layout = GradientLayout.build(self._layout, indices)
+        self._source = {index: place for place, index in enumerate(self.layout.trainable)}
         with torch.inference_mode(False):
             self.buffer = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
             self._storage = self.buffer.untyped_storage()
             self._nbytes = self._storage.nbytes()
             self._places = [self._place(segment) for segment in self.layout.segments]
-            self._gaps = [self.buffer[start:stop] for start, stop in self.layout.gaps()]
         self._storage.resize_(0)
+        self._segments = Segments.build(
+            ((self._source[p.param], p.start, p.offset, p.numel) for p in self.layout.segments),
+            self.layout.numel,
+        )
         self._split_sizes, self._split_indices = self._plan_split()
 
     def _place(self, segment: Piece) -> tuple[int, slice | None, torch.Tensor]:
@@ -101,37 +109,29 @@ class GradientBuffer:
         if self._layout.group_size == 1:
             self._collect_local(leaves)
             return
-        if not self.holds_sum:
-            self._storage.resize_(self._nbytes)
-            if self._gaps:
-                torch._foreach_zero_(self._gaps)
-        targets, sources, missing = [], [], []
-        for index, cut, target in self._places:
-            gradient = leaves[index].grad
-            if gradient is None:
-                missing.append(target)
-                continue
-            if gradient.layout is not torch.strided:
-                gradient = gradient.to_dense()
-            targets.append(target)
-            sources.append(gradient if cut is None else gradient.reshape(-1)[cut])
+        gradients = [_dense(leaves[index].grad) for index in self.layout.trainable]
         if self.holds_sum:
-            if targets:
-                torch._foreach_add_(targets, sources)
+            self._add(gradients)
         else:
-            if targets:
-                torch._foreach_copy_(targets, sources)
-            if missing:
-                torch._foreach_zero_(missing)
+            self._storage.resize_(self._nbytes)
+            pack_(self.buffer, [_MISSING if g is None else g for g in gradients], self._segments)
         self._note_present(leaves)
         self.holds_sum = True
 
+    def _add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        targets, sources = [], []
+        for index, cut, target in self._places:
+            gradient = gradients[self._source[index]]
+            if gradient is not None:
+                targets.append(target)
+                sources.append(gradient if cut is None else gradient.reshape(-1)[cut])
+        if targets:
+            torch._foreach_add_(targets, sources)
+
     def _collect_local(self, leaves: Sequence[nn.Parameter]) -> None:
         for index in self.layout.trainable:
-            gradient = leaves[index].grad
+            gradient = _dense(leaves[index].grad)
             if gradient is not None:
-                if gradient.layout is not torch.strided:
-                    gradient = gradient.to_dense()
                 gradient = gradient.to(self._dtype)
                 waiting = self._local.get(index)
                 self._local[index] = gradient if waiting is None else waiting + gradient
@@ -185,3 +185,10 @@ class GradientBuffer:
             return
         parts = chunk.to(dtype).split_with_sizes(self._split_sizes)
         yield from zip(self._split_indices, parts, strict=True)
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Embeddings may give sparse gradients."""
+    if gradient is None or gradient.layout is torch.strided:
+        return gradient
+    return gradient.to_dense()

@@ -136,18 +136,6 @@ class GradientLayout:
     def numel(self) -> int:
         return len(self.chunks) * self.chunk_numel
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """(start, stop) in the whole buffer of what no gradient covers."""
-        gaps = []
-        end = 0
-        for segment in self.segments:
-            if segment.offset > end:
-                gaps.append((end, segment.offset))
-            end = segment.offset + segment.numel
-        if end < self.numel:
-            gaps.append((end, self.numel))
-        return gaps
-
 
 def _packed(layout: FlatLayout, trainable: tuple[int, ...], rank: int) -> tuple[Piece, ...]:
     pieces = []

@@ -1,9 +1,13 @@
 """Gradients, and parameters after steps, are those of the same model unsharded."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import (
     assert_same_gradients,
@@ -12,7 +16,7 @@ from tests.harness.compare import (
     sharded,
     zero3,
 )
-from tests.harness.models import CASES, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -143,3 +147,31 @@ def test_every_rank_has_a_gradient_for_every_piece(world_size: int) -> None:
     full = {name: parameter.numel() for name, parameter in seeded(Mlp).named_parameters()}
     for name, numel in full.items():
         assert sum(dict(each)[name] for each in pieces) == numel
+
+
+class Complex(nn.Module):
+    """A complex parameter beside a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64))
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs() + self.bias
+
+
+def _complex() -> None:
+    torch.manual_seed(0)
+    reference = Complex()
+    model = ZeRO3(copy.deepcopy(reference))
+    batches = [torch.randn(4, WIDTH) for _ in range(2)]
+    model(batches[dist.get_rank()]).sum().backward()
+    (sum(reference(batch).sum() for batch in batches) / 2).backward()
+    with model.summon_full_params(with_grads=True):
+        for full, plain in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(full.grad, plain.grad)
+
+
+def test_a_complex_parameter_has_the_gradient_of_the_reference() -> None:
+    run_ranks(2, _complex)
