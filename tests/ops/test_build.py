@@ -56,14 +56,18 @@ def test_a_broken_compiler_is_one_line_and_no_failure(checkout: Path) -> None:
     done = build(checkout, CC="/bin/false", CXX="/bin/false")
     assert done.returncode == 0, done.stderr
     (line,) = lines_of_ours(done)
-    assert "the native part is not built, plain torch runs instead: /bin/false failed" in line
+    # How the compiler's failure is worded is setuptools' business and changes.
+    assert "the native part is not built, plain torch runs instead: " in line
+    assert "/bin/false" in line
     assert not list(checkout.glob("layerzero/_C*"))
 
 
 def test_a_broken_compiler_fails_where_the_native_part_is_asked_for(checkout: Path) -> None:
     done = build(checkout, CC="/bin/false", CXX="/bin/false", LAYERZERO_BUILD_EXT="1")
     assert done.returncode != 0
-    assert "the native part could not be built: /bin/false failed with exit status 1" in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "the native part could not be built: " in last
+    assert "/bin/false" in last
 
 
 def test_a_missing_compiler_is_one_line_and_no_failure(checkout: Path) -> None:
