@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import gc
 import warnings
+from datetime import timedelta
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from layerzero.comm.collectives import Operation, gather_small
 from layerzero.config import OffloadPolicy
+from layerzero.core.groups import make_shard_group, resolve_process_groups
+from layerzero.core.placement import Outer
 from layerzero.runtime.unit import Unit, get_unit
+
+_OUTER: tuple[Outer, ...] = get_args(Outer)
 
 
 def check_module(module: nn.Module) -> None:
@@ -23,37 +31,73 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def check_not_yet_supported(
-    process_group: dist.ProcessGroup,
-    zero3_size: int | None,
-    outer: str,
-    offload: OffloadPolicy | None,
-    accumulation: str,
-) -> None:
-    size = dist.get_world_size(process_group)
+def check_group(
+    process_group: dist.ProcessGroup | DeviceMesh | None, zero3_size: int | None, outer: str
+) -> dist.ProcessGroup:
+    """A group with the backends of all, to find the device with. Not collective.
+
+    Raises:
+        ValueError, TypeError: a group, a size or a mode that does not exist.
+    """
     if outer not in ("zero1", "replicate", "shard"):
         raise ValueError(f"outer: expected 'zero1', 'replicate' or 'shard', got {outer!r}")
-    if accumulation not in ("sharded", "unsharded", "auto"):
+    if zero3_size is not None and not isinstance(zero3_size, int):
+        raise TypeError(f"zero3_size: expected an int or None, got {zero3_size!r}")
+    return resolve_process_groups(process_group)[0]
+
+
+def check_agreement(
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    device: torch.device,
+    zero3_size: int | None,
+    outer: Outer,
+    timeout: timedelta | None,
+) -> None:
+    """Refuse what differs between ranks, or does not fit. Collective over the group, or the mesh.
+
+    Raises:
+        ValueError: the same on every rank, with every rank's values where they differ.
+        CollectiveError: a rank did not come.
+    """
+    groups = resolve_process_groups(process_group)
+    axes = [make_shard_group(group, device, timeout) for group in groups]
+    num_inner, num_outer = axes[0].size, axes[1].size if len(axes) == 2 else 1
+    own = [num_inner if zero3_size is None else zero3_size, _OUTER.index(outer)]
+    values = torch.tensor(own, device=device)
+    for axis in axes:
+        if axis.size > 1:
+            values = gather_small(values, axis, Operation("agreement", "zero3_size and outer", 0))
+    every = values.view(-1, 2).tolist()
+    if any(other != every[0] for other in every):
+        listed = "; ".join(f"zero3_size={size}, outer={_OUTER[mode]!r}" for size, mode in every)
         raise ValueError(
-            f"accumulation: expected 'sharded', 'unsharded' or 'auto', got {accumulation!r}"
+            f"zero3_size and outer differ between ranks, in the group's order: {listed}"
         )
-    if zero3_size is not None and (zero3_size < 1 or size % zero3_size):
+    if zero3_size is not None and len(axes) == 2 and zero3_size != num_inner:
         raise ValueError(
-            f"zero3_size: expected a divisor of the group size {size}, got {zero3_size}"
+            f"zero3_size={zero3_size} and a mesh (outer, inner) of {num_outer, num_inner}: the "
+            f"shard groups of the mesh have {num_inner} ranks; leave out zero3_size"
         )
-    if zero3_size not in (None, size):
-        raise NotImplementedError(
-            f"zero3_size={zero3_size} in a group of {size}: shard groups smaller than the group "
-            "are not supported yet; pass a smaller process_group or None"
+    if zero3_size is not None and (zero3_size < 1 or num_inner % zero3_size):
+        raise ValueError(
+            f"zero3_size: expected a divisor of the group size {num_inner}, got {zero3_size}"
         )
-    if offload is not None and (offload.params or offload.grads):
-        raise NotImplementedError(f"offload={offload}: offloading is not supported yet")
-    if outer != "zero1":
+    has_outer = num_outer > 1 or zero3_size not in (None, num_inner)
+    if outer != "zero1" and not has_outer:
         warnings.warn(
             f"outer={outer!r} has no effect: the shard group is the whole group, there is no axis "
             "outside it",
             stacklevel=3,
         )
+
+
+def check_not_yet_supported(offload: OffloadPolicy | None, accumulation: str) -> None:
+    if accumulation not in ("sharded", "unsharded", "auto"):
+        raise ValueError(
+            f"accumulation: expected 'sharded', 'unsharded' or 'auto', got {accumulation!r}"
+        )
+    if offload is not None and (offload.params or offload.grads):
+        raise NotImplementedError(f"offload={offload}: offloading is not supported yet")
     if accumulation == "sharded":
         raise NotImplementedError(
             "accumulation='sharded' inside no_sync is not supported yet; leave out no_sync: "

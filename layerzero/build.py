@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.comm.collectives import Operation, broadcast_
 from layerzero.config import MixedPrecision
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
-from layerzero.core.groups import ShardGroup
+from layerzero.core.placement import Placement
 from layerzero.materialize import Materializer
 from layerzero.runtime import hooks
 from layerzero.runtime.unit import Unit, UnitOptions, set_unit
@@ -24,7 +24,7 @@ from layerzero.wrap import UnitPlan, Visit
 class UnitBuilder:
     """Builds the units of one `ZeRO3` call; what does not depend on the unit is here."""
 
-    group: ShardGroup
+    placement: Placement
     device: torch.device
     mixed_precision: MixedPrecision
     reshard_after_forward: bool | Callable[[nn.Module, str], bool]
@@ -89,7 +89,7 @@ class UnitBuilder:
         handles = [
             FlatParamHandle(
                 originals,
-                self.group,
+                self.placement,
                 self.device,
                 compute_dtype,
                 reduce_dtype=self._reduce_dtype(compute_dtype),
@@ -137,7 +137,9 @@ class UnitBuilder:
         return self.mixed_precision.reduce_dtype or compute_dtype
 
     def _broadcast(self, tensor: torch.Tensor, name: str) -> None:
-        broadcast_(tensor, self.group, Operation("synchronisation", name, 0))
+        # Outer first: then the first rank of every shard group has it.
+        for group in reversed(self.placement.groups):
+            broadcast_(tensor, group, Operation("synchronisation", name, 0))
 
 
 def resolve_device(

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.arguments import (
+    check_agreement,
+    check_group,
     check_module,
     check_not_yet_supported,
     warn_about_old_optimizers,
@@ -27,8 +29,8 @@ from layerzero.config import (
     OffloadPolicy,
     prefetch_depth,
 )
-from layerzero.core.groups import ShardGroup, make_shard_group, resolve_process_group
 from layerzero.core.parameter_info import get_info
+from layerzero.core.placement import Placement, make_placement
 from layerzero.materialize import Materializer
 from layerzero.optim.clip import clip_grad_norm_
 from layerzero.runtime import hooks
@@ -121,23 +123,24 @@ class ZeRO3(nn.Module):
             )
         forward_depth = prefetch_depth(forward_prefetch, "forward_prefetch")
         GatherBudget.parse(limit_all_gathers, default_units=1)  # a bad one is refused here
-        process_group = resolve_process_group(process_group)
-        check_not_yet_supported(process_group, zero3_size, outer, offload, accumulation)
+        group = check_group(process_group, zero3_size, outer)
+        check_not_yet_supported(offload, accumulation)
         plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)
-        target = resolve_device(device, plans, process_group)
-        group = make_shard_group(process_group, target, timeout)
+        target = resolve_device(device, plans, group)
+        check_agreement(process_group, target, zero3_size, outer, timeout)
+        placement = make_placement(process_group, target, zero3_size, outer, deterministic, timeout)
         builder = UnitBuilder(
-            group=group,
+            placement=placement,
             device=target,
             mixed_precision=mixed_precision or MixedPrecision(),
             reshard_after_forward=reshard_after_forward,
-            gradient_scale=1.0 / group.size if gradient_reduction == "mean" else 1.0,
+            gradient_scale=1.0 / placement.num_ranks if gradient_reduction == "mean" else 1.0,
             deterministic=deterministic,
             materializer=Materializer(
                 target,
                 mixed_precision.buffer_dtype if mixed_precision else None,
                 param_init_fn,
-                initialise=not (sync_module_states and not group.is_first),
+                initialise=not (sync_module_states and not placement.is_first),
             ),
             sync_module_states=sync_module_states,
         )
@@ -228,8 +231,8 @@ class ZeRO3(nn.Module):
 
     def extra_repr(self) -> str:
         unit = self._unit
-        size = unit.handles[0].group.size if unit.handles else "?"
-        return f"{len(self._subtree())} units of {type(self.module).__name__}, group of {size}"
+        where = str(unit.handles[0].placement) if unit.handles else "no parameters of its own"
+        return f"{len(self._subtree())} units of {type(self.module).__name__}, {where}"
 
     # State ----------------------------------------------------------------------------------
 
@@ -280,13 +283,13 @@ class ZeRO3(nn.Module):
         Returns:
             The norm before clipping, a scalar tensor, the same on all ranks.
         """
-        by_group: dict[int, tuple[ShardGroup, list[nn.Parameter]]] = {}
+        by_placement: dict[int, tuple[Placement, list[nn.Parameter]]] = {}
         for unit in self._subtree():
             for handle in unit.handles:
-                entry = by_group.setdefault(id(handle.group.process_group), (handle.group, []))
+                entry = by_placement.setdefault(id(handle.placement), (handle.placement, []))
                 entry[1].extend(handle.sharded_params)
         return clip_grad_norm_(
-            self._root_state, list(by_group.values()), self._kept_whole, max_norm, norm_type
+            self._root_state, list(by_placement.values()), self._kept_whole, max_norm, norm_type
         )
 
     def summon_full_params(

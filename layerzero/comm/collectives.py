@@ -153,6 +153,7 @@ def reduce_scatter(
     operation: Operation,
     scale: float = 1.0,
     deterministic: bool = False,
+    order: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, Pending]:
     """Sum chunk r of every rank's `chunks` on rank r. Collective; does not block the host.
 
@@ -161,6 +162,7 @@ def reduce_scatter(
             handle was waited for.
         scale: factor on the sum (1 / group_size makes a mean).
         deterministic: sum in rank order in float32 on every backend; gloo always does.
+        order: rank r is given chunk order[r] instead of r; deterministic sums only.
 
     Returns:
         ([chunk_numel] scaled sum, valid once the handle was waited for, and the handle). The sum
@@ -188,7 +190,7 @@ def reduce_scatter(
             pending.then(lambda: _scale(summed, scale))
         return summed, pending
     dtype = torch.promote_types(chunks.dtype, torch.float32)
-    parts, pending = _all_to_all(chunks, group, operation)
+    parts, pending = _all_to_all(chunks, group, operation, order)
     if dtype == chunks.dtype and messages_carry_names(group, chunks.device) and group.size > 1:
         # The sum may take the place of the first part that came from elsewhere.
         summed = parts[0 if group.rank else 1]
@@ -198,27 +200,29 @@ def reduce_scatter(
     return summed, pending
 
 
+def flags_tensor(flags: Sequence[bool], device: torch.device) -> torch.Tensor:
+    """[len(flags)] uint8 on `device`, made without waiting for it."""
+    if all(flags):
+        return torch.ones(len(flags), dtype=torch.uint8, device=device)
+    return torch.tensor(flags, dtype=torch.uint8).to(device, non_blocking=True)
+
+
 def gather_flags(
-    flags: Sequence[bool], group: ShardGroup, device: torch.device, operation: Operation
+    flags: torch.Tensor, group: ShardGroup, operation: Operation
 ) -> tuple[torch.Tensor, Pending]:
-    """Gather one byte per flag from every rank. Collective; does not block the host.
+    """Gather [N] uint8 from every rank. Collective over the group; does not block the host.
 
     Returns:
-        ([group_size, len(flags)] uint8, valid once the handle was waited for, and the handle).
+        ([group_size, N] uint8, valid once the handle was waited for, and the handle).
     """
-    if all(flags):
-        own = torch.ones(len(flags), dtype=torch.uint8, device=device)
-    else:
-        own = torch.tensor(flags, dtype=torch.uint8).to(device, non_blocking=True)
-    table = torch.empty(group.size * len(flags), dtype=torch.uint8, device=device)
-    return table.view(group.size, -1), all_gather(table, own, group, operation)
+    table = flags.new_empty(group.size, flags.numel())
+    return table, all_gather(table.view(-1), flags, group, operation)
 
 
-def gather_scalar(scalar: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
-    """Every rank's value of a scalar: [group_size], in rank order. Collective; blocks on CPU."""
-    values = scalar.new_empty(group.size)
-    pending = all_gather(values, scalar.reshape(1), group, operation)
-    pending.wait()
+def gather_small(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
+    """Every rank's values: [group_size, *shape], in rank order. Collective; blocks on CPU."""
+    values = tensor.new_empty(group.size, *tensor.shape)
+    all_gather(values.view(-1), tensor.reshape(-1), group, operation).wait()
     return values
 
 
@@ -235,21 +239,24 @@ def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) ->
 
 
 def _all_to_all(
-    chunks: torch.Tensor, group: ShardGroup, operation: Operation
+    chunks: torch.Tensor, group: ShardGroup, operation: Operation, order: Sequence[int] | None
 ) -> tuple[list[torch.Tensor], Pending]:
-    """Send chunk i of `chunks` to rank i; returns what came from each rank, and the handle."""
+    """Send chunk order[i] to rank i; returns what came from each rank, and the handle."""
+    own = list(chunks.chunk(group.size))
+    if order is not None:
+        own = [own[place] for place in order]
     if not messages_carry_names(group, chunks.device):
-        received = torch.empty_like(chunks)
+        given = chunks if order is None else torch.cat(own)
+        received = torch.empty_like(given)
         pending = _start(
             operation,
-            chunks,
+            given,
             group,
             lambda: dist.all_to_all_single(
-                received, chunks, group=group.process_group, async_op=True
+                received, given, group=group.process_group, async_op=True
             ),
         )
         return list(received.chunk(group.size)), pending
-    own = list(chunks.chunk(group.size))
     parts = [
         chunk if rank == group.rank else torch.empty_like(chunk) for rank, chunk in enumerate(own)
     ]

@@ -31,6 +31,21 @@ class Waitable(Protocol):
         """Order what comes next on the compute lane after the collective and its buffers' use."""
 
 
+Hops = Callable[[Callable[[], None]], None]
+"""A chain of collectives, each of which needs the one before. Called with what it has to call in
+turn as soon as the first one's input is no longer read."""
+
+
+class _Done:
+    """What there is to wait for where the host is in order."""
+
+    def wait(self) -> None:
+        return None
+
+
+_DONE = _Done()
+
+
 class HostLane:
     """A lane of a device without streams: everything is in host order already."""
 
@@ -54,14 +69,53 @@ class HostLane:
         """Start a collective once what the lane settled before is finished."""
         return issue()
 
+    def after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
+        """Start a collective that needs the result of one settled on this lane."""
+        first.wait()
+        return issue()
 
-class FinishingHostLane(HostLane):
-    """A host lane whose collectives are finished by a thread, in order of issue."""
+    def run(self, hops: Hops, input_done: Callable[[], None]) -> Waitable:
+        """Run collectives each of which needs the one before; see `Hops`."""
+        hops(input_done)
+        return _DONE
+
+    def so_far(self) -> Waitable:
+        """To wait for all that was queued on the lane."""
+        return _DONE
+
+
+class ChainingHostLane(HostLane):
+    """A host lane with a thread, for what starts when something else is done."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_OnThread | None] = queue.SimpleQueue()
         self._last: _OnThread | None = None
         self._thread: threading.Thread | None = None
+
+    def after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
+        """Let the thread wait for `first`, and start the other."""
+
+        def chained() -> Waitable:
+            first.wait()
+            return issue()
+
+        return self._enqueue(chained)
+
+    def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
+        if self._thread is None:
+            # A daemon: waiting for a dead peer must not keep the process from ending.
+            self._thread = threading.Thread(
+                target=_run_all, args=(self._queue,), name="layerzero-lane", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
+        self._last = _OnThread(work, self._thread)
+        self._queue.put(self._last)
+        return self._last
+
+
+class FinishingHostLane(ChainingHostLane):
+    """A host lane whose collectives are finished by its thread, in order of issue."""
 
     def settle(self, pending: Waitable, then: Callable[[], None] | None = None) -> Waitable:
         """Let the thread wait for the collective and call `then`."""
@@ -77,17 +131,9 @@ class FinishingHostLane(HostLane):
         """Start a collective once what the lane settled before is finished."""
         return issue() if self._last is None or self._last.is_done else self._enqueue(issue)
 
-    def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
-        if self._thread is None:
-            # A daemon: waiting for a dead peer must not keep the process from ending.
-            self._thread = threading.Thread(
-                target=_run_all, args=(self._queue,), name="layerzero-reduce", daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-        self._last = _OnThread(work, self._thread)
-        self._queue.put(self._last)
-        return self._last
+    def run(self, hops: Hops, input_done: Callable[[], None]) -> Waitable:
+        """Let the thread run them."""
+        return self._enqueue(lambda: hops(input_done))
 
 
 class _OnThread:
@@ -168,6 +214,19 @@ class DeviceLane:
         """Start a collective at once: memory is the allocator's business, in stream order."""
         return issue()
 
+    def after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
+        """Start the other at once: it queues behind what was settled on the lane."""
+        return issue()
+
+    def run(self, hops: Hops, input_done: Callable[[], None]) -> Waitable:
+        """Queue them. `input_done` is not called: the host cannot know when the device is there."""
+        hops(lambda: None)
+        return self.so_far()
+
+    def so_far(self) -> Waitable:
+        """To order the current stream after all that was queued on the lane."""
+        return _OnLane(self._module, self.mark(), None)
+
     def settle(self, pending: Waitable, then: Callable[[], None] | None = None) -> Waitable:
         """Order the lane after the collective and hand out the lane's own mark of it.
 
@@ -180,13 +239,16 @@ class DeviceLane:
 class _OnLane:
     """A collective queued on a side stream; waiting orders the current stream after it."""
 
-    def __init__(self, module: Any, mark: Mark, pending_keepalive: Waitable) -> None:
+    def __init__(self, module: Any, mark: Mark, pending_keepalive: Waitable | None) -> None:
         self._module = module
         self._mark = mark
         self._pending_keepalive = pending_keepalive
 
     def wait(self) -> None:
         self._module.current_stream().wait_event(self._mark)
+
+
+Lane = HostLane | DeviceLane
 
 
 class Streams:
@@ -202,11 +264,12 @@ class Streams:
     def __init__(self, device: torch.device, finishing_thread: bool) -> None:
         """`finishing_thread`: on CPU, for backends whose sums are the engine's own."""
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self.pre_unshard: HostLane | DeviceLane
-        self.unshard: HostLane | DeviceLane
-        self.reduce: HostLane | DeviceLane
+        self.pre_unshard: Lane
+        self.unshard: Lane
+        self.reduce: Lane
         if device.type == "cpu":
-            self.pre_unshard, self.unshard = HostLane(), HostLane()
+            self.pre_unshard = HostLane()
+            self.unshard = ChainingHostLane() if finishing_thread else HostLane()
             self.reduce = FinishingHostLane() if finishing_thread else HostLane()
         else:
             self.pre_unshard, self.unshard = DeviceLane(device), DeviceLane(device)

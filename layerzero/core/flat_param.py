@@ -1,4 +1,10 @@
-"""FlatParamHandle: one flat parameter, its main shard, and the full buffer it is gathered into.
+"""FlatParamHandle: one flat parameter: main shard, compute shard, and the full buffer.
+
+    main shard      what the optimizer updates; original dtype
+    compute shard   what this rank gives to a gather; compute dtype. The main shard itself where
+                    neither a cast nor an outer axis (placement.py) lies between them; else kept,
+                    and written once for each change of the weights
+    full buffer     what modules compute with. The compute shard itself in a shard group of one
 
 Note [Views outlive storage]
     The full parameters are leaves of autograd, made once, as views of one flat tensor whose
@@ -8,8 +14,8 @@ Note [Views outlive storage]
     not look like an in-place change of a tensor that autograd saved.
 
 Note [One rank is whole]
-    In a group of one rank whose compute dtype is the main dtype, the shard is everything: the
-    full parameters are views of the main shard, and nothing is ever gathered, copied or freed.
+    In a shard group of one rank the full buffer is the compute shard: it is never freed, and what
+    is gathered or cast is what the weights' last change made stale.
 """
 
 from __future__ import annotations
@@ -21,9 +27,9 @@ import torch
 from torch import nn
 
 from layerzero.core.gradients import GradientBuffer
-from layerzero.core.groups import ShardGroup
 from layerzero.core.layout import ALIGNMENT_NBYTES, FlatLayout
 from layerzero.core.parameter_info import ParameterInfo, copy_attributes, set_info
+from layerzero.core.placement import Placement
 from layerzero.core.views import Slot
 from layerzero.ops import Segments, pack_
 
@@ -38,27 +44,29 @@ class OriginalParameter:
 
 
 class FlatParamHandle:
-    """The buffers behind one flat parameter. Knows no streams and issues no collective."""
+    """The buffers behind one flat parameter. Knows no streams, issues no collective."""
 
     fqns: list[str]
     """Names of the original parameters, in order."""
     shapes: tuple[torch.Size, ...]
     layout: FlatLayout
-    group: ShardGroup
+    placement: Placement
     main_shard: torch.Tensor
     """[shard_numel] in the original dtype; the sharded parameters are views of it."""
     sharded_params: list[nn.Parameter]
     """One 1-D piece per original parameter: what the user and the optimizer see."""
     full_params: list[nn.Parameter]
     """One leaf per original parameter; see Note [Views outlive storage]."""
+    compute_shard: torch.Tensor
+    """[compute_numel] in the compute dtype; valid unless `is_stale`."""
     gradients: GradientBuffer
     version: int
-    """Version of the main shard that was gathered last."""
+    """Version of the main shard that the compute shard has; -1: of none."""
 
     def __init__(
         self,
         originals: Sequence[OriginalParameter],
-        group: ShardGroup,
+        placement: Placement,
         device: torch.device,
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
@@ -68,15 +76,16 @@ class FlatParamHandle:
         dtype = parameters[0].dtype
         self.fqns = [original.fqn for original in originals]
         self.shapes = tuple(parameter.shape for parameter in parameters)
-        self.group = group
+        self.placement = placement
         self.layout = FlatLayout.build(
             [parameter.numel() for parameter in parameters],
-            group.size,
+            placement.num_main_shards,
             alignment=max(1, ALIGNMENT_NBYTES // min(dtype.itemsize, compute_dtype.itemsize)),
+            slices=placement.owned_slices,
         )
         self.version = -1
         self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
-        self._pieces = self.layout.pieces(group.rank)
+        self._pieces = self.layout.pieces(placement.main_shard_index)
         self._flatten(parameters)
         self.sharded_params = [
             self._make_sharded(original, index) for index, original in enumerate(originals)
@@ -85,10 +94,12 @@ class FlatParamHandle:
             (parameter, parameter.data_ptr(), parameter.numel())
             for parameter in self.sharded_params
         ]
-        self.is_whole = group.size == 1 and compute_dtype == dtype
+        self.is_whole = placement.shard_group.size == 1
+        self.is_cast = compute_dtype != dtype
         self._make_full(originals, compute_dtype)
+        self._make_compute_shard()
         self.gradients = GradientBuffer(
-            self.layout, self.shapes, group.rank, reduce_dtype, device, self.sharded_params
+            self.layout, self.shapes, placement, reduce_dtype, device, self.sharded_params
         )
 
     def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -115,10 +126,11 @@ class FlatParamHandle:
     def _make_full(
         self, originals: Sequence[OriginalParameter], compute_dtype: torch.dtype
     ) -> None:
-        if self.is_whole:
+        if self.is_whole and not self.has_compute_shard:
             self.full = self.main_shard.data
         else:
-            self.full = torch.empty(
+            # Zeros, for the padding of what is written piece by piece and never freed.
+            self.full = torch.zeros(
                 self.layout.padded_numel, dtype=compute_dtype, device=self.main_shard.device
             )
         self._storage = self.full.untyped_storage()
@@ -130,20 +142,37 @@ class FlatParamHandle:
             leaf = nn.Parameter(view.data, requires_grad=original.parameter.requires_grad)
             copy_attributes(original.parameter, leaf)
             self.full_params.append(leaf)
-        own = self.group.rank * self.layout.shard_numel
-        self._own_slice = self.full.data[own : own + self.layout.shard_numel]
-        self._whole_shard = Segments.concatenate([self.layout.shard_numel])
         if not self.is_whole:
             self._storage.resize_(0)
 
-    @property
-    def full_nbytes(self) -> int:
-        """Bytes of the full buffer while it is resident; 0 when it is the shard itself."""
-        return 0 if self.is_whole else self.layout.padded_numel * self.full.element_size()
+    def _make_compute_shard(self) -> None:
+        placement, numel = self.placement, self.compute_numel
+        if self.is_whole:
+            self.compute_shard = self.full.data
+        elif self.has_compute_shard:
+            self.compute_shard = torch.zeros(numel, dtype=self.full.dtype, device=self.full.device)
+        else:
+            self.compute_shard = self.main_shard
+        own = self.layout.shard_numel
+        place = 0
+        if not placement.owns_compute_shard and placement.outer_group is not None:
+            place = placement.outer_group.rank * own
+        self.compute_slice = self.compute_shard[place : place + own]
+        self._whole_shard = Segments.concatenate([own])
 
     @property
-    def needs_cast(self) -> bool:
-        return self.full.dtype != self.main_shard.dtype
+    def compute_numel(self) -> int:
+        return self.layout.padded_numel // self.placement.shard_group.size
+
+    @property
+    def has_compute_shard(self) -> bool:
+        """Whether the compute shard is memory of its own."""
+        return self.is_cast or not self.placement.owns_compute_shard
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the full buffer that a gather adds; 0 where it is the compute shard."""
+        return 0 if self.is_whole else self.layout.padded_numel * self.full.element_size()
 
     def allocate_full(self) -> None:
         self._storage.resize_(self.full_nbytes)
@@ -152,15 +181,21 @@ class FlatParamHandle:
         if not self.is_whole:
             self._storage.resize_(0)
 
-    def compute_shard(self) -> torch.Tensor:
-        """[shard_numel] in the compute dtype: what this rank contributes to the gather.
+    @property
+    def is_stale(self) -> bool:
+        """Whether the compute shard is of other weights, as far as torch's versions tell."""
+        return self.version != self.main_shard._version
 
-        In one dtype that is the main shard itself, without a copy; otherwise the cast is written
-        where it belongs in the (allocated) full buffer.
-        """
-        if not self.needs_cast:
-            return self.main_shard
-        return pack_(self._own_slice, [self.main_shard], self._whole_shard)
+    def distrust(self) -> None:
+        """Write the compute shard anew at the next use: versions miss writes through `.data`."""
+        if self.has_compute_shard:
+            self.version = -1
+
+    def write_compute_slice(self) -> None:
+        """Put this rank's main shard, cast, in its place in the compute shard."""
+        if self.has_compute_shard:
+            pack_(self.compute_slice, [self.main_shard], self._whole_shard)
+        self.version = self.main_shard._version
 
     def adopt_changes(self, unit: str) -> bool:
         """Take over values a user put in place by assigning `parameter.data`; True if any.
@@ -173,7 +208,6 @@ class FlatParamHandle:
             if parameter.data_ptr() != pointer or parameter.numel() != numel:
                 self._adopt(parameter, unit)
                 adopted = True
-        self.version = self.main_shard._version
         return adopted
 
     def _adopt(self, parameter: nn.Parameter, unit: str) -> None:
@@ -182,13 +216,12 @@ class FlatParamHandle:
         own = self.main_shard[piece.offset : piece.offset + piece.numel]
         new = parameter.data
         if new.shape != own.shape or new.dtype != own.dtype or new.device != own.device:
-            rank = self.group.ranks[self.group.rank]
             raise ValueError(
-                f"{unit} (rank {rank}): the data of parameter {self.fqns[index]!r} was replaced "
-                f"after wrapping: expected this rank's piece, shape {tuple(own.shape)}, "
-                f"{own.dtype} on {own.device}, got shape {tuple(new.shape)}, {new.dtype} on "
-                f"{new.device}; cast or move the module before wrapping it, and change full "
-                "values inside summon_full_params()"
+                f"{unit} (rank {self.placement.rank}): the data of parameter "
+                f"{self.fqns[index]!r} was replaced after wrapping: expected this rank's piece, "
+                f"shape {tuple(own.shape)}, {own.dtype} on {own.device}, got shape "
+                f"{tuple(new.shape)}, {new.dtype} on {new.device}; cast or move the module before "
+                "wrapping it, and change full values inside summon_full_params()"
             )
         own.copy_(new)
         parameter.data = own

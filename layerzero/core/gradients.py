@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from layerzero.core.layout import FlatLayout, GradientLayout, Piece
+from layerzero.core.placement import Placement
 from layerzero.ops import Segments, pack_
 
 _MISSING = torch.empty(0)
@@ -29,20 +30,20 @@ class GradientBuffer:
     present: set[int]
     """Parameters that had a gradient on this rank since the last reduction."""
     holds_sum: bool
-    """Whether gradients wait in the buffer (or, in a group of one, in `_local`)."""
+    """Whether gradients wait in the buffer (or, on one rank, in `_local`)."""
 
     def __init__(
         self,
         layout: FlatLayout,
         shapes: Sequence[torch.Size],
-        rank: int,
+        placement: Placement,
         dtype: torch.dtype,
         device: torch.device,
         sharded_params: list[nn.Parameter],
     ) -> None:
         self._layout = layout
         self._shapes = shapes
-        self._rank = rank
+        self._placement = placement
         self._dtype = dtype
         self._device = device
         self._sharded_params = sharded_params
@@ -86,7 +87,8 @@ class GradientBuffer:
     def _plan_split(self) -> tuple[list[int], list[int]]:
         """Sizes that cut this rank's chunk into pieces and gaps, and each part's parameter."""
         sizes, indices, end = [], [], 0
-        for piece in sorted(self.layout.chunks[self._rank], key=lambda piece: piece.offset):
+        own = self.layout.chunks[self._placement.main_shard_index]
+        for piece in sorted(own, key=lambda piece: piece.offset):
             if piece.numel and piece.offset > end:
                 sizes.append(piece.offset - end)
                 indices.append(-1)
@@ -106,7 +108,7 @@ class GradientBuffer:
 
         A parameter without a gradient contributes zeros.
         """
-        if self._layout.group_size == 1:
+        if self._placement.num_ranks == 1:
             self._collect_local(leaves)
             return
         gradients = [_dense(leaves[index].grad) for index in self.layout.trainable]
@@ -165,7 +167,7 @@ class GradientBuffer:
         """Add this rank's part of the reduced gradients to `.grad` of the sharded parameters.
 
         Args:
-            chunk: [chunk_numel], any floating dtype; None in a group of one.
+            chunk: [chunk_numel], any floating dtype; None on one rank alone.
             present: parameters that had a gradient on any rank; others keep what they have.
         """
         for index, gradient in self._pieces_of(chunk):

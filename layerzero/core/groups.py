@@ -37,27 +37,37 @@ class ShardGroup:
         return self.rank == 0
 
 
-def resolve_process_group(
+def resolve_process_groups(
     process_group: dist.ProcessGroup | DeviceMesh | None,
-) -> dist.ProcessGroup:
-    """The process group an argument names; errors say what was expected."""
+) -> tuple[dist.ProcessGroup, ...]:
+    """The process group an argument names, or of a 2-D mesh the inner and the outer one.
+
+    Raises:
+        ValueError, TypeError: what was expected instead.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "ZeRO3 needs torch.distributed: call torch.distributed.init_process_group first "
             "(or start the script with torchrun)"
         )
     if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            raise NotImplementedError(
-                f"process_group: a mesh of {process_group.ndim} axes {process_group.shape}; "
-                "only a 1-D mesh (the shard group) is supported so far"
+        if process_group.ndim > 2:
+            raise ValueError(
+                f"process_group: a mesh of {process_group.ndim} axes {tuple(process_group.shape)}; "
+                "expected one axis (the shard group) or two (outer, inner)"
             )
         if process_group.get_coordinate() is None:
             raise ValueError(
                 f"process_group: rank {dist.get_rank()} is not in the mesh "
                 f"{process_group.mesh.tolist()}; wrap the model only on ranks of the mesh"
             )
-        return process_group.get_group()
+        mesh = process_group.mesh
+        if mesh.ndim == 2 and any((mesh.diff(dim=axis) <= 0).any() for axis in (0, 1)):
+            # A group is in the order of global ranks, so its ranks would not be the coordinates.
+            raise ValueError(
+                f"process_group: ranks must rise along both axes of a mesh, got {mesh.tolist()}"
+            )
+        return tuple(process_group.get_group(axis) for axis in reversed(range(mesh.ndim)))
     group: object = dist.group.WORLD if process_group is None else process_group
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
@@ -68,7 +78,7 @@ def resolve_process_group(
         raise TypeError(
             f"process_group: expected a ProcessGroup, a DeviceMesh or None, got {process_group!r}"
         )
-    return group
+    return (group,)
 
 
 def make_shard_group(

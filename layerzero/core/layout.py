@@ -48,13 +48,18 @@ class FlatLayout:
     alignment: int
     group_size: int
     shard_numel: int
+    slices: int
+    """Equal slices that each shard must be cut into, each a multiple of the alignment."""
 
     @classmethod
-    def build(cls, numels: Sequence[int], group_size: int, alignment: int = 1) -> FlatLayout:
-        """Lay out parameters of `numels` elements for `group_size` ranks.
+    def build(
+        cls, numels: Sequence[int], group_size: int, alignment: int = 1, slices: int = 1
+    ) -> FlatLayout:
+        """Lay out parameters of `numels` elements for `group_size` owners.
 
         Args:
             alignment: in elements; of every start and of the shard size.
+            slices: that each shard must be cut into.
         """
         if group_size < 1 or alignment < 1 or any(numel < 0 for numel in numels):
             raise ValueError(
@@ -67,8 +72,8 @@ class FlatLayout:
             start = round_up(end, alignment)
             starts.append(start)
             end = start + numel
-        shard_numel = round_up(-(-end // group_size), alignment)
-        return cls(tuple(numels), tuple(starts), alignment, group_size, shard_numel)
+        shard_numel = round_up(-(-end // group_size), alignment * slices)
+        return cls(tuple(numels), tuple(starts), alignment, group_size, shard_numel, slices)
 
     @property
     def padded_numel(self) -> int:
@@ -123,7 +128,7 @@ class GradientLayout:
             return cls(trainable, chunks, segments, layout.shard_numel)
         chunks = tuple(_packed(layout, trainable, rank) for rank in ranks)
         ends = (piece.offset + piece.numel for chunk in chunks for piece in chunk)
-        chunk_numel = round_up(max(ends, default=0), layout.alignment)
+        chunk_numel = round_up(max(ends, default=0), layout.alignment * layout.slices)
         segments = tuple(
             piece._replace(offset=rank * chunk_numel + piece.offset)
             for rank, chunk in enumerate(chunks)

@@ -8,25 +8,25 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import gather_scalar
-from layerzero.core.groups import ShardGroup
+from layerzero.comm.collectives import gather_small
+from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState, remembers_failure
 
 
 @remembers_failure
 def clip_grad_norm_(
     root: RootState,
-    sharded: Sequence[tuple[ShardGroup, Sequence[nn.Parameter]]],
+    sharded: Sequence[tuple[Placement, Sequence[nn.Parameter]]],
     replicated: Sequence[nn.Parameter],
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`.
 
-    Collective over each shard group; does not block the host on a device with streams.
+    Collective over each group of owners; does not block the host on a device with streams.
 
     Args:
-        sharded: parameters whose pieces are spread over a group.
+        sharded: parameters with where their pieces are.
         replicated: parameters that are whole on every rank (ignored ones); their gradients enter
             as the mean over ranks of their norms' powers, so that every rank gets one norm.
         norm_type: p > 0, or infinity.
@@ -44,16 +44,19 @@ def clip_grad_norm_(
     for parameter in (*replicated, *(p for _, parameters in sharded for p in parameters)):
         dtype = torch.promote_types(dtype, parameter.dtype)
     total = torch.zeros((), dtype=dtype, device=root.device)
-    for group, parameters in sharded:
+    for placement, parameters in sharded:
         part = _local_power(_gradients(parameters), norm_type, dtype, root.device)
-        if group is sharded[0][0] and replicated:
+        if placement is sharded[0][0] and replicated:
             own = _local_power(_gradients(replicated), norm_type, dtype, root.device)
-            part = torch.maximum(part, own) if is_max else part + own / group.size
-        if group.size > 1:
-            # Gathered and then reduced here: in rank order, and a NaN survives a maximum.
+            count = placement.num_main_shards
+            part = torch.maximum(part, own) if is_max else part + own / count
+        # Gathered and then reduced here: in the order of the flat buffer, which is the same however
+        # ranks are grouped, and a NaN survives a maximum.
+        parts = part
+        for group in placement.owner_groups:
             operation = root.next_operation("gradient norm", "the model", group)
-            parts = gather_scalar(part, group, operation)
-            part = parts.amax() if is_max else parts.sum()
+            parts = gather_small(parts, group, operation)
+        part = parts.amax() if is_max else parts.flatten().sum()
         total = torch.maximum(total, part) if is_max else total + part
     norm = total if is_max else total.pow(1.0 / norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.collectives import Operation, gather_scalar
-from layerzero.core.groups import make_shard_group, resolve_process_group
+from layerzero.comm.collectives import Operation, gather_small
+from layerzero.core.groups import make_shard_group, resolve_process_groups
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -63,12 +63,12 @@ class GradScaler(torch.amp.GradScaler):
             found_inf.copy_(anywhere)
 
     def _agree(self, found_inf: torch.Tensor) -> torch.Tensor:
-        group = make_shard_group(
-            resolve_process_group(self._process_group), found_inf.device, self._timeout
-        )
         self._num_agreements += 1
-        operation = Operation("overflow agreement", "the optimizer", self._num_agreements)
-        return gather_scalar(found_inf, group, operation).amax()
+        for process_group in resolve_process_groups(self._process_group):
+            group = make_shard_group(process_group, found_inf.device, self._timeout)
+            operation = Operation("overflow agreement", "the optimizer", self._num_agreements)
+            found_inf = gather_small(found_inf, group, operation).amax()
+        return found_inf
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless any rank found an infinity or NaN. Collective when it has to unscale."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from layerzero.comm.collectives import gather_flags
+from layerzero.comm.collectives import Pending, flags_tensor, gather_flags
+from layerzero.core.groups import ShardGroup
 from layerzero.runtime.unit import Reduction, Unit
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class GradientReducer:
             self._complete_all()
             for reduction, present in presence():
                 reduction.handle.gradients.deliver(reduction.chunk, present)
-                if reduction.chunk is None:
+                if reduction.pending is None:
                     reduction.handle.gradients.release()
             self._undelivered = []
 
@@ -75,28 +76,31 @@ class GradientReducer:
 
         A parameter that had none anywhere keeps the `.grad` it has, as in plain torch. Only a rank
         that misses a gradient itself has to read the answer, so a device is not waited for in
-        ordinary steps. One collective of a byte per parameter and group.
+        ordinary steps. One collective of a byte per parameter for each group.
         """
-        by_group: dict[int, list[Reduction]] = {}
+        by_placement: dict[int, list[Reduction]] = {}
         for reduction in reductions:
-            if reduction.handle.group.size > 1:
-                by_group.setdefault(id(reduction.handle.group), []).append(reduction)
+            if reduction.handle.placement.num_ranks > 1:
+                by_placement.setdefault(id(reduction.handle.placement), []).append(reduction)
         started = []
-        for members in by_group.values():
+        for members in by_placement.values():
             flags = [
                 index in reduction.present
                 for reduction in members
                 for index in reduction.handle.gradients.layout.trainable
             ]
-            group = members[0].handle.group
-            operation = root.next_operation("gradient presence", "the model", group)
-            started.append((members, flags, *gather_flags(flags, group, root.device, operation)))
+            own = flags_tensor(flags, root.device)
+            first, *others = members[0].handle.placement.groups
+            started.append((members, all(flags), others, *self._ask(root, own, first)))
 
         def answer() -> list[tuple[Reduction, set[int]]]:
             answers = {id(reduction): reduction.present for reduction in reductions}
-            for members, flags, table, pending in started:
+            for members, has_all, others, table, pending in started:
                 pending.wait()
-                if all(flags):
+                for group in others:
+                    table, pending = self._ask(root, table.amax(dim=0), group)
+                    pending.wait()
+                if has_all:
                     continue
                 anywhere = iter(table.amax(dim=0).tolist())
                 for reduction in members:
@@ -105,3 +109,9 @@ class GradientReducer:
             return [(reduction, answers[id(reduction)]) for reduction in reductions]
 
         return answer
+
+    def _ask(
+        self, root: RootState, flags: torch.Tensor, group: ShardGroup
+    ) -> tuple[torch.Tensor, Pending]:
+        operation = root.next_operation("gradient presence", "the model", group)
+        return gather_flags(flags, group, operation)

@@ -40,6 +40,7 @@ from layerzero.comm.streams import Mark, Streams
 from layerzero.comm.watchdog import Watchdog
 from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.core.groups import ShardGroup
+from layerzero.core.placement import Placement
 from layerzero.runtime.exec_order import ExecOrderRecorder, Order
 from layerzero.runtime.passes import (
     FINISH_LAST,
@@ -112,7 +113,7 @@ class RootState:
         budget_is_default: bool,
     ) -> None:
         self.device = device
-        groups = [handle.group for unit in units for handle in unit.handles]
+        groups = [g for unit in units for h in unit.handles for g in h.placement.groups]
         self.streams = Streams(device, any(group.backend == "gloo" for group in groups))
         self.recorder = ExecOrderRecorder()
         self.forward_depth = forward_depth
@@ -139,8 +140,12 @@ class RootState:
     def adopt(self, units: Iterable[Unit]) -> None:
         """Make `units` this model's."""
         self.units = list(units)
+        placements: dict[Placement, Placement] = {}
         for index, unit in enumerate(self.units):
             unit.join(self, index)
+            for handle in unit.handles:
+                # One object for equal ones, so that what goes by placement is done once for all.
+                handle.placement = placements.setdefault(handle.placement, handle.placement)
 
     # Small services -------------------------------------------------------------------------
 
@@ -273,6 +278,12 @@ class RootState:
                 other.reshard()
                 if self._graph_of_backward:
                     other.unshard()  # A backward to come needs it, this forward or not.
+        if not any(h.gradients.holds_sum for unit in self.units for h in unit.handles):
+            # Between optimizer steps weights may have been written in ways that versions miss;
+            # while micro-batches add up they have not.
+            for other in self.units:
+                for handle in other.handles:
+                    handle.distrust()
         self._kept = None
         self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
 

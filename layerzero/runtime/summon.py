@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import all_gather, broadcast_
+from layerzero.comm.collectives import broadcast_, gather_small
 from layerzero.core.flat_param import FlatParamHandle
+from layerzero.core.layout import Piece
 from layerzero.runtime.root import RootState, remembers_failure
 from layerzero.runtime.states import TrainingState
 from layerzero.runtime.unit import Unit
@@ -84,7 +85,7 @@ def _gather(
     has_grad = [parameter.grad is not None for parameter in handle.sharded_params]
     if options.with_grads and any(has_grad):
         full_grad = _gather_flat(root, unit, handle, _flat_gradient(handle))
-    if options.rank0_only and not handle.group.is_first:
+    if options.rank0_only and not handle.placement.is_first:
         return _Summoned(handle, None)
     if options.offload_to_cpu:
         full = full.cpu()
@@ -109,18 +110,16 @@ def _gather(
 def _gather_flat(
     root: RootState, unit: Unit, handle: FlatParamHandle, shard: torch.Tensor
 ) -> torch.Tensor:
-    full = shard.new_empty(handle.layout.padded_numel)
-    pending = all_gather(
-        full, shard, handle.group, root.next_operation("summon", unit.label, handle.group)
-    )
-    pending.wait()
-    return full
+    for group in handle.placement.owner_groups:
+        operation = root.next_operation("summon", unit.label, group)
+        shard = gather_small(shard, group, operation).view(-1)
+    return shard
 
 
 def _flat_gradient(handle: FlatParamHandle) -> torch.Tensor:
     flat = torch.zeros_like(handle.main_shard)
     for piece, sharded in zip(
-        handle.layout.pieces(handle.group.rank), handle.sharded_params, strict=True
+        handle.layout.pieces(handle.placement.main_shard_index), handle.sharded_params, strict=True
     ):
         if sharded.grad is not None and piece.numel:
             flat[piece.offset : piece.offset + piece.numel] = sharded.grad
@@ -145,7 +144,7 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
         return
     assert entry.parameters is not None
     for piece, sharded, parameter in zip(
-        handle.layout.pieces(handle.group.rank),
+        handle.layout.pieces(handle.placement.main_shard_index),
         handle.sharded_params,
         entry.parameters,
         strict=True,
@@ -164,33 +163,39 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
 def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
     """Only rank 0 had the full values: one parameter at a time, so that no rank holds them all."""
     handle = entry.handle
-    pieces = handle.layout.pieces(handle.group.rank)
+    pieces = handle.layout.pieces(handle.placement.main_shard_index)
     for index, sharded in enumerate(handle.sharded_params):
-        operation = root.next_operation("summon writeback", handle.fqns[index], handle.group)
-        numel = handle.layout.numels[index]
-        full = sharded.new_empty(numel)
+        name = handle.fqns[index]
+        full = sharded.new_empty(handle.layout.numels[index])
         if entry.parameters is not None:
             full.copy_(entry.parameters[index].detach().reshape(-1))
-        broadcast_(full, handle.group, operation)
+        _broadcast(root, full, handle, "summon writeback", name)
         sharded.copy_(full[pieces[index].start : pieces[index].stop])
         if options.with_grads:
-            _send_gradient_from_first(root, entry, index)
+            _send_gradient_from_first(root, entry, index, pieces[index])
 
 
 @remembers_failure
-def _send_gradient_from_first(root: RootState, entry: _Summoned, index: int) -> None:
-    handle = entry.handle
-    sharded, piece = handle.sharded_params[index], handle.layout.pieces(handle.group.rank)[index]
+def _send_gradient_from_first(root: RootState, entry: _Summoned, index: int, piece: Piece) -> None:
+    handle, verb = entry.handle, "summon writeback of a gradient"
+    sharded, name = handle.sharded_params[index], handle.fqns[index]
     grad = None if entry.parameters is None else entry.parameters[index].grad
-    operation = root.next_operation(
-        "summon writeback of a gradient", handle.fqns[index], handle.group
-    )
     exists = torch.tensor([grad is not None], dtype=torch.uint8, device=sharded.device)
-    if not broadcast_(exists, handle.group, operation).item():
+    if not _broadcast(root, exists, handle, verb, name).item():
         sharded.grad = None
         return
     full = sharded.new_empty(handle.layout.numels[index])
     if grad is not None:
         full.copy_(grad.reshape(-1))
-    broadcast_(full, handle.group, operation)
+    _broadcast(root, full, handle, verb, name)
     sharded.grad = full[piece.start : piece.stop].clone()
+
+
+def _broadcast(
+    root: RootState, tensor: torch.Tensor, handle: FlatParamHandle, verb: str, name: str
+) -> torch.Tensor:
+    """What the first of all ranks has, to all, in place."""
+    # Outer first: then the first rank of every shard group has it.
+    for group in reversed(handle.placement.groups):
+        broadcast_(tensor, group, root.next_operation(verb, name, group))
+    return tensor

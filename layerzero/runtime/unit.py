@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import Operation, all_gather, reduce_scatter
-from layerzero.comm.streams import Mark, Waitable
+from layerzero.comm.streams import Lane, Mark, Waitable
 from layerzero.config import MixedPrecision
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
 from layerzero.core.parameter_info import rename
@@ -209,7 +209,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether main shards changed since they were gathered, as far as torch's versions tell."""
-        return any(handle.version != handle.main_shard._version for handle in self.handles)
+        return any(handle.is_stale for handle in self.handles)
 
     def unshard(self, behind_reductions: bool = False) -> None:
         """Start gathering the full parameters. Collective over the shard group.
@@ -229,38 +229,67 @@ class Unit:
         root.limiter.acquire(self.nbytes)
         with torch.no_grad(), root.profile("unshard", self):
             for handle in self.handles:
-                if handle.is_whole:
-                    continue
-                gather = functools.partial(
-                    self._gather,
-                    handle,
-                    root,
-                    root.next_operation("all-gather", self.label, handle.group),
-                )
-                self._gathers.append(
-                    root.streams.reduce.behind(gather) if behind_reductions else gather()
-                )
+                self._unshard_handle(handle, root, behind_reductions)
 
-    def _gather(self, handle: FlatParamHandle, root: RootState, operation: Operation) -> Waitable:
-        streams = root.streams
-        written: Mark = root.weights_mark
-        with streams.unshard:
-            handle.allocate_full()
-        if handle.needs_cast:
-            with streams.pre_unshard as lane:
-                # The cast reads what the optimizer wrote, and writes memory that an earlier
-                # full buffer may have had: after both.
-                lane.wait(root.weights_mark)
-                lane.wait(root.freed_mark)
-                shard = handle.compute_shard()
-                written = lane.mark()
+    def _unshard_handle(
+        self, handle: FlatParamHandle, root: RootState, behind_reductions: bool
+    ) -> None:
+        written: Mark = None
+        synced: Waitable | None = None
+        if handle.is_stale:
+            written, synced = self._sync_compute_shard(handle, root)
+        group = handle.placement.shard_group
+        if handle.is_whole:
+            if synced is not None:
+                self._gathers.append(synced)
+            return
+        operation = root.next_operation("all-gather", self.label, group)
+        gather = functools.partial(self._gather, handle, root, written, operation)
+        if synced is not None:
+            self._gathers.append(root.streams.unshard.after(synced, gather))
+        elif behind_reductions:
+            self._gathers.append(root.streams.reduce.behind(gather))
         else:
-            shard = handle.compute_shard()
-        with streams.unshard as lane:
+            self._gathers.append(gather())
+
+    def _sync_compute_shard(
+        self, handle: FlatParamHandle, root: RootState
+    ) -> tuple[Mark, Waitable | None]:
+        """Bring the weights' last change into the compute shard. Collective over outer peers.
+
+        Returns:
+            A mark behind this rank's own part, and what to wait for before the whole is used;
+            None where the own part is the whole and is gathered anyway.
+        """
+        if not handle.has_compute_shard:
+            handle.write_compute_slice()
+            return root.weights_mark, None
+        with root.streams.pre_unshard as lane:
+            # The cast reads what the optimizer wrote, and overwrites what gathers, or compute,
+            # read before the optimizer's turn.
+            lane.wait(root.weights_mark)
+            handle.write_compute_slice()
+            written = lane.mark()
+            if handle.placement.owns_compute_shard:
+                return written, lane.so_far() if handle.is_whole else None
+        outer = handle.placement.outer_group
+        assert outer is not None, "else the rank owns its compute shard"
+        operation = root.next_operation("outer all-gather", self.label, outer)
+        with root.streams.unshard as lane:
+            lane.wait(written)
+            gather = all_gather(handle.compute_shard, handle.compute_slice, outer, operation)
+            return written, lane.settle(gather)
+
+    def _gather(
+        self, handle: FlatParamHandle, root: RootState, written: Mark, operation: Operation
+    ) -> Waitable:
+        with root.streams.unshard as lane:
+            handle.allocate_full()
             # After the last use of whatever the allocator gave us, and after the shard is there.
             lane.wait(root.freed_mark)
             lane.wait(written)
-            return lane.settle(all_gather(handle.full.data, shard, handle.group, operation))
+            group = handle.placement.shard_group
+            return lane.settle(all_gather(handle.full.data, handle.compute_shard, group, operation))
 
     def wait_for_unshard(self) -> None:
         """Order compute after the gather; blocks the host only where there are no streams."""
@@ -343,22 +372,64 @@ class Unit:
             gradients = handle.gradients
             if not gradients.layout.trainable:
                 continue
-            chunk, pending = None, None
-            if handle.group.size > 1:
+            reduction = Reduction(self, handle, None, None, gradients.present)
+            if handle.placement.num_ranks > 1:
                 collected = root.streams.mark_compute()
                 with root.streams.reduce as lane:
                     # The buffer was filled on the compute stream.
                     lane.wait(collected)
-                    chunk, started = reduce_scatter(
-                        gradients.buffer,
-                        handle.group,
-                        root.next_operation("reduce-scatter", self.label, handle.group),
-                        scale=self.options.gradient_scale,
-                        deterministic=self.options.deterministic,
-                    )
-                    pending = lane.settle(started, then=gradients.free_buffer)
-            reductions.append(Reduction(self, handle, chunk, pending, gradients.present))
+                    reduction.pending = self._start(reduction, root, lane)
+            reductions.append(reduction)
         return reductions
+
+    def _start(self, reduction: Reduction, root: RootState, lane: Lane) -> Waitable:
+        """Start the hops that turn this rank's gradients into its part of the sum."""
+        handle, gradients = reduction.handle, reduction.handle.gradients
+        placement, options = handle.placement, self.options
+        groups = placement.groups if placement.world is None else (placement.world,)
+        names = [
+            "reduce-scatter" if group is groups[0] else "outer reduce-scatter" for group in groups
+        ]
+        operations = [
+            root.next_operation(name, self.label, group)
+            for name, group in zip(names, groups, strict=True)
+        ]
+        # After the last sum; but float16 has no room for a sum that is not scaled yet.
+        scales = [1.0] * len(groups)
+        scales[0 if gradients.buffer.dtype == torch.float16 else -1] = options.gradient_scale
+        chunk, started = reduce_scatter(
+            gradients.buffer,
+            groups[0],
+            operations[0],
+            scale=scales[0],
+            deterministic=options.deterministic,
+            order=None if placement.world is None else placement.world_slices,
+        )
+        if len(groups) == 1 and placement.owned_slices == 1:
+            reduction.chunk = chunk
+            return lane.settle(started, then=gradients.free_buffer)
+        outer = placement.outer_group
+        assert outer is not None, "one hop is all there is in a shard group"
+        if placement.owned_slices > 1:
+            operations.append(root.next_operation("outer all-gather", self.label, outer))
+
+        def hops(input_done: Callable[[], None]) -> None:
+            nonlocal chunk
+            started.wait()
+            input_done()
+            if len(groups) > 1:
+                # Sums are float32 at least; what travels is of the reduce dtype.
+                travels = chunk.to(gradients.buffer.dtype)
+                chunk, second = reduce_scatter(
+                    travels, outer, operations[1], scales[1], options.deterministic
+                )
+                second.wait()
+            if placement.owned_slices > 1:
+                own, chunk = chunk, chunk.new_empty(chunk.numel() * placement.owned_slices)
+                all_gather(chunk, own, outer, operations[-1]).wait()
+            reduction.chunk = chunk
+
+        return lane.run(hops, gradients.free_buffer)
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not delivered."""

@@ -36,11 +36,8 @@ def _arguments() -> None:
     refuses(ValueError, "zero3_size: expected a divisor of the group size 2", zero3_size=3)
     refuses(ValueError, "timeout: expected a positive", timeout=timedelta(0))
     refuses(TypeError, "expected a ProcessGroup", process_group="world")
-    refuses(NotImplementedError, "zero3_size=1", zero3_size=1)
     refuses(NotImplementedError, "offload", offload=OffloadPolicy(params=True))
     refuses(NotImplementedError, "accumulation='sharded'", accumulation="sharded")
-    mesh = init_device_mesh("cpu", (2, 1))
-    refuses(NotImplementedError, "2 axes", process_group=mesh)
     with pytest.raises(ValueError, match="floating-point"):
         MixedPrecision(param_dtype=torch.int32)
     with pytest.raises(TypeError, match=r"nn\.Module classes"):

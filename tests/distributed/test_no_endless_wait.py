@@ -70,6 +70,28 @@ def test_a_rank_that_exits_is_named(during: str, world_size: int) -> None:
         assert "all-gather" in message or "reduce-scatter" in message
 
 
+def _exits_in_layers(during: str) -> str | None:
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(3), auto_wrap_policy={Block}, timeout=TIMEOUT, zero3_size=2)
+    train(model, 2)
+    if dist.get_rank() == 3:
+        if during == "forward":
+            model.module.blocks[1].up.register_forward_pre_hook(lambda *_: os._exit(7))
+        loss = model(batch()).sum()
+        loss.register_hook(lambda _: os._exit(7))
+        loss.backward()
+    return error_of(lambda: train(model, 1))
+
+
+@pytest.mark.parametrize("during", ["forward", "backward"])
+def test_a_rank_that_exits_is_named_across_shard_groups(during: str) -> None:
+    """Rank 0 shares no group with rank 3: it waits for others that wait for it."""
+    messages = run_ranks(4, _exits_in_layers, during, expect_exit={3: 7})
+    for message in messages[:3]:
+        assert "rank 3: no report" in message, message
+        assert "Look at the ranks without a report first" in message
+
+
 def _stops(folder: Path) -> str | None:
     model = wrapped()
     train(model, 1)

@@ -121,20 +121,42 @@ SETTINGS = {
     "stays full": {"reshard_after_forward": False},
     "sum": {"gradient_reduction": "sum"},
 }
+LAYERED = {
+    "zero1": {"zero3_size": 2},
+    "zero1, bfloat16": {
+        "zero3_size": 2,
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
+    },
+    "replicate": {"zero3_size": 2, "outer": "replicate"},
+    "replicate, bfloat16": {
+        "zero3_size": 2,
+        "outer": "replicate",
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    },
+    "deterministic": {"zero3_size": 2, "deterministic": True},
+    "whole parameters": {"zero3_size": 1},
+    "whole parameters, replicated": {"zero3_size": 1, "outer": "replicate"},
+}
 
 
-def _races(settings: str) -> dict[str, list[str]]:
+def _races(settings: dict) -> dict[str, list[str]]:
     found = {}
     for use in USES:
         with simulated_device() as device:
-            use(wrapped(**SETTINGS[settings]))
+            use(wrapped(**settings))
         found[use.__name__] = sorted(set(device.races))
     return found
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_every_two_accesses_are_ordered(settings: str) -> None:
-    for found in run_ranks(2, _races, settings):
+    for found in run_ranks(2, _races, SETTINGS[settings]):
+        assert found == {use.__name__: [] for use in USES}
+
+
+@pytest.mark.parametrize("settings", LAYERED)
+def test_every_two_accesses_are_ordered_with_an_outer_axis(settings: str) -> None:
+    for found in run_ranks(4, _races, LAYERED[settings], timeout=120):
         assert found == {use.__name__: [] for use in USES}
 
 
@@ -235,11 +257,23 @@ MISSING: list[tuple[Callable[[], object], str]] = [
     (without_the_mark_of_the_cast, "bfloat16"),
     (without_the_mark_of_collected_gradients, "default"),
 ]
+MISSING_IN_LAYERS: list[tuple[Callable[[], object], str]] = [
+    (without_waiting_for_marks, "zero1"),
+    (without_waiting_for_gathers, "zero1"),
+    (without_waiting_for_gathers, "whole parameters"),
+    (without_the_mark_of_weights, "zero1"),
+    (without_the_mark_of_weights, "replicate, bfloat16"),
+    (without_the_mark_of_weights, "whole parameters"),
+    (without_the_lanes_mark, "zero1"),
+    (without_the_mark_of_the_cast, "zero1"),
+    (without_the_mark_of_the_cast, "replicate, bfloat16"),
+    (without_the_mark_of_collected_gradients, "zero1"),
+]
 
 
-def _found_without(missing: Callable[[], object], settings: str) -> list[str]:
+def _found_without(missing: Callable[[], object], settings: dict) -> list[str]:
     with missing(), simulated_device() as device:  # type: ignore[attr-defined]
-        train(wrapped(**SETTINGS[settings]))
+        train(wrapped(**settings))
     return device.races
 
 
@@ -247,7 +281,18 @@ def _found_without(missing: Callable[[], object], settings: str) -> list[str]:
     ("missing", "settings"), MISSING, ids=[f"{m.__name__}, {s}" for m, s in MISSING]
 )
 def test_a_missing_wait_is_found(missing: Callable[[], object], settings: str) -> None:
-    assert all(run_ranks(2, _found_without, missing, settings))
+    assert all(run_ranks(2, _found_without, missing, SETTINGS[settings]))
+
+
+@pytest.mark.parametrize(
+    ("missing", "settings"),
+    MISSING_IN_LAYERS,
+    ids=[f"{m.__name__}, {s}" for m, s in MISSING_IN_LAYERS],
+)
+def test_a_missing_wait_of_an_outer_axis_is_found(
+    missing: Callable[[], object], settings: str
+) -> None:
+    assert all(run_ranks(4, _found_without, missing, LAYERED[settings]))
 
 
 def _reuses_memory_too_early() -> list[str]:

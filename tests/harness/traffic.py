@@ -28,6 +28,8 @@ class SentBytes:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.by_group: dict[tuple[int, ...], int] = {}
+        """Keyed by the group's global ranks."""
         self._originals: dict[str, Any] = {}
 
     def __enter__(self) -> SentBytes:
@@ -52,7 +54,10 @@ class SentBytes:
         def counting(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             given = args[position]
             tensors = given if isinstance(given, (list, tuple)) else [given]
-            self.nbytes += sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+            nbytes = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self.nbytes += nbytes
+            self.by_group[ranks] = self.by_group.get(ranks, 0) + nbytes
             return original(group, *args, **kwargs)
 
         return counting

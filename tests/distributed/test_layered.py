@@ -1,0 +1,485 @@
+"""Layered ZeRO: gathered over a shard group, owned over all ranks, in every mode and split."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from layerzero import GradScaler, MixedPrecision, ZeRO3, units
+from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_same_parameters
+from tests.harness.compare import (
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    roundings_of,
+    sharded,
+    zero3,
+)
+from tests.harness.models import CASES, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import recorded_operations
+from tests.harness.reference import (
+    OPTIMIZERS,
+    batches_of,
+    forward_backward,
+    full_gradients,
+    full_parameters,
+    seeded,
+    train_rank,
+)
+from tests.harness.traffic import SentBytes
+
+MODES = ["zero1", "replicate", "shard"]
+SPLITS = [(4, 1), (4, 2), (4, 4), (6, 2), (6, 3)]
+"""(ranks, zero3_size)"""
+
+
+def _options(zero3_size: int, mode: str, **options: Any) -> dict[str, Any]:
+    return {"zero3_size": zero3_size, "outer": mode, **options}
+
+
+def _layered(case: str, zero3_size: int, mode: str, **options: Any) -> ZeRO3:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no axis outside")
+        return sharded(CASES[case], **_options(zero3_size, mode, **options))
+
+
+# Same as unsharded ----------------------------------------------------------------------------
+
+
+def _train(zero3_size: int, mode: str, names: list[str], optimizer: str) -> None:
+    world_size = dist.get_world_size()
+    for name in names:
+        try:
+            assert_trains_alike(
+                _layered(name, zero3_size, mode),
+                seeded(CASES[name].build),
+                batches_of(CASES[name], world_size, steps=3),
+                optimizer,
+                roundings=roundings_of(world_size, CASES[name]),
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("world_size", "zero3_size"), SPLITS)
+def test_every_toy_model_trains_in_every_mode_and_split(
+    world_size: int, zero3_size: int, mode: str
+) -> None:
+    names = list(CASES) if world_size == 4 else ["transformer", "odd_shapes", "unused_parts"]
+    run_ranks(world_size, _train, zero3_size, mode, names, "sgd_momentum", timeout=120)
+
+
+@pytest.mark.parametrize("mode", ["zero1", "replicate"])
+def test_adamw_state_belongs_to_the_right_elements(mode: str) -> None:
+    names = ["transformer", "odd_shapes", "frozen_parts", "unused_parts", "mixed_dtypes"]
+    run_ranks(4, _train, 2, mode, names, "adamw")
+
+
+def _train_in_bfloat16(zero3_size: int, mode: str) -> None:
+    """The shard group decides what is cast where, not what comes out: bitwise, with fixed sums."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {"mixed_precision": precision, "deterministic": True}
+    case = CASES["transformer"]
+    batches = batches_of(case, dist.get_world_size(), steps=3)
+    losses = {}
+    for name, model in {
+        "layered": _layered("transformer", zero3_size, mode, **options),
+        "flat": sharded(case, **options),
+    }.items():
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        losses[name] = train_rank(model, optimizer, batches, dist.get_rank())
+    for own, expected in zip(losses["layered"], losses["flat"], strict=True):
+        assert_bitwise(own, expected, "loss")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+def test_bfloat16_trains_bitwise_like_one_shard_group(zero3_size: int, mode: str) -> None:
+    run_ranks(4, _train_in_bfloat16, zero3_size, mode)
+
+
+def _on_a_mesh(mode: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    batches = batches_of(CASES["mlp"], 4, steps=3)
+    model = zero3(Mlp, Block, process_group=mesh, outer=mode)
+    assert_trains_alike(model, seeded(Mlp), batches)
+    handle = units(model)[0].handles[0]
+    expected = {"zero1": 4, "replicate": 2, "shard": 4}[mode]
+    assert handle.placement.num_main_shards == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mesh_of_two_axes_says_outer_and_inner(mode: str) -> None:
+    run_ranks(4, _on_a_mesh, mode)
+
+
+def _flat_mesh(shape: tuple[int, int]) -> None:
+    """An axis of one is no axis."""
+    mesh = init_device_mesh("cpu", shape)
+    batches = batches_of(CASES["mlp"], 2, steps=2)
+    assert_trains_alike(zero3(Mlp, Block, process_group=mesh), seeded(Mlp), batches)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_an_axis_of_the_mesh_may_be_one(shape: tuple[int, int]) -> None:
+    run_ranks(2, _flat_mesh, shape)
+
+
+def _nested() -> None:
+    """Wrapped by hand: the groups are made once, and equal placements count as one."""
+    model = seeded(Mlp)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = ZeRO3(block, zero3_size=2)
+    model = ZeRO3(model, zero3_size=2)
+    groups = {h.placement.shard_group.process_group for u in units(model) for h in u.handles}
+    assert len(groups) == 1
+    assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=2))
+    with recorded_operations(model) as operations:
+        forward_backward(model, batches_of(CASES["mlp"], 4, steps=1)[0][dist.get_rank()])
+    presence = [operation for operation in operations if operation.verb == "gradient presence"]
+    assert len(presence) == 2, "one for each axis"
+
+
+def test_units_wrapped_by_hand_share_their_groups() -> None:
+    run_ranks(4, _nested)
+
+
+# A sum that does not depend on the split ------------------------------------------------------
+
+
+def _losses(zero3_size: int, mode: str, precision: MixedPrecision | None) -> list[float]:
+    model = _layered("transformer", zero3_size, mode, deterministic=True, mixed_precision=precision)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    batches = batches_of(CASES["transformer"], dist.get_world_size(), steps=30)
+    losses = []
+    for step in batches:
+        optimizer.zero_grad()
+        losses.append(forward_backward(model, step[dist.get_rank()]).item())
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+    return losses
+
+
+def _losses_of_all_splits(precision: MixedPrecision | None) -> None:
+    world_size = dist.get_world_size()
+    expected = _losses(world_size, "zero1", precision)
+    assert expected[-1] < expected[0], "it does not train"
+    for zero3_size in (size for size in range(1, world_size) if world_size % size == 0):
+        assert _losses(zero3_size, "zero1", precision) == expected, zero3_size
+    assert _losses(world_size, "zero1", precision) == expected, "the same again"
+
+
+@pytest.mark.parametrize("world_size", [4, 6])
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+def test_thirty_losses_are_bitwise_those_of_every_split(
+    world_size: int, reduce_dtype: torch.dtype
+) -> None:
+    """With clipping, whose norm is summed in one order too."""
+    precision = None
+    if reduce_dtype != torch.float32:
+        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    run_ranks(world_size, _losses_of_all_splits, precision, timeout=120)
+
+
+# Bytes ----------------------------------------------------------------------------------------
+
+
+def _blocks_of_linears(**options: Any) -> ZeRO3:
+    blocks = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(3)))
+    return ZeRO3(blocks, auto_wrap_policy={nn.Linear}, **options)
+
+
+PARAMETER_NBYTES = 3 * 96 * 96 * 4
+
+
+def _sent(mode: str, steps: int) -> dict[str, int]:
+    """Bytes this rank of 6 sends in a step, over the shard group of 3, the outer group of 2."""
+    model = _blocks_of_linears(zero3_size=3, outer=mode)
+    batch = torch.randn(2, 96)
+    forward_backward(model, batch)
+    with SentBytes() as sent:
+        for _ in range(steps):
+            forward_backward(model, batch)
+    place = dist.get_rank()
+    inner = tuple(range(place // 3 * 3, place // 3 * 3 + 3))
+    outer = (place % 3, place % 3 + 3)
+    presence = 3 * steps
+    return {
+        "inner": sent.by_group.pop(inner, 0) - 2 * presence,
+        "outer": sent.by_group.pop(outer, 0) - presence,
+        "all": sum(sent.by_group.values()) - 5 * presence,
+    }
+
+
+def _bytes_follow_the_formula() -> None:
+    p, n, k = PARAMETER_NBYTES, 3, 2
+    # Three units: five gathers, because the last of the forward stays, and three reductions.
+    moved = (5 + 3) * p // 3
+    inner = moved * (n - 1) // n
+    own = p * (k - 1) // (n * k)
+    for mode in ("zero1", "replicate"):
+        sent = _sent(mode, 1)
+        assert sent == {"inner": inner, "outer": 2 * own, "all": -15}, (mode, sent)
+    sent = _sent("shard", 1)
+    assert sent == {"inner": -6, "outer": -3, "all": moved * (n * k - 1) // (n * k)}, sent
+
+
+def test_bytes_on_the_wire_are_those_of_the_formula() -> None:
+    """docs/layered.md: the outer group carries an inner-th of what one hop over all carries."""
+    run_ranks(6, _bytes_follow_the_formula)
+
+
+def _resident(mode: str, precision: MixedPrecision | None) -> int:
+    """Bytes of parameters and gradients between backward and optimizer step."""
+    model = _blocks_of_linears(zero3_size=2, outer=mode, mixed_precision=precision)
+    forward_backward(model, torch.randn(2, 96))
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    for unit in units(model):
+        for handle in unit.handles:
+            for buffer in (handle.compute_shard, handle.full, handle.gradients.buffer):
+                storage = buffer.untyped_storage()
+                storages[storage.data_ptr()] = storage
+    storages.pop(0, None)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _residency_follows_the_formula() -> None:
+    p, n, k = PARAMETER_NBYTES, 2, 2
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # Main shard, its gradient, compute shard.
+    assert _resident("zero1", None) == 2 * p / (n * k) + p / n
+    assert _resident("zero1", low) == 2 * p / (n * k) + p / 2 / n
+    assert _resident("replicate", None) == 2 * p / n
+    assert _resident("replicate", low) == 2 * p / n + p / 2 / n
+    assert _resident("shard", None) == 2 * p / (n * k)
+    assert _resident("shard", low) == 2 * p / (n * k) + p / 2 / (n * k)
+
+
+def test_resident_bytes_are_those_of_the_formula() -> None:
+    run_ranks(4, _residency_follows_the_formula)
+
+
+# Never stale ----------------------------------------------------------------------------------
+
+
+def _outer_gathers(model: ZeRO3, batch: torch.Tensor) -> int:
+    with recorded_operations(model) as operations:
+        forward_backward(model, batch)
+    return sum(operation.verb == "outer all-gather" for operation in operations)
+
+
+def _synced_once_a_step() -> None:
+    model = sharded(CASES["mlp"], zero3_size=2)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    num_units = len(units(model))
+    assert _outer_gathers(model, batch) == num_units
+    with model.no_sync():
+        assert _outer_gathers(model, batch) == num_units, "weights may have changed"
+        assert _outer_gathers(model, batch) == 0, "micro-batches add up"
+    assert _outer_gathers(model, batch) == 0
+    assert _outer_gathers(model, batch) == num_units
+
+
+def test_compute_shards_are_gathered_once_an_optimizer_step() -> None:
+    run_ranks(4, _synced_once_a_step)
+
+
+def _by_optimizer(model: ZeRO3, plain: nn.Module) -> None:
+    for each in (model, plain):
+        for parameter in each.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+        each.zero_grad()
+
+
+def _by_data(model: ZeRO3, plain: nn.Module) -> None:
+    for each in (model, plain):
+        for parameter in each.parameters():
+            parameter.data.mul_(0.5)
+
+
+def _by_assigned_data(model: ZeRO3, plain: nn.Module) -> None:
+    for each in (model, plain):
+        for parameter in each.parameters():
+            parameter.data = parameter.data * 0.5
+
+
+def _by_load(model: ZeRO3, plain: nn.Module) -> None:
+    for each in (model, plain):
+        each.load_state_dict({k: v * 0.5 for k, v in each.state_dict().items()})
+
+
+def _by_summon(model: ZeRO3, plain: nn.Module) -> None:
+    with model.summon_full_params(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+
+
+def _by_ema_swap(model: ZeRO3, plain: nn.Module) -> None:
+    for each in (model, plain):
+        averages = [parameter.detach() * 0.5 for parameter in each.parameters()]
+        with torch.no_grad():
+            torch._foreach_copy_(list(each.parameters()), averages)
+
+
+CHANGES = [_by_optimizer, _by_data, _by_assigned_data, _by_load, _by_summon, _by_ema_swap]
+
+
+def _never_stale(mode: str, zero3_size: int, low: bool, in_train: bool) -> None:
+    batches = batches_of(CASES["mlp"], 4, steps=1)[0]
+    own = batches[dist.get_rank()]
+    precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
+    for change in CHANGES:
+        model = _layered("mlp", zero3_size, mode, mixed_precision=precision)
+        fresh = _layered("mlp", zero3_size, mode, mixed_precision=precision)
+        cast = own
+        for _ in range(2):
+            with torch.set_grad_enabled(in_train):
+                model(cast)  # Before the change: what it gathered must not be used again.
+            change(model, seeded(Mlp))
+        for _ in range(2):
+            change(fresh, seeded(Mlp))
+        with torch.no_grad():
+            assert_bitwise(model(cast), fresh(cast), f"{change.__name__}: output")
+        forward_backward(model, cast)
+        forward_backward(fresh, cast)
+        own_gradients = full_gradients(model)
+        assert_same_parameters(own_gradients, full_gradients(fresh), what=change.__name__)
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("mode", "zero3_size"), [("zero1", 2), ("zero1", 1), ("replicate", 2)])
+def test_changed_weights_are_never_stale(mode: str, zero3_size: int, low: bool) -> None:
+    for in_train in (False, True):
+        run_ranks(4, _never_stale, mode, zero3_size, low, in_train)
+
+
+# Around the step ------------------------------------------------------------------------------
+
+
+def _clips_alike(mode: str) -> None:
+    case = CASES["unused_parts"]
+    step = batches_of(case, 4, steps=1)[0]
+    flat, model = sharded(case), _layered("unused_parts", 2, mode)
+    for norm_type in (2.0, 1.0, float("inf")):
+        norms = []
+        for each in (flat, model):
+            each.zero_grad()
+            forward_backward(each, step[dist.get_rank()])
+            norms.append(each.clip_grad_norm_(0.05, norm_type))
+        torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+        assert_same_on_all_ranks(norms[1], "norm")
+        assert_same_gradients(model, flat, 64)
+
+
+@pytest.mark.parametrize("mode", ["zero1", "replicate"])
+def test_the_norm_of_gradients_is_that_of_all_owners(mode: str) -> None:
+    run_ranks(4, _clips_alike, mode)
+
+
+def _overflow_on_one_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = zero3(Mlp, Block, process_group=mesh)
+    scaler = GradScaler("cpu", process_group=mesh, init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = full_parameters(model)
+    scaler.scale(model(torch.randn(2, 5)).sum()).backward()
+    if dist.get_rank() == 3:
+        next(p for p in model.parameters() if p.numel()).grad.fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for name, value in full_parameters(model).items():
+        assert_bitwise(value, before[name], name)
+
+
+def test_an_overflow_on_one_rank_of_a_mesh_holds_all_back() -> None:
+    run_ranks(4, _overflow_on_one_rank)
+
+
+def _summons(mode: str) -> None:
+    model, plain = _layered("mlp", 2, mode), seeded(Mlp)
+    for options in ({}, {"rank0_only": True}):
+        with model.summon_full_params(**options), torch.no_grad():
+            if not options or dist.get_rank() == 0:
+                for parameter in model.parameters():
+                    parameter.add_(1.0)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.add_(1.0)
+        assert_same_values(model, plain)
+    batches = batches_of(CASES["mlp"], 4, steps=2)
+    assert_trains_alike(model, plain, batches)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_full_parameters_are_read_and_written_in_every_mode(mode: str) -> None:
+    run_ranks(4, _summons, mode)
+
+
+def _synchronises_from_rank_0(mode: str) -> None:
+    torch.manual_seed(dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no axis outside")
+        model = ZeRO3(Mlp(), zero3_size=2, outer=mode, sync_module_states=True)
+    torch.manual_seed(0)
+    assert_same_values(model, Mlp())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_module_states_come_from_the_first_of_all_ranks(mode: str) -> None:
+    run_ranks(4, _synchronises_from_rank_0, mode)
+
+
+# Bad input ------------------------------------------------------------------------------------
+
+
+def _refuses(match: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=match):
+        ZeRO3(seeded(Mlp), timeout=timedelta(seconds=20), **options)
+
+
+def _bad_input() -> None:
+    rank = dist.get_rank()
+    _refuses("zero3_size: expected a divisor of the group size 4, got 3", zero3_size=3)
+    _refuses("zero3_size: expected a divisor of the group size 4, got 0", zero3_size=0)
+    _refuses("zero3_size: expected a divisor of the group size 4, got 8", zero3_size=8)
+    _refuses(
+        "differ between ranks, in the group.s order: zero3_size=2, outer='zero1'; "
+        "zero3_size=4, outer='zero1'; zero3_size=4, outer='zero1'; zero3_size=4, outer='zero1'",
+        zero3_size=None if rank else 2,
+    )
+    _refuses("zero3_size=3, outer='zero1'; zero3_size=2", zero3_size=2 if rank else 3)
+    _refuses(
+        "zero3_size=2, outer='replicate'", zero3_size=2, outer="replicate" if rank == 3 else "zero1"
+    )
+    cube = init_device_mesh("cpu", (2, 2, 1))
+    _refuses(r"a mesh of 3 axes \(2, 2, 1\); expected one axis", process_group=cube)
+    mesh = init_device_mesh("cpu", (2, 2))
+    _refuses(
+        r"zero3_size=4 and a mesh \(outer, inner\) of \(2, 2\)", process_group=mesh, zero3_size=4
+    )
+    _refuses("zero3_size=2, outer='shard'", process_group=mesh, outer="shard" if rank else "zero1")
+    with pytest.raises(TypeError, match="zero3_size: expected an int or None, got '2'"):
+        ZeRO3(seeded(Mlp), zero3_size="2")
+    with pytest.warns(UserWarning, match="outer='replicate' has no effect"):
+        ZeRO3(seeded(Mlp), outer="replicate")
+    model = zero3(Mlp, Block, process_group=mesh, zero3_size=2)
+    assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=1))
+
+
+def test_sizes_that_do_not_fit_or_differ_are_refused_on_every_rank() -> None:
+    run_ranks(4, _bad_input)
