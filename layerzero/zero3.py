@@ -52,15 +52,18 @@ class ZeRO3(nn.Module):
     on are the original ones. Attributes that are not the wrapper's are the wrapped module's.
 
     Forward and backward are collective over `process_group`: every rank calls the same units in
-    the same order. Construction is, with `sync_module_states`.
+    the same order. Construction is, too.
 
     Args:
         module: any module, on one device or on the meta device; it is changed in place.
-        process_group: ranks to shard over: a ProcessGroup, a 1-D DeviceMesh, or None for all.
+        process_group: ranks that share the model: a ProcessGroup, None for all, or a DeviceMesh of
+            one axis (the shard group) or two (outer, shard group).
         auto_wrap_policy: set of module classes, or callable(module, fqn) -> bool; None: units are
             the nested ZeRO3 modules, or the root alone.
-        zero3_size: ranks of a shard group inside `process_group`; None: all of it.
-        outer: what the axis outside the shard group does.
+        zero3_size: ranks of a shard group inside `process_group`, neighbours in rank order; None:
+            all of it. The same on every rank.
+        outer: what the axis outside the shard group does: "zero1" splits the optimizer over it too,
+            "replicate" copies it, "shard" gathers over all ranks in one hop (docs/layered.md).
         mixed_precision: dtypes of the parts of a step; see `MixedPrecision`.
         forward_prefetch: how many units ahead are gathered in forward once the order is recorded.
         backward_prefetch: when the next unit of the backward pass is gathered; None: on demand.
