@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from layerzero.comm.diagnosis import diagnose
 from layerzero.comm.streams import Mark
@@ -32,9 +33,12 @@ from layerzero.core.groups import ShardGroup
 from layerzero.ops import ordered_sum_
 
 _AVERAGING_BACKENDS = ("nccl", "fake")
-# Since torch 2.13 under the first name; the second one warns there.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Methods of the process group, since torch 2.13 under the first name. What the functions of
+# torch.distributed put around them (checks, complex views, coalescing) takes longer than the rest
+# of what the host does for a gather.
+_HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
+_ALL_GATHER = "all_gather_single" if _HAS_SINGLE else "_allgather_base"
+_REDUCE_SCATTER = "reduce_scatter_single" if _HAS_SINGLE else "_reduce_scatter_base"
 
 
 class Operation(NamedTuple):
@@ -133,12 +137,7 @@ def all_gather(
     """
     numel = shard.numel()
     if not messages_carry_names(group, shard.device):
-        return _start(
-            operation,
-            full,
-            group,
-            lambda: _all_gather_single(full, shard, group=group.process_group, async_op=True),
-        )
+        return _start(operation, full, group, lambda: _issue_all_gather(full, shard, group))
     rank = group.rank
     own = full[rank * numel : (rank + 1) * numel]
     if own.data_ptr() != shard.data_ptr():
@@ -179,12 +178,7 @@ def reduce_scatter(
             scale = 1.0
         summed = chunks.new_empty(chunk_numel)
         pending = _start(
-            operation,
-            chunks,
-            group,
-            lambda: _reduce_scatter_single(
-                summed, chunks, op=op, group=group.process_group, async_op=True
-            ),
+            operation, chunks, group, lambda: _issue_reduce_scatter(summed, chunks, op, group)
         )
         if scale != 1.0:
             pending.then(lambda: _scale(summed, scale))
@@ -311,6 +305,25 @@ def _start(
     except RuntimeError as error:
         raise diagnose(str(operation), group, -1, error) from error
     return pending
+
+
+def _issue_all_gather(full: torch.Tensor, shard: torch.Tensor, group: ShardGroup) -> dist.Work:
+    if full.is_complex():
+        full, shard = torch.view_as_real(full), torch.view_as_real(shard)
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return getattr(group.process_group, _ALL_GATHER)(full, shard, options)
+
+
+def _issue_reduce_scatter(
+    summed: torch.Tensor, chunks: torch.Tensor, op: dist.ReduceOp.RedOpType, group: ShardGroup
+) -> dist.Work:
+    if chunks.is_complex():
+        summed, chunks = torch.view_as_real(summed), torch.view_as_real(chunks)
+    options = ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(op)
+    options.asyncOp = True
+    return getattr(group.process_group, _REDUCE_SCATTER)(summed, chunks, options)
 
 
 def _scale(tensor: torch.Tensor, scale: float) -> None:

@@ -57,6 +57,10 @@ class FlatParamHandle:
     """One 1-D piece per original parameter: what the user and the optimizer see."""
     full_params: list[nn.Parameter]
     """One leaf per original parameter; see Note [Views outlive storage]."""
+    is_whole: bool
+    """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
+    has_compute_shard: bool
+    """Whether the compute shard is memory of its own."""
     compute_shard: torch.Tensor
     """[compute_numel] in the compute dtype; valid unless `is_stale`."""
     gradients: GradientBuffer
@@ -95,7 +99,7 @@ class FlatParamHandle:
             for parameter in self.sharded_params
         ]
         self.is_whole = placement.shard_group.size == 1
-        self.is_cast = compute_dtype != dtype
+        self.has_compute_shard = compute_dtype != dtype or not placement.owns_compute_shard
         self._make_full(originals, compute_dtype)
         self._make_compute_shard()
         self.gradients = GradientBuffer(
@@ -163,11 +167,6 @@ class FlatParamHandle:
     @property
     def compute_numel(self) -> int:
         return self.layout.padded_numel // self.placement.shard_group.size
-
-    @property
-    def has_compute_shard(self) -> bool:
-        """Whether the compute shard is memory of its own."""
-        return self.is_cast or not self.placement.owns_compute_shard
 
     @property
     def full_nbytes(self) -> int:

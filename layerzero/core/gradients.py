@@ -111,46 +111,47 @@ class GradientBuffer:
         if self._placement.num_ranks == 1:
             self._collect_local(leaves)
             return
-        gradients = [_dense(leaves[index].grad) for index in self.layout.trainable]
+        gradients = self._take(leaves)
         if self.holds_sum:
             self._add(gradients)
         else:
             self._storage.resize_(self._nbytes)
-            pack_(self.buffer, [_MISSING if g is None else g for g in gradients], self._segments)
-        self._note_present(leaves)
+            pack_(self.buffer, gradients, self._segments)
         self.holds_sum = True
 
-    def _add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _take(self, leaves: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """The gradients of the trainable leaves, noted, and no longer theirs."""
+        gradients = []
+        for index in self.layout.trainable:
+            leaf = leaves[index]
+            gradient = leaf.grad
+            if gradient is None:
+                gradients.append(_MISSING)
+                continue
+            leaf.grad = None
+            self.present.add(index)
+            if gradient.layout is not torch.strided:
+                gradient = gradient.to_dense()  # Embeddings may give sparse ones.
+            gradients.append(gradient)
+        return gradients
+
+    def _add(self, gradients: Sequence[torch.Tensor]) -> None:
         targets, sources = [], []
         for index, cut, target in self._places:
             gradient = gradients[self._source[index]]
-            if gradient is not None:
+            if gradient is not _MISSING:
                 targets.append(target)
                 sources.append(gradient if cut is None else gradient.reshape(-1)[cut])
         if targets:
             torch._foreach_add_(targets, sources)
 
     def _collect_local(self, leaves: Sequence[nn.Parameter]) -> None:
-        for index in self.layout.trainable:
-            gradient = _dense(leaves[index].grad)
-            if gradient is not None:
+        for index, gradient in zip(self.layout.trainable, self._take(leaves), strict=True):
+            if gradient is not _MISSING:
                 gradient = gradient.to(self._dtype)
                 waiting = self._local.get(index)
                 self._local[index] = gradient if waiting is None else waiting + gradient
-        self._note_present(leaves)
         self.holds_sum = True
-
-    def _note_present(self, leaves: Sequence[nn.Parameter]) -> None:
-        for index in self.layout.trainable:
-            leaf = leaves[index]
-            if leaf.grad is not None:
-                self.present.add(index)
-                leaf.grad = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every trainable parameter had a gradient on this rank."""
-        return len(self.present) == len(self.layout.trainable)
 
     def free_buffer(self) -> None:
         """Free the memory of what was reduced; safe from another thread, and twice."""
@@ -187,10 +188,3 @@ class GradientBuffer:
             return
         parts = chunk.to(dtype).split_with_sizes(self._split_sizes)
         yield from zip(self._split_indices, parts, strict=True)
-
-
-def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Embeddings may give sparse gradients."""
-    if gradient is None or gradient.layout is torch.strided:
-        return gradient
-    return gradient.to_dense()

@@ -155,7 +155,8 @@ class RootState:
         Raises:
             CollectiveError: an earlier collective of this model failed.
         """
-        self._refuse_after_failure()
+        if self.failure is not None:
+            self._refuse_after_failure()
         self._num_operations += 1
         return Operation(verb, unit, self._num_operations, self._watchdog_of(group))
 

@@ -8,6 +8,7 @@ import enum
 class ShardState(enum.Enum):
     """What is resident of a unit."""
 
+    successors: tuple[ShardState, ...]
     SHARDED = "sharded"
     """The shard alone."""
     GATHERING = "gathering"
@@ -19,6 +20,7 @@ class ShardState(enum.Enum):
 class TrainingState(enum.Enum):
     """Where in the step a unit is."""
 
+    successors: tuple[TrainingState, ...]
     IDLE = "idle"
     """Between steps, and between units."""
     FORWARD = "forward"
@@ -53,14 +55,14 @@ def check_transition(
     Raises:
         RuntimeError: names the unit and both states.
     """
-    if new not in _SUCCESSORS[current.value]:
+    if new not in current.successors:
         raise RuntimeError(
             f"{unit}: {type(current).__name__} cannot go from {current.name} to {new.name}"
         )
 
 
-# By value, because hashing an enum member runs Python code, and this runs many times a step.
-_SUCCESSORS: dict[str, tuple[enum.Enum, ...]] = {
-    state.value: tuple(successors)
-    for state, successors in [*SHARD_TRANSITIONS.items(), *TRAINING_TRANSITIONS.items()]
-}
+# On the members, because hashing one runs Python code, and this is looked up many times a step.
+for _shard_state, _shard_states in SHARD_TRANSITIONS.items():
+    _shard_state.successors = tuple(_shard_states)
+for _training_state, _training_states in TRAINING_TRANSITIONS.items():
+    _training_state.successors = tuple(_training_states)

@@ -227,30 +227,32 @@ class Unit:
             root.weights_mark = root.streams.mark_compute()
         self._set_shard_state(ShardState.GATHERING)
         root.limiter.acquire(self.nbytes)
-        with torch.no_grad(), root.profile("unshard", self):
+        with root.profile("unshard", self):
             for handle in self.handles:
                 self._unshard_handle(handle, root, behind_reductions)
 
     def _unshard_handle(
         self, handle: FlatParamHandle, root: RootState, behind_reductions: bool
     ) -> None:
-        written: Mark = None
+        # Written by the optimizer, or brought up to date on the lanes by an earlier call.
+        written: Mark = None if handle.has_compute_shard else root.weights_mark
         synced: Waitable | None = None
         if handle.is_stale:
             written, synced = self._sync_compute_shard(handle, root)
-        group = handle.placement.shard_group
         if handle.is_whole:
             if synced is not None:
                 self._gathers.append(synced)
             return
-        operation = root.next_operation("all-gather", self.label, group)
+        operation = root.next_operation("all-gather", self.label, handle.placement.shard_group)
+        if synced is None and not behind_reductions:
+            self._gathers.append(self._gather(handle, root, written, operation))
+            return
         gather = functools.partial(self._gather, handle, root, written, operation)
-        if synced is not None:
-            self._gathers.append(root.streams.unshard.after(synced, gather))
-        elif behind_reductions:
-            self._gathers.append(root.streams.reduce.behind(gather))
-        else:
-            self._gathers.append(gather())
+        self._gathers.append(
+            root.streams.reduce.behind(gather)
+            if synced is None
+            else root.streams.unshard.after(synced, gather)
+        )
 
     def _sync_compute_shard(
         self, handle: FlatParamHandle, root: RootState
@@ -265,7 +267,7 @@ class Unit:
             handle.write_compute_slice()
             return root.weights_mark, None
         with root.streams.pre_unshard as lane:
-            # The cast reads what the optimizer wrote, and overwrites what gathers, or compute,
+            # The copy reads what the optimizer wrote, and overwrites what gathers, or compute,
             # read before the optimizer's turn.
             lane.wait(root.weights_mark)
             handle.write_compute_slice()

@@ -224,7 +224,9 @@ class SimulatedDevice(TorchDispatchMode):
             self._access(output, self._comm, verb.__name__, writes=True)
             self._is_paused = True
             try:
-                verb(*args, **{**kwargs, "async_op": False})
+                work = verb(*args, **kwargs)
+                if work is not None:
+                    work.wait()
             finally:
                 self._is_paused = False
             return _Queued(self, self._comm.record_event())
@@ -260,19 +262,18 @@ def simulated_device() -> Iterator[SimulatedDevice]:
     def streams(_: torch.device, finishing_thread: bool) -> Streams:
         return Streams(torch.device("cuda", 0), finishing_thread)
 
-    gather, scatter = collectives._all_gather_single, collectives._reduce_scatter_single
+    def queued(module: Any, name: str, in_place: bool = False) -> Any:
+        verb = device._collective(getattr(module, name), in_place)
+        return mock.patch.object(module, name, verb)
+
     with (
         mock.patch.object(torch, "get_device_module", lambda _: device),
         mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
         mock.patch.object(root, "Streams", streams),
-        mock.patch.object(collectives, "_all_gather_single", device._collective(gather, False)),
-        mock.patch.object(
-            collectives, "_reduce_scatter_single", device._collective(scatter, False)
-        ),
-        mock.patch.object(
-            dist, "all_to_all_single", device._collective(dist.all_to_all_single, False)
-        ),
-        mock.patch.object(dist, "broadcast", device._collective(dist.broadcast, True)),
+        queued(collectives, "_issue_all_gather"),
+        queued(collectives, "_issue_reduce_scatter"),
+        queued(dist, "all_to_all_single"),
+        queued(dist, "broadcast", in_place=True),
         device,
     ):
         yield device
