@@ -98,11 +98,6 @@ def check_not_yet_supported(offload: OffloadPolicy | None, accumulation: str) ->
         )
     if offload is not None and (offload.params or offload.grads):
         raise NotImplementedError(f"offload={offload}: offloading is not supported yet")
-    if accumulation == "sharded":
-        raise NotImplementedError(
-            "accumulation='sharded' inside no_sync is not supported yet; leave out no_sync: "
-            "gradients are then reduced and added up sharded in every backward"
-        )
 
 
 def warn_about_old_optimizers(built: list[Unit]) -> None:

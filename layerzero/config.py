@@ -6,12 +6,15 @@ import enum
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
 WrapPolicy = Callable[[nn.Module, str], bool]
 ModuleClasses = tuple[type[nn.Module], ...]
+Accumulation = Literal["sharded", "unsharded", "auto"]
+"""Where micro-batches without gradient synchronization add up."""
 
 
 class BackwardPrefetch(enum.Enum):

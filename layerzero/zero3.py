@@ -23,6 +23,7 @@ from layerzero.arguments import (
 )
 from layerzero.build import UnitBuilder, resolve_device
 from layerzero.config import (
+    Accumulation,
     BackwardPrefetch,
     GatherBudget,
     MixedPrecision,
@@ -80,7 +81,9 @@ class ZeRO3(nn.Module):
         device: where parameters and buffers go; None: where they are (from meta: the device the
             group's backend serves).
         gradient_reduction: "mean" over the group, or "sum".
-        accumulation: where micro-batches without gradient synchronization add up.
+        accumulation: where micro-batches without gradient synchronization (`no_sync`) add up:
+            "unsharded" before anything is sent, "sharded" after a reduction over the shard group;
+            "auto" decides by what they cost, and logs it.
         deterministic: sum gradients in rank order, in float32.
         timeout: of any collective, after which the error says who waits for what; None: the
             process group's own, at most 5 minutes.
@@ -110,7 +113,7 @@ class ZeRO3(nn.Module):
         sync_module_states: bool = False,
         device: torch.device | str | int | None = None,
         gradient_reduction: Literal["mean", "sum"] = "mean",
-        accumulation: Literal["sharded", "unsharded", "auto"] = "auto",
+        accumulation: Accumulation = "auto",
         deterministic: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
@@ -160,6 +163,7 @@ class ZeRO3(nn.Module):
             backward_prefetch,
             budget,
             budget_is_default=limit_all_gathers is True,
+            accumulation=accumulation,
         )
         units[0].output_dtype = builder.mixed_precision.output_dtype
         self._become(module, units, root)
@@ -258,10 +262,11 @@ class ZeRO3(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add gradients up unsharded, without communication.
+        """Backward passes inside add gradients up; the first one after it reduces the sum.
 
-        The first backward after it reduces the sum. Costs one full gradient in the reduce dtype.
-        It applies to the whole model this module belongs to.
+        Where they add up, and so what is sent and kept until then, is the `accumulation` the
+        model was made with (docs/layered.md). It applies to the whole model this module belongs
+        to.
         """
         root = self._root_state
         before = root.reducer.requires_sync

@@ -1,12 +1,13 @@
 """GradientBuffer: gradients of one flat parameter, from the leaves to the sharded parameters.
 
-    leaf.grad --collect--> buffer [group_size * chunk_numel] --reduction--> chunk --deliver-->
-    sharded.grad
+    leaf.grad --collect--> buffer --first hop--> chunk --further hops--> chunk --deliver--> .grad
+                             |                     |
+    micro-batches add up:  `_sum`, or         `shard_sum`                       (`no_sync`)
 
-One copy per gradient; the buffer's storage exists only from the first `collect` until the
-reduction is done. Without a reduction (`no_sync`) it stays and further gradients add up in it.
-`deliver` is the only writer of `.grad`, so a backward pass that fails changes no gradient the
-user can see.
+One copy per gradient; the buffer's storage exists only from `collect` until the reduction is done.
+Micro-batches without synchronization add up in one of two places, in float32 at least: unsharded,
+before anything is sent, or sharded, after the reduction's first hop. `deliver` is the only writer
+of `.grad`, so a backward pass that fails changes no gradient the user can see.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class GradientBuffer:
     present: set[int]
     """Parameters that had a gradient on this rank since the last reduction."""
     holds_sum: bool
-    """Whether gradients wait in the buffer (or, on one rank, in `_local`)."""
+    """Whether gradients wait unsharded (on one rank alone: in `_local`)."""
+    shard_sum: torch.Tensor | None
+    """What earlier micro-batches left after the first hop: its chunk, float32 at least."""
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class GradientBuffer:
         self._local: dict[int, torch.Tensor] = {}
         self.present = set()
         self.holds_sum = False
+        self.shard_sum = None
         self.set_trainable(range(len(shapes)))
 
     def set_trainable(self, indices: Sequence[int]) -> None:
@@ -58,28 +62,27 @@ class GradientBuffer:
         Raises:
             RuntimeError: gradients of the former set are still waiting to be reduced.
         """
-        if self.holds_sum:
+        if self.is_waiting:
             raise RuntimeError(
                 "parameters were frozen or unfrozen while unreduced gradients wait (no_sync): "
                 "change requires_grad between optimizer steps, not inside an accumulation"
             )
         self.layout = GradientLayout.build(self._layout, indices)
         self._source = {index: place for place, index in enumerate(self.layout.trainable)}
+        wide = torch.promote_types(self._dtype, torch.float32)
         with torch.inference_mode(False):
-            self.buffer = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
-            self._storage = self.buffer.untyped_storage()
-            self._nbytes = self._storage.nbytes()
-            self._places = [self._place(segment) for segment in self.layout.segments]
-        self._storage.resize_(0)
+            self._outgoing = _Area(self, self._dtype)
+            self._sum = self._outgoing if wide == self._dtype else _Area(self, wide)
         self._segments = Segments.build(
             ((self._source[p.param], p.start, p.offset, p.numel) for p in self.layout.segments),
             self.layout.numel,
         )
+        self._whole = Segments.concatenate([self.layout.numel])
         self._split_sizes, self._split_indices = self._plan_split()
 
-    def _place(self, segment: Piece) -> tuple[int, slice | None, torch.Tensor]:
+    def place(self, buffer: torch.Tensor, segment: Piece) -> tuple[int, slice | None, torch.Tensor]:
         """(parameter, which part of its gradient, where that goes); None: all, in its shape."""
-        target = self.buffer[segment.offset : segment.offset + segment.numel]
+        target = buffer[segment.offset : segment.offset + segment.numel]
         if segment.numel == self._layout.numels[segment.param]:
             return segment.param, None, target.view(self._shapes[segment.param])
         return segment.param, slice(segment.start, segment.stop), target
@@ -100,24 +103,57 @@ class GradientBuffer:
         return sizes, indices
 
     @property
-    def resident_nbytes(self) -> int:
-        return self._storage.nbytes()
+    def device(self) -> torch.device:
+        return self._device
 
-    def collect(self, leaves: Sequence[nn.Parameter]) -> None:
-        """Move the leaves' gradients here, adding to what waits; frees them.
+    @property
+    def buffer(self) -> torch.Tensor:
+        """[padded numel] in the reduce dtype: what the reduction sends, once collected."""
+        return self._outgoing.tensor
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of `buffer` while it is there."""
+        return self._outgoing.nbytes
+
+    @property
+    def sum_nbytes(self) -> int:
+        """Bytes of a sum over micro-batches that waits unsharded."""
+        return self._sum.nbytes
+
+    @property
+    def resident_nbytes(self) -> int:
+        areas = {id(area): area.storage.nbytes() for area in (self._outgoing, self._sum)}
+        return sum(areas.values()) + (0 if self.shard_sum is None else self.shard_sum.nbytes)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether micro-batches wait for the reduction of their sum."""
+        return self.holds_sum or self.shard_sum is not None
+
+    def collect(self, leaves: Sequence[nn.Parameter], stays: bool = False) -> None:
+        """Move the leaves' gradients here, adding to what waits unsharded; frees them.
 
         A parameter without a gradient contributes zeros.
+
+        Args:
+            stays: no reduction follows; more gradients will add up here.
         """
         if self._placement.num_ranks == 1:
             self._collect_local(leaves)
             return
         gradients = self._take(leaves)
-        if self.holds_sum:
-            self._add(gradients)
-        else:
-            self._storage.resize_(self._nbytes)
-            pack_(self.buffer, gradients, self._segments)
-        self.holds_sum = True
+        if not self.holds_sum:
+            area = self._sum if stays else self._outgoing
+            area.allocate()
+            pack_(area.tensor, gradients, self._segments)
+            self.holds_sum = True
+            return
+        self._add(gradients)
+        if not stays and self._sum is not self._outgoing:
+            self._outgoing.allocate()
+            pack_(self._outgoing.tensor, [self._sum.tensor], self._whole)
+            self._sum.free()
 
     def _take(self, leaves: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """The gradients of the trainable leaves, noted, and no longer theirs."""
@@ -137,7 +173,7 @@ class GradientBuffer:
 
     def _add(self, gradients: Sequence[torch.Tensor]) -> None:
         targets, sources = [], []
-        for index, cut, target in self._places:
+        for index, cut, target in self._sum.places:
             gradient = gradients[self._source[index]]
             if gradient is not _MISSING:
                 targets.append(target)
@@ -153,16 +189,30 @@ class GradientBuffer:
                 self._local[index] = gradient if waiting is None else waiting + gradient
         self.holds_sum = True
 
+    def add_sharded(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Add what the first hop brought to `shard_sum`; the sum, of which it may be the memory."""
+        if self.shard_sum is None:
+            self.shard_sum = chunk.to(self._sum.tensor.dtype)
+        else:
+            self.shard_sum.add_(chunk)
+        return self.shard_sum
+
     def free_buffer(self) -> None:
-        """Free the memory of what was reduced; safe from another thread, and twice."""
-        self._storage.resize_(0)
+        """Free the memory of what was sent; safe from another thread, and twice."""
+        self._outgoing.free()
+
+    def release_buffer(self) -> None:
+        """The first hop is done, and its result waits in `shard_sum`."""
+        self.free_buffer()
+        self.holds_sum = False
 
     def release(self) -> None:
         """The reduction is done, or the gradients are given up: ready for the next ones."""
-        self.free_buffer()
+        self.release_buffer()
+        self._sum.free()
         self._local.clear()
+        self.shard_sum = None
         self.present = set()
-        self.holds_sum = False
 
     def deliver(self, chunk: torch.Tensor | None, present: set[int]) -> None:
         """Add this rank's part of the reduced gradients to `.grad` of the sharded parameters.
@@ -188,3 +238,20 @@ class GradientBuffer:
             return
         parts = chunk.to(dtype).split_with_sizes(self._split_sizes)
         yield from zip(self._split_indices, parts, strict=True)
+
+
+class _Area:
+    """Room for all gradients of the flat parameter, allocated while something is in it."""
+
+    def __init__(self, owner: GradientBuffer, dtype: torch.dtype) -> None:
+        self.tensor = torch.empty(owner.layout.numel, dtype=dtype, device=owner.device)
+        self.storage = self.tensor.untyped_storage()
+        self.places = [owner.place(self.tensor, segment) for segment in owner.layout.segments]
+        self.nbytes = self.storage.nbytes()
+        self.free()
+
+    def allocate(self) -> None:
+        self.storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        self.storage.resize_(0)

@@ -84,6 +84,16 @@ class Placement:
         return tuple(group for group in groups if group is not None and group.size > 1)
 
     @property
+    def hops(self) -> tuple[ShardGroup, ...]:
+        """The groups that gradients are reduced over, one after the other."""
+        return self.groups if self.world is None else (self.world,)
+
+    @property
+    def sums_in_shards(self) -> bool:
+        """Whether the first hop leaves less than all gradients, and not over the outer group."""
+        return self.world is not None or self.shard_group.size > 1
+
+    @property
     def rank(self) -> int:
         """This rank's global number, for messages."""
         return self.shard_group.ranks[self.shard_group.rank]

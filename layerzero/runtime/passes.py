@@ -56,6 +56,17 @@ class BackwardPass:
         self.sentinel: weakref.ref[Sentinel] | None = None
 
     @property
+    def first_unit(self) -> Unit | None:
+        """The one with parameters that the forwards it went through began with."""
+        starts = {
+            unit: start
+            for forward_pass in self.forwards
+            for unit, start in forward_pass.first_start.items()
+            if unit.handles
+        }
+        return min(starts, key=lambda unit: starts[unit], default=None)
+
+    @property
     def is_abandoned(self) -> bool:
         """An error ended the pass: autograd dropped its final callback without running it."""
         return self.sentinel is not None and self.sentinel() is None

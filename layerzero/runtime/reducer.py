@@ -7,37 +7,75 @@ fails changes no gradient the user can see.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from layerzero.comm.collectives import Pending, flags_tensor, gather_flags
+from layerzero.config import Accumulation
 from layerzero.core.groups import ShardGroup
+from layerzero.runtime.accumulation import AccumulationCosts, choose_sharded
 from layerzero.runtime.unit import Reduction, Unit
 
 if TYPE_CHECKING:
     from layerzero.runtime.root import RootState
+
+_logger = logging.getLogger(__name__)
 
 
 class GradientReducer:
     """Takes gradients of units as they are done, gives them to the sharded parameters."""
 
     requires_sync: bool
-    """False inside `no_sync`: gradients add up unsharded."""
+    """False inside `no_sync`: gradients add up over micro-batches."""
+    sums_sharded: bool
+    """Whether they add up after the first hop of the reduction, and not before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, accumulation: Accumulation, budget_nbytes: int | None) -> None:
+        """`budget_nbytes`: what "auto" may spend, see `choose_sharded`."""
         self.requires_sync = True
+        self.sums_sharded = accumulation == "sharded"
+        self._is_auto = accumulation == "auto"
+        self._budget_nbytes = budget_nbytes
+        self._num_waiting = 0
+        self._num_micro_batches = 2
+        self._reason = ""
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
 
+    def begin_backward(self, root: RootState) -> None:
+        """A backward pass of the whole model begins; "auto" decides where its sum goes."""
+        if not self._is_auto or self.requires_sync or self.adds_up:
+            return
+        handles = [handle for unit in root.units for handle in unit.handles]
+        costs = AccumulationCosts.of(handles)
+        self.sums_sharded, reason = choose_sharded(
+            costs, self._num_micro_batches, self._budget_nbytes
+        )
+        if reason != self._reason and all(h.placement.is_first for h in handles):
+            _logger.info("accumulation='auto': %s", reason)
+        self._reason = reason
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether micro-batches wait; the same on every rank that runs the same passes."""
+        return self._num_waiting > 0
+
+    def end_backward(self) -> None:
+        """A backward pass of the whole model is over and delivered."""
+        self._num_waiting += 1
+        if self.requires_sync:
+            if self._num_waiting > 1:
+                self._num_micro_batches = self._num_waiting
+            self._num_waiting = 0
+
     def reduce(self, root: RootState, unit: Unit) -> None:
-        """Collect the unit's gradients and start their reduction, if gradients are synchronized."""
+        """Take the unit's gradients, and start reducing them as far as they are to be reduced."""
         self._complete_all()
         with torch.no_grad(), root.profile("reduce", unit):
-            unit.collect_gradients()
-            if self.requires_sync:
-                self._in_flight.extend(unit.reduce_gradients())
+            self._in_flight += unit.reduce_gradients(self.requires_sync, self.sums_sharded)
 
     def _complete_all(self) -> None:
         """Wait for what is in flight and free its input."""
@@ -45,15 +83,22 @@ class GradientReducer:
             reduction = self._in_flight[0]
             if reduction.pending is not None:
                 reduction.pending.wait()
-                reduction.handle.gradients.release()
-            self._undelivered.append(self._in_flight.pop(0))
+                if reduction.is_partial:
+                    reduction.handle.gradients.release_buffer()
+                else:
+                    reduction.handle.gradients.release()
+            if not reduction.is_partial:
+                self._undelivered.append(reduction)
+            self._in_flight.pop(0)
 
     def deliver(self, root: RootState) -> None:
         """Wait for the last reductions and give every sharded parameter its gradient."""
-        if not self._in_flight and not self._undelivered:
+        last = [*self._undelivered, *(r for r in self._in_flight if not r.is_partial)]
+        if not last:
+            self._complete_all()
             return
         with torch.no_grad():
-            presence = self._exchange_presence(root, [*self._undelivered, *self._in_flight])
+            presence = self._exchange_presence(root, last)
             self._complete_all()
             for reduction, present in presence():
                 reduction.handle.gradients.deliver(reduction.chunk, present)
@@ -68,6 +113,7 @@ class GradientReducer:
                 reduction.pending.wait()
         self._in_flight = []
         self._undelivered = []
+        self._num_waiting = 0
 
     def _exchange_presence(
         self, root: RootState, reductions: list[Reduction]

@@ -16,6 +16,10 @@ Note [One unit stays]
     ends. So the last one of a forward stays for the backward that follows, and a step of U units
     gathers 2U - 1 times.
 
+Note [The first unit stays between micro-batches]
+    Inside `no_sync` the weights do not change from a backward to the next forward, so the unit that
+    ends the one and begins the other is kept: a gather less for each micro-batch but the first.
+
 Note [A failed collective is final]
     After a timeout or a lost peer the connections are unusable and buffers may still be written
     by the transport. Nothing is freed or retried; every later use repeats the first error.
@@ -38,7 +42,7 @@ from layerzero.comm.diagnosis import CollectiveError
 from layerzero.comm.limiter import GatherLimiter
 from layerzero.comm.streams import Mark, Streams
 from layerzero.comm.watchdog import Watchdog
-from layerzero.config import BackwardPrefetch, GatherBudget
+from layerzero.config import Accumulation, BackwardPrefetch, GatherBudget
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
 from layerzero.runtime.exec_order import ExecOrderRecorder, Order
@@ -111,6 +115,7 @@ class RootState:
         backward_prefetch: BackwardPrefetch | None,
         budget: GatherBudget,
         budget_is_default: bool,
+        accumulation: Accumulation,
     ) -> None:
         self.device = device
         groups = [g for unit in units for h in unit.handles for g in h.placement.groups]
@@ -120,7 +125,7 @@ class RootState:
         self.backward_prefetch = backward_prefetch
         self._budget_is_default = budget_is_default
         self.limiter = GatherLimiter(budget)
-        self.reducer = GradientReducer()
+        self.reducer = GradientReducer(accumulation, budget.max_nbytes)
         self.weights_mark = None
         self.freed_mark = None
         self.failure = None
@@ -133,6 +138,7 @@ class RootState:
         self._forward_pass = ForwardPass(0)
         self._passes: list[BackwardPass] = []
         self._kept: Unit | None = None
+        self._first: Unit | None = None
         self._graph_of_backward = False
         self.units = []
         self.adopt(units)
@@ -273,13 +279,13 @@ class RootState:
         self.weights_mark = self.streams.mark_compute()
         for other in self.units:
             # What an earlier forward left resident may be older than the weights.
-            if other.state is not ShardState.SHARDED and (
-                other.is_stale or not other.explicitly_unsharded
-            ):
+            stays = other.explicitly_unsharded or other is self._first
+            if other.state is not ShardState.SHARDED and (other.is_stale or not stays):
                 other.reshard()
                 if self._graph_of_backward:
                     other.unshard()  # A backward to come needs it, this forward or not.
-        if not any(h.gradients.holds_sum for unit in self.units for h in unit.handles):
+        self._first = None
+        if not self.reducer.adds_up:
             # Between optimizer steps weights may have been written in ways that versions miss;
             # while micro-batches add up they have not.
             for other in self.units:
@@ -411,6 +417,8 @@ class RootState:
             if backward_pass.graph_task == graph_task:
                 return backward_pass
         backward_pass = BackwardPass(graph_task)
+        if not self._passes:
+            self.reducer.begin_backward(self)
         if not self._passes and not self.recorder.is_recording:
             # Else `torch.autograd.grad` runs inside a forward, and is part of its order.
             self.recorder.begin(("backward", order))
@@ -470,8 +478,9 @@ class RootState:
             else:
                 self._finish_unit(current, unit)
 
-    def _finish_unit(self, current: BackwardPass, unit: Unit) -> None:
-        self._free(unit)
+    def _finish_unit(self, current: BackwardPass, unit: Unit, stays: bool = False) -> None:
+        if not stays:
+            self._free(unit)
         unit.show_sharded()
         if unit.is_trainable:
             self._reduce(unit)
@@ -492,15 +501,19 @@ class RootState:
 
     @remembers_failure
     def _end_backward(self, ended: BackwardPass) -> None:
+        first = None
+        if self._passes[0] is ended and not self.reducer.requires_sync:
+            first = ended.first_unit  # See Note [The first unit stays between micro-batches].
         try:
             for unit in sorted(ended.active, key=lambda unit: -ended.active[unit]):
-                self._finish_unit(ended, unit)
+                self._finish_unit(ended, unit, stays=unit is first)
             if self._passes[0] is not ended:
                 self._passes.remove(ended)
                 return
-            if self.reducer.requires_sync:
+            if self.reducer.requires_sync or self.reducer.sums_sharded:
                 self._reduce_untouched(ended)
             self.reducer.deliver(self)
+            self.reducer.end_backward()
         except BaseException as error:
             self.abort(error)
             raise
@@ -512,8 +525,9 @@ class RootState:
         for unit in self.units:
             # Older forwards were passed over: most likely nobody will go back through them.
             unit.open_starts = {start for start in unit.open_starts if start >= oldest}
-            if unit.state is not ShardState.SHARDED and not unit.depth:
+            if unit.state is not ShardState.SHARDED and not unit.depth and unit is not first:
                 self._free(unit)
+        self._first = first
 
     def _reduce_untouched(self, ended: BackwardPass) -> None:
         """Take part in the reductions of units this backward did not reach.
@@ -527,8 +541,10 @@ class RootState:
                 if unit.is_trainable and unit not in ended.touched:
                     ended.touched.add(unit)
                     self._reduce(unit)
+        if not self.reducer.requires_sync:
+            return
         for unit in self.units:
-            if unit not in ended.touched and any(h.gradients.holds_sum for h in unit.handles):
+            if unit not in ended.touched and any(h.gradients.is_waiting for h in unit.handles):
                 self._reduce(unit)
 
     def abort(self, error: BaseException | None = None) -> None:
@@ -541,7 +557,7 @@ class RootState:
             return  # See Note [A failed collective is final].
         self._passes.clear()
         self._call_depth = 0
-        self._kept = None
+        self._kept = self._first = None
         self._graph_of_backward = False
         self.recorder.abort()
         self.reducer.drop()

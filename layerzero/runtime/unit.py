@@ -40,7 +40,11 @@ class UnitOptions:
 
 @dataclass
 class Reduction:
-    """A gradient reduction under way: the chunk is valid once `pending` was waited for."""
+    """A gradient reduction under way: the chunk is valid once `pending` was waited for.
+
+    A *partial* one is of a micro-batch that is not the last: its first hop alone, added to those
+    of earlier ones (`GradientBuffer.shard_sum`).
+    """
 
     unit: Unit
     handle: FlatParamHandle
@@ -48,6 +52,7 @@ class Reduction:
     pending: Waitable | None
     present: set[int]
     """Parameters that had a gradient on this rank."""
+    is_partial: bool
 
 
 class Unit:
@@ -360,44 +365,49 @@ class Unit:
                 if leaf.requires_grad:
                     leaf.register_post_accumulate_grad_hook(on_gradient)
 
-    def collect_gradients(self) -> None:
-        """Move the leaves' gradients into the reduction buffers and free them."""
-        for handle in self.handles:
-            if handle.gradients.layout.trainable:
-                handle.gradients.collect(handle.full_params)
+    def reduce_gradients(self, is_last: bool, sums_sharded: bool) -> list[Reduction]:
+        """Take the leaves' gradients and start reducing them, or let them wait for more.
 
-    def reduce_gradients(self) -> list[Reduction]:
-        """Start reducing what was collected. Collective over the shard group, in unit order."""
-        root = self.root
+        Collective, in unit order, over the groups of the hops that are made.
+
+        Args:
+            is_last: the sum over micro-batches is complete: all hops are made.
+            sums_sharded: otherwise the first hop is, where it is one between ranks.
+        """
         reductions = []
         for handle in self.handles:
-            gradients = handle.gradients
+            gradients, placement = handle.gradients, handle.placement
             if not gradients.layout.trainable:
                 continue
-            reduction = Reduction(self, handle, None, None, gradients.present)
-            if handle.placement.num_ranks > 1:
-                collected = root.streams.mark_compute()
-                with root.streams.reduce as lane:
-                    # The buffer was filled on the compute stream.
-                    lane.wait(collected)
-                    reduction.pending = self._start(reduction, root, lane)
-            reductions.append(reduction)
+            stays = not is_last and not (sums_sharded and placement.sums_in_shards)
+            gradients.collect(handle.full_params, stays)
+            if not stays:
+                reduction = Reduction(self, handle, None, None, gradients.present, not is_last)
+                if placement.num_ranks > 1:
+                    self._start_reduction(reduction)
+                reductions.append(reduction)
         return reductions
+
+    def _start_reduction(self, reduction: Reduction) -> None:
+        root = self.root
+        collected = root.streams.mark_compute()
+        with root.streams.reduce as lane:
+            # The buffer was filled on the compute stream.
+            lane.wait(collected)
+            reduction.pending = self._start(reduction, root, lane)
 
     def _start(self, reduction: Reduction, root: RootState, lane: Lane) -> Waitable:
         """Start the hops that turn this rank's gradients into its part of the sum."""
         handle, gradients = reduction.handle, reduction.handle.gradients
         placement, options = handle.placement, self.options
-        groups = placement.groups if placement.world is None else (placement.world,)
-        names = [
-            "reduce-scatter" if group is groups[0] else "outer reduce-scatter" for group in groups
-        ]
+        groups = placement.hops[:1] if reduction.is_partial else placement.hops
+        names = ["reduce-scatter", "outer reduce-scatter"]
         operations = [
             root.next_operation(name, self.label, group)
-            for name, group in zip(names, groups, strict=True)
+            for name, group in zip(names, groups, strict=False)
         ]
         # After the last sum; but float16 has no room for a sum that is not scaled yet.
-        scales = [1.0] * len(groups)
+        scales = [1.0] * len(placement.hops)
         scales[0 if gradients.buffer.dtype == torch.float16 else -1] = options.gradient_scale
         chunk, started = reduce_scatter(
             gradients.buffer,
@@ -407,26 +417,31 @@ class Unit:
             deterministic=options.deterministic,
             order=None if placement.world is None else placement.world_slices,
         )
-        if len(groups) == 1 and placement.owned_slices == 1:
+        adds_up = reduction.is_partial or gradients.shard_sum is not None
+        outer = placement.outer_group
+        copies = placement.owned_slices > 1 and not reduction.is_partial
+        if len(groups) == 1 and not copies and not adds_up:
             reduction.chunk = chunk
             return lane.settle(started, then=gradients.free_buffer)
-        outer = placement.outer_group
-        assert outer is not None, "one hop is all there is in a shard group"
-        if placement.owned_slices > 1:
+        if copies:
+            assert outer is not None, "copies are on outer peers"
             operations.append(root.next_operation("outer all-gather", self.label, outer))
 
         def hops(input_done: Callable[[], None]) -> None:
             nonlocal chunk
             started.wait()
             input_done()
+            if adds_up:
+                chunk = gradients.add_sharded(chunk)
             if len(groups) > 1:
                 # Sums are float32 at least; what travels is of the reduce dtype.
                 travels = chunk.to(gradients.buffer.dtype)
                 chunk, second = reduce_scatter(
-                    travels, outer, operations[1], scales[1], options.deterministic
+                    travels, groups[1], operations[1], scales[1], options.deterministic
                 )
                 second.wait()
-            if placement.owned_slices > 1:
+            if copies:
+                assert outer is not None
                 own, chunk = chunk, chunk.new_empty(chunk.numel() * placement.owned_slices)
                 all_gather(chunk, own, outer, operations[-1]).wait()
             reduction.chunk = chunk

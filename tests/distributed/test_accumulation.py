@@ -1,5 +1,6 @@
-"""Micro-batches add up: without communication until the last, or reduced one by one."""
+"""Micro-batches add up: unsharded, in shards after the first hop, or reduced one by one."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero import ZeRO3
+from layerzero import GradScaler, MixedPrecision, ZeRO3, units
 from tests.harness.compare import (
     assert_same_gradients,
     assert_trains_alike,
@@ -18,6 +19,12 @@ from tests.harness.compare import (
 )
 from tests.harness.models import CASES, Block, Mlp
 from tests.harness.ranks import run_ranks
+from tests.harness.recording import (
+    full_nbytes,
+    gathered,
+    gradient_nbytes,
+    recorded_operations,
+)
 from tests.harness.reference import (
     backward_of_all_ranks,
     batches_of,
@@ -103,7 +110,6 @@ def test_micro_batches_add_up_unsharded_bitwise(how: str, world_size: int) -> No
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"accumulation": "unsharded"}, id="unsharded"),
         pytest.param({"gradient_reduction": "mean", "reshard_after_forward": False}, id="kept"),
         pytest.param({"auto_wrap_policy": None}, id="one unit"),
     ],
@@ -227,3 +233,366 @@ def _eval_between() -> None:
 
 def test_an_evaluation_may_come_between_micro_batches() -> None:
     run_ranks(2, _eval_between)
+
+
+# In shards ------------------------------------------------------------------------------------
+
+
+def _train_sharded(how: str, options: dict) -> None:
+    for name in _NAMES:
+        case = CASES[name]
+        try:
+            assert_trains_alike(
+                sharded(case, accumulation="sharded", **options),
+                seeded(case.build),
+                _micro_batches(name, steps=3, count=3),
+                run=UNSHARDED[how],
+                reference_run=_in_turn,
+                roundings=64,
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+LAYERS = {
+    "one shard group": {},
+    "zero1": {"zero3_size": 2},
+    "zero1, whole parameters": {"zero3_size": 1},
+    "replicate": {"zero3_size": 2, "outer": "replicate"},
+    "deterministic": {"zero3_size": 2, "deterministic": True},
+    "deterministic replicate": {"zero3_size": 2, "outer": "replicate", "deterministic": True},
+}
+
+
+@pytest.mark.parametrize("how", UNSHARDED)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_micro_batches_add_up_in_shards(how: str, world_size: int) -> None:
+    run_ranks(world_size, _train_sharded, how, {})
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_micro_batches_add_up_in_shards_of_every_layer(layers: str) -> None:
+    run_ranks(4, _train_sharded, "no_sync", LAYERS[layers])
+
+
+def _train_unsharded_in_layers(options: dict) -> None:
+    _train("no_sync", _NAMES, {"accumulation": "unsharded", **options})
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_micro_batches_add_up_unsharded_in_every_layer(layers: str) -> None:
+    run_ranks(4, _train_unsharded_in_layers, LAYERS[layers])
+
+
+def _one_forward_one_backward(model: nn.Module, micro_batches: Micro) -> Tensor:
+    """A pipeline stage that runs two forwards ahead; only the last backward synchronizes."""
+    ahead = 2
+    losses = []
+
+    def forward(index: int) -> None:
+        outputs = model(micro_batches[index])
+        losses.append((outputs if isinstance(outputs, Tensor) else outputs[0]).square().mean())
+
+    for index in range(ahead):
+        forward(index)
+    for index in range(len(micro_batches)):
+        is_last = index == len(micro_batches) - 1
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(is_last)
+        losses[index].backward()
+        if index + ahead < len(micro_batches):
+            forward(index + ahead)
+    return torch.stack([loss.detach() for loss in losses])
+
+
+def _pipelined(accumulation: str, options: dict) -> None:
+    case = CASES["mlp"]
+    assert_trains_alike(
+        sharded(case, accumulation=accumulation, **options),
+        seeded(case.build),
+        _micro_batches("mlp", steps=3, count=4),
+        run=_one_forward_one_backward,
+        roundings=64,
+    )
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_pipelined_micro_batches_add_up_in_every_way(accumulation: str, layers: str) -> None:
+    run_ranks(4, _pipelined, accumulation, LAYERS[layers])
+
+
+def _linears(**options: Any) -> ZeRO3:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    return ZeRO3(layers, auto_wrap_policy={nn.Linear}, **options)
+
+
+PARAMETER_NUMEL = 3 * 64 * 64
+
+
+def _waits(precision: MixedPrecision | None, **options: Any) -> int:
+    """Bytes of gradients that wait on a rank after one micro-batch."""
+    model = _linears(mixed_precision=precision, **options)
+    with model.no_sync():
+        forward_backward(model, torch.randn(2, 64))
+    shard_sums = [handle.gradients for unit in units(model) for handle in unit.handles]
+    assert all(gradients.is_waiting for gradients in shard_sums)
+    return sum(gradient_nbytes(model).values())
+
+
+def _waiting_bytes() -> None:
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for precision in (None, low):
+        # float32, whatever dtype travels.
+        full = PARAMETER_NUMEL * 4
+        assert _waits(precision, accumulation="unsharded") == full
+        assert _waits(precision, accumulation="sharded") == full // 4
+        assert _waits(precision, accumulation="sharded", zero3_size=2) == full // 2
+        assert _waits(precision, accumulation="sharded", zero3_size=1) == full
+        assert (
+            _waits(precision, accumulation="sharded", zero3_size=2, deterministic=True) == full // 4
+        )
+
+
+def test_what_waits_between_micro_batches_is_what_the_formula_says() -> None:
+    run_ranks(4, _waiting_bytes)
+
+
+def _verbs(accumulation: str) -> None:
+    """Hops of the micro-batches: all but the last, and the last."""
+    model = _linears(accumulation=accumulation, zero3_size=2)
+    batch = torch.randn(2, 64)
+    verbs = []
+    for sync in (False, False, True):
+        model.set_requires_gradient_sync(sync)
+        with recorded_operations(model) as operations:
+            forward_backward(model, batch)
+        names = [o.verb for o in operations if "reduce" in o.verb or "presence" in o.verb]
+        verbs.append({name: names.count(name) for name in names})
+    first = {"reduce-scatter": 3} if accumulation == "sharded" else {}
+    last = {"reduce-scatter": 3, "outer reduce-scatter": 3, "gradient presence": 2}
+    assert verbs == [first, first, last]
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
+def test_the_outer_group_is_reduced_over_once(accumulation: str) -> None:
+    run_ranks(4, _verbs, accumulation)
+
+
+def _sums_in_float32() -> None:
+    """256 gradients of 1 and one of 256 add up to 512; bfloat16 alone would stop at 256."""
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for accumulation in ("sharded", "unsharded"):
+        model = ZeRO3(nn.Linear(1, 2, bias=False), mixed_precision=low, accumulation=accumulation)
+        with model.no_sync():
+            model(torch.full((1, 1), 256.0)).sum().backward()
+            for _ in range(256):
+                model(torch.ones(1, 1)).sum().backward()
+        model(torch.zeros(1, 1)).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.tolist() == [512.0] * parameter.numel()
+
+
+def test_sums_of_low_precision_gradients_are_float32() -> None:
+    run_ranks(2, _sums_in_float32)
+
+
+def _an_unused_unit() -> None:
+    """In shards, too, a unit that only some micro-batch on some rank reached is reduced."""
+    case = CASES["branches"]
+    rows = batches_of(CASES["mlp"], 2 * dist.get_world_size(), steps=1)[0]
+    model = sharded(case, accumulation="sharded")
+    plain = seeded(case.build)
+    step = [
+        [(rows[2 * rank + index], path) for index, path in enumerate(([0, 1, 2], [1]))]
+        for rank in range(dist.get_world_size())
+    ]
+    _no_sync(model, step[dist.get_rank()])
+    backward_of_all_ranks(plain, step, _in_turn)
+    assert_same_gradients(model, plain, 64)
+
+
+def test_in_shards_what_only_an_earlier_micro_batch_used_is_reduced_too() -> None:
+    run_ranks(2, _an_unused_unit)
+
+
+def _fails_amid(accumulation: str) -> None:
+    """A failed micro-batch takes the earlier ones with it, and nothing more."""
+    case = CASES["mlp"]
+    model, plain = sharded(case, accumulation=accumulation), seeded(case.build)
+    step = batches_of(case, dist.get_world_size(), steps=1)[0]
+    own = step[dist.get_rank()]
+    with model.no_sync():
+        forward_backward(model, own)
+        hook = model.module.blocks[1].register_forward_hook(_raise_in_backward)
+        with pytest.raises(ValueError, match="amid"):
+            forward_backward(model, own)
+        hook.remove()
+    forward_backward(model, own)
+    backward_of_all_ranks(plain, step)
+    assert_same_gradients(model, plain)
+    assert set(gradient_nbytes(model).values()) == {0}
+
+
+def _raise_in_backward(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError("amid")
+
+    output.register_hook(fail)
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
+def test_a_failed_micro_batch_leaves_a_clean_start(accumulation: str) -> None:
+    run_ranks(2, _fails_amid, accumulation)
+
+
+def _freezes_amid() -> None:
+    model = _linears(accumulation="sharded")
+    with model.no_sync():
+        forward_backward(model, torch.randn(2, 64))
+    next(model.parameters()).requires_grad_(False)
+    with pytest.raises(RuntimeError, match="while unreduced gradients wait"):
+        forward_backward(model, torch.randn(2, 64))
+
+
+def test_freezing_between_micro_batches_is_refused() -> None:
+    run_ranks(2, _freezes_amid)
+
+
+def _scales() -> None:
+    """With a loss scale, float16 and micro-batches: an overflow in any of them skips the step."""
+    low = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    for accumulation in ("sharded", "unsharded"):
+        model = _linears(mixed_precision=low, accumulation=accumulation, zero3_size=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler("cpu", init_scale=4.0)
+        with model.no_sync():
+            loss = model(torch.randn(2, 64)).float().sum()
+            scaler.scale(loss * (float("inf") if dist.get_rank() == 3 else 1.0)).backward()
+        scaler.scale(model(torch.randn(2, 64)).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+
+
+def test_an_overflow_in_an_earlier_micro_batch_is_seen() -> None:
+    run_ranks(4, _scales)
+
+
+def _splits(accumulation: str) -> None:
+    def losses(zero3_size: int) -> list[float]:
+        model = sharded(
+            CASES["transformer"],
+            zero3_size=zero3_size,
+            deterministic=True,
+            accumulation=accumulation,
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for step in _micro_batches("transformer", steps=5, count=3):
+            optimizer.zero_grad()
+            found += _no_sync(model, step[dist.get_rank()]).tolist()
+            optimizer.step()
+        return found
+
+    expected = losses(4)
+    assert losses(2) == expected
+    if accumulation == "unsharded":
+        assert losses(1) == expected
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
+def test_deterministic_sums_of_micro_batches_are_those_of_every_split(accumulation: str) -> None:
+    run_ranks(4, _splits, accumulation)
+
+
+# Kept between micro-batches -------------------------------------------------------------------
+
+
+def _keeps_the_first_unit(with_root: bool) -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block() for _ in range(3)))
+    module = nn.Sequential(nn.Linear(5, 5), blocks) if with_root else blocks
+    model = ZeRO3(module, auto_wrap_policy={Block})
+    first = "" if with_root else "0"
+    num_units = 3 + with_root
+    batch = torch.randn(2, 5)
+    counts = []
+    for sync in (False, False, True, True):
+        model.set_requires_gradient_sync(sync)
+        with recorded_operations(model) as operations:
+            forward_backward(model, batch)
+        counts.append(len(gathered(operations)))
+        resident = {fqn for fqn, nbytes in full_nbytes(model).items() if nbytes}
+        assert resident == (set() if sync else {first})
+    once = 2 * num_units - 1
+    assert counts == [once, once - 1, once - 1, once]
+
+
+@pytest.mark.parametrize("with_root", [False, True])
+def test_the_first_unit_stays_between_micro_batches(with_root: bool) -> None:
+    run_ranks(2, _keeps_the_first_unit, with_root)
+
+
+def _changes_amid() -> None:
+    """Weights that change between two micro-batches are seen by the second."""
+    case = CASES["mlp"]
+    model, plain = sharded(case), seeded(case.build)
+    step = batches_of(case, dist.get_world_size(), steps=1)[0]
+    own = step[dist.get_rank()]
+
+    def halve(module: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+
+    with model.no_sync():
+        forward_backward(model, own)
+    backward_of_all_ranks(plain, step)
+    halve(model)
+    halve(plain)
+    forward_backward(model, own)
+    backward_of_all_ranks(plain, step)
+    assert_same_gradients(model, plain, 64)
+
+
+def test_weights_changed_between_micro_batches_are_not_stale() -> None:
+    run_ranks(2, _changes_amid)
+
+
+# auto -----------------------------------------------------------------------------------------
+
+
+def _decides() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("layerzero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    batch = torch.randn(2, 64)
+    for budget in ("1KB", "1GB"):
+        model = _linears(limit_all_gathers=budget)
+        for _ in range(2):
+            with model.no_sync():
+                forward_backward(model, batch)
+            forward_backward(model, batch)
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    model = _linears(mixed_precision=low)
+    for _ in range(2):
+        with model.no_sync():
+            for _ in range(3):
+                forward_backward(model, batch)
+        forward_backward(model, batch)
+    return records
+
+
+def test_auto_says_once_what_it_chose_and_why() -> None:
+    said, *others = run_ranks(2, _decides)
+    assert others == [[]], "the first rank alone"
+    chosen = [line.removeprefix("accumulation='auto': ").split(",")[0] for line in said]
+    # The last model learns in its first step that it has four micro-batches.
+    assert chosen == ["sharded", "unsharded", "sharded", "unsharded"], said
+    assert "adding up 4 micro-batches" in said[-1]

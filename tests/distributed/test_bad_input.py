@@ -37,7 +37,6 @@ def _arguments() -> None:
     refuses(ValueError, "timeout: expected a positive", timeout=timedelta(0))
     refuses(TypeError, "expected a ProcessGroup", process_group="world")
     refuses(NotImplementedError, "offload", offload=OffloadPolicy(params=True))
-    refuses(NotImplementedError, "accumulation='sharded'", accumulation="sharded")
     with pytest.raises(ValueError, match="floating-point"):
         MixedPrecision(param_dtype=torch.int32)
     with pytest.raises(TypeError, match=r"nn\.Module classes"):

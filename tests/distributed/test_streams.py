@@ -120,6 +120,7 @@ SETTINGS = {
     "no prefetch": {"forward_prefetch": False, "backward_prefetch": None},
     "stays full": {"reshard_after_forward": False},
     "sum": {"gradient_reduction": "sum"},
+    "sums in shards": {"accumulation": "sharded"},
 }
 LAYERED = {
     "zero1": {"zero3_size": 2},
@@ -134,6 +135,12 @@ LAYERED = {
         "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     },
     "deterministic": {"zero3_size": 2, "deterministic": True},
+    "sums in shards": {"zero3_size": 2, "accumulation": "sharded"},
+    "sums in shards, replicate": {
+        "zero3_size": 2,
+        "outer": "replicate",
+        "accumulation": "sharded",
+    },
     "whole parameters": {"zero3_size": 1},
     "whole parameters, replicated": {"zero3_size": 1, "outer": "replicate"},
 }

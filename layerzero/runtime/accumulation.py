@@ -1,0 +1,84 @@
+"""Where micro-batches add up when `accumulation="auto"`: a small cost model, pure arithmetic.
+
+Two ways to add up the gradients of M micro-batches (docs/layered.md):
+
+    unsharded   every rank keeps all gradients in float32, and sends them once
+    sharded     every rank keeps its part of the first hop, and takes that hop M times
+
+So unsharded costs memory, E = bytes kept more; sharded costs the wire, W = (M - 1) times what a
+rank sends in the first hop. A byte that stays is worth it when it saves at least one on the wire,
+and when there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from layerzero.core.flat_param import FlatParamHandle
+
+
+@dataclass(frozen=True)
+class AccumulationCosts:
+    """What the two ways cost this rank. All ranks have the same.
+
+    Attributes:
+        unsharded_nbytes: sum of all gradients, float32 at least.
+        sharded_nbytes: sum of this rank's part after the first hop.
+        sent_nbytes: what a rank sends in the first hop of one micro-batch.
+        state_nbytes: what a rank keeps anyway: main shard, gradient, two moments of Adam, and the
+            compute shard.
+    """
+
+    unsharded_nbytes: int
+    sharded_nbytes: int
+    sent_nbytes: int
+    state_nbytes: int
+
+    @classmethod
+    def of(cls, handles: Iterable[FlatParamHandle]) -> AccumulationCosts:
+        unsharded = sharded = sent = state = 0
+        for handle in handles:
+            state += handle.main_shard.nbytes
+            if handle.has_compute_shard:
+                state += handle.compute_shard.nbytes
+            gradients = handle.gradients
+            if not gradients.layout.trainable or not handle.placement.sums_in_shards:
+                continue
+            state += 3 * handle.main_shard.nbytes
+            size = handle.placement.hops[0].size
+            unsharded += gradients.sum_nbytes
+            sharded += gradients.sum_nbytes // size
+            sent += gradients.buffer_nbytes * (size - 1) // size
+        return cls(unsharded, sharded, sent, state)
+
+
+def choose_sharded(
+    costs: AccumulationCosts, num_micro_batches: int, budget_nbytes: int | None
+) -> tuple[bool, str]:
+    """Decide, and say why in one line.
+
+    Args:
+        num_micro_batches: M, at least 2.
+        budget_nbytes: what `limit_all_gathers` allows in bytes; None: as much as the rank keeps
+            anyway.
+    """
+    extra = costs.unsharded_nbytes - costs.sharded_nbytes
+    saved = (num_micro_batches - 1) * costs.sent_nbytes
+    room = costs.state_nbytes if budget_nbytes is None else budget_nbytes
+    of_what = "of shards and optimizer" if budget_nbytes is None else "of limit_all_gathers"
+    if extra == 0:
+        return False, "unsharded, because the first hop shards nothing"
+    facts = (
+        f"adding up {num_micro_batches} micro-batches unsharded keeps {_mb(extra)} more and sends "
+        f"{_mb(saved)} less a step"
+    )
+    if extra > room:
+        return True, f"sharded, because {facts}, and there is room for {_mb(room)} ({of_what})"
+    if saved < extra:
+        return True, f"sharded, because {facts}"
+    return False, f"unsharded, because {facts}, and there is room for {_mb(room)} ({of_what})"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g} MB"

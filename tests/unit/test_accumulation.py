@@ -1,0 +1,53 @@
+"""`accumulation="auto"`: the cost model decides what docs/layered.md says."""
+
+import pytest
+
+from layerzero.runtime.accumulation import AccumulationCosts, choose_sharded
+
+MB = 10**6
+
+
+def costs(group_size: int, ranks: int, sum_itemsize: int = 4, sent_itemsize: int = 4):
+    """A model of 1 M parameters in float32, with Adam."""
+    return AccumulationCosts(
+        unsharded_nbytes=sum_itemsize * MB,
+        sharded_nbytes=sum_itemsize * MB // group_size,
+        sent_nbytes=sent_itemsize * MB * (group_size - 1) // group_size,
+        state_nbytes=16 * MB // ranks,
+    )
+
+
+def test_a_small_group_has_room_for_all_gradients() -> None:
+    is_sharded, reason = choose_sharded(costs(2, 2), 2, None)
+    assert not is_sharded
+    assert reason == (
+        "unsharded, because adding up 2 micro-batches unsharded keeps 2 MB more and sends 2 MB "
+        "less a step, and there is room for 8 MB (of shards and optimizer)"
+    )
+
+
+def test_a_large_group_has_not() -> None:
+    is_sharded, reason = choose_sharded(costs(8, 64), 8, None)
+    assert is_sharded
+    assert reason.startswith("sharded, because adding up 8 micro-batches")
+    assert "room for 0.25 MB" in reason
+
+
+@pytest.mark.parametrize(("budget", "is_sharded"), [(3 * MB, True), (4 * MB, False)])
+def test_a_byte_budget_decides_what_there_is_room_for(budget: int, is_sharded: bool) -> None:
+    chosen, reason = choose_sharded(costs(8, 64), 8, budget)
+    assert chosen is is_sharded
+    assert "of limit_all_gathers" in reason
+
+
+def test_few_micro_batches_do_not_pay_for_wide_sums() -> None:
+    """bfloat16 on the wire, float32 in memory: two micro-batches save half of what they keep."""
+    assert choose_sharded(costs(2, 2, 4, 2), 2, None)[0]
+    assert not choose_sharded(costs(2, 2, 4, 2), 3, None)[0]
+
+
+def test_nothing_to_shard_stays_unsharded() -> None:
+    assert choose_sharded(AccumulationCosts(0, 0, 0, 0), 4, 1) == (
+        False,
+        "unsharded, because the first hop shards nothing",
+    )
