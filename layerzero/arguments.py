@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Operation, gather_small
-from layerzero.config import OffloadPolicy
+from layerzero.config import OffloadPolicy, ReshardAfterForward
 from layerzero.core.groups import make_shard_group, resolve_process_groups
 from layerzero.core.placement import Outer
 from layerzero.runtime.unit import Unit, get_unit
@@ -98,6 +98,16 @@ def check_not_yet_supported(offload: OffloadPolicy | None, accumulation: str) ->
         )
     if offload is not None and (offload.params or offload.grads):
         raise NotImplementedError(f"offload={offload}: offloading is not supported yet")
+
+
+def check_reshard_after_forward(value: object) -> ReshardAfterForward:
+    if value == "compute_shard":
+        return "compute_shard"
+    if isinstance(value, bool):
+        return value
+    raise ValueError(
+        f"reshard_after_forward: expected True, False or 'compute_shard', got {value!r}"
+    )
 
 
 def warn_about_old_optimizers(built: list[Unit]) -> None:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from layerzero.arguments import check_reshard_after_forward
 from layerzero.comm.collectives import Operation, broadcast_
-from layerzero.config import MixedPrecision
+from layerzero.config import MixedPrecision, ReshardAfterForward
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
 from layerzero.core.placement import Placement
 from layerzero.materialize import Materializer
@@ -27,7 +28,7 @@ class UnitBuilder:
     placement: Placement
     device: torch.device
     mixed_precision: MixedPrecision
-    reshard_after_forward: bool | Callable[[nn.Module, str], bool]
+    reshard_after_forward: ReshardAfterForward | Callable[[nn.Module, str], ReshardAfterForward]
     gradient_scale: float
     deterministic: bool
     materializer: Materializer
@@ -104,7 +105,7 @@ class UnitBuilder:
             list(kinds.values()),
             UnitOptions(
                 mixed_precision=self.mixed_precision,
-                reshard_after_forward=bool(
+                reshard_after_forward=check_reshard_after_forward(
                     reshard(plan.module, plan.fqn) if callable(reshard) else reshard
                 ),
                 gradient_scale=self.gradient_scale,

@@ -17,6 +17,11 @@ Accumulation = Literal["sharded", "unsharded", "auto"]
 """Where micro-batches without gradient synchronization add up."""
 
 
+ReshardAfterForward = bool | Literal["compute_shard"]
+"""What is left of a unit between forward and backward: everything (False), what it is gathered from
+(True), or at least a part of it in each shard group ("compute_shard")."""
+
+
 class BackwardPrefetch(enum.Enum):
     """When the next unit of the backward pass is gathered.
 

@@ -19,6 +19,7 @@ from layerzero.arguments import (
     check_group,
     check_module,
     check_not_yet_supported,
+    check_reshard_after_forward,
     warn_about_old_optimizers,
 )
 from layerzero.build import UnitBuilder, resolve_device
@@ -28,6 +29,7 @@ from layerzero.config import (
     GatherBudget,
     MixedPrecision,
     OffloadPolicy,
+    ReshardAfterForward,
     prefetch_depth,
 )
 from layerzero.core.parameter_info import get_info
@@ -70,8 +72,9 @@ class ZeRO3(nn.Module):
         backward_prefetch: when the next unit of the backward pass is gathered; None: on demand.
         limit_all_gathers: bound on what prefetching keeps resident: False, True (a default), an
             int (units) or a string such as "2GB" (bytes).
-        reshard_after_forward: free a unit after its forward; a bool or callable(module, fqn) ->
-            bool per unit. False: it stays until its backward.
+        reshard_after_forward: True: free a unit after its forward. False: it stays until its
+            backward. "compute_shard": with outer="shard", keep enough in each shard group to gather
+            it again there. Or callable(module, fqn) -> one of these for each unit.
         offload: what lives in host memory; see `OffloadPolicy`.
         ignored_modules: modules left alone, with all they contain.
         ignored_parameters: parameters left alone.
@@ -105,7 +108,8 @@ class ZeRO3(nn.Module):
         forward_prefetch: bool | int = True,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         limit_all_gathers: bool | int | str = True,
-        reshard_after_forward: bool | Callable[[nn.Module, str], bool] = True,
+        reshard_after_forward: ReshardAfterForward
+        | Callable[[nn.Module, str], ReshardAfterForward] = True,
         offload: OffloadPolicy | None = None,
         ignored_modules: Iterable[nn.Module] = (),
         ignored_parameters: Iterable[nn.Parameter] = (),
@@ -129,6 +133,8 @@ class ZeRO3(nn.Module):
             )
         forward_depth = prefetch_depth(forward_prefetch, "forward_prefetch")
         GatherBudget.parse(limit_all_gathers, default_units=1)  # a bad one is refused here
+        if not callable(reshard_after_forward):
+            check_reshard_after_forward(reshard_after_forward)
         group = check_group(process_group, zero3_size, outer)
         check_not_yet_supported(offload, accumulation)
         plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)

@@ -63,6 +63,9 @@ class FlatParamHandle:
     """Whether the compute shard is memory of its own."""
     compute_shard: torch.Tensor
     """[compute_numel] in the compute dtype; valid unless `is_stale`."""
+    kept_shard: torch.Tensor | None
+    """[padded numel / size of the placement's `keeping_group`] in the compute dtype: this rank's
+    part of what was gathered in this step's forward, to gather it again from there."""
     gradients: GradientBuffer
     version: int
     """Version of the main shard that the compute shard has; -1: of none."""
@@ -88,6 +91,7 @@ class FlatParamHandle:
             slices=placement.owned_slices,
         )
         self.version = -1
+        self.kept_shard = None
         self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
         self._pieces = self.layout.pieces(placement.main_shard_index)
         self._flatten(parameters)
@@ -187,11 +191,20 @@ class FlatParamHandle:
 
     def distrust(self) -> None:
         """Write the compute shard anew at the next use: versions miss writes through `.data`."""
+        self.kept_shard = None
         if self.has_compute_shard:
             self.version = -1
 
+    def keep_shard(self) -> None:
+        """Copy this rank's part of the gathered full buffer into `kept_shard`."""
+        group = self.placement.keeping_group
+        if group is not None and self.kept_shard is None:
+            numel = self.layout.padded_numel // group.size
+            self.kept_shard = self.full.data[group.rank * numel :][:numel].clone()
+
     def write_compute_slice(self) -> None:
         """Put this rank's main shard, cast, in its place in the compute shard."""
+        self.kept_shard = None
         if self.has_compute_shard:
             pack_(self.compute_slice, [self.main_shard], self._whole_shard)
         self.version = self.main_shard._version

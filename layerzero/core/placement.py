@@ -50,6 +50,9 @@ class Placement:
     world_slices: tuple[int, ...] = ()
     """For each rank of `world`, the slice of the flat buffer that is reduced there."""
 
+    keeping_group: ShardGroup | None = None
+    """With `outer="shard"`: a smaller group that can hold a unit between forward and backward."""
+
     @property
     def num_slices(self) -> int:
         """Slices that a compute shard is cut into: one for each outer peer."""
@@ -146,10 +149,12 @@ def make_placement(
         table = [ranks[start : start + size] for start in range(0, len(ranks), size)]
     if len(table) == 1:
         return Placement(groups[0], None, 1)
-    if outer == "shard":
-        return Placement(_group_of(_flat(table), groups, device, timeout), None, 1)
     rank = dist.get_rank()
     row = next(row for row in table if rank in row)
+    if outer == "shard":
+        everyone = _group_of(_flat(table), groups, device, timeout)
+        inner = _group_of(row, groups, device, timeout)
+        return Placement(everyone, None, 1, keeping_group=inner)
     column = [row_of_peer[row.index(rank)] for row_of_peer in table]
     world = _group_of(_flat(table), groups, device, timeout) if deterministic else None
     slices = _slices(table)

@@ -224,9 +224,9 @@ class RootState:
         ):
             self.abort()
 
-    def _free(self, unit: Unit) -> None:
+    def _free(self, unit: Unit, returns: bool = False) -> None:
         if not self._graph_of_backward:
-            unit.reshard()
+            unit.reshard(returns)
 
     @remembers_failure
     def unshard_explicitly(self, unit: Unit, async_op: bool) -> UnshardHandle | None:
@@ -299,7 +299,7 @@ class RootState:
         if not unit.handles or (unit.shows_full and (unit.depth > 1 or in_backward)):
             return
         if self._kept is not None and self._kept is not unit:
-            self._free(self._kept)
+            self._free(self._kept, returns=True)
         self._kept = None
         self._demand(unit)
         if not self._passes:
@@ -356,7 +356,7 @@ class RootState:
         if not unit.handles:
             return
         if self._kept is not None:
-            self._free(self._kept)
+            self._free(self._kept, returns=True)
             self._kept = None
         if not unit.options.reshard_after_forward:
             return
@@ -480,7 +480,7 @@ class RootState:
 
     def _finish_unit(self, current: BackwardPass, unit: Unit, stays: bool = False) -> None:
         if not stays:
-            self._free(unit)
+            self._free(unit, returns=not self.reducer.requires_sync)
         unit.show_sharded()
         if unit.is_trainable:
             self._reduce(unit)
@@ -521,6 +521,9 @@ class RootState:
         if ended.is_recorded:
             self.recorder.end()
         self._graph_of_backward = ended.makes_graph
+        if self.reducer.requires_sync:
+            for unit in self.units:
+                unit.drop_kept_shards()
         oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
         for unit in self.units:
             # Older forwards were passed over: most likely nobody will go back through them.

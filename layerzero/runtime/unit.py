@@ -16,8 +16,9 @@ from torch import nn
 
 from layerzero.comm.collectives import Operation, all_gather, reduce_scatter
 from layerzero.comm.streams import Lane, Mark, Waitable
-from layerzero.config import MixedPrecision
+from layerzero.config import MixedPrecision, ReshardAfterForward
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
+from layerzero.core.groups import ShardGroup
 from layerzero.core.parameter_info import rename
 from layerzero.core.views import ParameterViews
 from layerzero.runtime.states import ShardState, TrainingState, check_transition
@@ -33,7 +34,7 @@ class UnitOptions:
     """What one unit needs to know of the arguments of `ZeRO3`."""
 
     mixed_precision: MixedPrecision
-    reshard_after_forward: bool
+    reshard_after_forward: ReshardAfterForward
     gradient_scale: float
     deterministic: bool
 
@@ -248,11 +249,14 @@ class Unit:
             if synced is not None:
                 self._gathers.append(synced)
             return
-        operation = root.next_operation("all-gather", self.label, handle.placement.shard_group)
+        group, shard = handle.placement.shard_group, handle.compute_shard
+        if handle.kept_shard is not None and handle.placement.keeping_group is not None:
+            group, shard = handle.placement.keeping_group, handle.kept_shard
+        operation = root.next_operation("all-gather", self.label, group)
         if synced is None and not behind_reductions:
-            self._gathers.append(self._gather(handle, root, written, operation))
+            self._gathers.append(self._gather(handle, shard, group, written, operation))
             return
-        gather = functools.partial(self._gather, handle, root, written, operation)
+        gather = functools.partial(self._gather, handle, shard, group, written, operation)
         self._gathers.append(
             root.streams.reduce.behind(gather)
             if synced is None
@@ -288,15 +292,20 @@ class Unit:
             return written, lane.settle(gather)
 
     def _gather(
-        self, handle: FlatParamHandle, root: RootState, written: Mark, operation: Operation
+        self,
+        handle: FlatParamHandle,
+        shard: torch.Tensor,
+        group: ShardGroup,
+        written: Mark,
+        operation: Operation,
     ) -> Waitable:
+        root = self.root
         with root.streams.unshard as lane:
             handle.allocate_full()
             # After the last use of whatever the allocator gave us, and after the shard is there.
             lane.wait(root.freed_mark)
             lane.wait(written)
-            group = handle.placement.shard_group
-            return lane.settle(all_gather(handle.full.data, handle.compute_shard, group, operation))
+            return lane.settle(all_gather(handle.full.data, shard, group, operation))
 
     def wait_for_unshard(self) -> None:
         """Order compute after the gather; blocks the host only where there are no streams."""
@@ -305,8 +314,12 @@ class Unit:
                 gather.wait()
             self._set_shard_state(ShardState.UNSHARDED)
 
-    def reshard(self) -> None:
-        """Free the full parameters; a gather under way is waited for first."""
+    def reshard(self, returns: bool = False) -> None:
+        """Free the full parameters; a gather under way is waited for first.
+
+        Args:
+            returns: the same weights will be gathered again.
+        """
         if self._shard_state is ShardState.SHARDED:
             return
         self.show_sharded()
@@ -314,6 +327,9 @@ class Unit:
         root = self.root
         with root.profile("reshard", self):
             self._gathers = []
+            if returns and self.options.reshard_after_forward == "compute_shard":
+                for handle in self.handles:
+                    handle.keep_shard()
             # The next gather may be given this memory: it waits for this mark (in `_gather`).
             root.freed_mark = root.streams.mark_compute()
             for handle in self.handles:
@@ -448,6 +464,11 @@ class Unit:
 
         return lane.run(hops, gradients.free_buffer)
 
+    def drop_kept_shards(self) -> None:
+        """The weights that were kept for a backward will not be used again."""
+        for handle in self.handles:
+            handle.kept_shard = None
+
     def drop_gradients(self) -> None:
         """Forget gradients that were not delivered."""
         for handle in self.handles:
@@ -459,6 +480,7 @@ class Unit:
         """Back to the state between steps, after an error."""
         self.depth = 0
         self.drop_gradients()
+        self.drop_kept_shards()
         self.show_sharded()
         self.reshard()
         if self._training_state is not TrainingState.IDLE:

@@ -343,8 +343,9 @@ def _never_stale(mode: str, zero3_size: int, low: bool, in_train: bool) -> None:
     own = batches[dist.get_rank()]
     precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
     for change in CHANGES:
-        model = _layered("mlp", zero3_size, mode, mixed_precision=precision)
-        fresh = _layered("mlp", zero3_size, mode, mixed_precision=precision)
+        options = {"mixed_precision": precision, "reshard_after_forward": "compute_shard"}
+        model = _layered("mlp", zero3_size, mode, **options)
+        fresh = _layered("mlp", zero3_size, mode, **options)
         cast = own
         for _ in range(2):
             with torch.set_grad_enabled(in_train):
@@ -361,10 +362,85 @@ def _never_stale(mode: str, zero3_size: int, low: bool, in_train: bool) -> None:
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("mode", "zero3_size"), [("zero1", 2), ("zero1", 1), ("replicate", 2)])
+@pytest.mark.parametrize(
+    ("mode", "zero3_size"), [("zero1", 2), ("zero1", 1), ("replicate", 2), ("shard", 2)]
+)
 def test_changed_weights_are_never_stale(mode: str, zero3_size: int, low: bool) -> None:
     for in_train in (False, True):
         run_ranks(4, _never_stale, mode, zero3_size, low, in_train)
+
+
+# Kept in the shard group ----------------------------------------------------------------------
+
+
+def _keeps_compute_shards(low: bool) -> None:
+    """Forward gathers over all six ranks, backward over three; then nothing is kept."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
+    model = _blocks_of_linears(
+        zero3_size=3,
+        outer="shard",
+        reshard_after_forward="compute_shard",
+        accumulation="unsharded",
+        mixed_precision=precision,
+    )
+    batch = torch.randn(2, 96)
+    p = PARAMETER_NBYTES // (2 if low else 1)
+    handles = [handle for unit in units(model) for handle in unit.handles]
+
+    def kept() -> int:
+        return sum(h.kept_shard.nbytes for h in handles if h.kept_shard is not None)
+
+    everyone, inner = (
+        tuple(range(6)),
+        tuple(range(dist.get_rank() // 3 * 3, dist.get_rank() // 3 * 3 + 3)),
+    )
+    for sync in (False, True, True):
+        model.set_requires_gradient_sync(sync)
+        first = not sync or kept() == 0
+        with SentBytes() as sent:
+            output = model(batch)
+            assert kept() >= p * 2 // 3 // 3, "all but the unit that stays full"
+            output.sum().backward()
+        assert kept() == (0 if sync else p // 3)
+        gradients = p * 5 // 6 + 5 * 3 if sync else 0
+        if first:
+            assert sent.by_group[everyone] == p * 5 // 6 + gradients, (sync, sent.by_group)
+            assert sent.by_group[inner] == 2 * p // 3 * 2 // 3
+        else:  # The first unit stayed: two gathers in forward, two in backward.
+            assert sent.by_group[everyone] == gradients
+            assert sent.by_group[inner] == 4 * p // 3 * 2 // 3
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None:
+    run_ranks(6, _keeps_compute_shards, low)
+
+
+def _trains_with_kept_shards(options: dict) -> None:
+    for name in ("transformer", "unused_parts", "frozen_parts", "tied_across_units"):
+        assert_trains_alike(
+            _layered(name, 2, reshard_after_forward="compute_shard", **options),
+            seeded(CASES[name].build),
+            batches_of(CASES[name], 4, steps=3),
+            "adamw",
+            roundings=64,
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_keeping_compute_shards_changes_no_gradient(mode: str) -> None:
+    run_ranks(4, _trains_with_kept_shards, {"mode": mode})
+
+
+def _checked() -> None:
+    with pytest.raises(ValueError, match="reshard_after_forward: expected True, False or"):
+        ZeRO3(seeded(Mlp), reshard_after_forward="compute_shards")
+    with pytest.raises(ValueError, match="got None"):
+        ZeRO3(seeded(Mlp), reshard_after_forward=lambda module, fqn: None)
+
+
+def test_what_stays_after_forward_is_checked() -> None:
+    run_ranks(1, _checked)
 
 
 # Around the step ------------------------------------------------------------------------------

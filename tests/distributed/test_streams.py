@@ -141,6 +141,11 @@ LAYERED = {
         "outer": "replicate",
         "accumulation": "sharded",
     },
+    "kept shards": {
+        "zero3_size": 2,
+        "outer": "shard",
+        "reshard_after_forward": "compute_shard",
+    },
     "whole parameters": {"zero3_size": 1},
     "whole parameters, replicated": {"zero3_size": 1, "outer": "replicate"},
 }
