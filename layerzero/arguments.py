@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Operation, gather_small
-from layerzero.config import OffloadPolicy, ReshardAfterForward
+from layerzero.config import Accumulation, OffloadPolicy, ReshardAfterForward
 from layerzero.core.groups import make_shard_group, resolve_process_groups
+from layerzero.core.host import is_apart_from
 from layerzero.core.placement import Outer
 from layerzero.runtime.unit import Unit, get_unit
 
@@ -91,13 +92,25 @@ def check_agreement(
         )
 
 
-def check_not_yet_supported(offload: OffloadPolicy | None, accumulation: str) -> None:
-    if accumulation not in ("sharded", "unsharded", "auto"):
+def check_accumulation(accumulation: str) -> None:
+    if accumulation not in get_args(Accumulation):
         raise ValueError(
             f"accumulation: expected 'sharded', 'unsharded' or 'auto', got {accumulation!r}"
         )
-    if offload is not None and (offload.params or offload.grads):
-        raise NotImplementedError(f"offload={offload}: offloading is not supported yet")
+
+
+def effective_offload(offload: OffloadPolicy | None, device: torch.device) -> OffloadPolicy:
+    """What can be offloaded from `device`; a warning where nothing can."""
+    if offload is None:
+        return OffloadPolicy()
+    if not isinstance(offload, OffloadPolicy):
+        raise TypeError(f"offload: expected an OffloadPolicy or None, got {offload!r}")
+    if (offload.params or offload.grads) and not is_apart_from(device):
+        warnings.warn(
+            f"offload={offload} has no effect: {device} has no memory of its own", stacklevel=3
+        )
+        return OffloadPolicy()
+    return offload
 
 
 def check_reshard_after_forward(value: object) -> ReshardAfterForward:

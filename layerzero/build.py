@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.arguments import check_reshard_after_forward
 from layerzero.comm.collectives import Operation, broadcast_
-from layerzero.config import MixedPrecision, ReshardAfterForward
+from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
+from layerzero.core.host import HostMemory
 from layerzero.core.placement import Placement
 from layerzero.materialize import Materializer
 from layerzero.runtime import hooks
@@ -31,6 +32,7 @@ class UnitBuilder:
     reshard_after_forward: ReshardAfterForward | Callable[[nn.Module, str], ReshardAfterForward]
     gradient_scale: float
     deterministic: bool
+    offload: OffloadPolicy
     materializer: Materializer
     sync_module_states: bool
 
@@ -87,6 +89,7 @@ class UnitBuilder:
                 parameter.data = on_device
             key = (parameter.dtype, self._compute_dtype(original), parameter.requires_grad)
             kinds.setdefault(key, []).append(original)
+        host = HostMemory(self.offload.pin_memory)
         handles = [
             FlatParamHandle(
                 originals,
@@ -94,6 +97,8 @@ class UnitBuilder:
                 self.device,
                 compute_dtype,
                 reduce_dtype=self._reduce_dtype(compute_dtype),
+                params_on=host if self.offload.params else None,
+                grads_on=host if self.offload.grads else None,
             )
             for (_, compute_dtype, _), originals in kinds.items()
         ]

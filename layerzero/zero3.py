@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.arguments import (
+    check_accumulation,
     check_agreement,
     check_group,
     check_module,
-    check_not_yet_supported,
     check_reshard_after_forward,
+    effective_offload,
     warn_about_old_optimizers,
 )
 from layerzero.build import UnitBuilder, resolve_device
@@ -36,6 +37,7 @@ from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement, make_placement
 from layerzero.materialize import Materializer
 from layerzero.optim.clip import clip_grad_norm_
+from layerzero.optim.in_backward import StepInBackward
 from layerzero.runtime import hooks
 from layerzero.runtime.root import RootState, UnshardHandle
 from layerzero.runtime.summon import SummonOptions, summon
@@ -136,7 +138,7 @@ class ZeRO3(nn.Module):
         if not callable(reshard_after_forward):
             check_reshard_after_forward(reshard_after_forward)
         group = check_group(process_group, zero3_size, outer)
-        check_not_yet_supported(offload, accumulation)
+        check_accumulation(accumulation)
         plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)
         target = resolve_device(device, plans, group)
         check_agreement(process_group, target, zero3_size, outer, timeout)
@@ -148,6 +150,7 @@ class ZeRO3(nn.Module):
             reshard_after_forward=reshard_after_forward,
             gradient_scale=1.0 / placement.num_ranks if gradient_reduction == "mean" else 1.0,
             deterministic=deterministic,
+            offload=effective_offload(offload, target),
             materializer=Materializer(
                 target,
                 mixed_precision.buffer_dtype if mixed_precision else None,
@@ -286,6 +289,35 @@ class ZeRO3(nn.Module):
         """`no_sync` as a switch: False until set to True again."""
         self._root_state.reducer.requires_sync = bool(requires_gradient_sync)
 
+    def step_in_backward(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Run `optimizer` on each unit as soon as its gradients are there, in `backward()`.
+
+        From now on a backward that synchronizes gradients ends with all parameters updated: do not
+        call `optimizer.step()`, but `zero_grad()` as ever. With offloaded parameters the host then
+        updates one unit while the device computes the gradients of the next ones. Not collective.
+
+        Args:
+            optimizer: element-wise, as always; None: back to `optimizer.step()`. What it has beside
+                this model's pieces is stepped last.
+
+        What needs all gradients before the first step cannot go with it: `clip_grad_norm_` raises,
+        and a `GradScaler` would come too late.
+        """
+        root = self._root_state
+        if optimizer is None:
+            root.reducer.on_delivered = None
+            return
+        stepper = StepInBackward(optimizer)
+        pieces = [piece for unit in root.units for piece in unit.pieces]
+
+        def step(unit: Unit | None) -> None:
+            if unit is not None:
+                stepper.step(unit.pieces)
+            else:
+                stepper.step_others(pieces)
+
+        root.reducer.on_delivered = step
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.
 
@@ -296,7 +328,15 @@ class ZeRO3(nn.Module):
 
         Returns:
             The norm before clipping, a scalar tensor, the same on all ranks.
+
+        Raises:
+            RuntimeError: gradients were used already (`step_in_backward`).
         """
+        if self._root_state.reducer.on_delivered is not None:
+            raise RuntimeError(
+                "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients; "
+                "call step_in_backward(None), clip, and call optimizer.step()"
+            )
         by_placement: dict[int, tuple[Placement, list[nn.Parameter]]] = {}
         for unit in self._subtree():
             for handle in unit.handles:

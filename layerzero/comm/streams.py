@@ -259,6 +259,7 @@ class Streams:
             not queue behind a gather.
         unshard: all-gathers into full buffers, which are allocated there.
         reduce: gradient reductions.
+        offload: copies of gradients between device and host.
     """
 
     def __init__(self, device: torch.device, finishing_thread: bool) -> None:
@@ -267,16 +268,23 @@ class Streams:
         self.pre_unshard: Lane
         self.unshard: Lane
         self.reduce: Lane
+        self.offload: Lane
         if device.type == "cpu":
             self.pre_unshard = HostLane()
             self.unshard = ChainingHostLane() if finishing_thread else HostLane()
             self.reduce = FinishingHostLane() if finishing_thread else HostLane()
+            self.offload = HostLane()
         else:
             self.pre_unshard, self.unshard = DeviceLane(device), DeviceLane(device)
-            self.reduce = DeviceLane(device)
+            self.reduce, self.offload = DeviceLane(device), DeviceLane(device)
 
     def mark_compute(self) -> Mark:
         """A mark behind everything queued on the compute stream so far."""
         if self._module is None:
             return None
         return self._module.current_stream().record_event()
+
+    def wait_on_host(self, mark: Mark) -> None:
+        """Block the host until what `mark` stands for has happened."""
+        if mark is not None:
+            mark.synchronize()

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from layerzero.core.gradients import GradientBuffer
+from layerzero.core.host import HostMemory
 from layerzero.core.layout import ALIGNMENT_NBYTES, FlatLayout
 from layerzero.core.parameter_info import ParameterInfo, copy_attributes, set_info
 from layerzero.core.placement import Placement
@@ -53,6 +54,8 @@ class FlatParamHandle:
     placement: Placement
     main_shard: torch.Tensor
     """[shard_numel] in the original dtype; the sharded parameters are views of it."""
+    params_on: HostMemory | None
+    """Where the main shard is, if not on the device."""
     sharded_params: list[nn.Parameter]
     """One 1-D piece per original parameter: what the user and the optimizer see."""
     full_params: list[nn.Parameter]
@@ -77,8 +80,16 @@ class FlatParamHandle:
         device: torch.device,
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        params_on: HostMemory | None = None,
+        grads_on: HostMemory | None = None,
     ) -> None:
-        """Copy this rank's part of `originals` (one dtype) to `device`. Not collective."""
+        """Copy this rank's part of `originals` (one dtype) to `device`. Not collective.
+
+        Args:
+            params_on: where the main shard, and with it its gradients and the optimizer's state,
+                are instead of `device`.
+            grads_on: where gradients wait for more micro-batches instead of `device`.
+        """
         parameters = [original.parameter for original in originals]
         dtype = parameters[0].dtype
         self.fqns = [original.fqn for original in originals]
@@ -92,7 +103,11 @@ class FlatParamHandle:
         )
         self.version = -1
         self.kept_shard = None
-        self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
+        self.params_on = params_on
+        if params_on is None:
+            self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
+        else:
+            self.main_shard = params_on.empty(self.layout.shard_numel, dtype)
         self._pieces = self.layout.pieces(placement.main_shard_index)
         self._flatten(parameters)
         self.sharded_params = [
@@ -103,11 +118,19 @@ class FlatParamHandle:
             for parameter in self.sharded_params
         ]
         self.is_whole = placement.shard_group.size == 1
-        self.has_compute_shard = compute_dtype != dtype or not placement.owns_compute_shard
-        self._make_full(originals, compute_dtype)
+        self.has_compute_shard = (
+            compute_dtype != dtype or not placement.owns_compute_shard or params_on is not None
+        )
+        self._make_full(originals, compute_dtype, device)
         self._make_compute_shard()
         self.gradients = GradientBuffer(
-            self.layout, self.shapes, placement, reduce_dtype, device, self.sharded_params
+            self.layout,
+            self.shapes,
+            placement,
+            reduce_dtype,
+            device,
+            self.sharded_params,
+            grads_on,
         )
 
     def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -132,15 +155,16 @@ class FlatParamHandle:
         return sharded
 
     def _make_full(
-        self, originals: Sequence[OriginalParameter], compute_dtype: torch.dtype
+        self,
+        originals: Sequence[OriginalParameter],
+        compute_dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         if self.is_whole and not self.has_compute_shard:
             self.full = self.main_shard.data
         else:
             # Zeros, for the padding of what is written piece by piece and never freed.
-            self.full = torch.zeros(
-                self.layout.padded_numel, dtype=compute_dtype, device=self.main_shard.device
-            )
+            self.full = torch.zeros(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self._storage = self.full.untyped_storage()
         self.full_params = []
         for original, start, numel in zip(
@@ -206,7 +230,11 @@ class FlatParamHandle:
         """Put this rank's main shard, cast, in its place in the compute shard."""
         self.kept_shard = None
         if self.has_compute_shard:
-            pack_(self.compute_slice, [self.main_shard], self._whole_shard)
+            source = self.main_shard
+            if self.params_on is not None:
+                source = torch.empty_like(source, device=self.full.device)
+                source.copy_(self.main_shard, non_blocking=True)
+            pack_(self.compute_slice, [source], self._whole_shard)
         self.version = self.main_shard._version
 
     def adopt_changes(self, unit: str) -> bool:

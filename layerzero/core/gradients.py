@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from layerzero.core.host import HostMemory
 from layerzero.core.layout import FlatLayout, GradientLayout, Piece
 from layerzero.core.placement import Placement
 from layerzero.ops import Segments, pack_
@@ -32,6 +33,9 @@ class GradientBuffer:
     """Parameters that had a gradient on this rank since the last reduction."""
     holds_sum: bool
     """Whether gradients wait unsharded (on one rank alone: in `_local`)."""
+    sums_on: HostMemory | None
+    """Where they wait, if not on the device: in `host_sum`, of either kind."""
+    host_sum: torch.Tensor | None
     shard_sum: torch.Tensor | None
     """What earlier micro-batches left after the first hop: its chunk, float32 at least."""
 
@@ -43,17 +47,21 @@ class GradientBuffer:
         dtype: torch.dtype,
         device: torch.device,
         sharded_params: list[nn.Parameter],
+        sums_on: HostMemory | None = None,
     ) -> None:
+        """`sums_on`: where micro-batches wait, if not on `device`."""
         self._layout = layout
         self._shapes = shapes
         self._placement = placement
         self._dtype = dtype
         self._device = device
         self._sharded_params = sharded_params
+        self.sums_on = sums_on
         self._local: dict[int, torch.Tensor] = {}
         self.present = set()
         self.holds_sum = False
         self.shard_sum = None
+        self.host_sum = None
         self.set_trainable(range(len(shapes)))
 
     def set_trainable(self, indices: Sequence[int]) -> None:
@@ -129,7 +137,28 @@ class GradientBuffer:
     @property
     def is_waiting(self) -> bool:
         """Whether micro-batches wait for the reduction of their sum."""
-        return self.holds_sum or self.shard_sum is not None
+        return self.holds_sum or self.shard_sum is not None or self.host_sum is not None
+
+    @property
+    def is_waiting_after_first_hop(self) -> bool:
+        return self.shard_sum is not None or self.host_sum is not None
+
+    @property
+    def sum(self) -> torch.Tensor:
+        """[padded numel], float32 at least: where gradients add up unsharded."""
+        return self._sum.tensor
+
+    @property
+    def sum_is_buffer(self) -> bool:
+        return self._sum is self._outgoing
+
+    def fill_buffer(self) -> None:
+        """Cast the sum into the buffer, which `allocate_buffer` made room for."""
+        if not self.sum_is_buffer:
+            pack_(self._outgoing.tensor, [self._sum.tensor], self._whole)
+
+    def allocate_buffer(self) -> None:
+        self._outgoing.allocate()
 
     def collect(self, leaves: Sequence[nn.Parameter], stays: bool = False) -> None:
         """Move the leaves' gradients here, adding to what waits unsharded; frees them.
@@ -150,9 +179,9 @@ class GradientBuffer:
             self.holds_sum = True
             return
         self._add(gradients)
-        if not stays and self._sum is not self._outgoing:
-            self._outgoing.allocate()
-            pack_(self._outgoing.tensor, [self._sum.tensor], self._whole)
+        if not stays and not self.sum_is_buffer:
+            self.allocate_buffer()
+            self.fill_buffer()
             self._sum.free()
 
     def _take(self, leaves: Sequence[nn.Parameter]) -> list[torch.Tensor]:
@@ -202,16 +231,16 @@ class GradientBuffer:
         self._outgoing.free()
 
     def release_buffer(self) -> None:
-        """The first hop is done, and its result waits in `shard_sum`."""
+        """What was in the buffers waits elsewhere: in `shard_sum` or `host_sum`."""
         self.free_buffer()
+        self._sum.free()
         self.holds_sum = False
 
     def release(self) -> None:
         """The reduction is done, or the gradients are given up: ready for the next ones."""
         self.release_buffer()
-        self._sum.free()
         self._local.clear()
-        self.shard_sum = None
+        self.shard_sum = self.host_sum = None
         self.present = set()
 
     def deliver(self, chunk: torch.Tensor | None, present: set[int]) -> None:
@@ -231,10 +260,10 @@ class GradientBuffer:
                 sharded.grad.add_(gradient)
 
     def _pieces_of(self, chunk: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
-        dtype = self._sharded_params[0].dtype
+        dtype, device = self._sharded_params[0].dtype, self._sharded_params[0].device
         if chunk is None:
             for index, gradient in self._local.items():
-                yield index, gradient.reshape(-1).to(dtype)
+                yield index, gradient.reshape(-1).to(device, dtype)
             return
         parts = chunk.to(dtype).split_with_sizes(self._split_sizes)
         yield from zip(self._split_indices, parts, strict=True)

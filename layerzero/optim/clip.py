@@ -60,11 +60,9 @@ def clip_grad_norm_(
         total = torch.maximum(total, part) if is_max else total + part
     norm = total if is_max else total.pow(1.0 / norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    gradients = _gradients(replicated)
-    for _, parameters in sharded:
-        gradients.extend(_gradients(parameters))
-    if gradients:
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    for parameters in (replicated, *(parameters for _, parameters in sharded)):
+        if gradients := _gradients(parameters):
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
     return norm
 
 
@@ -83,4 +81,5 @@ def _local_power(
     if not gradients:
         return torch.zeros((), dtype=dtype, device=device)
     norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
-    return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    power = norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    return power.to(device)

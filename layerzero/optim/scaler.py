@@ -58,7 +58,9 @@ class GradScaler(torch.amp.GradScaler):
             found[self._scale.device] = torch.zeros((), device=self._scale.device)
         device = next(iter(found))
         here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
-        anywhere = self._agree(here)
+        assert self._scale is not None, "unscale_ has set the scale up"
+        # On the scale's device, which the group serves: offloaded gradients are on the host.
+        anywhere = self._agree(here.to(self._scale.device))
         for found_inf in found.values():
             found_inf.copy_(anywhere)
 

@@ -17,7 +17,8 @@ from layerzero.comm.collectives import Pending, flags_tensor, gather_flags
 from layerzero.config import Accumulation
 from layerzero.core.groups import ShardGroup
 from layerzero.runtime.accumulation import AccumulationCosts, choose_sharded
-from layerzero.runtime.unit import Reduction, Unit
+from layerzero.runtime.reduction import Reduction, reduce_unit
+from layerzero.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from layerzero.runtime.root import RootState
@@ -33,6 +34,9 @@ class GradientReducer:
     sums_sharded: bool
     """Whether they add up after the first hop of the reduction, and not before it."""
 
+    on_delivered: Callable[[Unit | None], None] | None
+    """Called with each unit whose pieces have all gradients of a backward pass; then with None."""
+
     def __init__(self, accumulation: Accumulation, budget_nbytes: int | None) -> None:
         """`budget_nbytes`: what "auto" may spend, see `choose_sharded`."""
         self.requires_sync = True
@@ -42,6 +46,7 @@ class GradientReducer:
         self._num_waiting = 0
         self._num_micro_batches = 2
         self._reason = ""
+        self.on_delivered = None
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
 
@@ -75,7 +80,7 @@ class GradientReducer:
         """Take the unit's gradients, and start reducing them as far as they are to be reduced."""
         self._complete_all()
         with torch.no_grad(), root.profile("reduce", unit):
-            self._in_flight += unit.reduce_gradients(self.requires_sync, self.sums_sharded)
+            self._in_flight += reduce_unit(root, unit, self.requires_sync, self.sums_sharded)
 
     def _complete_all(self) -> None:
         """Wait for what is in flight and free its input."""
@@ -100,11 +105,23 @@ class GradientReducer:
         with torch.no_grad():
             presence = self._exchange_presence(root, last)
             self._complete_all()
-            for reduction, present in presence():
-                reduction.handle.gradients.deliver(reduction.chunk, present)
-                if reduction.pending is None:
-                    reduction.handle.gradients.release()
+            arrived = presence()
             self._undelivered = []
+        for index, (reduction, present) in enumerate(arrived):
+            # One after the other, in the order of issue: the host may work on what has landed
+            # while the device still computes the rest.
+            root.streams.wait_on_host(reduction.landed)
+            with torch.no_grad():
+                reduction.handle.gradients.deliver(reduction.chunk, present)
+            if reduction.pending is None:
+                reduction.handle.gradients.release()
+            is_unit_complete = (
+                index + 1 == len(arrived) or arrived[index + 1][0].unit is not reduction.unit
+            )
+            if self.on_delivered is not None and is_unit_complete:
+                self.on_delivered(reduction.unit)
+        if self.on_delivered is not None:
+            self.on_delivered(None)
 
     def drop(self) -> None:
         """Forget everything that was not delivered, once nobody reads the buffers any more."""

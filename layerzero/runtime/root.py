@@ -102,6 +102,10 @@ class RootState:
     """Behind the last change of main shards on the compute stream."""
     freed_mark: Mark
     """Behind the last use of any full buffer that was freed."""
+    offloaded_mark: Mark
+    """Behind the last copy of a reduced chunk to the host."""
+    uploaded_mark: Mark
+    """Behind the last copy of a main shard from the host, until the host waited for it."""
     failure: CollectiveError | None
     """The first collective that failed; see Note [A failed collective is final]."""
     last_order: Order
@@ -128,6 +132,8 @@ class RootState:
         self.reducer = GradientReducer(accumulation, budget.max_nbytes)
         self.weights_mark = None
         self.freed_mark = None
+        self.offloaded_mark = None
+        self.uploaded_mark = None
         self.failure = None
         self.last_order = ()
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
@@ -237,6 +243,7 @@ class RootState:
             unit.reshard()
         unit.unshard()
         unit.explicitly_unsharded = True
+        self._wait_for_uploads()
         unit.watch_leaves()
         if async_op:
             return UnshardHandle(unit)
@@ -365,7 +372,13 @@ class RootState:
         else:
             self._free(unit)
 
+    def _wait_for_uploads(self) -> None:
+        """Main shards on the host are read by the device no more: anybody may write them."""
+        self.streams.wait_on_host(self.uploaded_mark)
+        self.uploaded_mark = None
+
     def _end_forward(self, grad_enabled: bool) -> None:
+        self._wait_for_uploads()
         order = self.recorder.end()
         self._forward_pass.order = order
         if len(order) >= len(self.last_order):
@@ -518,6 +531,7 @@ class RootState:
             self.abort(error)
             raise
         self._passes.clear()
+        self._wait_for_uploads()
         if ended.is_recorded:
             self.recorder.end()
         self._graph_of_backward = ended.makes_graph

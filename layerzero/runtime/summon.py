@@ -110,6 +110,7 @@ def _gather(
 def _gather_flat(
     root: RootState, unit: Unit, handle: FlatParamHandle, shard: torch.Tensor
 ) -> torch.Tensor:
+    shard = shard.to(root.device)
     for group in handle.placement.owner_groups:
         operation = root.next_operation("summon", unit.label, group)
         shard = gather_small(shard, group, operation).view(-1)
@@ -166,7 +167,7 @@ def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) 
     pieces = handle.layout.pieces(handle.placement.main_shard_index)
     for index, sharded in enumerate(handle.sharded_params):
         name = handle.fqns[index]
-        full = sharded.new_empty(handle.layout.numels[index])
+        full = sharded.new_empty(handle.layout.numels[index], device=root.device)
         if entry.parameters is not None:
             full.copy_(entry.parameters[index].detach().reshape(-1))
         _broadcast(root, full, handle, "summon writeback", name)
@@ -180,15 +181,15 @@ def _send_gradient_from_first(root: RootState, entry: _Summoned, index: int, pie
     handle, verb = entry.handle, "summon writeback of a gradient"
     sharded, name = handle.sharded_params[index], handle.fqns[index]
     grad = None if entry.parameters is None else entry.parameters[index].grad
-    exists = torch.tensor([grad is not None], dtype=torch.uint8, device=sharded.device)
+    exists = torch.tensor([grad is not None], dtype=torch.uint8, device=root.device)
     if not _broadcast(root, exists, handle, verb, name).item():
         sharded.grad = None
         return
-    full = sharded.new_empty(handle.layout.numels[index])
+    full = sharded.new_empty(handle.layout.numels[index], device=root.device)
     if grad is not None:
         full.copy_(grad.reshape(-1))
     _broadcast(root, full, handle, verb, name)
-    sharded.grad = full[piece.start : piece.stop].clone()
+    sharded.grad = full[piece.start : piece.stop].to(sharded.device, copy=True)
 
 
 def _broadcast(

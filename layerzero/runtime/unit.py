@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import Operation, all_gather, reduce_scatter
-from layerzero.comm.streams import Lane, Mark, Waitable
+from layerzero.comm.collectives import Operation, all_gather
+from layerzero.comm.streams import Mark, Waitable
 from layerzero.config import MixedPrecision, ReshardAfterForward
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
 from layerzero.core.groups import ShardGroup
@@ -37,23 +37,6 @@ class UnitOptions:
     reshard_after_forward: ReshardAfterForward
     gradient_scale: float
     deterministic: bool
-
-
-@dataclass
-class Reduction:
-    """A gradient reduction under way: the chunk is valid once `pending` was waited for.
-
-    A *partial* one is of a micro-batch that is not the last: its first hop alone, added to those
-    of earlier ones (`GradientBuffer.shard_sum`).
-    """
-
-    unit: Unit
-    handle: FlatParamHandle
-    chunk: torch.Tensor | None
-    pending: Waitable | None
-    present: set[int]
-    """Parameters that had a gradient on this rank."""
-    is_partial: bool
 
 
 class Unit:
@@ -137,6 +120,11 @@ class Unit:
     @property
     def label(self) -> str:
         return self.fqn or "the root unit"
+
+    @property
+    def pieces(self) -> list[nn.Parameter]:
+        """This rank's pieces of its parameters, as `parameters()` shows them."""
+        return [piece for handle in self.handles for piece in handle.sharded_params]
 
     @property
     def num_parameters(self) -> int:
@@ -281,6 +269,8 @@ class Unit:
             lane.wait(root.weights_mark)
             handle.write_compute_slice()
             written = lane.mark()
+            if handle.params_on is not None:
+                root.uploaded_mark = written
             if handle.placement.owns_compute_shard:
                 return written, lane.so_far() if handle.is_whole else None
         outer = handle.placement.outer_group
@@ -380,89 +370,6 @@ class Unit:
             for leaf in handle.full_params:
                 if leaf.requires_grad:
                     leaf.register_post_accumulate_grad_hook(on_gradient)
-
-    def reduce_gradients(self, is_last: bool, sums_sharded: bool) -> list[Reduction]:
-        """Take the leaves' gradients and start reducing them, or let them wait for more.
-
-        Collective, in unit order, over the groups of the hops that are made.
-
-        Args:
-            is_last: the sum over micro-batches is complete: all hops are made.
-            sums_sharded: otherwise the first hop is, where it is one between ranks.
-        """
-        reductions = []
-        for handle in self.handles:
-            gradients, placement = handle.gradients, handle.placement
-            if not gradients.layout.trainable:
-                continue
-            stays = not is_last and not (sums_sharded and placement.sums_in_shards)
-            gradients.collect(handle.full_params, stays)
-            if not stays:
-                reduction = Reduction(self, handle, None, None, gradients.present, not is_last)
-                if placement.num_ranks > 1:
-                    self._start_reduction(reduction)
-                reductions.append(reduction)
-        return reductions
-
-    def _start_reduction(self, reduction: Reduction) -> None:
-        root = self.root
-        collected = root.streams.mark_compute()
-        with root.streams.reduce as lane:
-            # The buffer was filled on the compute stream.
-            lane.wait(collected)
-            reduction.pending = self._start(reduction, root, lane)
-
-    def _start(self, reduction: Reduction, root: RootState, lane: Lane) -> Waitable:
-        """Start the hops that turn this rank's gradients into its part of the sum."""
-        handle, gradients = reduction.handle, reduction.handle.gradients
-        placement, options = handle.placement, self.options
-        groups = placement.hops[:1] if reduction.is_partial else placement.hops
-        names = ["reduce-scatter", "outer reduce-scatter"]
-        operations = [
-            root.next_operation(name, self.label, group)
-            for name, group in zip(names, groups, strict=False)
-        ]
-        # After the last sum; but float16 has no room for a sum that is not scaled yet.
-        scales = [1.0] * len(placement.hops)
-        scales[0 if gradients.buffer.dtype == torch.float16 else -1] = options.gradient_scale
-        chunk, started = reduce_scatter(
-            gradients.buffer,
-            groups[0],
-            operations[0],
-            scale=scales[0],
-            deterministic=options.deterministic,
-            order=None if placement.world is None else placement.world_slices,
-        )
-        adds_up = reduction.is_partial or gradients.shard_sum is not None
-        outer = placement.outer_group
-        copies = placement.owned_slices > 1 and not reduction.is_partial
-        if len(groups) == 1 and not copies and not adds_up:
-            reduction.chunk = chunk
-            return lane.settle(started, then=gradients.free_buffer)
-        if copies:
-            assert outer is not None, "copies are on outer peers"
-            operations.append(root.next_operation("outer all-gather", self.label, outer))
-
-        def hops(input_done: Callable[[], None]) -> None:
-            nonlocal chunk
-            started.wait()
-            input_done()
-            if adds_up:
-                chunk = gradients.add_sharded(chunk)
-            if len(groups) > 1:
-                # Sums are float32 at least; what travels is of the reduce dtype.
-                travels = chunk.to(gradients.buffer.dtype)
-                chunk, second = reduce_scatter(
-                    travels, groups[1], operations[1], scales[1], options.deterministic
-                )
-                second.wait()
-            if copies:
-                assert outer is not None
-                own, chunk = chunk, chunk.new_empty(chunk.numel() * placement.owned_slices)
-                all_gather(chunk, own, outer, operations[-1]).wait()
-            reduction.chunk = chunk
-
-        return lane.run(hops, gradients.free_buffer)
 
     def drop_kept_shards(self) -> None:
         """The weights that were kept for a backward will not be used again."""

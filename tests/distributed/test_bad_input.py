@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
-from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, units
+from layerzero import MixedPrecision, ZeRO3, units
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 
@@ -36,7 +36,6 @@ def _arguments() -> None:
     refuses(ValueError, "zero3_size: expected a divisor of the group size 2", zero3_size=3)
     refuses(ValueError, "timeout: expected a positive", timeout=timedelta(0))
     refuses(TypeError, "expected a ProcessGroup", process_group="world")
-    refuses(NotImplementedError, "offload", offload=OffloadPolicy(params=True))
     with pytest.raises(ValueError, match="floating-point"):
         MixedPrecision(param_dtype=torch.int32)
     with pytest.raises(TypeError, match=r"nn\.Module classes"):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from layerzero import BackwardPrefetch, MixedPrecision, ZeRO3
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
 from layerzero.comm.streams import DeviceLane, Streams, _OnLane
 from layerzero.runtime.root import RootState
 from tests.harness.models import WIDTH, Block, Mlp
@@ -101,6 +101,27 @@ def several_forwards(model: ZeRO3) -> None:
     train(model, 1)
 
 
+def pipelining(model: ZeRO3) -> None:
+    outputs = [model(torch.randn(3, WIDTH)) for _ in range(2)]
+    for index in range(4):
+        with nullcontext() if index == 3 else model.no_sync():
+            outputs[index].sum().backward()
+        if index < 2:
+            outputs.append(model(torch.randn(3, WIDTH)))
+    train(model, 1)
+
+
+def optimizing_after_a_forward(model: ZeRO3) -> None:
+    """Weights may be written on the host as soon as a forward has returned."""
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            model(torch.randn(3, WIDTH))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    train(model, 1)
+
+
 USES = [
     plain_steps,
     accumulation,
@@ -110,6 +131,7 @@ USES = [
     explicit_unshard,
     recomputation,
     several_forwards,
+    pipelining,
 ]
 SETTINGS = {
     "default": {},
@@ -149,6 +171,52 @@ LAYERED = {
     "whole parameters": {"zero3_size": 1},
     "whole parameters, replicated": {"zero3_size": 1, "outer": "replicate"},
 }
+
+
+OFFLOADED = {
+    "sums": {"offload": OffloadPolicy(grads=True), "accumulation": "unsharded"},
+    "sums in shards": {"offload": OffloadPolicy(grads=True), "accumulation": "sharded"},
+    "sums in layers": {
+        "offload": OffloadPolicy(grads=True),
+        "accumulation": "sharded",
+        "zero3_size": 1,
+    },
+    "bfloat16 sums": {
+        "offload": OffloadPolicy(grads=True),
+        "accumulation": "unsharded",
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
+    },
+    "parameters": {"offload": OffloadPolicy(params=True)},
+    "bfloat16 parameters": {
+        "offload": OffloadPolicy(params=True),
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
+    },
+    "everything": {"offload": OffloadPolicy(params=True, grads=True), "accumulation": "sharded"},
+    "whole parameters": {"offload": OffloadPolicy(params=True), "zero3_size": 1},
+}
+HOST_USES = [
+    plain_steps,
+    accumulation,
+    evaluation_between,
+    recomputation,
+    pipelining,
+    optimizing_after_a_forward,
+]
+
+
+def _races_with_host(settings: dict, uses: list) -> dict[str, list[str]]:
+    found = {}
+    for use in uses:
+        with simulated_device() as device:
+            use(wrapped(**settings))
+        found[use.__name__] = sorted(set(device.races))
+    return found
+
+
+@pytest.mark.parametrize("settings", OFFLOADED)
+def test_every_two_accesses_are_ordered_with_the_host(settings: str) -> None:
+    for found in run_ranks(2, _races_with_host, OFFLOADED[settings], HOST_USES):
+        assert found == {use.__name__: [] for use in HOST_USES}
 
 
 def _races(settings: dict) -> dict[str, list[str]]:
@@ -258,6 +326,22 @@ def without_the_mark_of_collected_gradients() -> object:
     return _with_lane(lambda streams: setattr(streams.reduce, "wait", lambda _: None))
 
 
+def without_the_host_waiting() -> object:
+    return mock.patch.object(Streams, "wait_on_host", lambda *_: None)
+
+
+def without_the_mark_of_uploads() -> object:
+    return mock.patch.object(RootState, "uploaded_mark", _Never(), create=True)
+
+
+def without_the_mark_of_offloaded_chunks() -> object:
+    return mock.patch.object(RootState, "offloaded_mark", _Never(), create=True)
+
+
+def without_waiting_on_the_offload_lane() -> object:
+    return _with_lane(lambda streams: setattr(streams.offload, "wait", lambda _: None))
+
+
 MISSING: list[tuple[Callable[[], object], str]] = [
     (without_waiting_for_marks, "default"),
     (without_waiting_for_gathers, "default"),
@@ -283,10 +367,35 @@ MISSING_IN_LAYERS: list[tuple[Callable[[], object], str]] = [
 ]
 
 
-def _found_without(missing: Callable[[], object], settings: dict) -> list[str]:
+MISSING_WITH_HOST: list[tuple[Callable[[], object], str, Callable[[ZeRO3], None]]] = [
+    (without_the_host_waiting, "parameters", plain_steps),
+    (without_the_mark_of_uploads, "parameters", optimizing_after_a_forward),
+    (without_the_mark_of_weights, "parameters", plain_steps),
+    (without_the_mark_of_offloaded_chunks, "parameters", plain_steps),
+    (without_waiting_on_the_offload_lane, "parameters", plain_steps),
+    (without_the_mark_of_offloaded_chunks, "sums in shards", accumulation),
+    (without_waiting_on_the_offload_lane, "sums in shards", accumulation),
+    (without_waiting_on_the_offload_lane, "sums", accumulation),
+]
+
+
+def _found_without(
+    missing: Callable[[], object], settings: dict, use: Callable[[ZeRO3], None] = plain_steps
+) -> list[str]:
     with missing(), simulated_device() as device:  # type: ignore[attr-defined]
-        train(wrapped(**settings))
+        use(wrapped(**settings))
     return device.races
+
+
+@pytest.mark.parametrize(
+    ("missing", "settings", "use"),
+    MISSING_WITH_HOST,
+    ids=[f"{m.__name__}, {s}" for m, s, _ in MISSING_WITH_HOST],
+)
+def test_a_missing_wait_of_or_for_the_host_is_found(
+    missing: Callable[[], object], settings: str, use: Callable[[ZeRO3], None]
+) -> None:
+    assert all(run_ranks(2, _found_without, missing, OFFLOADED[settings], use))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,10 @@ again at once on the stream it was allocated on: what is written there must come
 that the old contents had on any stream. (Vector clocks as in Mattern, Virtual Time and Global
 States of Distributed Systems, 1989.)
 
+The host is in the picture too. Memory that `HostMemory` gave out, and what is computed from it, is
+the host's; operations on it alone run on the host at once, and must come after every access that a
+stream has of it, by `Event.synchronize`. What the host did before it queued something is done.
+
 What it cannot tell: how fast anything is, and whether a real device does what it is believed to.
 """
 
@@ -27,8 +31,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from layerzero import arguments
 from layerzero.comm import collectives
 from layerzero.comm.streams import Streams
+from layerzero.core.host import HostMemory
 from layerzero.runtime import root
 
 Clock = dict[int, int]
@@ -45,8 +51,13 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 
 class Event:
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, host: Clock) -> None:
         self.clock = clock
+        self._host = host
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        _merge(self._host, self.clock)
 
     def query(self) -> bool:
         return True
@@ -57,16 +68,19 @@ class Stream:
 
     _ids = itertools.count()
 
-    def __init__(self, device: object = None, name: str = "") -> None:
+    def __init__(self, host: Stream | None = None, name: str = "") -> None:
         self.id = next(Stream._ids)
         self.name = name or f"side stream {self.id}"
         self.clock: Clock = {self.id: 0}
+        self._host = host or self
 
     def tick(self) -> None:
+        """One more action, queued by the host after all it did."""
+        _merge(self.clock, self._host.clock)
         self.clock[self.id] += 1
 
     def record_event(self) -> Event:
-        return Event(dict(self.clock))
+        return Event(dict(self.clock), self._host.clock)
 
     def wait_event(self, event: Event) -> None:
         _merge(self.clock, event.clock)
@@ -93,14 +107,13 @@ class SimulatedDevice(TorchDispatchMode):
     host_waits: list[str]
     """Operations that block the host until the device has come to them."""
 
-    Stream = Stream
-
     def __init__(self) -> None:
         super().__init__()
         self.races = []
         self.host_waits = []
-        self._compute = Stream(name="compute")
-        self._comm = Stream(name="the backend's stream")
+        self._host = Stream(name="the host")
+        self._compute = Stream(self._host, "compute")
+        self._comm = Stream(self._host, "the backend's stream")
         self._current = [self._compute]
         self._memories: dict[int, _Memory] = {}
         self._freed: dict[int, Clock] = {}
@@ -108,6 +121,9 @@ class SimulatedDevice(TorchDispatchMode):
         self._is_paused = False
 
     # The device module -----------------------------------------------------------------------
+
+    def Stream(self, device: object = None) -> Stream:
+        return Stream(self._host)
 
     def is_available(self) -> bool:
         """For others than the engine who ask: torch's checkpoint does in builds for a device."""
@@ -126,6 +142,16 @@ class SimulatedDevice(TorchDispatchMode):
 
     # Memory ----------------------------------------------------------------------------------
 
+    def take_for_host(self, tensor: Tensor) -> Tensor:
+        """Mark memory as the host's, whose allocator waits for copies before it gives it out."""
+        storage = tensor.untyped_storage()
+        self._memories[storage._cdata] = _Memory(StorageWeakRef(storage), self._host, {}, {})
+        return tensor
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        memory = self._memories.get(tensor.untyped_storage()._cdata)
+        return memory is not None and not memory.alive.expired() and memory.home is self._host
+
     def _allocate(self, storage: torch.UntypedStorage) -> _Memory:
         """Memory from the pool of the current stream."""
         for key in [key for key, memory in self._memories.items() if memory.alive.expired()]:
@@ -139,6 +165,8 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         memory = self._memories.pop(key)
+        if memory.home is self._host:
+            return
         pool = self._freed.setdefault(memory.home.id, {})
         _merge(pool, memory.written)
         _merge(pool, memory.read)
@@ -189,29 +217,44 @@ class SimulatedDevice(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        on_host = self._runs_on_host(args, kwargs)
         if name in _ALLOCATES:
             for output in outputs:
-                self._allocate(output.untyped_storage())
+                if on_host:
+                    self.take_for_host(output)
+                else:
+                    self._allocate(output.untyped_storage())
             return
         if name in _BLOCKS_HOST:
             self.host_waits.append(name)
         if func.is_view or name == "detach":
             return
-        stream = self.current_stream()
+        stream = self._host if on_host else self.current_stream()
         stream.tick()
         seen = set()
         for position, argument in enumerate(func._schema.arguments):
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_leaves(given):
-                if isinstance(tensor, Tensor):
+                if isinstance(tensor, Tensor) and (tensor.dim() or not on_host):
                     seen.add(tensor.untyped_storage()._cdata)
                     self._access(tensor, stream, name, writes)
         for output in outputs:
             storage = output.untyped_storage()
             if storage._cdata not in seen:
-                self._allocate(storage)
+                if on_host:
+                    self.take_for_host(output)
+                else:
+                    self._allocate(storage)
                 self._access(output, stream, name, writes=True)
+
+    def _runs_on_host(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether all tensors are the host's; a scalar is at home on both sides."""
+        if kwargs.get("device") is not None:
+            return False
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [tensor for tensor in given if tensor.dim()]
+        return bool(tensors) and all(self._is_on_host(tensor) for tensor in tensors)
 
     def _collective(self, verb: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
         """`verb(output, input, ...)`, or `verb(tensor, ...)`, queued as NCCL does."""
@@ -241,7 +284,7 @@ class _Queued:
         self._device = device
         self._done = done
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         self._device.current_stream().wait_event(self._done)
 
     def is_completed(self) -> bool:
@@ -262,6 +305,9 @@ def simulated_device() -> Iterator[SimulatedDevice]:
     def streams(_: torch.device, finishing_thread: bool) -> Streams:
         return Streams(torch.device("cuda", 0), finishing_thread)
 
+    def on_host(_: HostMemory, numel: int, dtype: torch.dtype) -> Tensor:
+        return device.take_for_host(torch.zeros(numel, dtype=dtype))
+
     def queued(module: Any, name: str, in_place: bool = False) -> Any:
         verb = device._collective(getattr(module, name), in_place)
         return mock.patch.object(module, name, verb)
@@ -270,6 +316,8 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         mock.patch.object(torch, "get_device_module", lambda _: device),
         mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
         mock.patch.object(root, "Streams", streams),
+        mock.patch.object(arguments, "is_apart_from", lambda _: True),
+        mock.patch.object(HostMemory, "empty", on_host),
         queued(collectives, "_issue_all_gather"),
         queued(collectives, "_issue_reduce_scatter"),
         queued(dist, "all_to_all_single"),

@@ -1,0 +1,46 @@
+"""The optimizer's step, unit by unit, while gradients still arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class StepInBackward:
+    """Runs an element-wise optimizer on a few parameters at a time.
+
+    Its param groups are narrowed to those parameters for the time of the call, so hyperparameters,
+    state and hooks are the optimizer's own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """One step of those of `parameters` that the optimizer has; the others are left alone."""
+        wanted = set(parameters)
+        with self._narrowed(lambda parameter: parameter in wanted) as has_any:
+            if has_any:
+                self.optimizer.step()
+
+    def step_others(self, done: Iterable[nn.Parameter]) -> None:
+        """One step of all parameters but `done`."""
+        without = set(done)
+        with self._narrowed(lambda parameter: parameter not in without) as has_any:
+            if has_any:
+                self.optimizer.step()
+
+    @contextmanager
+    def _narrowed(self, keeps: Callable[[nn.Parameter], bool]) -> Iterator[bool]:
+        groups = self.optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        for group, parameters in zip(groups, everything, strict=True):
+            group["params"] = [parameter for parameter in parameters if keeps(parameter)]
+        try:
+            yield any(group["params"] for group in groups)
+        finally:
+            for group, parameters in zip(groups, everything, strict=True):
+                group["params"] = parameters

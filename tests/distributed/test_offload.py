@@ -1,0 +1,221 @@
+"""OffloadPolicy: what waits on the host, and that nothing else changes. On a simulated device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3, units
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.compare import assert_same_values, sharded
+from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import (
+    OPTIMIZERS,
+    batches_of,
+    forward_backward,
+    full_parameters,
+    seeded,
+)
+from tests.harness.simulated_device import simulated_device
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "one shard group": {},
+    "zero1": {"zero3_size": 2},
+    "zero1, whole parameters": {"zero3_size": 1},
+    "replicate": {"zero3_size": 2, "outer": "replicate"},
+    "shard": {"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"},
+    "bfloat16": {
+        "zero3_size": 2,
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    },
+}
+POLICIES = {
+    "params": OffloadPolicy(params=True),
+    "grads": OffloadPolicy(grads=True),
+    "both": OffloadPolicy(params=True, grads=True),
+}
+
+
+def _train(name: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], dict]:
+    """Losses and parameters after three steps of three micro-batches, with clipping."""
+    case = CASES[name]
+    model = sharded(case, **options)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    losses = []
+    for step in batches_of(case, dist.get_world_size() * 3, steps=3):
+        own = step[dist.get_rank() * 3 :][:3]
+        optimizer.zero_grad()
+        for index, batch in enumerate(own):
+            with nullcontext() if index == 2 else model.no_sync():
+                losses.append(forward_backward(model, batch))
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+    return losses, full_parameters(model)
+
+
+def _same_as_without(policy: str, layers: dict[str, Any]) -> None:
+    for name in ("unused_parts", "odd_shapes"):
+        for accumulation in ("sharded", "unsharded"):
+            options = {**layers, "accumulation": accumulation}
+            expected = _train(name, options)
+            with simulated_device():
+                losses, parameters = _train(name, {**options, "offload": POLICIES[policy]})
+            for own, other in zip(losses, expected[0], strict=True):
+                assert_bitwise(own, other, f"{name}, {accumulation}: loss")
+            assert_same_parameters(parameters, expected[1], what=f"{name}, {accumulation}:")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layers", LAYERS)
+def test_offloading_changes_no_bit(policy: str, layers: str) -> None:
+    run_ranks(4, _same_as_without, policy, LAYERS[layers], timeout=120)
+
+
+def _what_is_where() -> None:
+    with simulated_device() as device:
+        model = sharded(CASES["mlp"], offload=OffloadPolicy(params=True, grads=True))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        handles = [handle for unit in units(model) for handle in unit.handles]
+        batch = torch.randn(2, WIDTH)
+        with model.no_sync():
+            forward_backward(model, batch)
+        for handle in handles:
+            gradients = handle.gradients
+            assert gradients.host_sum is not None and device._is_on_host(gradients.host_sum)
+            assert gradients.resident_nbytes == 0, "no gradients wait on the device"
+        forward_backward(model, batch)
+        optimizer.step()
+        for handle in handles:
+            assert handle.gradients.host_sum is None
+            assert device._is_on_host(handle.main_shard)
+            assert not device._is_on_host(handle.compute_shard)
+        for parameter in model.parameters():
+            state = optimizer.state[parameter]
+            on_host = [parameter.data, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+            assert all(device._is_on_host(t) for t in on_host if t.numel())
+
+
+def test_main_shards_gradients_and_optimizer_state_are_on_the_host() -> None:
+    run_ranks(2, _what_is_where)
+
+
+def _around_the_step() -> None:
+    """Summoning, sums of `.grad` with sync on, and loss scales."""
+    with simulated_device():
+        model, plain = sharded(CASES["mlp"], offload=OffloadPolicy(params=True)), seeded(Mlp)
+        with model.summon_full_params(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.add_(1.0)
+        assert_same_values(model, plain)
+        batch = torch.ones(2, WIDTH)
+        for _ in range(2):
+            forward_backward(model, batch)
+            forward_backward(plain, batch)
+        with model.summon_full_params(with_grads=True, rank0_only=True):
+            for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+                if dist.get_rank() == 0:
+                    torch.testing.assert_close(own.grad, other.grad)
+        scaler = GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(model(batch).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+
+
+def test_what_happens_around_the_step_works_offloaded() -> None:
+    run_ranks(2, _around_the_step)
+
+
+def _steps_in_backward(optimizer_name: str, options: dict[str, Any]) -> None:
+    """Bitwise as with `optimizer.step()`; `ignored` belongs to no unit."""
+    results = []
+    for in_backward in (False, True):
+        module = seeded(Mlp)
+        ignored = [module.head.weight]
+        model = ZeRO3(module, auto_wrap_policy={Block}, ignored_parameters=ignored, **options)
+        decays = [p for p in model.parameters() if p.numel() % 2]
+        others = [p for p in model.parameters() if not p.numel() % 2]
+        optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+        optimizer.param_groups[0]["params"] = decays
+        optimizer.add_param_group({"params": others, "lr": 0.03})
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        if in_backward:
+            model.step_in_backward(optimizer)
+        for step in batches_of(CASES["mlp"], dist.get_world_size() * 2, steps=3):
+            optimizer.zero_grad()
+            own = step[dist.get_rank() * 2 :][:2]
+            with model.no_sync():
+                forward_backward(model, own[0])
+            forward_backward(model, own[1])
+            if not in_backward:
+                optimizer.step()
+            scheduler.step()
+        assert len(optimizer.param_groups[0]["params"]) == len(decays)
+        results.append(full_parameters(model))
+        if in_backward:
+            with pytest.raises(RuntimeError, match="clip_grad_norm_ after step_in_backward"):
+                model.clip_grad_norm_(1.0)
+            model.step_in_backward(None)
+            model.clip_grad_norm_(1.0)
+    assert_same_parameters(results[1], results[0])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layers", ["one shard group", "zero1"])
+def test_steps_in_backward_are_those_of_the_optimizer(optimizer: str, layers: str) -> None:
+    run_ranks(4, _steps_in_backward, optimizer, LAYERS[layers])
+
+
+def _steps_as_gradients_land() -> None:
+    """Offloaded, each unit is stepped before the host waits for the next one's gradients."""
+    events: list[str] = []
+    with simulated_device() as device:
+        model = sharded(CASES["mlp"], offload=OffloadPolicy(params=True))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        root = units(model)[0].root
+        wait, step = root.streams.wait_on_host, optimizer.step
+
+        def waits(mark: object) -> None:
+            events.append("wait" if mark is not None else "")
+            wait(mark)
+
+        def steps() -> None:
+            events.append("step")
+            step()
+
+        root.streams.wait_on_host, optimizer.step = waits, steps
+        model.step_in_backward(optimizer)
+        output = model(torch.randn(2, WIDTH))
+        events.clear()
+        output.sum().backward()
+        assert [event for event in events if event] == ["wait", "step"] * len(units(model))
+        assert device.races == []
+
+
+def test_the_host_steps_one_unit_while_the_next_is_on_its_way() -> None:
+    run_ranks(2, _steps_as_gradients_land)
+
+
+def _without_a_device() -> None:
+    for offload in POLICIES.values():
+        with pytest.warns(UserWarning, match="has no effect: cpu has no memory of its own") as said:
+            model = ZeRO3(Mlp(), offload=offload)
+        assert len(said) == 1
+        assert all(handle.params_on is None for unit in units(model) for handle in unit.handles)
+        assert all(h.gradients.sums_on is None for unit in units(model) for h in unit.handles)
+        forward_backward(model, torch.randn(2, WIDTH))
+    with pytest.raises(TypeError, match="offload: expected an OffloadPolicy or None, got True"):
+        ZeRO3(Mlp(), offload=True)
+
+
+def test_without_a_device_offloading_warns_and_does_nothing() -> None:
+    run_ranks(2, _without_a_device)
