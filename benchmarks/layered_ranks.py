@@ -1,0 +1,236 @@
+"""One rank's part of bench_layered.py: engines that train side by side, and what is measured."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from alpha_beta import Mode, Workload
+from common import Spread, interleave, max_over_ranks
+from engines import Transformer, TransformerBlock, fully_shard
+from links import measure_links
+from torch import Tensor, nn
+from traffic import SentBytes
+
+HEADS = 8
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int
+    layers: int
+    batch: int
+    length: int
+    rounds: int
+    steps: int
+    micro_batches: int
+    accumulation: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    make: Callable[[nn.Module], nn.Module]
+    mode: Mode | None = None
+    """That is predicted for it."""
+    zero3_size: int = 0
+
+
+def engines_of(world_size: int, accumulation: str) -> dict[str, Engine]:
+    """What is measured on so many ranks; shard groups are never all of them, `shard` is."""
+    half = world_size // 2
+
+    def zero(mode: Mode, zero3_size: int, deterministic: bool = False) -> Engine:
+        options = {
+            "zero3_size": zero3_size,
+            "outer": mode,
+            "deterministic": deterministic,
+            "accumulation": accumulation,
+        }
+        predicted = None if deterministic else mode
+        return Engine(partial(_layerzero, **options), predicted, zero3_size)
+
+    engines = {}
+    for zero3_size in sorted({1, half}):
+        engines[f"zero1/{zero3_size}"] = zero("zero1", zero3_size)
+        engines[f"replicate/{zero3_size}"] = zero("replicate", zero3_size)
+    engines[f"zero1/{half} deterministic"] = zero("zero1", half, deterministic=True)
+    engines["shard"] = zero("shard", half)
+    engines["fully_shard"] = Engine(partial(fully_shard, unit=TransformerBlock))
+    engines["hsdp"] = Engine(partial(_hsdp, zero3_size=half))
+    return engines
+
+
+def _layerzero(model: nn.Module, **options: Any) -> nn.Module:
+    from layerzero import ZeRO3
+
+    return ZeRO3(model, auto_wrap_policy={TransformerBlock}, **options)
+
+
+def _hsdp(model: nn.Module, zero3_size: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard as shard
+
+    shape = (dist.get_world_size() // zero3_size, zero3_size)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    for module in model.modules():
+        if isinstance(module, TransformerBlock):
+            shard(module, mesh=mesh)
+    shard(model, mesh=mesh)  # in place
+    return model
+
+
+class Trainer:
+    """One engine's model, its optimizer and this rank's data."""
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        self.model: Any = engine.make(build(config))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
+        self._data = Batches(config)
+        self._micro_batches = config.micro_batches
+
+    def step(self) -> float:
+        """Train on the next micro-batches; returns the last loss. Gradients stay until the next."""
+        self.optimizer.zero_grad()
+        for left in reversed(range(self._micro_batches)):
+            self.model.set_requires_gradient_sync(left == 0)
+            loss = self.model(self._data.next())
+            (loss / self._micro_batches).backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def resident_nbytes(self) -> dict[str, int]:
+        """Bytes of storage that stay on this rank between steps, by what they hold."""
+        parameters = [_local(p) for p in self.model.parameters()]
+        gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        states = [
+            _local(value)
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        ]
+        seen: set[int] = set()
+        return {
+            "parameters": _new_nbytes(parameters, seen),
+            "gradients": _new_nbytes(gradients, seen),
+            "optimizer": _new_nbytes(states, seen),
+            "compute shards": _new_nbytes(_compute_shards(self.model), seen),
+        }
+
+
+class Batches:
+    """This rank's data, the same for every engine."""
+
+    def __init__(self, config: Config) -> None:
+        self._shape = (config.batch, config.length + 1)
+        self._generator = torch.Generator().manual_seed(1 + dist.get_rank())
+
+    def next(self) -> Tensor:
+        return torch.randint(256, self._shape, generator=self._generator)
+
+
+def build(config: Config) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(config.width, config.layers, HEADS, config.length)
+
+
+def measure(config: Config) -> dict[str, Any]:
+    """One rank's part."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    engines = engines_of(dist.get_world_size(), config.accumulation)
+    trainers = {name: Trainer(engine, config) for name, engine in engines.items()}
+    losses: dict[str, list[float]] = {name: [] for name in engines}
+
+    def step_ms(name: str) -> float:
+        gc.collect()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(config.steps):
+            losses[name].append(trainers[name].step())
+        return max_over_ranks((time.perf_counter() - start) / config.steps * 1e3)
+
+    times = interleave(list(engines), step_ms, config.rounds)
+    links = measure_links(dist.get_world_size() // 2, config.rounds)
+    return {
+        "times": times,
+        "losses": losses,
+        "sent": {name: sent_nbytes(trainer) for name, trainer in trainers.items()},
+        "resident": {name: trainer.resident_nbytes() for name, trainer in trainers.items()},
+        "links": {name: asdict(link) for name, link in links.items()},
+        "workload": asdict(measure_workload(config)),
+    }
+
+
+def sent_nbytes(trainer: Trainer) -> dict[str, float]:
+    """Bytes this rank sends in a step, over all ranks, inside a shard group and between two."""
+    world_size = dist.get_world_size()
+    sent = {"inner": 0.0, "outer": 0.0, "all": 0.0}
+    with SentBytes() as traffic:
+        trainer.step()
+        dist.barrier()
+    for ranks, nbytes in traffic.by_group.items():
+        nodes = {rank // (world_size // 2) for rank in ranks}
+        axis = "all" if len(ranks) == world_size else "inner" if len(nodes) == 1 else "outer"
+        sent[axis] += nbytes
+    return sent
+
+
+def measure_workload(config: Config) -> Workload:
+    """The bare model's compute with all ranks at it at once, and what its units weigh."""
+    model = build(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    data = Batches(config)
+    parts: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "optimizer_s": []}
+
+    def timed(name: str, fn: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = fn()
+        parts[name].append(max_over_ranks(time.perf_counter() - start))
+        return result
+
+    for _ in range(1 + config.rounds):
+        optimizer.zero_grad()
+        batch = data.next()
+        dist.barrier()
+        loss = timed("forward_s", partial(model, batch))
+        timed("backward_s", loss.backward)
+        timed("optimizer_s", optimizer.step)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    in_blocks = sum(p.nbytes for p in model.blocks.parameters())
+    return Workload(
+        gathered_nbytes=nbytes,
+        # The root is the last of the forward: it stays for its backward.
+        regathered_nbytes=in_blocks,
+        gradient_nbytes=nbytes,
+        num_units=config.layers + 1,
+        **{name: Spread.of(values[1:]).median for name, values in parts.items()},
+    )
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _compute_shards(model: nn.Module) -> list[Tensor]:
+    from layerzero import ZeRO3, units
+
+    if not isinstance(model, ZeRO3):
+        return []
+    return [handle.compute_shard for unit in units(model) for handle in unit.handles]
+
+
+def _new_nbytes(tensors: Sequence[Tensor], seen: set[int]) -> int:
+    """Bytes of the storages that are not in `seen`, to which they are added."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
