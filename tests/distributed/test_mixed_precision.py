@@ -239,7 +239,7 @@ def test_each_dtype_reaches_what_it_is_for_and_main_weights_stay() -> None:
     run_ranks(2, _each_dtype)
 
 
-def _accumulates_in_the_reduce_dtype() -> None:
+def _accumulates_in_float32() -> None:
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
     model = zero3(Mlp, Block, mixed_precision=precision)
     plain = seeded(Mlp)
@@ -256,9 +256,9 @@ def _accumulates_in_the_reduce_dtype() -> None:
     )
 
 
-def test_micro_batches_add_up_in_the_reduce_dtype() -> None:
+def test_micro_batches_of_a_low_precision_model_add_up_in_float32() -> None:
     # In bfloat16 the sum of four would be off by 2**-9 of itself, a hundred times the tolerance.
-    run_ranks(2, _accumulates_in_the_reduce_dtype)
+    run_ranks(2, _accumulates_in_float32)
 
 
 def _frozen_first() -> None:
