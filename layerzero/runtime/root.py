@@ -296,8 +296,9 @@ class RootState:
             # Between optimizer steps weights may have been written in ways that versions miss;
             # while micro-batches add up they have not.
             for other in self.units:
-                for handle in other.handles:
-                    handle.distrust()
+                if other.state is ShardState.SHARDED:  # else unsharded by hand, and to stay so
+                    for handle in other.handles:
+                        handle.distrust()
         self._kept = None
         self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
 

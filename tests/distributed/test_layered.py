@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3, units
+from layerzero.runtime.states import ShardState
 from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_same_parameters
 from tests.harness.compare import (
     assert_same_gradients,
@@ -37,8 +38,16 @@ from tests.harness.reference import (
 from tests.harness.traffic import SentBytes
 
 MODES = ["zero1", "replicate", "shard"]
-SPLITS = [(4, 1), (4, 2), (4, 4), (6, 2), (6, 3)]
-"""(ranks, zero3_size)"""
+SPLITS = [
+    *((4, size, mode) for size in (1, 2) for mode in ("zero1", "replicate")),
+    *((6, size, mode) for size in (2, 3) for mode in ("zero1", "replicate")),
+    # One hop over all, whatever the shard group.
+    (4, 2, "shard"),
+    (6, 3, "shard"),
+    # No axis outside the shard group.
+    (4, 4, "zero1"),
+]
+"""(ranks, zero3_size, mode)"""
 
 
 def _options(zero3_size: int, mode: str, **options: Any) -> dict[str, Any]:
@@ -69,12 +78,12 @@ def _train(zero3_size: int, mode: str, names: list[str], optimizer: str) -> None
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("world_size", "zero3_size"), SPLITS)
+@pytest.mark.parametrize(("world_size", "zero3_size", "mode"), SPLITS)
 def test_every_toy_model_trains_in_every_mode_and_split(
     world_size: int, zero3_size: int, mode: str
 ) -> None:
-    names = list(CASES) if world_size == 4 else ["transformer", "odd_shapes", "unused_parts"]
+    few = ["transformer", "odd_shapes", "unused_parts"]
+    names = list(CASES) if world_size == 4 and zero3_size < 4 else few
     run_ranks(world_size, _train, zero3_size, mode, names, "sgd_momentum", timeout=120)
 
 
@@ -178,8 +187,9 @@ def _losses_of_all_splits(precision: MixedPrecision | None) -> None:
     assert _losses(world_size, "zero1", precision) == expected, "the same again"
 
 
-@pytest.mark.parametrize("world_size", [4, 6])
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("world_size", "reduce_dtype"), [(4, torch.float32), (4, torch.bfloat16), (6, torch.float32)]
+)
 def test_thirty_losses_are_bitwise_those_of_every_split(
     world_size: int, reduce_dtype: torch.dtype
 ) -> None:
@@ -294,6 +304,30 @@ def test_compute_shards_are_gathered_once_an_optimizer_step() -> None:
     run_ranks(4, _synced_once_a_step)
 
 
+def _unsharded_by_hand(low: bool) -> None:
+    """Stays while other units run, until the weights change."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
+    model = sharded(CASES["mlp"], zero3_size=2, mixed_precision=precision)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    root = next(unit for unit in units(model) if unit.fqn == "")
+    model.unshard()
+    for _ in range(3):
+        with torch.no_grad():
+            model.module.blocks[0](batch)
+        assert root.state is ShardState.UNSHARDED
+        assert model.module.head.weight.dim() == 2
+    with torch.no_grad():
+        for handle in root.handles:
+            handle.main_shard.mul_(0.5)
+        model.module.blocks[0](batch)
+    assert root.state is ShardState.SHARDED
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+def test_a_unit_unsharded_by_hand_stays_until_weights_change(low: bool) -> None:
+    run_ranks(4, _unsharded_by_hand, low)
+
+
 def _by_optimizer(model: ZeRO3, plain: nn.Module) -> None:
     for each in (model, plain):
         for parameter in each.parameters():
@@ -361,13 +395,17 @@ def _never_stale(mode: str, zero3_size: int, low: bool, in_train: bool) -> None:
         assert_same_parameters(own_gradients, full_gradients(fresh), what=change.__name__)
 
 
+def _never_stale_in_either(mode: str, zero3_size: int, low: bool) -> None:
+    for in_train in (False, True):
+        _never_stale(mode, zero3_size, low, in_train)
+
+
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("mode", "zero3_size"), [("zero1", 2), ("zero1", 1), ("replicate", 2), ("shard", 2)]
 )
 def test_changed_weights_are_never_stale(mode: str, zero3_size: int, low: bool) -> None:
-    for in_train in (False, True):
-        run_ranks(4, _never_stale, mode, zero3_size, low, in_train)
+    run_ranks(4, _never_stale_in_either, mode, zero3_size, low)
 
 
 # Kept in the shard group ----------------------------------------------------------------------
