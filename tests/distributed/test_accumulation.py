@@ -285,6 +285,62 @@ def test_micro_batches_add_up_unsharded_in_every_layer(layers: str) -> None:
     run_ranks(4, _train_unsharded_in_layers, LAYERS[layers])
 
 
+def _six_ranks(zero3_size: int) -> None:
+    """Every mode and way, with unused and frozen parameters, in float32 against plain torch."""
+    for mode in ("zero1", "replicate", "shard"):
+        for accumulation in ("sharded", "unsharded"):
+            for name in ("unused_parts", "frozen_parts"):
+                model = sharded(
+                    CASES[name], zero3_size=zero3_size, outer=mode, accumulation=accumulation
+                )
+                try:
+                    assert_trains_alike(
+                        model,
+                        seeded(CASES[name].build),
+                        _micro_batches(name, steps=2, count=2),
+                        run=_no_sync,
+                        reference_run=_in_turn,
+                        roundings=64,
+                    )
+                except AssertionError as error:
+                    raise AssertionError(f"{name}, {mode}, {accumulation}: {error}") from error
+
+
+@pytest.mark.parametrize("zero3_size", [2, 3])
+def test_six_ranks_add_up_in_every_mode_and_way(zero3_size: int) -> None:
+    run_ranks(6, _six_ranks, zero3_size, timeout=120)
+
+
+def _in_bfloat16(zero3_sizes: list[int]) -> None:
+    """Bitwise as one shard group, with fixed sums: every mode and way."""
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    batches = _micro_batches("transformer", steps=2, count=2)
+
+    def losses(**options: Any) -> list[float]:
+        model = sharded(CASES["transformer"], mixed_precision=low, deterministic=True, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for step in batches:
+            optimizer.zero_grad()
+            found += _no_sync(model, step[dist.get_rank()]).tolist()
+            optimizer.step()
+        return found
+
+    for accumulation in ("sharded", "unsharded"):
+        expected = losses(accumulation=accumulation)
+        for mode in ("zero1", "replicate", "shard"):
+            for size in zero3_sizes:
+                options = {"zero3_size": size, "outer": mode, "accumulation": accumulation}
+                assert losses(**options) == expected, options
+
+
+@pytest.mark.parametrize(("world_size", "zero3_sizes"), [(4, [2]), (6, [2, 3])])
+def test_bfloat16_adds_up_bitwise_in_every_mode_and_way(
+    world_size: int, zero3_sizes: list[int]
+) -> None:
+    run_ranks(world_size, _in_bfloat16, zero3_sizes, timeout=120)
+
+
 def _one_forward_one_backward(model: nn.Module, micro_batches: Micro) -> Tensor:
     """A pipeline stage that runs two forwards ahead; only the last backward synchronizes."""
     ahead = 2

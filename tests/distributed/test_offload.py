@@ -78,6 +78,11 @@ def test_offloading_changes_no_bit(layers: str, policy: str) -> None:
     run_ranks(4, _same_as_without, policy, LAYERS[layers], timeout=120)
 
 
+@pytest.mark.parametrize("zero3_size", [2, 3])
+def test_offloading_changes_no_bit_on_six_ranks(zero3_size: int) -> None:
+    run_ranks(6, _same_as_without, "both", {"zero3_size": zero3_size}, timeout=120)
+
+
 def _what_is_where() -> None:
     with simulated_device() as device:
         model = sharded(CASES["mlp"], offload=OffloadPolicy(params=True, grads=True))
