@@ -58,8 +58,8 @@ def _train(name: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], dict
     return losses, full_parameters(model)
 
 
-def _same_as_without(policy: str, layers: dict[str, Any]) -> None:
-    for name in ("unused_parts", "odd_shapes"):
+def _same_as_without(policy: str, layers: dict[str, Any], names: list[str]) -> None:
+    for name in names:
         for accumulation in ("sharded", "unsharded"):
             options = {**layers, "accumulation": accumulation}
             expected = _train(name, options)
@@ -75,12 +75,16 @@ def _same_as_without(policy: str, layers: dict[str, Any]) -> None:
     [*((layers, "both") for layers in LAYERS), ("bfloat16", "params"), ("zero1", "grads")],
 )
 def test_offloading_changes_no_bit(layers: str, policy: str) -> None:
-    run_ranks(4, _same_as_without, policy, LAYERS[layers], timeout=120)
+    names = ["unused_parts", "frozen_parts", "odd_shapes"]
+    run_ranks(4, _same_as_without, policy, LAYERS[layers], names, timeout=120)
 
 
 @pytest.mark.parametrize("zero3_size", [2, 3])
-def test_offloading_changes_no_bit_on_six_ranks(zero3_size: int) -> None:
-    run_ranks(6, _same_as_without, "both", {"zero3_size": zero3_size}, timeout=120)
+@pytest.mark.parametrize("mode", ["zero1", "replicate", "shard"])
+def test_offloading_changes_no_bit_on_six_ranks(mode: str, zero3_size: int) -> None:
+    layers = {"zero3_size": zero3_size, "outer": mode}
+    names = ["unused_parts", "frozen_parts"]
+    run_ranks(6, _same_as_without, "both", layers, names, timeout=120)
 
 
 def _what_is_where() -> None:
