@@ -25,7 +25,7 @@ from typing import Any
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
-TEST = ["pytest>=8", "pytest-xdist>=3.5"]
+TEST = ["pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4"]
 HERE = Path(__file__).resolve().parent
 WANTED = os.environ.get("LAYERZERO_BUILD_EXT", "")
 # The oldest torch whose stable ABI is used, hence the oldest that the binary runs with.
@@ -209,6 +209,7 @@ setup(
     install_requires=["torch>=2.11", "numpy"],
     extras_require={
         "examples": ["tqdm", "matplotlib"],
+        "checkpoint": ["tqdm"],
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy"],
     },

@@ -4,6 +4,7 @@
 a process group. See README.md, and docs/life_of_a_parameter.md for how it works inside.
 """
 
+from layerzero import checkpoint
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
 from layerzero.ops import native_status
@@ -19,6 +20,7 @@ __all__ = [
     "MixedPrecision",
     "OffloadPolicy",
     "ZeRO3",
+    "checkpoint",
     "native_status",
     "register_forward_method",
     "units",

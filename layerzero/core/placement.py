@@ -45,6 +45,8 @@ class Placement:
     """None where every rank is in the shard group."""
     owned_slices: int
     """How many of the outer group's slices of a compute shard this rank's main shard has."""
+    members: tuple[int, ...]
+    """Global numbers of all ranks that share the model."""
     world: ShardGroup | None = None
     """All ranks, where gradients are summed in one hop in their order (`deterministic`)."""
     world_slices: tuple[int, ...] = ()
@@ -97,6 +99,13 @@ class Placement:
         return self.world is not None or self.shard_group.size > 1
 
     @property
+    def replica(self) -> int:
+        """Which copy of the main shard this rank has; 0 where there is one."""
+        if self.outer_group is None or self.owned_slices == 1:
+            return 0
+        return self.outer_group.rank
+
+    @property
     def rank(self) -> int:
         """This rank's global number, for messages."""
         return self.shard_group.ranks[self.shard_group.rank]
@@ -147,14 +156,15 @@ def make_placement(
         # Neighbours in the order of global ranks, which is that of every process group made here.
         ranks, size = sorted(groups[0].ranks), zero3_size or groups[0].size
         table = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    members = tuple(sorted(_flat(table)))
     if len(table) == 1:
-        return Placement(groups[0], None, 1)
+        return Placement(groups[0], None, 1, members)
     rank = dist.get_rank()
     row = next(row for row in table if rank in row)
     if outer == "shard":
         everyone = _group_of(_flat(table), groups, device, timeout)
         inner = _group_of(row, groups, device, timeout)
-        return Placement(everyone, None, 1, keeping_group=inner)
+        return Placement(everyone, None, 1, members, keeping_group=inner)
     column = [row_of_peer[row.index(rank)] for row_of_peer in table]
     world = _group_of(_flat(table), groups, device, timeout) if deterministic else None
     slices = _slices(table)
@@ -162,6 +172,7 @@ def make_placement(
         shard_group=_group_of(row, groups, device, timeout),
         outer_group=_group_of(column, groups, device, timeout),
         owned_slices=len(column) if outer == "replicate" else 1,
+        members=members,
         world=world,
         world_slices=() if world is None else tuple(slices[rank] for rank in world.ranks),
     )

@@ -15,6 +15,7 @@ LAYERS = [
     "comm",
     "runtime",
     "optim",
+    "checkpoint",
     "wrap",
     "materialize",
     "arguments",

@@ -1,0 +1,247 @@
+"""What a checkpoint of a model consists of, and which part of it this rank has. No collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from layerzero.checkpoint.codec import encode
+from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.runs import Extent, Run, runs
+from layerzero.core.flat_param import FlatParamHandle
+from layerzero.core.parameter_info import get_info
+from layerzero.runtime.unit import get_unit
+
+MODEL, OPTIMIZER = "model", "optimizer"
+_STATE_SEPARATOR = "/"
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing put into names, and a checkpoint leaves out."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the checkpoint, and the piece of it that this rank has."""
+
+    kind: str
+    """MODEL or OPTIMIZER: the set of files it is in."""
+    name: str
+    aliases: tuple[str, ...]
+    """Other names of the same tensor (tied weights)."""
+    extent: Extent
+    start: int
+    stop: int
+    """The piece is elements [start, stop) of the flattened block `extent`."""
+    tensor: torch.Tensor
+    """The piece: [stop - start], contiguous, sharing memory with what it is taken of."""
+    order: tuple[int, int]
+    """Place among the tensors of a file: a rank's pieces then lie side by side."""
+    is_whole: bool
+    """Whether every rank has all of it."""
+    announces: bool
+    """Whether this rank tells the others of it: the owner of the first element does."""
+    replica: int
+    """Which copy of the pieces of all ranks this one belongs to."""
+
+    def runs(self) -> Iterator[Run]:
+        return runs(self.extent, self.start, self.stop)
+
+
+class Names:
+    """The names of a model's parameters, as its own `named_parameters` would show them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters: list[tuple[nn.Parameter, tuple[str, ...]]] = []
+        """Pieces, or whole parameters that are not sharded, with all their names."""
+        self.handles = _handles_of(model)
+        pieces = {
+            id(shown): sharded
+            for handle in self.handles
+            for shown, sharded in zip(handle.full_params, handle.sharded_params, strict=True)
+        }
+        names: dict[int, tuple[nn.Parameter, list[str]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            parameter = pieces.get(id(parameter), parameter)
+            names.setdefault(id(parameter), (parameter, []))[1].append(clean_name(name))
+        for parameter, found in names.values():
+            self.parameters.append((parameter, tuple(dict.fromkeys(found))))
+        self._by_id = {id(parameter): found for parameter, found in self.parameters}
+
+    def of(self, parameter: torch.Tensor) -> tuple[str, ...] | None:
+        """All names of a parameter of the model; None for any other."""
+        return self._by_id.get(id(parameter))
+
+
+def clean_name(name: str) -> str:
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _handles_of(model: nn.Module) -> list[FlatParamHandle]:
+    units = {id(unit): unit for m in model.modules() if (unit := get_unit(m)) is not None}
+    ordered = sorted(units.values(), key=lambda unit: unit.index)
+    return [handle for unit in ordered for handle in unit.handles]
+
+
+class _Place(NamedTuple):
+    extent: Extent
+    start: int
+    stop: int
+    replica: int
+    order: tuple[int, int]
+    is_first: bool
+
+
+class Places:
+    """Where each piece of a model is."""
+
+    def __init__(self, names: Names) -> None:
+        self._found: dict[int, _Place] = {}
+        for number, handle in enumerate(names.handles):
+            for index, parameter in enumerate(handle.sharded_params):
+                info = get_info(parameter)
+                assert info is not None, "every piece has its mark"
+                extent, (start, stop) = Extent.whole(info.shape), info.range
+                if math.prod(info.shape):
+                    is_first = start == 0 < stop and not any(extent.offsets)
+                else:
+                    is_first = handle.placement.is_first
+                self._found[id(parameter)] = _Place(
+                    extent, start, stop, handle.placement.replica, (number, index), is_first
+                )
+        self._num_handles = len(names.handles)
+
+    def entry(
+        self,
+        kind: str,
+        names: tuple[str, ...],
+        parameter: torch.Tensor,
+        tensor: torch.Tensor,
+        index: int,
+    ) -> Entry:
+        """The entry of `tensor`: `parameter`, or state of it: shaped like it, or one number."""
+        found = self._found.get(id(parameter))
+        is_whole = found is None or tensor.ndim == 0
+        if is_whole:
+            order = (self._num_handles, index) if found is None else found.order
+            announces = found is None or found.is_first
+            place = _Place(Extent.whole(tensor.shape), 0, tensor.numel(), 0, order, announces)
+        else:
+            assert found is not None
+            place = found
+        return Entry(
+            kind=kind,
+            name=names[0],
+            aliases=names[1:],
+            extent=place.extent,
+            start=place.start,
+            stop=place.stop,
+            tensor=tensor.detach().reshape(-1),
+            order=place.order,
+            is_whole=is_whole,
+            announces=place.is_first,
+            replica=place.replica,
+        )
+
+
+def model_entries(model: nn.Module, names: Names, places: Places) -> list[Entry]:
+    """Parameters, and buffers that are part of the state dict."""
+    entries = [
+        places.entry(MODEL, found, parameter, parameter, index)
+        for index, (parameter, found) in enumerate(names.parameters)
+    ]
+    for buffer, found in named_buffers(model):
+        entries.append(places.entry(MODEL, found, buffer, buffer, len(entries)))
+    return entries
+
+
+def named_buffers(model: nn.Module) -> list[tuple[torch.Tensor, tuple[str, ...]]]:
+    """Persistent buffers with all their names."""
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                full_name = clean_name(f"{prefix}.{name}" if prefix else name)
+                found.setdefault(id(buffer), (buffer, []))[1].append(full_name)
+    return [(buffer, tuple(dict.fromkeys(names))) for buffer, names in found.values()]
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that keep state of their own making (`get_extra_state`), by name."""
+    return {
+        clean_name(name): module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def optimizer_groups(optimizer: torch.optim.Optimizer, names: Names) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups with names for parameters, encoded.
+
+    Raises:
+        CheckpointError: a parameter is not the model's, or an option cannot be saved.
+    """
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {
+            key: encode(value, f"option {key!r} of the optimizer's group {number}")
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        params = [name_in_group(names, parameter, number) for parameter in group["params"]]
+        groups.append({"options": options, "params": params})
+    return groups
+
+
+def name_in_group(names: Names, parameter: torch.Tensor, number: int) -> str:
+    found = names.of(parameter)
+    if found is None:
+        raise CheckpointError(
+            f"the optimizer's group {number} has a parameter of shape {tuple(parameter.shape)} "
+            "that is not the model's: build the optimizer from the wrapped model's parameters(), "
+            "or make the parameter part of the model"
+        )
+    return found[0]
+
+
+def optimizer_entries(
+    optimizer: torch.optim.Optimizer, names: Names, places: Places
+) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
+    """The tensors of the optimizer's state; and, by parameter, its values that are no tensors.
+
+    Raises:
+        CheckpointError: a state is neither element-wise, nor a scalar, nor plain.
+    """
+    entries: list[Entry] = []
+    values: dict[str, dict[str, Any]] = {}
+    for index, (parameter, state) in enumerate(optimizer.state.items()):
+        found = names.of(parameter)
+        if found is None:
+            continue  # refused, with the group's number, by `optimizer_groups`
+        for key, value in state.items():
+            where = f"optimizer state {key!r} of {found[0]}"
+            if not isinstance(key, str) or _STATE_SEPARATOR in key:
+                raise CheckpointError(f"{where}: expected a name without {_STATE_SEPARATOR!r}")
+            name = (f"{found[0]}{_STATE_SEPARATOR}{key}",)
+            if not isinstance(value, torch.Tensor):
+                values.setdefault(found[0], {})[key] = encode(value, where)
+            elif value.ndim == 0 or value.shape == parameter.shape:
+                entries.append(places.entry(OPTIMIZER, name, parameter, value, index))
+            else:
+                raise CheckpointError(
+                    f"{where}: shape {tuple(value.shape)} on a piece of {tuple(parameter.shape)}; "
+                    "expected a scalar or the piece's own shape, which is what element-wise "
+                    "optimizers keep"
+                )
+    return entries, values
+
+
+def split_state_name(name: str) -> tuple[str, str]:
+    """(parameter, state key) of an optimizer entry's name."""
+    parameter, _, key = name.rpartition(_STATE_SEPARATOR)
+    return parameter, key

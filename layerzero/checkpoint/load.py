@@ -1,0 +1,214 @@
+"""load(): every rank reads its own pieces; nothing changes before all of them were verified.
+
+    open      the first rank reads and checks names, sizes and the manifest; all get them
+    match     every rank finds its pieces; what is missing or does not fit is an error on all
+    read      every rank reads its runs into memory of its own; checksums are exchanged
+    verify    checksums of what all read, against those of what was written
+    apply     parameters, optimizer and scheduler take the values
+
+Only the last step changes anything, and it reads no file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero.checkpoint.codec import decode
+from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.handle import finish_under_way, root_state_of
+from layerzero.checkpoint.inventory import MODEL
+from layerzero.checkpoint.match import Match, Matcher, some
+from layerzero.checkpoint.participants import Participants, participants_of
+from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
+from layerzero.checkpoint.save_plan import Stateful
+from layerzero.checkpoint.source import Source, open_source
+from layerzero.checkpoint.transfer import Tally, pack_tallies, read_pieces, sum_tallies
+
+_logger = logging.getLogger(__name__)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    strict: bool = True,
+    progress: ProgressOption = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Load a checkpoint, written at any number of ranks, into a wrapped model.
+
+    Collective over the ranks that share the model. Every rank reads the pieces it has, whatever the
+    sharding they were written with, and casts them to the dtype of its main weights. Before
+    anything changes, all that is loaded is read and compared with its checksums: host memory for
+    this rank's pieces is needed once more meanwhile.
+
+    Args:
+        path: a folder of checkpoints (its latest one), one checkpoint's folder, or safetensors of
+            another source: a folder such as `save_pretrained` writes, or one file.
+        model: a ZeRO3 module, between steps.
+        optimizer: gets its state and the options of its groups (learning rate and so on).
+        scheduler: gets its state, after the optimizer.
+        strict: False: load what is there, and log a warning with the names that were missing or
+            unexpected.
+        progress, process_group: as for `save`.
+
+    Returns:
+        The `extra` of `save`: this rank's own if the checkpoint was written by as many ranks, else
+        the first rank's. None where there is none.
+
+    Raises:
+        CheckpointError: on all ranks; the model, optimizer and scheduler are what they were. No
+            such checkpoint; a file is missing or damaged: which, and why; shapes differ; with
+            `strict`, missing or unexpected names.
+        CollectiveError: a rank died, or did not come.
+        RuntimeError: the model is in backward.
+    """
+    check_progress(progress)
+    state = root_state_of(model, "load")
+    finish_under_way(state)
+    together = participants_of(state, process_group)
+    source = Source.from_bytes(
+        together.from_first(
+            f"opening of {path}",
+            lambda: open_source(Path(path), with_optimizer=optimizer is not None).to_bytes(),
+        )
+    )
+    matcher = Matcher(source, model, strict)
+    match = matcher.match
+
+    def find() -> bytes:
+        matcher.match_model()
+        if optimizer is not None:
+            matcher.match_optimizer(optimizer)
+        if scheduler is not None:
+            matcher.match_scheduler()
+        told = {"wanted": sorted(match.wanted), "missing": match.missing, "nbytes": match.nbytes}
+        return json.dumps(told).encode()
+
+    told = [json.loads(answer) for answer in together.exchange("match", find)]
+    _settle(source, told, strict, together)
+    tallies: list[Tally] = []
+
+    def read() -> bytes:
+        tallies.extend(read_pieces(source.folder, match.transfers, report))
+        pieces = zip(tallies, match.transfers, strict=True)
+        return pack_tallies([tally for tally, t in pieces if not t.entry.is_whole])
+
+    shown = progress if together.is_first or callable(progress) else False
+    with ProgressReport(shown, source.folder.name, match.nbytes) as report:
+        most = max(each["nbytes"] for each in told)
+        packed = together.exchange(f"reading of {source.folder.name}", read, most)
+    together.exchange("verification", lambda: _verify(source, match, tallies, packed))
+    for unit in state.units:
+        unit.reshard()  # What is full there is of the old weights.
+    together.exchange("application", lambda: _apply(match, optimizer, scheduler))
+    return _extra_of(source, together)
+
+
+def _settle(
+    source: Source, told: Sequence[dict[str, Any]], strict: bool, together: Participants
+) -> None:
+    """Refuse, or tell, what is missing on any rank, and what no rank has a place for."""
+    missing = sorted({name for each in told for name in each["missing"]})
+    wanted = {name for each in told for name in each["wanted"]}
+    unexpected = [name for name in source.tensors[MODEL] if name not in wanted]
+    if not missing and not unexpected:
+        return
+    text = (
+        f"{source.folder}: missing in the checkpoint: {some(missing)}; unexpected, since the model "
+        f"has none of that name: {some(unexpected)}"
+    )
+    if strict:
+        raise CheckpointError(text + ". To load what fits, pass strict=False")
+    if together.is_first:
+        _logger.warning("%s", text)
+
+
+def _verify(
+    source: Source, match: Match, tallies: Sequence[Tally], packed: Sequence[bytes]
+) -> bytes:
+    """Compare what was read with the checksums.
+
+    Pieces are compared where all ranks that share a tensor read all of it together; what every
+    rank reads as a whole, every rank compares for itself.
+    """
+    by_number = [
+        (name, place) for tensors in source.tensors.values() for name, place in tensors.items()
+    ]
+    sums = sum_tallies(packed)
+    for tally, transfer in zip(tallies, match.transfers, strict=True):
+        if transfer.entry.is_whole:
+            sums[tally.number, tally.replica] = (tally.nbytes, tally.crc)
+    for (number, _), (nbytes, crc) in sorted(sums.items()):
+        name, place = by_number[number]
+        where = f"{source.folder / place.file}: {name}"
+        if nbytes != place.entry.nbytes:
+            raise CheckpointError(
+                f"{where}: ranks read {nbytes} of {place.entry.nbytes} bytes; the model's ranks do "
+                "not cover it, or overlap"
+            )
+        if place.crc is not None and crc != place.crc:
+            raise CheckpointError(
+                f"{where}: damaged: the CRC-32 of its bytes is {crc:08x}, it was written with "
+                f"{place.crc:08x}. Load an earlier checkpoint of the folder"
+            )
+    return b""
+
+
+def _apply(
+    match: Match, optimizer: torch.optim.Optimizer | None, scheduler: Stateful | None
+) -> bytes:
+    with torch.no_grad():
+        for part in match.model_parts:
+            part.target.copy_(part.memory.view(part.target.shape))
+    for module, value in match.extra_states:
+        module.set_extra_state(value)
+    if optimizer is not None and match.options is not None:
+        _apply_to_optimizer(match, optimizer, match.options)
+    if scheduler is not None and match.scheduler is not None:
+        scheduler.load_state_dict(match.scheduler)
+    return b""
+
+
+def _apply_to_optimizer(
+    match: Match, optimizer: torch.optim.Optimizer, options: Sequence[dict[str, Any]]
+) -> None:
+    """Through the optimizer's own `load_state_dict`, for what it makes of devices and defaults."""
+    numbers: dict[int, int] = {}
+    groups = []
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        kept = {key: value for key, value in group.items() if key != "params"}
+        params = [numbers.setdefault(id(p), len(numbers)) for p in group["params"]]
+        groups.append({**kept, **own, "params": params})
+    states: dict[int, dict[str, Any]] = {}
+    for parameter, values in match.state_values:
+        states.setdefault(numbers[id(parameter)], {}).update(values)
+    for part in match.state_parts:
+        states.setdefault(numbers[id(part.parameter)], {})[part.key] = part.memory
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    for part in match.state_parts:
+        # torch casts all state to the parameter's dtype, also what was wider than it on purpose.
+        loaded = optimizer.state[part.parameter][part.key]
+        if part.memory.ndim and not part.follows_parameter and loaded.dtype != part.memory.dtype:
+            wide = part.memory.to(part.parameter.device)
+            optimizer.state[part.parameter][part.key] = wide
+
+
+def _extra_of(source: Source, together: Participants) -> Any:
+    manifest = source.manifest
+    if manifest is None or not manifest.extras:
+        return None
+    extras = manifest.extras
+    own = together.rank if len(extras) == together.size else 0
+    return decode(extras[own])

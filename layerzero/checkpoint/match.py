@@ -1,0 +1,222 @@
+"""Which tensors of a checkpoint go where in a model. Reads no tensor, changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.checkpoint.codec import decode
+from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.inventory import (
+    MODEL,
+    OPTIMIZER,
+    Entry,
+    Names,
+    Places,
+    extra_states,
+    model_entries,
+    name_in_group,
+    named_buffers,
+    split_state_name,
+)
+from layerzero.checkpoint.source import Source
+from layerzero.checkpoint.transfer import Transfer
+
+_MAX_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A piece of a parameter, or a buffer, and the memory its new values are read into."""
+
+    target: torch.Tensor
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A piece of optimizer state; it is the memory it is read into."""
+
+    parameter: nn.Parameter
+    key: str
+    memory: torch.Tensor
+    follows_parameter: bool
+    """Whether it was saved in the dtype of the parameter, and so gets that of the new one."""
+
+
+@dataclass
+class Match:
+    """What this rank loads."""
+
+    model_parts: list[ModelPart] = field(default_factory=list)
+    state_parts: list[StatePart] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    options: list[dict[str, Any]] | None = None
+    """Of each of the optimizer's groups; None: the optimizer is left alone."""
+    state_values: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
+    """Optimizer state that is no tensor."""
+    extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    scheduler: dict[str, Any] | None = None
+    wanted: set[str] = field(default_factory=set)
+    """Names under which the model knows its parameters and buffers."""
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(transfer.entry.tensor.nbytes for transfer in self.transfers)
+
+
+class Matcher:
+    """Matches one model, and what goes with it, to a source."""
+
+    def __init__(self, source: Source, model: nn.Module, strict: bool) -> None:
+        self._source = source
+        self._model = model
+        self._strict = strict
+        self._names = Names(model)
+        self._places = Places(self._names)
+        keys = ((kind, name) for kind, tensors in source.tensors.items() for name in tensors)
+        self._numbers = {key: number for number, key in enumerate(keys)}
+        self.match = Match()
+
+    def match_model(self) -> None:
+        """Find parameters, buffers and extra states.
+
+        Raises:
+            CheckpointError: shapes differ.
+        """
+        match, misfits = self.match, []
+        targets: list[torch.Tensor] = [parameter for parameter, _ in self._names.parameters]
+        targets += [buffer for buffer, _ in named_buffers(self._model)]
+        entries = model_entries(self._model, self._names, self._places)
+        for target, entry in zip(targets, entries, strict=True):
+            names = (entry.name, *entry.aliases)
+            match.wanted.update(names)
+            found = self._source.find(MODEL, names)
+            if found is None:
+                match.missing.append(entry.name)
+                continue
+            name, place = found
+            match.wanted.add(name)
+            if place.entry.shape != entry.extent.shape:
+                misfits.append(f"{name} is {place.entry.shape}, in the model {entry.extent.shape}")
+            else:
+                match.model_parts.append(ModelPart(target, self._plan_read(MODEL, name, entry)))
+        if misfits:
+            raise CheckpointError(f"{self._source.folder}: shapes differ: {some(misfits)}")
+        manifest = self._source.manifest
+        saved = {} if manifest is None else manifest.extra_states
+        for name, module in extra_states(self._model).items():
+            if name in saved:
+                match.extra_states.append((module, decode(saved[name])))
+            else:
+                match.missing.append(f"the extra state of {name}")
+
+    def match_scheduler(self) -> None:
+        manifest = self._source.manifest
+        if manifest is None or manifest.scheduler is None:
+            self._lacks("scheduler")
+        else:
+            self.match.scheduler = decode(manifest.scheduler)
+
+    def match_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find the options of its groups, and the state of its parameters.
+
+        Raises:
+            CheckpointError: a parameter is not the model's, or a state has another shape, or the
+                parameters of a group were in groups of different options.
+        """
+        manifest = self._source.manifest
+        if manifest is None or manifest.optimizer_groups is None:
+            self._lacks("optimizer")
+            return
+        saved: dict[str, list[str]] = {}
+        for name in self._source.tensors[OPTIMIZER]:
+            saved.setdefault(split_state_name(name)[0], []).append(name)
+        options_of = {
+            name: (number, group["options"])
+            for number, group in enumerate(manifest.optimizer_groups)
+            for name in group["params"]
+        }
+        self.match.options = []
+        for number, group in enumerate(optimizer.param_groups):
+            names = [
+                self._saved_name(name_in_group(self._names, parameter, number), options_of)
+                for parameter in group["params"]
+            ]
+            self.match.options.append(self._options(number, names, options_of))
+            for index, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
+                for tensor in saved.get(name, ()):
+                    self._match_state(tensor, parameter, index)
+                if name in manifest.optimizer_values:
+                    values = decode(manifest.optimizer_values[name])
+                    self.match.state_values.append((parameter, values))
+
+    def _saved_name(self, name: str, known: dict[str, Any]) -> str:
+        """What a parameter was called when it was saved, if it was tied to another."""
+        return name if name in known else self._source.aliases.get(name, name)
+
+    def _options(
+        self, number: int, names: Sequence[str], options_of: dict[str, tuple[int, dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """What the group of these parameters had; nothing where it is new."""
+        found = dict(options_of[name] for name in names if name in options_of)
+        lost = [name for name in names if name not in options_of]
+        if lost and self._strict:
+            raise CheckpointError(
+                f"{self._source.folder}: the optimizer's group {number} has parameters that the "
+                f"saved one had not: {some(lost)}. To load what fits, pass strict=False"
+            )
+        if len(set(map(json.dumps, found.values()))) > 1:
+            raise CheckpointError(
+                f"{self._source.folder}: the optimizer's group {number} mixes parameters of saved "
+                f"groups {sorted(found)}, whose options differ; build the groups as they were"
+            )
+        return decode(next(iter(found.values()), {}))
+
+    def _match_state(self, name: str, parameter: nn.Parameter, index: int) -> None:
+        parameter_name, key = split_state_name(name)
+        shape = self._source.tensors[OPTIMIZER][name].entry.shape
+        # Asked for its place alone: that of one number, or of the parameter.
+        like = parameter if shape else torch.empty(())
+        entry = self._places.entry(OPTIMIZER, (name,), parameter, like, index)
+        if shape != entry.extent.shape:
+            raise CheckpointError(
+                f"{self._source.folder}: the optimizer's state {name} is {shape}, in the model "
+                f"{entry.extent.shape}"
+            )
+        memory = self._plan_read(OPTIMIZER, name, entry)
+        main = self._source.tensors[MODEL].get(parameter_name)
+        follows = main is not None and main.entry.dtype == memory.dtype
+        self.match.state_parts.append(
+            StatePart(parameter, key, memory.view(like.shape), follows and bool(shape))
+        )
+
+    def _plan_read(self, kind: str, name: str, entry: Entry) -> torch.Tensor:
+        place = self._source.tensors[kind][name]
+        memory = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype)
+        if memory.numel():
+            entry = replace(entry, name=name, tensor=memory)
+            number = self._numbers[kind, name]
+            self.match.transfers.append(Transfer(place.file, place.entry, number, entry))
+        return memory
+
+    def _lacks(self, what: str) -> None:
+        if self._strict:
+            raise CheckpointError(
+                f"{self._source.folder}: holds no {what} state; leave out {what}= or pass "
+                "strict=False"
+            )
+        self.match.missing.append(f"the {what}'s state")
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many."""
+    shown = ", ".join(names[:_MAX_NAMES_SHOWN]) or "nothing"
+    more = len(names) - _MAX_NAMES_SHOWN
+    return shown + (f" and {more} more" if more > 0 else "")

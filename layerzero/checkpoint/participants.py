@@ -1,0 +1,152 @@
+"""The ranks that save or load together, and what they tell each other: names, sizes, checksums.
+
+They talk through a gloo group of their own, over the CPU: a save in the background then never
+meets the collectives of a training step, and parameters never travel this way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from layerzero.checkpoint.errors import CheckpointError
+from layerzero.comm.collectives import Operation, gather_small
+from layerzero.core.groups import LONGEST_DEFAULT_TIMEOUT, ShardGroup, make_shard_group
+from layerzero.runtime.root import RootState
+
+_SLOWEST_DISK = 10_000_000
+"""Bytes per second: a rank that writes or reads slower than that may be taken for dead."""
+
+
+_OK, _ERROR = b"+", b"-"
+
+
+class Participants:
+    """The ranks of one save or load, in the order of their global numbers."""
+
+    def __init__(self, group: ShardGroup | None) -> None:
+        """`group`: on the CPU; None: this rank alone."""
+        self._group = group
+        self._num_operations = 0
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._group is None else self._group.rank
+
+    @property
+    def size(self) -> int:
+        return 1 if self._group is None else self._group.size
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, what: str, own: bytes, nbytes_moved: int = 0) -> list[bytes]:
+        """Every rank's bytes, in rank order. Collective; blocks.
+
+        Args:
+            what: of the exchange, for messages.
+            nbytes_moved: to or from the disk, since the last exchange, by the rank with the most:
+                the others wait longer.
+
+        Raises:
+            CollectiveError: a rank is dead, or did not come in time.
+        """
+        if self._group is None:
+            return [own]
+        group = self._group
+        patience = timedelta(seconds=nbytes_moved / _SLOWEST_DISK)
+        group = dataclasses.replace(group, timeout=group.timeout + patience)
+        lengths = gather_small(torch.tensor([len(own)]), group, self._operation(what + " (size)"))
+        longest = int(lengths.max())
+        if not longest:
+            return [b""] * group.size
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if own:
+            padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        rows = gather_small(padded, group, self._operation(what)).numpy()
+        return [
+            row[:length].tobytes()
+            for row, length in zip(rows, lengths.view(-1).tolist(), strict=True)
+        ]
+
+    def exchange(self, what: str, make: Callable[[], bytes], nbytes_moved: int = 0) -> list[bytes]:
+        """What `make` returns on every rank, in rank order. Collective; blocks.
+
+        Raises:
+            CheckpointError: on every rank alike, where `make` raised on one: naming it.
+            CollectiveError: as `gather`.
+        """
+        error: Exception | None = None
+        try:
+            own = _OK + make()
+        except Exception as caught:
+            error = caught
+            own = _ERROR + describe(caught).encode()
+        answers = self.gather(what, own, nbytes_moved)
+        if any(answer.startswith(_ERROR) for answer in answers):
+            ranks = (0,) if self._group is None else self._group.ranks
+            each = [
+                f"rank {rank}: {answer.removeprefix(_ERROR).decode()}"
+                for rank, answer in zip(ranks, answers, strict=True)
+                if answer.startswith(_ERROR)
+            ]
+            shown = each[:4] + ([f"and {len(each) - 4} more ranks"] if len(each) > 4 else [])
+            raise CheckpointError("; ".join(shown)) from error
+        return [answer.removeprefix(_OK) for answer in answers]
+
+    def from_first(self, what: str, make: Callable[[], bytes], nbytes_moved: int = 0) -> bytes:
+        """What `make` returns on the first rank, where alone it runs. As `exchange`."""
+        return self.exchange(what, make if self.is_first else bytes, nbytes_moved)[0]
+
+    def _operation(self, what: str) -> Operation:
+        self._num_operations += 1
+        return Operation("checkpoint", what, self._num_operations)
+
+
+def describe(error: Exception) -> str:
+    if isinstance(error, (CheckpointError, OSError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Participants]]
+_made = WeakKeyDictionary()
+"""By a group of the model's, so that they go with it."""
+
+
+def participants_of(root: RootState, process_group: dist.ProcessGroup | None) -> Participants:
+    """The ranks that share the model, or those of `process_group`. Collective the first time."""
+    placements = [handle.placement for unit in root.units for handle in unit.handles]
+    if process_group is not None:
+        ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
+        parent = process_group
+    elif placements:
+        ranks = sorted({rank for placement in placements for rank in placement.members})
+        parent = placements[0].shard_group.process_group
+    else:
+        return Participants(None)
+    if len(ranks) == 1:
+        return Participants(None)
+    made = _made.setdefault(parent, {})
+    key = tuple(ranks)
+    if key not in made:
+        timeout = max(
+            (placement.shard_group.timeout for placement in placements),
+            default=LONGEST_DEFAULT_TIMEOUT,
+        )
+        # Bounded by each wait, not by the group.
+        own = dist.new_group(
+            list(ranks),
+            timeout=timedelta(days=1),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        assert own is not None, "local synchronization makes a group for members alone"
+        made[key] = Participants(make_shard_group(own, torch.device("cpu"), timeout))
+    return made[key]

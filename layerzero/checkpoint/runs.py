@@ -1,0 +1,108 @@
+"""Runs and boxes: where a rank's piece of a parameter lies in the whole tensor. Integers only.
+
+A piece is a range of the flattened *local* tensor: the parameter itself, or the block of it that
+tensor parallelism left on this rank. It is cut in two ways:
+
+    runs    contiguous in the piece and in the flattened whole tensor: what files are written in
+    boxes   contiguous in the piece and a box of the whole tensor: what torch's distributed
+            checkpoints are written in
+
+    whole tensor [4, 5], not split, piece = elements 3 to 17:    one run, three boxes
+
+        . . . a a      a: rows 0 to 1, columns 3 to 5
+        b b b b b      b: rows 1 to 3, all columns
+        b b b b b
+        c c . . .      c: row 3, columns 0 to 2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """Elements [start, start + numel) of the flattened whole tensor, at `local` in the piece."""
+
+    local: int
+    start: int
+    numel: int
+
+
+class Box(NamedTuple):
+    """The box of `sizes` at `offsets` in the whole tensor, contiguous from `local` in the piece."""
+
+    local: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Extent(NamedTuple):
+    """A block of a whole tensor: all of it, or what tensor parallelism left on this rank."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    local_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Of the block in the whole tensor."""
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Extent:
+        return cls(tuple(shape), tuple(shape), (0,) * len(shape))
+
+
+def runs(extent: Extent, start: int, stop: int) -> Iterator[Run]:
+    """Cut elements [start, stop) of the flattened block into runs, in rising order."""
+    if stop <= start:
+        return
+    shape, local_shape, offsets = extent
+    # Beyond dimension `split` the block is as wide as the whole, so rows of it lie together.
+    narrow = [dim for dim, size in enumerate(shape) if local_shape[dim] != size]
+    split = narrow[-1] if narrow else 0
+    row = math.prod(local_shape[split:])
+    strides = _strides(shape)
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    for index in range(start // row, -(-stop // row)):
+        base, rest = first, index
+        for dim in reversed(range(split)):
+            rest, coordinate = divmod(rest, local_shape[dim])
+            base += coordinate * strides[dim]
+        begin, end = max(start, index * row), min(stop, (index + 1) * row)
+        yield Run(begin - start, base + begin - index * row, end - begin)
+
+
+def boxes(extent: Extent, start: int, stop: int) -> Iterator[Box]:
+    """Cut elements [start, stop) of the flattened block into boxes, in rising order."""
+    for local, offsets, sizes in _boxes(extent.local_shape, start, stop):
+        moved = tuple(a + b for a, b in zip(offsets, extent.offsets, strict=True))
+        yield Box(local - start, moved, sizes)
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    if stop <= start:
+        return
+    if not shape:
+        yield Box(0, (), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # inside one row
+        yield from _inside(shape, last, start, stop)
+        return
+    if start < first * row:
+        yield from _inside(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box(first * row, (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))
+    if last * row < stop:
+        yield from _inside(shape, last, last * row, stop)
+
+
+def _inside(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+    base = index * math.prod(shape[1:])
+    for local, offsets, sizes in _boxes(shape[1:], start - base, stop - base):
+        yield Box(base + local, (index, *offsets), (1, *sizes))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,157 @@
+"""The head of a safetensors file, written and read without the library: offsets are ours to plan.
+
+    8 bytes, little-endian: length of the header | the header: JSON | the bytes of all tensors
+
+The header maps each name to dtype, shape and [begin, end) in what follows it. Nothing in such a
+file is ever executed. (Format: https://github.com/huggingface/safetensors, README.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerzero.checkpoint.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH_NBYTES = 8
+_ALIGNMENT = 64
+"""Of the first tensor, so that readers which map the file can use what they see."""
+_MAX_HEADER_NBYTES = 100_000_000
+"""What the library accepts; a longer one is damage."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """Byte offset in the file."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+
+def dtype_name(dtype: torch.dtype, tensor: str) -> str:
+    """What the format calls a dtype; CheckpointError where it has no name for it."""
+    if dtype not in _NAMES:
+        raise CheckpointError(
+            f"{tensor}: safetensors files cannot hold {dtype}; they hold "
+            + ", ".join(str(known).removeprefix("torch.") for known in _NAMES)
+        )
+    return _NAMES[dtype]
+
+
+def make_head(
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, TensorEntry]]:
+    """Everything before the first tensor, and where each goes: one behind the other, as given."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    places = []
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": dtype_name(dtype, name),
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+        places.append((name, TensorEntry(dtype, tuple(shape), begin)))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(_LENGTH_NBYTES + len(text)) % _ALIGNMENT)
+    head = len(text).to_bytes(_LENGTH_NBYTES, "little") + text
+    return head, {
+        name: TensorEntry(entry.dtype, entry.shape, len(head) + entry.begin)
+        for name, entry in places
+    }
+
+
+def head_nbytes(start: bytes, file_nbytes: int) -> int:
+    """Length of everything before the first tensor, from the first 8 bytes of a file.
+
+    Raises:
+        ValueError: these are not the first bytes of a safetensors file of that size.
+    """
+    length = int.from_bytes(start[:_LENGTH_NBYTES], "little")
+    if len(start) < _LENGTH_NBYTES or length > min(_MAX_HEADER_NBYTES, file_nbytes):
+        raise ValueError(
+            f"its header would take {length} bytes of {file_nbytes}: not a safetensors file, or cut"
+        )
+    return _LENGTH_NBYTES + length
+
+
+def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
+    """The tensors of a file, in order of their place.
+
+    Raises:
+        ValueError: what is wrong with the header, or with it and the size of the file.
+    """
+    try:
+        header = json.loads(head[_LENGTH_NBYTES:])
+        header.pop("__metadata__", None)
+        entries: dict[str, tuple[TensorEntry, int]] = {}
+        for name, described in header.items():
+            begin, stop = (_count(offset) for offset in described["data_offsets"])
+            shape = tuple(_count(size) for size in described["shape"])
+            entry = TensorEntry(DTYPES[described["dtype"]], shape, len(head) + begin)
+            entries[name] = (entry, len(head) + stop)
+        ordered = sorted(entries.items(), key=lambda item: (item[1][0].begin, item[1][1]))
+        end = len(head)
+        for name, (entry, stop) in ordered:
+            if entry.begin != end or stop != entry.end:
+                raise ValueError(
+                    f"{name!r}, {entry.nbytes} bytes, is said to lie at {entry.begin} to {stop}, "
+                    f"after a tensor that ends at {end}"
+                )
+            end = stop
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header is damaged: {error!r}") from error
+    if end != file_nbytes:
+        raise ValueError(f"its header describes {end} bytes, it has {file_nbytes}")
+    return {name: entry for name, (entry, _) in ordered}
+
+
+def metadata_of(head: bytes) -> dict[str, str]:
+    """What a header, parsed before, says beside tensors."""
+    found = json.loads(head[_LENGTH_NBYTES:]).get("__metadata__")
+    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a size or offset, got {value!r}")
+    return value

@@ -1,0 +1,191 @@
+"""save(): every rank writes its own pieces in place; one rename makes it a checkpoint.
+
+    announce   every rank tells of the tensors whose first element it has: all know all files
+    prepare    the first rank makes the folder, and the files with their heads; where it goes on
+               in the background, or on a device, ranks copy their pieces to host memory
+    write      every rank writes its runs and brings them to the disk; checksums are exchanged
+    commit     the first rank writes the manifest and renames the folder
+
+After each step ranks tell each other that it went well, so that an error on one is an error on
+all, and nothing is committed. What they exchange are names, sizes and checksums: no parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero.checkpoint import folder as folders
+from layerzero.checkpoint.file_plan import FilePlan
+from layerzero.checkpoint.handle import SaveHandle, finish_under_way, root_state_of, under_way
+from layerzero.checkpoint.participants import Participants, participants_of
+from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
+from layerzero.checkpoint.save_plan import Content, SavePlan, Stateful
+from layerzero.checkpoint.transfer import Transfer, pack_tallies, write_pieces
+from layerzero.config import parse_nbytes
+
+
+def save(
+    root: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    scheduler: Stateful | None = None,
+    extra: Any = None,
+    keep: int | None = None,
+    blocking: bool = True,
+    progress: ProgressOption = False,
+    max_file_size: str = "5GB",
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveHandle:
+    """Write the checkpoint `root/step-00000042`, then `root/latest`, which names it.
+
+    Collective over the ranks that share the model. Nothing is gathered: every rank writes its own
+    pieces straight to their places. Nothing of an earlier checkpoint is touched before the new one
+    is complete and on the disk; until then, and after an error, `root/latest` names the one before.
+    The format is in docs/checkpoint_format.md.
+
+    Args:
+        root: a folder on a file system that all ranks share; made if it is not there.
+        model: a ZeRO3 module, between steps.
+        optimizer: whose state is saved under the parameters' names.
+        step: number of the checkpoint; None: one more than the newest in `root`. A checkpoint of
+            that number is replaced.
+        scheduler: anything with `state_dict()`; the first rank's is saved.
+        extra: whatever else a run needs, such as random states and a place in the data: plain
+            values, small tensors and numpy arrays, in any nesting. Each rank's own is kept.
+        keep: how many checkpoints stay in `root`, this one included; the lowest steps are removed
+            after the commit. None: all.
+        blocking: False: return once the pieces are copied to host memory, and write in the
+            background. The copy takes memory for as long. The next save or load of the model waits
+            for the end, and raises what went wrong.
+        progress: True: a tqdm bar on the first rank; or callable(done_nbytes, total_nbytes), called
+            on every rank for its own bytes, in the background from another thread.
+        max_file_size: of one file of weights, or of optimizer state.
+        process_group: the ranks that save together where that is more than the model's own, as
+            with pipeline stages. Each rank then gives its own modules, and names must not collide.
+
+    Returns:
+        A handle whose `wait()` returns the folder. A blocking save is done already.
+
+    Raises:
+        CheckpointError: on all ranks, also where only one failed, with its reason: a full disk, a
+            value that cannot be saved without pickle, an optimizer of another model.
+        CollectiveError: a rank died, or did not come.
+        RuntimeError: the model is in backward.
+        ValueError, TypeError: a bad argument.
+    """
+    path = Path(root)
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep: expected at least 1 checkpoint or None, got {keep}")
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise ValueError(f"step: expected a number of 0 or more, or None, got {step!r}")
+    max_file_nbytes = parse_nbytes(max_file_size)
+    check_progress(progress)
+    state = root_state_of(model, "save")
+    finish_under_way(state)
+    together = participants_of(state, process_group)
+
+    content = Content()
+    answers = together.exchange(
+        f"announcement for {path}",
+        lambda: content.collect(model, optimizer, scheduler, extra, [str(path), step, keep]),
+    )
+    plan = SavePlan(answers, content, together, max_file_nbytes)
+    transfers = plan.transfers(content.entries)
+
+    def prepare() -> bytes:
+        if not blocking or any(t.entry.tensor.device.type != "cpu" for t in transfers):
+            transfers[:] = _stage(transfers)
+        return _prepare(path, step, plan.files) if together.is_first else b""
+
+    number, partial_name = json.loads(together.exchange("preparation", prepare)[0])
+    final = path / folders.step_name(number)
+    shown = progress if together.is_first or callable(progress) else False
+    own_nbytes = sum(transfer.entry.tensor.nbytes for transfer in transfers)
+    report = ProgressReport(shown, final.name, own_nbytes)
+    handle = SaveHandle(final, number, report)
+    work = _Work(path / partial_name, plan, transfers, together, report, number, keep)
+    if blocking:
+        work()
+    else:
+        under_way[state] = handle
+        handle.start(work)
+    return handle
+
+
+def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> bytes:
+    """Make the folder, the files at their full length with their heads, and the indices."""
+    step, partial = folders.prepare(root, step)
+    try:
+        for plan in plans:
+            for file in plan.files:
+                folders.write_durably(partial / file.name, file.head, file.nbytes)
+            if plan.index is not None:
+                folders.write_durably(partial / plan.index_name, plan.index)
+    except OSError:
+        folders.discard(partial)
+        raise
+    return json.dumps([step, partial.name]).encode()
+
+
+def _stage(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """Copy pieces into host memory of their own. Blocks until they are there."""
+    devices = {t.entry.tensor.device for t in transfers if t.entry.tensor.device.type != "cpu"}
+    total = sum(-(-t.entry.tensor.nbytes // 64) * 64 for t in transfers)
+    memory = torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices))
+    staged = []
+    end = 0
+    for transfer in transfers:
+        source = transfer.entry.tensor
+        copy = memory[end : end + source.nbytes].view(source.dtype)
+        copy.copy_(source, non_blocking=True)
+        end += -(-source.nbytes // 64) * 64
+        staged.append(transfer._replace(entry=replace(transfer.entry, tensor=copy)))
+    for device in devices:
+        torch.get_device_module(device).current_stream(device).synchronize()
+    return staged
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The rest of a save: write and commit. Runs here, or in a thread."""
+
+    partial: Path
+    plan: SavePlan
+    transfers: Sequence[Transfer]
+    together: Participants
+    report: ProgressReport
+    step: int
+    keep: int | None
+
+    def __call__(self) -> None:
+        try:
+            with self.report:
+                packed = self.together.exchange(
+                    f"writing of {self.partial.name}",
+                    lambda: pack_tallies(write_pieces(self.partial, self.transfers, self.report)),
+                    self.plan.nbytes_moved,
+                )
+            self.together.from_first("commit", lambda: self._commit(packed))
+        except BaseException:
+            if self.together.is_first:
+                folders.discard(self.partial)
+            raise
+
+    def _commit(self, packed: Sequence[bytes]) -> bytes:
+        manifest = self.plan.manifest(self.step, packed)
+        folders.write_durably(self.partial / folders.MANIFEST, manifest.to_bytes())
+        final = folders.commit(self.partial)
+        if self.keep is not None:
+            folders.prune(final.parent, self.keep, final)
+        return b""

@@ -1,0 +1,184 @@
+"""What a save writes: taken stock of on every rank, put together to the same plan on all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from layerzero.checkpoint.codec import encode
+from layerzero.checkpoint.crc import combine, crc32
+from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.file_plan import announce, merge, plan_files
+from layerzero.checkpoint.inventory import (
+    MODEL,
+    OPTIMIZER,
+    Entry,
+    Names,
+    Places,
+    extra_states,
+    model_entries,
+    optimizer_entries,
+    optimizer_groups,
+)
+from layerzero.checkpoint.manifest import FileRecord, Manifest
+from layerzero.checkpoint.participants import Participants
+from layerzero.checkpoint.transfer import Transfer, sum_tallies
+
+
+class Stateful(Protocol):
+    """A learning-rate scheduler, or whatever else has its two methods."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class Content:
+    """What this rank brings to the checkpoint."""
+
+    entries: list[Entry]
+
+    def collect(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Stateful | None,
+        extra: Any,
+        arguments: list[Any],
+    ) -> bytes:
+        """Take stock; returns what the other ranks need to know."""
+        names = Names(model)
+        places = Places(names)
+        self.entries = model_entries(model, names, places)
+        values: dict[str, dict[str, Any]] = {}
+        self.groups = None
+        if optimizer is not None:
+            self.groups = optimizer_groups(optimizer, names)
+            state, values = optimizer_entries(optimizer, names, places)
+            self.entries += state
+        self.scheduler = (
+            None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state")
+        )
+        told = {
+            "arguments": arguments,
+            "groups": hashlib.sha256(json.dumps(self.groups).encode()).hexdigest(),
+            "values": values,
+            "extra": encode(extra, "extra"),
+            "extra_states": {
+                name: encode(module.get_extra_state(), f"the extra state of {name}")
+                for name, module in extra_states(model).items()
+            },
+            "nbytes": sum(entry.tensor.nbytes for entry in self.entries),
+            "entries": announce(self.entries).decode(),
+        }
+        return json.dumps(told, separators=(",", ":")).encode()
+
+
+class SavePlan:
+    """What is written, from what all ranks announced; the same on all of them."""
+
+    def __init__(
+        self,
+        answers: Sequence[bytes],
+        content: Content,
+        together: Participants,
+        max_file_nbytes: int,
+    ) -> None:
+        told = [json.loads(answer) for answer in answers]
+        _check_same("root, step and keep", [each["arguments"] for each in told])
+        self._rank = together.rank
+        announced, self._writers = merge([each["entries"].encode() for each in told])
+        self.nbytes_moved: int = max(each["nbytes"] for each in told)
+        extras = [each["extra"] for each in told]
+        self._aliases = {a: each.name for each in announced for a in each.aliases}
+        self._extras = extras[:1] if all(each == extras[0] for each in extras) else extras
+        self._values = {name: v for each in told for name, v in each["values"].items()}
+        self._extra_states = {n: v for each in told for n, v in each["extra_states"].items()}
+        self._scheduler = content.scheduler
+        self._groups = content.groups
+        if any(each["groups"] != told[0]["groups"] for each in told):
+            everyone = together.exchange("groups", lambda: json.dumps(content.groups).encode())
+            self._groups = _merge_groups([json.loads(each) for each in everyone])
+        kinds = [MODEL] if self._groups is None else [MODEL, OPTIMIZER]
+        self.files = [plan_files(kind, announced, max_file_nbytes) for kind in kinds]
+        self._world_size = len(told)
+        self._places = {
+            (plan.kind, name): (file.name, entry)
+            for plan in self.files
+            for file in plan.files
+            for name, entry in file.tensors.items()
+        }
+        self._numbers = {key: number for number, key in enumerate(self._places)}
+
+    def transfers(self, entries: Iterable[Entry]) -> list[Transfer]:
+        """What this rank writes."""
+        transfers = []
+        for entry in entries:
+            key = (entry.kind, entry.name)
+            writes = self._writers[key] == self._rank if entry.is_whole else entry.replica == 0
+            if writes and entry.tensor.numel():
+                transfers.append(Transfer(*self._places[key], self._numbers[key], entry))
+        return transfers
+
+    def manifest(self, step: int, packed: Sequence[bytes]) -> Manifest:
+        """Check that all was written, and put the checksums together.
+
+        Raises:
+            CheckpointError: some bytes of a tensor were written by no rank, or by two.
+        """
+        sums = sum_tallies(packed)
+        crcs: dict[str, dict[str, int]] = {}
+        records: dict[str, FileRecord] = {}
+        for plan in self.files:
+            own = crcs.setdefault(plan.kind, {})
+            for file in plan.files:
+                parts, sizes = [crc32(file.head)], [len(file.head)]
+                for name, entry in file.tensors.items():
+                    nbytes, crc = sums.get((self._numbers[plan.kind, name], 0), (0, 0))
+                    if nbytes != entry.nbytes:
+                        raise CheckpointError(
+                            f"{name}: of {entry.nbytes} bytes, ranks wrote {nbytes}; "
+                            "they disagree about who has what"
+                        )
+                    own[name] = crc
+                    parts.append(crc)
+                    sizes.append(nbytes)
+                records[file.name] = FileRecord(file.nbytes, combine(parts, sizes))
+            if plan.index is not None:
+                records[plan.index_name] = FileRecord(len(plan.index), crc32(plan.index))
+        return Manifest(
+            step=step,
+            world_size=self._world_size,
+            files=records,
+            tensors=crcs,
+            optimizer_groups=self._groups,
+            optimizer_values=self._values,
+            scheduler=self._scheduler,
+            extras=self._extras,
+            extra_states=self._extra_states,
+            aliases=self._aliases,
+        )
+
+
+def _check_same(what: str, values: Sequence[Any]) -> None:
+    if any(value != values[0] for value in values):
+        listed = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        raise CheckpointError(f"{what} differ between ranks: {listed}")
+
+
+def _merge_groups(everyone: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
+    """The groups of ranks with different parameters: equal places and options are one group."""
+    if any(groups is None for groups in everyone):
+        raise CheckpointError("some ranks gave an optimizer and some did not")
+    merged: dict[str, dict[str, Any]] = {}
+    for groups in everyone:
+        for number, group in enumerate(groups or ()):
+            key = json.dumps([number, group["options"]])
+            into = merged.setdefault(key, {"options": group["options"], "params": []})
+            into["params"] = list(dict.fromkeys([*into["params"], *group["params"]]))
+    return list(merged.values())

@@ -1,0 +1,204 @@
+"""What can be loaded: one of our checkpoints, a folder of safetensors, or one such file.
+
+Opened by one rank alone, which hands what it found to the others as bytes: many ranks reading
+the same small files is slow, and two of them must not see different ones. Only `.safetensors`
+and `.json` files are ever opened, and nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerzero.checkpoint.crc import combine, crc32
+from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.file_plan import index_name
+from layerzero.checkpoint.folder import MANIFEST, resolve
+from layerzero.checkpoint.inventory import MODEL, OPTIMIZER
+from layerzero.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    check_file_name,
+    index_of,
+)
+from layerzero.checkpoint.safetensors_file import (
+    DTYPES,
+    TensorEntry,
+    dtype_name,
+    head_nbytes,
+    metadata_of,
+    parse_head,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is, and the CRC-32 of its bytes if there is one."""
+
+    file: str
+    entry: TensorEntry
+    crc: int | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors of a checkpoint by kind and name, and everything else in it."""
+
+    folder: Path
+    tensors: dict[str, dict[str, Place]]
+    aliases: dict[str, str]
+    manifest: Manifest | None
+    """None: a folder or file of weights that we did not write."""
+
+    def find(self, kind: str, names: Sequence[str]) -> tuple[str, Place] | None:
+        """A tensor under any of its names, or those it was tied to when it was saved."""
+        tensors = self.tensors.get(kind, {})
+        for name in (*names, *(self.aliases.get(name, name) for name in names)):
+            if name in tensors:
+                return name, tensors[name]
+        return None
+
+    def to_bytes(self) -> bytes:
+        tensors = {
+            kind: [
+                [name, p.file, dtype_name(p.entry.dtype, name), p.entry.shape, p.entry.begin, p.crc]
+                for name, p in places.items()
+            ]
+            for kind, places in self.tensors.items()
+        }
+        manifest = None if self.manifest is None else self.manifest.to_bytes().decode()
+        return json.dumps([str(self.folder), tensors, self.aliases, manifest]).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> Source:
+        folder, tensors, aliases, manifest = json.loads(text)
+        found = {
+            kind: {
+                name: Place(file, TensorEntry(DTYPES[dtype], tuple(shape), begin), crc)
+                for name, file, dtype, shape, begin, crc in rows
+            }
+            for kind, rows in tensors.items()
+        }
+        sealed = None if manifest is None else Manifest.from_bytes(manifest.encode(), folder)
+        return cls(Path(folder), found, aliases, sealed)
+
+
+def open_source(path: Path, with_optimizer: bool = True) -> Source:
+    """Read and check everything but the tensors' bytes.
+
+    Raises:
+        CheckpointError: no checkpoint is there, or a file of it is missing or damaged: which, why.
+    """
+    path = resolve(path)
+    if path.is_file():
+        tensors, aliases = _tensors_of(path.parent, [check_file_name(path.name, path)], None)
+        return Source(path.parent, {MODEL: tensors}, aliases, None)
+    if not (path / MANIFEST).exists():
+        names = _files_of(path, None)
+        tensors, aliases = _tensors_of(path, names, None)
+        return Source(path, {MODEL: tensors}, aliases, None)
+    manifest = Manifest.from_bytes((path / MANIFEST).read_bytes(), path / MANIFEST)
+    by_kind = {}
+    kinds = [kind for kind in manifest.tensors if kind != OPTIMIZER or with_optimizer]
+    for kind in kinds:
+        names = _files_of(path, manifest, kind)
+        tensors, _ = _tensors_of(path, names, manifest)
+        if tensors.keys() != manifest.tensors[kind].keys():
+            raise CheckpointError(
+                f"{path}: the files of the {kind} hold other tensors than {MANIFEST} says"
+            )
+        by_kind[kind] = {
+            name: Place(p.file, p.entry, manifest.tensors[kind][name])
+            for name, p in tensors.items()
+        }
+    return Source(path, by_kind, manifest.aliases, manifest)
+
+
+def _files_of(folder: Path, manifest: Manifest | None, kind: str = MODEL) -> list[str]:
+    """Names of the safetensors files of one kind."""
+    index = folder / index_name(kind)
+    if manifest is not None:
+        names = [check_file_name(name, folder / MANIFEST) for name in manifest.files]
+        if index.name in names:
+            _checked(index, manifest.files[index.name])
+        return [n for n in names if n.startswith(kind) and n.endswith(".safetensors")]
+    if index.exists():
+        return sorted(set(index_of(index.read_bytes(), index).values()))
+    if (folder / f"{kind}.safetensors").exists():
+        return [f"{kind}.safetensors"]
+    return sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+def _checked(path: Path, record: FileRecord) -> bytes:
+    """The bytes of a small file, which must be what was written."""
+    _check_size(path, record)
+    data = path.read_bytes()
+    if crc32(data) != record.crc32:
+        raise CheckpointError(
+            f"{path}: damaged: its CRC-32 is {crc32(data):08x}, it was written with "
+            f"{record.crc32:08x}"
+        )
+    return data
+
+
+def _check_size(path: Path, record: FileRecord) -> None:
+    try:
+        nbytes = path.stat().st_size
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing") from error
+    if nbytes != record.nbytes:
+        raise CheckpointError(f"{path}: damaged: {nbytes} bytes, written with {record.nbytes}")
+
+
+def _tensors_of(
+    folder: Path, names: Sequence[str], manifest: Manifest | None
+) -> tuple[dict[str, Place], dict[str, str]]:
+    tensors: dict[str, Place] = {}
+    metadata: dict[str, str] = {}
+    for name in names:
+        path = folder / name
+        if manifest is not None:
+            _check_size(path, manifest.files[name])
+        head, found = read_head(path)
+        if manifest is not None:
+            _check_head(path, head, found, manifest)
+        for tensor, entry in found.items():
+            if tensor in tensors:
+                raise CheckpointError(
+                    f"{path}: has {tensor!r}, which {tensors[tensor].file} has too"
+                )
+            tensors[tensor] = Place(name, entry, None)
+        metadata |= metadata_of(head)
+    # Where the safetensors library drops a duplicate, it leaves the name it kept under the other.
+    aliases = {k: v for k, v in metadata.items() if v in tensors and k not in tensors}
+    return tensors, aliases
+
+
+def _check_head(path: Path, head: bytes, found: dict[str, TensorEntry], manifest: Manifest) -> None:
+    """The checksums of the file and of its tensors leave one that the head can have."""
+    crcs = {name: crc for kind in manifest.tensors.values() for name, crc in kind.items()}
+    strangers = [name for name in found if name not in crcs]
+    parts = [crc32(head), *(crcs.get(name, 0) for name in found)]
+    sizes = [len(head), *(entry.nbytes for entry in found.values())]
+    if strangers or combine(parts, sizes) != manifest.files[path.name].crc32:
+        raise CheckpointError(f"{path}: damaged: its header is not what was written")
+
+
+def read_head(path: Path) -> tuple[bytes, dict[str, TensorEntry]]:
+    """Everything before the first tensor of a safetensors file, and its tensors.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            head = start + file.read(head_nbytes(start, nbytes) - len(start))
+        return head, parse_head(head, nbytes)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from error

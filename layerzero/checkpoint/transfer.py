@@ -1,0 +1,199 @@
+"""Bytes between this rank's pieces and the files, with the checksum of every piece.
+
+A rank writes and reads its own runs in place; pieces that lie side by side in a file go in one
+call. Nothing here is collective.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from layerzero.checkpoint.crc import crc32, placed
+from layerzero.checkpoint.inventory import Entry
+from layerzero.checkpoint.safetensors_file import TensorEntry
+
+_BATCH_NBYTES = 8 << 20
+"""Of one call: small enough that what was just checksummed is in the cache."""
+_MAX_VIEWS = 512
+"""Of one call; systems allow 1024."""
+
+Progress = Callable[[int], None]
+"""Told of bytes as they are written or read."""
+
+
+class Transfer(NamedTuple):
+    """A piece and the tensor in a file that it is part of."""
+
+    file: str
+    place: TensorEntry
+    number: int
+    """Of the tensor, in the order that all ranks share."""
+    entry: Entry
+
+
+class Tally(NamedTuple):
+    """What one rank moved of a tensor; see Note [Checksums add up] in crc.py."""
+
+    number: int
+    replica: int
+    nbytes: int
+    crc: int
+
+
+class _Slice(NamedTuple):
+    offset: int
+    data: memoryview
+    transfer: int
+    behind: int
+    """Bytes of the tensor behind this slice."""
+
+
+def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
+    """Write pieces (on the CPU) into files that exist, and bring them to the disk."""
+
+    def write(descriptor: int, offset: int, views: list[memoryview]) -> int:
+        return os.pwritev(descriptor, views, offset)
+
+    return _move(folder, transfers, os.O_WRONLY, write, progress, crc_after=False)
+
+
+def read_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
+    """Fill pieces (on the CPU).
+
+    Raises:
+        OSError: the file is shorter than it was.
+    """
+
+    def read(descriptor: int, offset: int, views: list[memoryview]) -> int:
+        moved = os.preadv(descriptor, views, offset)
+        if moved == 0:
+            raise OSError(f"ends at byte {offset}, shorter than it was a moment ago")
+        return moved
+
+    return _move(folder, transfers, os.O_RDONLY, read, progress, crc_after=True)
+
+
+def _move(
+    folder: Path,
+    transfers: Sequence[Transfer],
+    flags: int,
+    move: Callable[[int, int, list[memoryview]], int],
+    progress: Progress,
+    crc_after: bool,
+) -> list[Tally]:
+    by_file: dict[str, list[int]] = {}
+    for index, transfer in enumerate(transfers):
+        by_file.setdefault(transfer.file, []).append(index)
+    crcs: list[int] = []
+    done: list[_Slice] = []
+    for file, indices in by_file.items():
+        slices = sorted(
+            (each for index in indices for each in _slices(transfers[index], index)),
+            key=lambda each: each.offset,
+        )
+        try:
+            descriptor = os.open(folder / file, flags)
+            try:
+                for batch in _batches(slices):
+                    if not crc_after:
+                        crcs.extend(crc32(each.data) for each in batch)
+                    _move_all(descriptor, batch, move)
+                    if crc_after:
+                        crcs.extend(crc32(each.data) for each in batch)
+                    progress(sum(len(each.data) for each in batch))
+                if flags != os.O_RDONLY:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise OSError(f"{folder / file}: {error}") from error
+        done.extend(slices)
+    return _tallies(transfers, done, crcs)
+
+
+def _slices(transfer: Transfer, index: int) -> Iterable[_Slice]:
+    entry, place = transfer.entry, transfer.place
+    data = bytes_of(entry.tensor)
+    width = place.dtype.itemsize
+    for run in entry.runs():
+        begin, end = run.local * width, (run.local + run.numel) * width
+        offset = run.start * width
+        for start in range(begin, end, _BATCH_NBYTES):
+            stop = min(start + _BATCH_NBYTES, end)
+            at = offset + start - begin
+            behind = place.nbytes - at - (stop - start)
+            yield _Slice(place.begin + at, data[start:stop], index, behind)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous 1-D tensor on the CPU."""
+    data: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def _batches(slices: Sequence[_Slice]) -> Iterable[list[_Slice]]:
+    """Slices that follow each other in the file, up to the size of one call."""
+    batch: list[_Slice] = []
+    nbytes = end = 0
+    for each in slices:
+        full = nbytes + len(each.data) > _BATCH_NBYTES or len(batch) == _MAX_VIEWS
+        if batch and (full or each.offset != end):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(each)
+        nbytes += len(each.data)
+        end = each.offset + len(each.data)
+    if batch:
+        yield batch
+
+
+def _move_all(
+    descriptor: int, batch: list[_Slice], move: Callable[[int, int, list[memoryview]], int]
+) -> None:
+    """One call, or more where the system moved less than asked."""
+    offset = batch[0].offset
+    views = [each.data for each in batch]
+    while views:
+        moved = move(descriptor, offset, views)
+        offset += moved
+        while views and moved >= len(views[0]):
+            moved -= len(views.pop(0))
+        if views and moved:
+            views[0] = views[0][moved:]
+
+
+def _tallies(
+    transfers: Sequence[Transfer], done: Sequence[_Slice], crcs: Sequence[int]
+) -> list[Tally]:
+    parts = placed(crcs, [each.behind for each in done])
+    crc_of: NDArray[np.uint32] = np.zeros(len(transfers), dtype=np.uint32)
+    nbytes_of: NDArray[np.int64] = np.zeros(len(transfers), dtype=np.int64)
+    owners = np.array([each.transfer for each in done], dtype=np.int64)
+    np.bitwise_xor.at(crc_of, owners, parts)
+    np.add.at(nbytes_of, owners, [len(each.data) for each in done])
+    return [
+        Tally(transfer.number, transfer.entry.replica, int(nbytes), int(crc))
+        for transfer, nbytes, crc in zip(transfers, nbytes_of, crc_of, strict=True)
+    ]
+
+
+def pack_tallies(tallies: Sequence[Tally]) -> bytes:
+    return np.array(tallies, dtype=np.int64).tobytes()
+
+
+def sum_tallies(packed: Sequence[bytes]) -> dict[tuple[int, int], tuple[int, int]]:
+    """(bytes, CRC) of each (tensor, replica), from what all ranks moved."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for each in packed:
+        for number, replica, nbytes, crc in np.frombuffer(each, dtype=np.int64).reshape(-1, 4):
+            key = int(number), int(replica)
+            old = found.get(key, (0, 0))
+            found[key] = old[0] + int(nbytes), old[1] ^ int(crc)
+    return found

@@ -1,0 +1,274 @@
+"""The parts of checkpoints that need no ranks: runs, boxes, checksums, heads, values, folders."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from layerzero.checkpoint import CheckpointError, folder
+from layerzero.checkpoint.codec import decode, encode
+from layerzero.checkpoint.crc import combine, placed
+from layerzero.checkpoint.manifest import FileRecord, Manifest, check_file_name
+from layerzero.checkpoint.runs import Extent, boxes, runs
+from layerzero.checkpoint.safetensors_file import DTYPES, head_nbytes, make_head, parse_head
+
+WHOLES = [(), (1,), (7,), (4, 5), (1, 5), (3, 1), (2, 3, 4), (2, 1, 3, 2), (0, 3)]
+BLOCKS = [
+    Extent((6, 5), (2, 5), (4, 0)),
+    Extent((6, 5), (6, 2), (0, 3)),
+    Extent((6, 5), (3, 2), (2, 1)),
+    Extent((3, 4, 5), (3, 2, 5), (0, 1, 0)),
+    Extent((3, 4, 5), (2, 4, 3), (1, 0, 2)),
+    Extent((7,), (3,), (4,)),
+]
+EXTENTS = [*map(Extent.whole, WHOLES), *BLOCKS]
+
+
+@pytest.mark.parametrize("extent", EXTENTS, ids=str)
+def test_runs_and_boxes_cover_every_range_once(extent: Extent) -> None:
+    numel = math.prod(extent.local_shape)
+    whole = torch.arange(math.prod(extent.shape)).view(extent.shape)
+    ends = zip(extent.offsets, extent.local_shape, strict=True)
+    block = whole[tuple(slice(at, at + size) for at, size in ends)].reshape(-1)
+    for start, stop in itertools.combinations_with_replacement(range(numel + 1), 2):
+        piece = block[start:stop].tolist()
+        by_run = [-1] * len(piece)
+        for run in runs(extent, start, stop):
+            assert run.numel > 0
+            by_run[run.local : run.local + run.numel] = range(run.start, run.start + run.numel)
+        assert by_run == piece
+        by_box = [-1] * len(piece)
+        for box in boxes(extent, start, stop):
+            ends = zip(box.offsets, box.sizes, strict=True)
+            inside = whole[tuple(slice(at, at + size) for at, size in ends)].reshape(-1).tolist()
+            by_box[box.local : box.local + len(inside)] = inside
+        assert by_box == piece
+
+
+def test_a_range_of_a_whole_tensor_is_one_run_and_few_boxes() -> None:
+    extent = Extent.whole((9, 8, 7))
+    for start, stop in [(0, 504), (1, 503), (60, 61), (56, 112)]:
+        assert len(list(runs(extent, start, stop))) == 1
+        assert len(list(boxes(extent, start, stop))) <= 5
+
+
+def test_checksums_of_parts_make_that_of_the_whole() -> None:
+    generator = random.Random(0)
+    data = generator.randbytes(100_003)
+    cuts = [0, *sorted(generator.sample(range(1, len(data)), 60)), len(data)]
+    parts = [data[begin:end] for begin, end in itertools.pairwise(cuts)]
+    assert combine([zlib.crc32(part) for part in parts], list(map(len, parts))) == zlib.crc32(data)
+    order = list(range(len(parts)))
+    generator.shuffle(order)  # as ranks write them
+    crcs = placed([zlib.crc32(parts[i]) for i in order], [len(data) - cuts[i + 1] for i in order])
+    assert int(np.bitwise_xor.reduce(crcs)) == zlib.crc32(data)
+    assert combine([], []) == zlib.crc32(b"") == 0
+    assert combine([zlib.crc32(b""), zlib.crc32(b"a")], [0, 1]) == zlib.crc32(b"a")
+
+
+def test_a_part_may_lie_terabytes_from_the_end() -> None:
+    # The powers of x repeat after 2 ** 32 - 1 bits: the same rest, the same value.
+    far, near = 3 + (2**32 - 1) * 1000, 3
+    assert placed([0x12345678], [far]) == placed([0x12345678], [near])
+    assert placed([0x12345678], [far + 1]) != placed([0x12345678], [near])
+
+
+def test_a_head_is_read_back_as_it_was_planned() -> None:
+    tensors = [(f"t.{name}", dtype, (2, 3)) for name, dtype in DTYPES.items()]
+    tensors += [
+        ("scalar", torch.float32, ()),
+        ("empty", torch.int8, (0, 4)),
+        ("ä", torch.bool, (1,)),
+    ]
+    tensors.sort(key=lambda each: -each[1].itemsize)
+    head, planned = make_head(tensors, {"format": "pt"})
+    nbytes = len(head) + sum(entry.nbytes for entry in planned.values())
+    assert head_nbytes(head[:8], nbytes) == len(head)
+    assert parse_head(head, nbytes) == planned
+    assert len(head) % 64 == 0
+    assert all(entry.begin % entry.dtype.itemsize == 0 for entry in planned.values())
+
+
+def _described(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"[]",
+        json.dumps({"a": 3}).encode(),
+        json.dumps({"a": _described(dtype="F31")}).encode(),
+        json.dumps({"a": _described(shape=[-2])}).encode(),
+        json.dumps({"a": _described(shape=[2.0])}).encode(),
+        json.dumps({"a": _described(data_offsets=[0, 4])}).encode(),
+        json.dumps({"a": _described(data_offsets=[8, 16])}).encode(),
+        json.dumps({"a": _described(), "b": _described()}).encode(),
+        json.dumps({"a": _described(shape=[3], data_offsets=[0, 12])}).encode(),
+        b"[" * 100_000,
+    ],
+)
+def test_a_damaged_head_is_refused(header: bytes) -> None:
+    with pytest.raises(ValueError, match="header"):
+        parse_head(len(header).to_bytes(8, "little") + header, 8 + len(header) + 8)
+
+
+@pytest.mark.parametrize(
+    "start", [b"", b"\x80\x02\x63", b"\xff" * 8, (10**9).to_bytes(8, "little")]
+)
+def test_a_file_of_another_kind_is_refused(start: bytes) -> None:
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        head_nbytes(start, 10**6)
+
+
+VALUES = [
+    None,
+    True,
+    3,
+    -(2**70),
+    0.1,
+    float("inf"),
+    "text",
+    "$tuple",
+    b"\x00\xff",
+    1 + 2j,
+    [1, [2, (3,)]],
+    (),
+    {"a": {"b": (1, 2)}},
+    {1: "one", (2, 3): "pair", None: 0},
+    {"$tensor": 1},
+    {"$x": 1, "y": 2},
+    {3, 1},
+    torch.bfloat16,
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_come_back_as_they_were(value: object) -> None:
+    text = json.dumps(encode(value, "it"), allow_nan=False)
+    back = decode(json.loads(text))
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_tensors_arrays_and_random_states_come_back_as_they_were() -> None:
+    tensors = [
+        torch.get_rng_state(),
+        torch.tensor(1.5),
+        torch.empty(0, 3),
+        torch.ones(2, 2, dtype=torch.bfloat16).t(),
+        torch.tensor([True, False]),
+    ]
+    for tensor, back in zip(
+        tensors, decode(json.loads(json.dumps(encode(tensors, "it")))), strict=True
+    ):
+        assert torch.equal(tensor, back)
+        assert tensor.dtype == back.dtype
+        back.zero_()  # writable
+    state = (random.getstate(), np.random.default_rng(0).bit_generator.state, np.random.get_state())
+    back = decode(json.loads(json.dumps(encode(state, "it"))))
+    random.setstate(back[0])
+    generator = np.random.default_rng(1)
+    generator.bit_generator.state = back[1]
+    assert generator.random() == np.random.default_rng(0).random()
+    assert (back[2][1] == state[2][1]).all()
+    assert math.isnan(decode(json.loads(json.dumps(encode(math.nan, "it")))))
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {"a": [lambda: 0]}, torch.empty(1 << 25, dtype=torch.int8)]
+)
+def test_what_needs_pickle_or_is_large_is_refused_by_name(value: object) -> None:
+    with pytest.raises(CheckpointError, match="extra"):
+        encode(value, "extra")
+
+
+def _manifest() -> Manifest:
+    return Manifest(
+        step=3, world_size=2, files={"a": FileRecord(1, 2)}, tensors={"model": {"w": 5}}
+    )
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed() -> None:
+    text = _manifest().to_bytes()
+    assert json.loads(text)["step"] == 3  # ordinary JSON
+    assert Manifest.from_bytes(text, "here") == _manifest()
+    for bit in range(8 * len(text)):
+        damaged = bytearray(text)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CheckpointError, match="here: damaged"):
+            Manifest.from_bytes(bytes(damaged), "here")
+    for nbytes in range(len(text)):
+        with pytest.raises(CheckpointError, match="here: damaged"):
+            Manifest.from_bytes(text[:nbytes], "here")
+
+
+@pytest.mark.parametrize(
+    "name", ["../w.safetensors", "/etc/w.json", "pytorch_model.bin", "a/b.json", ""]
+)
+def test_a_file_elsewhere_or_of_another_kind_is_never_opened(name: str) -> None:
+    with pytest.raises(CheckpointError, match="names a file"):
+        check_file_name(name, Path("index.json"))
+
+
+def _committed(root: Path, step: int | None, content: str = "") -> Path:
+    _, partial = folder.prepare(root, step)
+    (partial / folder.MANIFEST).write_text(content)
+    return folder.commit(partial)
+
+
+def test_the_latest_commit_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    for step in (5, None, 20):
+        _committed(tmp_path, step)
+    assert list(folder.committed_steps(tmp_path)) == [5, 6, 20]
+    assert (tmp_path / "latest").read_text() == "step-00000020\n"
+    back = _committed(tmp_path, 6, "again")  # went back to an earlier step
+    assert folder.resolve(tmp_path) == back
+    assert (back / folder.MANIFEST).read_text() == "again"
+    folder.prune(tmp_path, 2, back)
+    assert list(folder.committed_steps(tmp_path)) == [6, 20]
+    folder.prune(tmp_path, 1, back)
+    assert list(folder.committed_steps(tmp_path)) == [6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000006"]
+
+
+def test_what_a_killed_run_left_is_removed_and_never_read(tmp_path: Path) -> None:
+    kept = _committed(tmp_path, 1)
+    _, partial = folder.prepare(tmp_path, 2)
+    assert folder.resolve(tmp_path) == kept
+    step, again = folder.prepare(tmp_path, None)
+    assert step == 2
+    assert again == partial
+    assert not list(again.iterdir())
+
+
+def test_a_checkpoint_that_was_being_replaced_is_still_found(tmp_path: Path) -> None:
+    path = _committed(tmp_path, 1, "old")
+    path.rename(tmp_path / ".replaced-step-00000001")  # killed between the two renames
+    assert (folder.resolve(tmp_path) / folder.MANIFEST).read_text() == "old"
+    folder.prepare(tmp_path, 2)
+    assert (path / folder.MANIFEST).read_text() == "old"
+
+
+def test_a_place_without_a_checkpoint_is_refused_with_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        folder.resolve(tmp_path / "nowhere")
+    (tmp_path / "weights.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"found weights\.pt"):
+        folder.resolve(tmp_path)
+    (tmp_path / "latest").write_text("../elsewhere")
+    with pytest.raises(CheckpointError, match=r"expected a name such as"):
+        folder.resolve(tmp_path)
+    (tmp_path / "latest").write_text("step-00000009")
+    with pytest.raises(CheckpointError, match="names step-00000009, which is not there"):
+        folder.resolve(tmp_path)
