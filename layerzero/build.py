@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.arguments import check_reshard_after_forward
+from layerzero.checkpoint import module_state
 from layerzero.comm.collectives import Operation, broadcast_
 from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
@@ -118,6 +119,7 @@ class UnitBuilder:
             ),
         )
         set_unit(plan.module, unit)
+        module_state.install(unit, list(kinds.values()))
         # `_call_impl` too: it runs the user's module hooks, which then see full parameters.
         hooks.install(plan.module, "_call_impl", unit)
         hooks.install(plan.module, "forward", unit)

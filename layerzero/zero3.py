@@ -239,7 +239,12 @@ class ZeRO3(nn.Module):
         return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's pieces and all buffers, under the original names. Not collective."""
+        """A shard of each parameter, and all buffers, under the original names. Not collective.
+
+        Shards have the original shapes and this rank's piece as `.local`, sharing memory with the
+        parameter; `torch.distributed.checkpoint` saves and loads them as they are. Full tensors:
+        `layerzero.checkpoint.get_model_state_dict(model, full=True)`.
+        """
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -1,11 +1,28 @@
 """Checkpoints: every rank writes and reads its own pieces of plain safetensors files.
 
 `save` and `load` are all a training run needs; docs/checkpoint_format.md says what is on the disk.
+The four `*_state_dict` functions speak to torch.distributed.checkpoint and to code that wants full
+tensors; `stream_full` hands weights to an inference engine.
 """
 
 from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.gather_state import get_model_state_dict, get_optimizer_state_dict
 from layerzero.checkpoint.handle import SaveHandle
 from layerzero.checkpoint.load import load
+from layerzero.checkpoint.parameter_shard import ParameterShard
 from layerzero.checkpoint.save import save
+from layerzero.checkpoint.scatter_state import set_model_state_dict, set_optimizer_state_dict
+from layerzero.checkpoint.stream import stream_full
 
-__all__ = ["CheckpointError", "SaveHandle", "load", "save"]
+__all__ = [
+    "CheckpointError",
+    "ParameterShard",
+    "SaveHandle",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "load",
+    "save",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "stream_full",
+]

@@ -126,7 +126,7 @@ class Places:
     ) -> Entry:
         """The entry of `tensor`: `parameter`, or state of it: shaped like it, or one number."""
         found = self._found.get(id(parameter))
-        is_whole = found is None or tensor.ndim == 0
+        is_whole = found is None or tensor.shape != parameter.shape
         if is_whole:
             order = (self._num_handles, index) if found is None else found.order
             announces = found is None or found.is_first
@@ -209,16 +209,26 @@ def name_in_group(names: Names, parameter: torch.Tensor, number: int) -> str:
     return found[0]
 
 
-def optimizer_entries(
+class OptimizerParts(NamedTuple):
+    """An optimizer's state, by what it is."""
+
+    entries: list[Entry]
+    """Tensors."""
+    scalar_keys: list[str]
+    """Keys whose tensors are one number each, and not shaped like the parameter."""
+    values: dict[str, dict[str, Any]]
+    """By parameter, what is no tensor, encoded."""
+
+
+def optimizer_parts(
     optimizer: torch.optim.Optimizer, names: Names, places: Places
-) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
-    """The tensors of the optimizer's state; and, by parameter, its values that are no tensors.
+) -> OptimizerParts:
+    """Take stock of an optimizer's state.
 
     Raises:
         CheckpointError: a state is neither element-wise, nor a scalar, nor plain.
     """
-    entries: list[Entry] = []
-    values: dict[str, dict[str, Any]] = {}
+    parts = OptimizerParts([], [], {})
     for index, (parameter, state) in enumerate(optimizer.state.items()):
         found = names.of(parameter)
         if found is None:
@@ -229,16 +239,20 @@ def optimizer_entries(
                 raise CheckpointError(f"{where}: expected a name without {_STATE_SEPARATOR!r}")
             name = (f"{found[0]}{_STATE_SEPARATOR}{key}",)
             if not isinstance(value, torch.Tensor):
-                values.setdefault(found[0], {})[key] = encode(value, where)
-            elif value.ndim == 0 or value.shape == parameter.shape:
-                entries.append(places.entry(OPTIMIZER, name, parameter, value, index))
+                parts.values.setdefault(found[0], {})[key] = encode(value, where)
+            elif value.shape == parameter.shape:
+                parts.entries.append(places.entry(OPTIMIZER, name, parameter, value, index))
+            elif value.ndim == 0:
+                parts.entries.append(places.entry(OPTIMIZER, name, parameter, value, index))
+                if key not in parts.scalar_keys:
+                    parts.scalar_keys.append(key)
             else:
                 raise CheckpointError(
                     f"{where}: shape {tuple(value.shape)} on a piece of {tuple(parameter.shape)}; "
                     "expected a scalar or the piece's own shape, which is what element-wise "
                     "optimizers keep"
                 )
-    return entries, values
+    return parts
 
 
 def split_state_name(name: str) -> tuple[str, str]:

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero.checkpoint.codec import decode
-from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.errors import CheckpointError, some
 from layerzero.checkpoint.handle import finish_under_way, root_state_of
 from layerzero.checkpoint.inventory import MODEL
-from layerzero.checkpoint.match import Match, Matcher, some
+from layerzero.checkpoint.match import Match, Matcher
+from layerzero.checkpoint.optimizer_state import put_state
 from layerzero.checkpoint.participants import Participants, participants_of
 from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
 from layerzero.checkpoint.save_plan import Stateful
@@ -184,25 +185,16 @@ def _apply(
 def _apply_to_optimizer(
     match: Match, optimizer: torch.optim.Optimizer, options: Sequence[dict[str, Any]]
 ) -> None:
-    """Through the optimizer's own `load_state_dict`, for what it makes of devices and defaults."""
-    numbers: dict[int, int] = {}
-    groups = []
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        kept = {key: value for key, value in group.items() if key != "params"}
-        params = [numbers.setdefault(id(p), len(numbers)) for p in group["params"]]
-        groups.append({**kept, **own, "params": params})
-    states: dict[int, dict[str, Any]] = {}
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    keeps_dtype: set[tuple[nn.Parameter, str]] = set()
     for parameter, values in match.state_values:
-        states.setdefault(numbers[id(parameter)], {}).update(values)
+        states.setdefault(parameter, {}).update(values)
     for part in match.state_parts:
-        states.setdefault(numbers[id(part.parameter)], {})[part.key] = part.memory
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
-    for part in match.state_parts:
-        # torch casts all state to the parameter's dtype, also what was wider than it on purpose.
-        loaded = optimizer.state[part.parameter][part.key]
-        if part.memory.ndim and not part.follows_parameter and loaded.dtype != part.memory.dtype:
-            wide = part.memory.to(part.parameter.device)
-            optimizer.state[part.parameter][part.key] = wide
+        states.setdefault(part.parameter, {})[part.key] = part.memory
+        if part.memory.shape == part.parameter.shape and not part.follows_parameter:
+            # Of another dtype than the parameter on purpose.
+            keeps_dtype.add((part.parameter, part.key))
+    put_state(optimizer, options, states, keeps_dtype)
 
 
 def _extra_of(source: Source, together: Participants) -> Any:

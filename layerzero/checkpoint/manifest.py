@@ -36,6 +36,8 @@ class Manifest:
     """By kind and name, the CRC-32 of the tensor's bytes."""
     optimizer_groups: list[dict[str, Any]] | None = None
     """None: it was saved without an optimizer."""
+    optimizer_scalars: list[str] = field(default_factory=list)
+    """Keys of state that is one number for each parameter, and not shaped like it."""
     optimizer_values: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By parameter, its state that is no tensor."""
     scheduler: Any = None

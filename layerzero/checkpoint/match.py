@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.codec import decode
-from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.errors import CheckpointError, some
 from layerzero.checkpoint.inventory import (
     MODEL,
     OPTIMIZER,
@@ -24,10 +22,9 @@ from layerzero.checkpoint.inventory import (
     named_buffers,
     split_state_name,
 )
+from layerzero.checkpoint.optimizer_state import options_of_groups
 from layerzero.checkpoint.source import Source
 from layerzero.checkpoint.transfer import Transfer
-
-_MAX_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -135,21 +132,22 @@ class Matcher:
         if manifest is None or manifest.optimizer_groups is None:
             self._lacks("optimizer")
             return
+        self._scalar_keys = manifest.optimizer_scalars
         saved: dict[str, list[str]] = {}
         for name in self._source.tensors[OPTIMIZER]:
             saved.setdefault(split_state_name(name)[0], []).append(name)
-        options_of = {
-            name: (number, group["options"])
-            for number, group in enumerate(manifest.optimizer_groups)
-            for name in group["params"]
-        }
-        self.match.options = []
-        for number, group in enumerate(optimizer.param_groups):
-            names = [
-                self._saved_name(name_in_group(self._names, parameter, number), options_of)
+        known = {name for group in manifest.optimizer_groups for name in group["params"]}
+        names_of = [
+            [
+                self._saved_name(name_in_group(self._names, parameter, number), known)
                 for parameter in group["params"]
             ]
-            self.match.options.append(self._options(number, names, options_of))
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        before = [(group["options"], group["params"]) for group in manifest.optimizer_groups]
+        options = options_of_groups(names_of, before, self._strict, str(self._source.folder))
+        self.match.options = [decode(each) for each in options]
+        for group, names in zip(optimizer.param_groups, names_of, strict=True):
             for index, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
                 for tensor in saved.get(name, ()):
                     self._match_state(tensor, parameter, index)
@@ -157,33 +155,16 @@ class Matcher:
                     values = decode(manifest.optimizer_values[name])
                     self.match.state_values.append((parameter, values))
 
-    def _saved_name(self, name: str, known: dict[str, Any]) -> str:
+    def _saved_name(self, name: str, known: set[str]) -> str:
         """What a parameter was called when it was saved, if it was tied to another."""
         return name if name in known else self._source.aliases.get(name, name)
-
-    def _options(
-        self, number: int, names: Sequence[str], options_of: dict[str, tuple[int, dict[str, Any]]]
-    ) -> dict[str, Any]:
-        """What the group of these parameters had; nothing where it is new."""
-        found = dict(options_of[name] for name in names if name in options_of)
-        lost = [name for name in names if name not in options_of]
-        if lost and self._strict:
-            raise CheckpointError(
-                f"{self._source.folder}: the optimizer's group {number} has parameters that the "
-                f"saved one had not: {some(lost)}. To load what fits, pass strict=False"
-            )
-        if len(set(map(json.dumps, found.values()))) > 1:
-            raise CheckpointError(
-                f"{self._source.folder}: the optimizer's group {number} mixes parameters of saved "
-                f"groups {sorted(found)}, whose options differ; build the groups as they were"
-            )
-        return decode(next(iter(found.values()), {}))
 
     def _match_state(self, name: str, parameter: nn.Parameter, index: int) -> None:
         parameter_name, key = split_state_name(name)
         shape = self._source.tensors[OPTIMIZER][name].entry.shape
         # Asked for its place alone: that of one number, or of the parameter.
-        like = parameter if shape else torch.empty(())
+        is_scalar = key in self._scalar_keys
+        like = torch.empty(()) if is_scalar else parameter
         entry = self._places.entry(OPTIMIZER, (name,), parameter, like, index)
         if shape != entry.extent.shape:
             raise CheckpointError(
@@ -194,7 +175,7 @@ class Matcher:
         main = self._source.tensors[MODEL].get(parameter_name)
         follows = main is not None and main.entry.dtype == memory.dtype
         self.match.state_parts.append(
-            StatePart(parameter, key, memory.view(like.shape), follows and bool(shape))
+            StatePart(parameter, key, memory.view(like.shape), follows and not is_scalar)
         )
 
     def _plan_read(self, kind: str, name: str, entry: Entry) -> torch.Tensor:
@@ -213,10 +194,3 @@ class Matcher:
                 "strict=False"
             )
         self.match.missing.append(f"the {what}'s state")
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few of many."""
-    shown = ", ".join(names[:_MAX_NAMES_SHOWN]) or "nothing"
-    more = len(names) - _MAX_NAMES_SHOWN
-    return shown + (f" and {more} more" if more > 0 else "")

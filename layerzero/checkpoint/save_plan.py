@@ -19,11 +19,12 @@ from layerzero.checkpoint.inventory import (
     OPTIMIZER,
     Entry,
     Names,
+    OptimizerParts,
     Places,
     extra_states,
     model_entries,
-    optimizer_entries,
     optimizer_groups,
+    optimizer_parts,
 )
 from layerzero.checkpoint.manifest import FileRecord, Manifest
 from layerzero.checkpoint.participants import Participants
@@ -55,19 +56,20 @@ class Content:
         names = Names(model)
         places = Places(names)
         self.entries = model_entries(model, names, places)
-        values: dict[str, dict[str, Any]] = {}
         self.groups = None
+        parts = OptimizerParts([], [], {})
         if optimizer is not None:
             self.groups = optimizer_groups(optimizer, names)
-            state, values = optimizer_entries(optimizer, names, places)
-            self.entries += state
+            parts = optimizer_parts(optimizer, names, places)
+            self.entries += parts.entries
         self.scheduler = (
             None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state")
         )
         told = {
             "arguments": arguments,
             "groups": hashlib.sha256(json.dumps(self.groups).encode()).hexdigest(),
-            "values": values,
+            "scalar_keys": parts.scalar_keys,
+            "values": parts.values,
             "extra": encode(extra, "extra"),
             "extra_states": {
                 name: encode(module.get_extra_state(), f"the extra state of {name}")
@@ -98,6 +100,7 @@ class SavePlan:
         self._aliases = {a: each.name for each in announced for a in each.aliases}
         self._extras = extras[:1] if all(each == extras[0] for each in extras) else extras
         self._values = {name: v for each in told for name, v in each["values"].items()}
+        self._scalar_keys = sorted({key for each in told for key in each["scalar_keys"]})
         self._extra_states = {n: v for each in told for n, v in each["extra_states"].items()}
         self._scheduler = content.scheduler
         self._groups = content.groups
@@ -157,6 +160,7 @@ class SavePlan:
             files=records,
             tensors=crcs,
             optimizer_groups=self._groups,
+            optimizer_scalars=self._scalar_keys,
             optimizer_values=self._values,
             scheduler=self._scheduler,
             extras=self._extras,

@@ -220,15 +220,22 @@ def gather_small(tensor: torch.Tensor, group: ShardGroup, operation: Operation) 
     return values
 
 
-def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
-    """Copy a tensor of the group's first rank to all, in place. Collective; blocks on CPU."""
-    source, process_group = group.ranks[0], group.process_group
-    _start(
+def broadcast(
+    tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int = 0
+) -> Pending:
+    """Copy a tensor of the group's rank `source` to all, in place. Collective; does not block."""
+    global_rank, process_group = group.ranks[source], group.process_group
+    return _start(
         operation,
         tensor,
         group,
-        lambda: dist.broadcast(tensor, source, group=process_group, async_op=True),
-    ).wait()
+        lambda: dist.broadcast(tensor, global_rank, group=process_group, async_op=True),
+    )
+
+
+def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
+    """Copy a tensor of the group's first rank to all, in place. Collective; blocks on CPU."""
+    broadcast(tensor, group, operation).wait()
     return tensor
 
 

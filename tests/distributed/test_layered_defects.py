@@ -133,12 +133,12 @@ def _state_dict_after_evaluation() -> None:
     """8: pieces, whatever ran before."""
     for layers in LAYERS:
         model = sharded(CASES["mlp"], reshard_after_forward=False, **layers)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
+        before = {name: value.local.clone() for name, value in model.state_dict().items()}
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
                 model(_own("mlp"))
             for name, value in model.state_dict().items():
-                assert_bitwise(value, before[name], name)
+                assert_bitwise(value.local, before[name], name)
 
 
 def test_a_state_dict_after_an_evaluation_has_the_pieces() -> None:

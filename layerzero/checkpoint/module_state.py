@@ -1,0 +1,132 @@
+"""What `state_dict()` of a wrapped model gives, and `load_state_dict()` of it takes.
+
+Hooks on the modules that own sharded parameters, so that it holds for the wrapper, the wrapped
+module and any module inside alike. Inside `summon_full_params` they stand aside: entries are then
+the full parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.checkpoint.parameter_shard import ParameterShard
+from layerzero.checkpoint.runs import Extent
+from layerzero.core.flat_param import OriginalParameter
+from layerzero.core.parameter_info import get_info
+from layerzero.runtime.states import ShardState, TrainingState
+from layerzero.runtime.unit import Unit
+
+
+def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> None:
+    """Put the hooks on the modules that show the unit's parameters.
+
+    Args:
+        originals: of each of the unit's handles.
+    """
+    slots: dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
+    for handle, group in zip(unit.handles, originals, strict=True):
+        for original, piece in zip(group, handle.sharded_params, strict=True):
+            for module, name in original.slots:
+                slots.setdefault(id(module), (module, []))[1].append((name, piece))
+    for module, pieces in slots.values():
+        module.register_state_dict_post_hook(_show_shards(unit, pieces))
+        module.register_load_state_dict_pre_hook(_take_pieces(unit, pieces))
+
+
+_Pieces = Sequence[tuple[str, nn.Parameter]]
+"""The names of a module's parameters in it, with this rank's pieces."""
+
+
+def _show_shards(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
+    def hook(
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
+    ) -> None:
+        if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            return
+        for name, piece in pieces:
+            entry = state_dict.get(prefix + name)
+            # With keep_vars it is the parameter itself that was asked for.
+            if isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter):
+                state_dict[prefix + name] = shard_of(piece, piece.detach())
+
+    return hook
+
+
+def _take_pieces(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
+    def hook(
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            return
+        if unit.state is not ShardState.SHARDED:
+            unit.reshard()  # What is full there is of the old weights.
+        for name, piece in pieces:
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor):
+                continue
+            try:
+                taken = piece_of(value, piece)
+            except ValueError as error:
+                error_msgs.append(f"{prefix + name}: {error}")
+                taken = piece
+            if local_metadata.get("assign_to_params_buffers"):
+                # The piece stays the parameter; what would be put in its place becomes its value.
+                with torch.no_grad():
+                    piece.copy_(taken)
+                taken = piece
+            state_dict[prefix + name] = taken
+
+    return hook
+
+
+def extent_of(piece: nn.Parameter) -> tuple[Extent, tuple[int, int]]:
+    """The whole tensor that a sharded parameter is a piece of, and the range it has."""
+    info = get_info(piece)
+    assert info is not None, "every piece has its mark"
+    return Extent.whole(info.shape), info.range
+
+
+def shard_of(piece: nn.Parameter, local: torch.Tensor) -> ParameterShard:
+    """`local`, of the piece's shape, as a shard of the whole."""
+    return ParameterShard(local, *extent_of(piece))
+
+
+def piece_of(value: torch.Tensor, piece: nn.Parameter) -> torch.Tensor:
+    """This rank's piece of an entry of a state dict: [numel of `piece`].
+
+    Args:
+        value: a full tensor of the original shape, a shard of the same place, or a bare piece.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    extent, (start, stop) = extent_of(piece)
+    if isinstance(value, ParameterShard):
+        if (value.extent, value.range) != (extent, (start, stop)):
+            raise ValueError(
+                f"the entry is elements {value.range} of shape {tuple(value.shape)}, this rank has "
+                f"{(start, stop)} of {extent.shape}: it was sharded otherwise; load full tensors, "
+                "or a checkpoint of layerzero.checkpoint or torch.distributed.checkpoint"
+            )
+        return value.local
+    if tuple(value.shape) == extent.shape:
+        ends = zip(extent.offsets, extent.local_shape, strict=True)
+        block = value[tuple(slice(at, at + size) for at, size in ends)]
+        return block.reshape(-1)[start:stop]
+    if value.shape == piece.shape:
+        return value
+    raise ValueError(
+        f"size mismatch: the entry has shape {tuple(value.shape)}, the parameter {extent.shape}, "
+        f"of which this rank has a piece of {tuple(piece.shape)}"
+    )

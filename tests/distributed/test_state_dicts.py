@@ -1,0 +1,409 @@
+"""State dicts by name: shards for torch.distributed.checkpoint, full tensors, streams of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torch_helpers
+from torch.distributed.fsdp import fully_shard
+
+from layerzero import ZeRO3
+from layerzero.checkpoint import (
+    CheckpointError,
+    ParameterShard,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    stream_full,
+)
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.models import (
+    WIDTH,
+    Block,
+    FrozenParts,
+    MixedDtypes,
+    Mlp,
+    OddShapes,
+    TiedAcrossUnits,
+    loss_of,
+)
+from tests.harness.ranks import run_ranks
+
+State = dict[str, Any]
+
+
+class Tagged(Mlp):
+    """With a buffer that is saved, one that is not, and state of its own making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.randn(WIDTH))
+        self.register_buffer("scratch", torch.randn(2), persistent=False)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss_of(model(torch.randn(3, WIDTH, generator=generator))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _wrapped(
+    make: type[nn.Module] = Tagged, seed: int = 0, **options: Any
+) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = ZeRO3(make(), auto_wrap_policy={Block}, **options)
+    bias = [p for name, p in model.named_parameters() if "bias" in name]
+    other = [p for name, p in model.named_parameters() if "bias" not in name]
+    groups = [{"params": other}, {"params": bias, "weight_decay": 0.0, "lr": 0.02}]
+    return model, torch.optim.AdamW([g for g in groups if g["params"]], lr=0.05)
+
+
+def _full(model: ZeRO3) -> dict[str, Tensor]:
+    with model.summon_full_params(writeback=False):
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _same_optimizer_state(actual: State, expected: State) -> None:
+    assert actual["param_groups"] == expected["param_groups"]
+    assert actual["state"].keys() == expected["state"].keys()
+    for name, state in expected["state"].items():
+        assert_same_parameters(actual["state"][name], state, what=f"state of {name}")
+
+
+MODELS = [Tagged, TiedAcrossUnits, OddShapes, FrozenParts, MixedDtypes]
+
+
+def _full_dicts() -> None:
+    for make in MODELS:
+        model, optimizer = _wrapped(make)
+        _train(model, optimizer)
+        expected = _full(model)
+        full = get_model_state_dict(model, full=True)
+        assert_same_parameters(full, expected, what=make.__name__)
+        state = get_optimizer_state_dict(model, optimizer, full=True)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert state["state"].keys() == trained, make.__name__
+        for name in trained:
+            assert state["state"][name]["step"] == 2
+            assert state["state"][name]["exp_avg"].shape == expected[name].shape
+
+        # An ordinary model takes them, and so does another wrapped one, saved in between.
+        plain = make()
+        plain.load_state_dict(full)
+        file = io.BytesIO()
+        torch.save(plain.state_dict(), file)
+        file.seek(0)
+        other, other_optimizer = _wrapped(make, seed=1, zero3_size=1)
+        other.load_state_dict(torch.load(file))
+        assert_same_parameters(_full(other), expected, what=make.__name__)
+        set_optimizer_state_dict(other, other_optimizer, state)
+        again = get_optimizer_state_dict(other, other_optimizer, full=True)
+        _same_optimizer_state(again, state)
+        _train(model, optimizer, 1)
+        _train(other, other_optimizer, 1)
+        assert_same_parameters(_full(other), _full(model), what=make.__name__)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_full_state_dicts_go_out_and_in(world_size: int) -> None:
+    run_ranks(world_size, _full_dicts)
+
+
+def _torch_helpers() -> None:
+    """torch's own functions, on our model."""
+    model, optimizer = _wrapped()
+    _train(model, optimizer)
+    expected = _full(model)
+    shards = torch_helpers.get_model_state_dict(model)
+    assert all(type(v) is ParameterShard for n, v in shards.items() if n != "mean")
+    other, _ = _wrapped(seed=1)
+    torch_helpers.set_model_state_dict(other, shards)
+    assert_same_parameters(_full(other), expected)
+    options = torch_helpers.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(model, options=options)
+    assert list(full) == (list(expected) if dist.get_rank() == 0 else [])
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    assert bool(state) == (dist.get_rank() == 0)
+    broadcast = torch_helpers.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    other, other_optimizer = _wrapped(seed=1)
+    set_model_state_dict(other, full, options=broadcast)
+    set_optimizer_state_dict(other, other_optimizer, state, options=broadcast)
+    assert_same_parameters(_full(other), expected)
+    _same_optimizer_state(
+        get_optimizer_state_dict(other, other_optimizer, full=True),
+        get_optimizer_state_dict(model, optimizer, full=True),
+    )
+    frozen, _ = _wrapped(FrozenParts)
+    kept = get_model_state_dict(
+        frozen, options=torch_helpers.StateDictOptions(ignore_frozen_params=True)
+    )
+    assert list(kept) == [name for name, p in frozen.named_parameters() if p.requires_grad]
+
+
+def test_the_options_of_torch_mean_what_they_mean_there() -> None:
+    run_ranks(2, _torch_helpers)
+
+
+def _shards_alone() -> None:
+    model, _ = _wrapped()
+    expected = _full(model)
+    shards = model.state_dict()
+    copied = copy.deepcopy(shards)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    for name, parameter in model.named_parameters():
+        shard = shards[name]
+        assert shard.shape == expected[name].shape
+        assert_bitwise(shard.local, parameter.detach(), name)  # shares memory
+        assert_bitwise((copied[name] + 1).local, parameter.detach(), name)
+        assert torch.equal(shard.bfloat16().local, parameter.detach().bfloat16())
+        assert torch.equal(shard.clone(), shard)
+        for needs_others in (Tensor.sum, lambda t: t.view(-1), lambda t: t @ t.T, Tensor.tolist):
+            with pytest.raises((NotImplementedError, RuntimeError)):
+                needs_others(shard)
+    file = io.BytesIO()
+    torch.save(copied, file)
+    file.seek(0)
+    model.load_state_dict(torch.load(file))
+    assert_same_parameters(_full(model), expected)
+    with pytest.raises(RuntimeError, match=r"stem\.weight: size mismatch.*\(5, 4\).*\(5, 5\)"):
+        model.load_state_dict({**copied, "stem.weight": torch.ones(5, 4)})
+    with pytest.raises(RuntimeError, match=r"Missing key.*head"):
+        model.load_state_dict({n: v for n, v in copied.items() if "head" not in n})
+    model.load_state_dict(expected, assign=True)  # the pieces stay the parameters
+    loss_of(model(torch.ones(1, WIDTH))).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.numel())
+    inner = model.blocks[0].state_dict()
+    assert all(type(value) is ParameterShard for value in inner.values())
+    model.blocks[0].load_state_dict({n: torch.zeros(v.shape) for n, v in inner.items()})
+    assert not any(_full(model)[f"blocks.0.{name}"].any() for name in inner)
+
+
+def test_shards_can_be_copied_cast_saved_and_loaded_on_their_rank() -> None:
+    run_ranks(2, _shards_alone)
+
+
+def _loading_while_resident() -> None:
+    model, _ = _wrapped()
+    batch = torch.randn(2, WIDTH)
+    zeros = {name: torch.zeros(v.shape) for name, v in model.state_dict().items()}
+    model(batch)  # the last unit stays
+    model.unshard()
+    assert all(type(v) is ParameterShard for n, v in model.state_dict().items() if n != "mean")
+    model.load_state_dict(zeros)
+    assert not model(batch).any()
+
+
+def test_weights_that_are_resident_when_others_are_loaded_are_not_used_again() -> None:
+    run_ranks(2, _loading_while_resident)
+
+
+def _fsdp(seed: int, make: type[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = make()
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _ours(seed: int, make: type[nn.Module], **options: Any) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = ZeRO3(make(), auto_wrap_policy={Block}, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+_FULL = torch_helpers.StateDictOptions(full_state_dict=True)
+
+
+def _write(folder: str, engine: str) -> tuple[State, State]:
+    """A DCP checkpoint, and what is in it."""
+    if engine == "fully_shard":
+        model, optimizer = _fsdp(0, Tagged)
+        get, get_state = torch_helpers.get_model_state_dict, torch_helpers.get_optimizer_state_dict
+        options: State = {"options": _FULL}
+    else:
+        model, optimizer = _ours(0, Tagged)
+        get, get_state = get_model_state_dict, get_optimizer_state_dict
+        options = {"full": True}
+    _train(model, optimizer)
+    both = {"model": get(model), "optimizer": get_state(model, optimizer)}
+    dcp.save(both, checkpoint_id=folder)
+    return get(model, **options), get_state(model, optimizer, **options)
+
+
+def _read(folder: str, engine: str, expected: tuple[State, State], sizes: list[int]) -> None:
+    for size in sizes:
+        if engine == "fully_shard":
+            model, optimizer = _fsdp(1, Tagged)
+            get = torch_helpers.get_model_state_dict
+            get_state = torch_helpers.get_optimizer_state_dict
+            put, put_state = (
+                torch_helpers.set_model_state_dict,
+                torch_helpers.set_optimizer_state_dict,
+            )
+            options: State = {"options": _FULL}
+        else:
+            model, optimizer = _ours(1, Tagged, zero3_size=size)
+            get, get_state = get_model_state_dict, get_optimizer_state_dict
+            put, put_state = set_model_state_dict, set_optimizer_state_dict
+            options = {"full": True}
+        both = {"model": get(model), "optimizer": get_state(model, optimizer)}
+        dcp.load(both, checkpoint_id=folder)
+        put(model, both["model"])
+        put_state(model, optimizer, both["optimizer"])
+        assert_same_parameters(get(model, **options), expected[0], what=f"size {size}")
+        state = get_state(model, optimizer, **options)
+        for name, own in expected[1]["state"].items():
+            assert_same_parameters(state["state"][name], own, what=f"size {size}, {name}")
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("fully_shard", "layerzero"), ("layerzero", "fully_shard"), ("layerzero", "layerzero")],
+)
+def test_distributed_checkpoints_load_under_either_engine(
+    tmp_path: Path, writer: str, reader: str
+) -> None:
+    expected = run_ranks(2, _write, str(tmp_path), writer)[0]
+    run_ranks(2, _read, str(tmp_path), reader, expected, [2, 1])
+    run_ranks(3, _read, str(tmp_path), reader, expected, [3])
+
+
+def _in_place_and_async(folder: str) -> None:
+    for make in MODELS:
+        model, _ = _ours(0, make)
+        expected = _full(model)
+        path = f"{folder}/{make.__name__}"
+        dcp.async_save({"model": model.state_dict()}, checkpoint_id=path).result()
+        other, _ = _ours(1, make)
+        # The shards are the parameters' memory: nothing else is to be done.
+        dcp.load({"model": other.state_dict()}, checkpoint_id=path)
+        assert_same_parameters(_full(other), expected, what=make.__name__)
+
+
+def test_distributed_checkpoints_load_in_place_and_save_in_the_background(tmp_path: Path) -> None:
+    run_ranks(2, _in_place_and_async, str(tmp_path))
+
+
+def _templates() -> None:
+    model, _ = _ours(0, Tagged)
+    before = _full(model)
+    for make, keys in (
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"momentum_buffer"}),
+        (lambda p: torch.optim.SGD(p, lr=0.1), set()),
+        (
+            lambda p: torch.optim.AdamW(p, amsgrad=True, weight_decay=0.5),
+            {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+        ),
+        (lambda p: torch.optim.RMSprop(p, centered=True), {"step", "square_avg", "grad_avg"}),
+    ):
+        optimizer = make(model.parameters())
+        fired: list[int] = []
+        optimizer.register_step_pre_hook(lambda *_, fired=fired: fired.append(1))
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+        state = get_optimizer_state_dict(model, optimizer)["state"]
+        for name, parameter in model.named_parameters():
+            assert set(state.get(name, {})) == keys, optimizer
+            for key, value in state.get(name, {}).items():
+                if key == "step":
+                    assert value == 0
+                else:
+                    assert value.shape == before[name].shape
+                    assert value.local.shape == parameter.shape
+        assert not fired
+        assert not optimizer.state
+    assert_same_parameters(_full(model), before)
+
+
+def test_a_fresh_optimizer_shows_its_state_to_be_and_stays_fresh() -> None:
+    run_ranks(2, _templates)
+
+
+def _groups() -> None:
+    model, optimizer = _wrapped()
+    state = get_optimizer_state_dict(model, optimizer)
+    turned = torch.optim.AdamW(
+        [{"params": list(group["params"])} for group in reversed(optimizer.param_groups)]
+    )
+    set_optimizer_state_dict(model, turned, state)
+    assert [group["lr"] for group in turned.param_groups] == [0.02, 0.05]
+    with pytest.raises(CheckpointError, match="group 0 mixes parameters of saved groups"):
+        set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
+    stranger = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
+    with pytest.raises(CheckpointError, match="not the model's"):
+        get_optimizer_state_dict(model, stranger)
+    del state["param_groups"][1]
+    with pytest.raises(CheckpointError, match="group 1 has parameters that the saved one had not"):
+        set_optimizer_state_dict(model, optimizer, state)
+    set_optimizer_state_dict(model, optimizer, state, strict=False)
+
+
+def test_groups_are_known_by_their_parameters() -> None:
+    run_ranks(1, _groups)
+
+
+def _streams() -> None:
+    for make in MODELS:
+        for options in (
+            {},
+            {"zero3_size": 1},
+            {"zero3_size": 2},
+            {"zero3_size": 2, "outer": "replicate"},
+        ):
+            if dist.get_world_size() % options.get("zero3_size", 1):
+                continue
+            model, _ = _ours(0, make, **options)
+            expected = get_model_state_dict(model, full=True)
+            shown = [name for name, _ in model.named_parameters()]
+            for bucket in (1, 200, "1GB"):
+                found = {name: value.clone() for name, value in stream_full(model, bucket)}
+                assert set(shown) <= set(found)
+                for name, value in found.items():
+                    assert_bitwise(value, expected[name], f"{make.__name__} {options} {name}")
+            for name, value in stream_full(model, 64, dtype=torch.bfloat16):
+                if name in shown and expected[name].is_floating_point():
+                    assert_bitwise(value, expected[name].bfloat16(), name)
+    model, optimizer = _ours(0, Mlp)
+    next(stream_full(model, 1))  # stopped early
+    _train(model, optimizer)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_full_tensors_are_streamed_in_buckets_of_any_size(world_size: int) -> None:
+    run_ranks(world_size, _streams)
+
+
+def _peak_of_stream() -> None:
+    """Bytes of full tensors alive at once, seen from the storages."""
+    torch.manual_seed(0)
+    model = ZeRO3(nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(16)]))
+    one = 64 * 64 * 4
+    seen: list[Any] = []
+    alive = 0
+    for _, value in stream_full(model, 4 * one):
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.append(storage.data_ptr())
+        alive = max(alive, storage.nbytes())
+        del value, storage
+    assert alive <= 2 * one
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        stream_full(model, 0)
+
+
+def test_a_bucket_holds_half_of_the_bytes_allowed() -> None:
+    run_ranks(2, _peak_of_stream)
