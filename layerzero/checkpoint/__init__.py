@@ -8,9 +8,9 @@ tensors; `stream_full` hands weights to an inference engine.
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.gather_state import get_model_state_dict, get_optimizer_state_dict
 from layerzero.checkpoint.handle import SaveHandle
-from layerzero.checkpoint.load import load
+from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.parameter_shard import ParameterShard
-from layerzero.checkpoint.save import save
+from layerzero.checkpoint.saving import save
 from layerzero.checkpoint.scatter_state import set_model_state_dict, set_optimizer_state_dict
 from layerzero.checkpoint.stream import stream_full
 

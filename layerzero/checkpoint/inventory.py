@@ -173,11 +173,13 @@ def named_buffers(model: nn.Module) -> list[tuple[torch.Tensor, tuple[str, ...]]
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that keep state of their own making (`get_extra_state`), by name."""
-    return {
-        clean_name(name): module
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
+    found = {}
+    for name, module in model.named_modules():
+        unit = get_unit(module)
+        own = module if unit is None else unit.module  # and not the wrapper around it
+        if type(own).get_extra_state is not nn.Module.get_extra_state:
+            found[clean_name(name)] = own
+    return found
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer, names: Names) -> list[dict[str, Any]]:

@@ -79,6 +79,7 @@ class Matcher:
         self._places = Places(self._names)
         keys = ((kind, name) for kind, tensors in source.tensors.items() for name in tensors)
         self._numbers = {key: number for number, key in enumerate(keys)}
+        self._times_read: dict[tuple[str, str], int] = {}
         self.match = Match()
 
     def match_model(self) -> None:
@@ -183,7 +184,10 @@ class Matcher:
         memory = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype)
         if memory.numel():
             entry = replace(entry, name=name, tensor=memory)
-            number = self._numbers[kind, name]
+            # One that was tied when it was saved may be read more than once: numbers tell apart.
+            times = self._times_read.get((kind, name), 0)
+            self._times_read[kind, name] = times + 1
+            number = self._numbers[kind, name] + times * len(self._numbers)
             self.match.transfers.append(Transfer(place.file, place.entry, number, entry))
         return memory
 

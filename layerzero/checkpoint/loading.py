@@ -152,7 +152,7 @@ def _verify(
         if transfer.entry.is_whole:
             sums[tally.number, tally.replica] = (tally.nbytes, tally.crc)
     for (number, _), (nbytes, crc) in sorted(sums.items()):
-        name, place = by_number[number]
+        name, place = by_number[number % len(by_number)]
         where = f"{source.folder / place.file}: {name}"
         if nbytes != place.entry.nbytes:
             raise CheckpointError(

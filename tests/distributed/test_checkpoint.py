@@ -1,0 +1,658 @@
+"""save and load: any world size to any other, partly, in the background, with all a run needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from layerzero import OffloadPolicy, ZeRO3
+from layerzero.checkpoint import (
+    CheckpointError,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    load,
+    save,
+    saving,
+)
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.models import (
+    CASES,
+    WIDTH,
+    Block,
+    FrozenParts,
+    MixedDtypes,
+    Mlp,
+    OddShapes,
+    TiedAcrossUnits,
+    loss_of,
+)
+from tests.harness.ranks import run_ranks
+from tests.harness.simulated_device import simulated_device
+from tests.harness.traffic import SentBytes
+
+MODELS: list[type[nn.Module]] = [Mlp, OddShapes, FrozenParts, MixedDtypes, TiedAcrossUnits]
+Values = dict[str, Any]
+
+
+def _wrapped(
+    make: type[nn.Module], seed: int, wrap: bool = True, **options: Any
+) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = ZeRO3(make(), auto_wrap_policy={Block} if wrap else None, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss_of(model(torch.randn(3, WIDTH, generator=generator))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _everything(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Values:
+    return {
+        "model": get_model_state_dict(model, full=True),
+        "optimizer": get_optimizer_state_dict(model, optimizer, full=True),
+    }
+
+
+def _assert_same(actual: Values, expected: Values, what: str) -> None:
+    assert list(actual["model"]) == list(expected["model"]), what
+    _assert_same_state(actual["model"], expected["model"], what)
+    assert actual["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    states = expected["optimizer"]["state"]
+    assert actual["optimizer"]["state"].keys() == states.keys()
+    for name, state in states.items():
+        _assert_same_state(actual["optimizer"]["state"][name], state, f"{what}: {name}")
+
+
+def _assert_same_state(actual: Values, expected: Values, what: str) -> None:
+    """Of one parameter, in whatever order."""
+    assert actual.keys() == expected.keys(), what
+    for key, value in expected.items():
+        if isinstance(value, Tensor):
+            assert_bitwise(actual[key], value, f"{what} {key}")
+        else:
+            assert actual[key] == value, f"{what} {key}"
+
+
+def _sharding_options(world_size: int) -> list[Values]:
+    options: list[Values] = [{}, {"wrap": False}, {"zero3_size": 1}]
+    if world_size == 4:
+        options += [{"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"}]
+        options += [{"zero3_size": 2, "outer": "shard"}]
+    return options
+
+
+def _save_all(root: str) -> list[Values]:
+    """One checkpoint for each model and sharding; what is in it."""
+    everything = []
+    for make in MODELS:
+        for number, options in enumerate(_sharding_options(dist.get_world_size())):
+            model, optimizer = _wrapped(make, number, **options)
+            _train(model, optimizer)
+            save(root, model, optimizer, step=len(everything))
+            everything.append(_everything(model, optimizer))
+    return everything
+
+
+def _load_all(root: str, expected: list[Values]) -> None:
+    num_written = len(expected) // len(MODELS)
+    options = _sharding_options(dist.get_world_size())
+    for step, values in enumerate(expected):
+        make = MODELS[step // num_written]
+        # Each was written in one way and is read in another; over all steps, in all of them.
+        own = options[step % len(options)]
+        model, optimizer = _wrapped(make, 99, **own)
+        load(f"{root}/step-{step:08d}", model, optimizer)
+        _assert_same(_everything(model, optimizer), values, f"{make.__name__} {own}")
+    _train(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("written_by", "read_by"), [(4, [1, 2, 3, 4]), (1, [4]), (2, [4]), (3, [4, 2])]
+)
+def test_what_some_ranks_wrote_any_number_reads_bit_for_bit(
+    tmp_path: Path, written_by: int, read_by: list[int]
+) -> None:
+    expected = run_ranks(written_by, _save_all, str(tmp_path))[0]
+    for world_size in read_by:
+        run_ranks(world_size, _load_all, str(tmp_path), expected)
+    # Any safetensors reader sees the full tensors.
+    for step, values in enumerate(expected):
+        folder = tmp_path / f"step-{step:08d}"
+        found = load_file(folder / "model.safetensors")
+        for name, tensor in found.items():
+            assert_bitwise(tensor, values["model"][name], name)
+        with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
+            metadata = file.metadata()
+        assert metadata["format"] == "pt"
+        assert found.keys() | metadata.keys() == values["model"].keys() | {"format"}
+        state = load_file(folder / "optimizer.safetensors")
+        for name, own in values["optimizer"]["state"].items():
+            for key, tensor in own.items():
+                assert_bitwise(state[f"{name}/{key}"], tensor, f"{name}/{key}")
+
+
+def _same_bytes(root: str) -> dict[str, int]:
+    torch.manual_seed(0)
+    model, optimizer = _wrapped(Mlp, 0)
+    folder = save(root, model, optimizer).path
+    return json.loads((folder / "checkpoint.json").read_text())["tensors"]["model"]
+
+
+def test_checksums_do_not_depend_on_who_wrote(tmp_path: Path) -> None:
+    found = [run_ranks(n, _same_bytes, str(tmp_path / str(n)))[0] for n in (1, 2, 3)]
+    assert found[0] == found[1] == found[2]
+
+
+def _no_parameters_travel(root: str) -> None:
+    torch.manual_seed(0)
+    model = ZeRO3(nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    with SentBytes() as sent:
+        save(root, model, optimizer)
+    told = sent.nbytes
+    with SentBytes() as sent:
+        load(root, model, optimizer)
+    # Names, shapes and checksums: a smaller share, the larger the model.
+    one_weight = 256 * 256 * 4
+    assert 0 < told < one_weight / 8
+    assert 0 < sent.nbytes < one_weight / 4
+
+
+def test_neither_save_nor_load_sends_parameters(tmp_path: Path) -> None:
+    run_ranks(2, _no_parameters_travel, str(tmp_path))
+
+
+def _main_dtypes(root: str) -> None:
+    for number, (written, read) in enumerate(
+        [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    ):
+        torch.manual_seed(0)
+        model = ZeRO3(Mlp().to(written), auto_wrap_policy={Block})
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss_of(model(torch.ones(1, WIDTH, dtype=written))).backward()
+        optimizer.step()
+        save(root, model, optimizer, step=number)
+        expected = _everything(model, optimizer)
+        other = ZeRO3(Mlp().to(read), auto_wrap_policy={Block})
+        other_optimizer = torch.optim.AdamW(other.parameters())
+        load(root, other, other_optimizer)
+        found = _everything(other, other_optimizer)
+        for name, value in expected["model"].items():
+            assert_bitwise(found["model"][name], value.to(read), name)
+            state = found["optimizer"]["state"][name]
+            for key, old in expected["optimizer"]["state"][name].items():
+                assert_bitwise(state[key], old if key == "step" else old.to(read), f"{name} {key}")
+
+
+def test_main_weights_may_be_of_another_dtype(tmp_path: Path) -> None:
+    run_ranks(2, _main_dtypes, str(tmp_path))
+
+
+class WideMomentum(torch.optim.Optimizer):
+    """State in float64 whatever the parameter is, a counter that is no tensor, and a remark."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "remark": ("a", {1: None})})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["note"] = f"step {state['count']}"
+                wide = state.setdefault("wide", torch.zeros_like(parameter, dtype=torch.float64))
+                wide.mul_(0.9).add_(parameter.grad.double())
+                parameter.sub_((group["lr"] * wide).to(parameter.dtype))
+
+
+def _unusual_optimizers(root: str) -> None:
+    for number, make in enumerate(
+        (
+            WideMomentum,
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            lambda p: torch.optim.AdamW(p, amsgrad=True, lr=torch.tensor(0.01)),
+        )
+    ):
+        model, _ = _wrapped(OddShapes, 0)
+        optimizer = make(model.parameters())
+        _train(model, optimizer)
+        save(root, model, optimizer, step=number)
+        other, _ = _wrapped(OddShapes, 1, zero3_size=1)
+        other_optimizer = make(other.parameters())
+        load(root, other, other_optimizer)
+        _train(model, optimizer, 1)
+        _train(other, other_optimizer, 1)
+        _assert_same(_everything(other, other_optimizer), _everything(model, optimizer), str(make))
+
+
+def test_optimizers_of_other_kinds_go_on_as_they_were(tmp_path: Path) -> None:
+    run_ranks(2, _unusual_optimizers, str(tmp_path))
+
+
+class WithState(Mlp):
+    """Buffers of both kinds, an ignored frozen parameter, and state of its own making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.randn(WIDTH))
+        self.register_buffer("scratch", torch.randn(2), persistent=False)
+        self.head.register_buffer("count", torch.tensor(3))
+        self.temperature = nn.Parameter(torch.rand(()), requires_grad=False)
+        self.seen = 0
+
+    def get_extra_state(self) -> Values:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Values) -> None:
+        self.seen = state["seen"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(x) * self.temperature
+
+
+def _whole_run(root: str) -> None:
+    """Scheduler, extra, random states, buffers, ignored parameters, extra state, groups."""
+
+    def build(seed: int) -> tuple[ZeRO3, torch.optim.Optimizer, Any]:
+        torch.manual_seed(seed)
+        module = WithState()
+        ignored = [module.temperature]
+        model = ZeRO3(module, auto_wrap_policy={Block}, ignored_parameters=ignored)
+        named = dict(model.named_parameters())
+        decayed = [p for name, p in named.items() if name.endswith("weight")]
+        other = [p for name, p in named.items() if not name.endswith("weight")]
+        optimizer = torch.optim.AdamW([{"params": decayed}, {"params": other, "lr": 0.3}], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.3], total_steps=20)
+        return model, optimizer, scheduler
+
+    def step(model: ZeRO3, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        loss_of(model(torch.randn(3, WIDTH))).backward()  # from the global generator
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    parts = build(0)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        step(*parts)
+    model, optimizer, scheduler = parts
+    extra = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "position": {"epoch": 1, "shards": (3, 5)},
+        "rank": dist.get_rank(),
+    }
+    save(root, model, optimizer, scheduler=scheduler, extra=extra)
+    draws = (random.random(), np.random.random())
+    for _ in range(3):
+        step(*parts)
+    expected = _everything(model, optimizer)
+
+    again = build(5)
+    found = load(root, again[0], again[1], scheduler=again[2])
+    torch.set_rng_state(found["torch"])
+    random.setstate(found["python"])
+    np.random.set_state(found["numpy"])
+    assert found["position"] == extra["position"]
+    assert found["rank"] == dist.get_rank()
+    assert again[0].seen == 3
+    assert draws == (random.random(), np.random.random())
+    for _ in range(3):
+        step(*again)
+    _assert_same(_everything(again[0], again[1]), expected, "resumed")
+    assert again[2].state_dict() == scheduler.state_dict()
+
+
+def _first_ranks_extra(root: str) -> int:
+    model, _ = _wrapped(WithState, 1)
+    return load(root, model)["rank"]
+
+
+def test_a_resumed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    run_ranks(2, _whole_run, str(tmp_path))
+    assert run_ranks(3, _first_ranks_extra, str(tmp_path)) == [0, 0, 0]
+
+
+def _in_the_background(root: str) -> None:
+    model, optimizer = _wrapped(Mlp, 0)
+    _train(model, optimizer)
+    expected = _everything(model, optimizer)
+    gate = threading.Event()
+    write_pieces = saving.write_pieces
+
+    def held_back(*args: Any) -> Any:
+        gate.wait(30)
+        return write_pieces(*args)
+
+    saving.write_pieces = held_back
+    handle = save(root, model, optimizer, step=1, blocking=False)
+    assert not handle.done()
+    assert not (Path(root) / "latest").exists()
+    _train(model, optimizer)  # while nothing is on the disk yet
+    gate.set()
+    assert handle.wait() == Path(root) / "step-00000001"
+    assert handle.done()
+    assert handle.nbytes[0] == handle.nbytes[1] > 0
+    load(root, model, optimizer)
+    _assert_same(_everything(model, optimizer), expected, "as it was at the call")
+
+    def fails(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    saving.write_pieces = fails
+    handle = save(root, model, optimizer, step=2, blocking=False)
+    with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
+        save(root, model, optimizer, step=3)  # the next call tells
+    saving.write_pieces = write_pieces
+    handle.wait()  # told already
+    handle = save(root, model, optimizer, step=3, blocking=False)
+    load(root, model, optimizer)  # waits for the end
+    assert handle.done()
+    assert sorted(path.name for path in Path(root).iterdir()) == [
+        "latest",
+        "step-00000001",
+        "step-00000003",
+    ]
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    run_ranks(2, _in_the_background, str(tmp_path))
+
+
+def _split(root: str) -> None:
+    model, optimizer = _wrapped(Mlp, 0)
+    _train(model, optimizer)
+    seen: list[tuple[int, int]] = []
+    folder = save(
+        root, model, optimizer, max_file_size="300B", progress=lambda *done: seen.append(done)
+    ).path
+    assert seen[-1][0] == seen[-1][1]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    expected = get_model_state_dict(model, full=True)
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
+    assert len(set(index["weight_map"].values())) > 3
+    for name, file in index["weight_map"].items():
+        assert_bitwise(load_file(folder / file)[name], expected[name], name)
+    values = _everything(model, optimizer)
+    other, other_optimizer = _wrapped(Mlp, 1)
+    load(folder, other, other_optimizer, progress=lambda *done: seen.append(done))
+    assert seen[-1][0] == seen[-1][1]
+    _assert_same(_everything(other, other_optimizer), values, "from several files")
+
+
+def test_large_checkpoints_are_split_and_indexed(tmp_path: Path) -> None:
+    run_ranks(2, _split, str(tmp_path))
+
+
+def _foreign(root: str) -> None:
+    torch.manual_seed(0)
+    plain = TiedAcrossUnits().state_dict()
+    folder = Path(root) / f"foreign-{dist.get_rank()}"  # each rank its own, with equal content
+    folder.mkdir()
+    tied = "blocks.2.up.weight"
+    names = [name for name in plain if name != tied]
+    half = len(names) // 2
+    for number, part in enumerate((names[:half], names[half:]), 1):
+        file = folder / f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: plain[name].contiguous() for name in part}, file, {"format": "pt"})
+    weight_map = {
+        name: f"model-{1 + (i >= half):05d}-of-00002.safetensors" for i, name in enumerate(names)
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text("{}")
+    model, optimizer = _wrapped(TiedAcrossUnits, 1)
+    assert load(Path(root) / "foreign-0", model) is None
+    assert_same_parameters(get_model_state_dict(model, full=True), plain)
+    single = Path(root) / f"single-{dist.get_rank()}.safetensors"
+    save_file({name: plain[name] + 1 for name in names}, single)
+    load(Path(root) / "single-0.safetensors", model)
+    assert_bitwise(model.state_dict()[tied].local, model.state_dict()["blocks.0.up.weight"].local)
+    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+        load(Path(root) / "foreign-0", model, optimizer)
+    load(Path(root) / "foreign-0", model, optimizer, strict=False)
+    assert_same_parameters(get_model_state_dict(model, full=True), plain)
+
+
+def test_safetensors_of_another_source_load(tmp_path: Path) -> None:
+    run_ranks(2, _foreign, str(tmp_path))
+
+
+class Longer(Mlp):
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+        self.extra = nn.Linear(2, 2, bias=False)
+
+
+def _partly(root: str) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("layerzero.checkpoint").addHandler(handler)
+    small, small_optimizer = _wrapped(Mlp, 0)
+    _train(small, small_optimizer)
+    save(f"{root}/small", small, small_optimizer)
+    values = _everything(small, small_optimizer)
+    large, large_optimizer = _wrapped(Longer, 1)
+    before = _everything(large, large_optimizer)
+    with pytest.raises(CheckpointError, match=r"missing .*blocks\.3\.down\.bias.*extra\.weight"):
+        load(f"{root}/small", large)
+    with pytest.raises(CheckpointError, match=r"group 0 has parameters that the saved one had not"):
+        load(f"{root}/small", large, large_optimizer)
+    _assert_same(_everything(large, large_optimizer), before, "after a refusal")
+    load(f"{root}/small", large, large_optimizer, strict=False)
+    found = _everything(large, large_optimizer)
+    for name, value in found["model"].items():
+        assert_bitwise(value, values["model"].get(name, before["model"][name]), name)
+    assert found["optimizer"]["state"].keys() == values["optimizer"]["state"].keys()
+
+    save(f"{root}/large", large, large_optimizer)
+    with pytest.raises(CheckpointError, match=r"unexpected.*extra\.weight"):
+        load(f"{root}/large", small, small_optimizer)
+    load(f"{root}/large", small, small_optimizer, strict=False)
+    _assert_same(_everything(small, small_optimizer), values, "the part that fits")
+    narrow, _ = _wrapped(lambda: Mlp(width=4), 1)  # type: ignore[arg-type]
+    with pytest.raises(
+        CheckpointError, match=r"shapes differ: .*stem\.weight is \(5, 5\).*\(4, 4\)"
+    ):
+        load(f"{root}/small", narrow, strict=False)
+    return messages
+
+
+def test_a_part_loads_on_request_and_what_was_left_is_told(tmp_path: Path) -> None:
+    told = run_ranks(2, _partly, str(tmp_path))
+    assert [len(messages) for messages in told] == [2, 0]
+    assert "missing in the checkpoint: blocks.3.down.bias" in told[0][0]
+    assert "extra.weight" in told[0][1].partition("unexpected")[2]
+
+
+def _untied(root: str) -> None:
+    """A weight that was tied when it was saved, into a model where it is not, and back."""
+    tied, optimizer = _wrapped(TiedAcrossUnits, 0)
+    _train(tied, optimizer)
+    save(root, tied, optimizer)
+    expected = get_model_state_dict(tied, full=True)
+
+    def make() -> nn.Module:
+        module = TiedAcrossUnits()
+        module.blocks[2].up.weight = nn.Parameter(torch.zeros_like(module.blocks[2].up.weight))
+        return module
+
+    untied, untied_optimizer = _wrapped(make, 1)  # type: ignore[arg-type]
+    load(root, untied, untied_optimizer)
+    assert_same_parameters(get_model_state_dict(untied, full=True), expected)
+    state = get_optimizer_state_dict(untied, untied_optimizer, full=True)["state"]
+    one, other = state["blocks.0.up.weight"], state["blocks.2.up.weight"]
+    _assert_same_state(other, one, "of the other")
+    _train(untied, untied_optimizer, 1)  # the two do not share memory
+
+
+def test_tied_weights_are_saved_once_and_load_under_each_name(tmp_path: Path) -> None:
+    run_ranks(2, _untied, str(tmp_path))
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(128, 128) for _ in range(3)])
+
+
+def _from_meta(root: str) -> None:
+    torch.manual_seed(0)
+    model = ZeRO3(_layers(), auto_wrap_policy={nn.Linear})
+    save(root, model)
+    expected = get_model_state_dict(model, full=True)
+    with torch.device("meta"):
+        bare = _layers()
+    other = ZeRO3(bare, auto_wrap_policy={nn.Linear}, param_init_fn=lambda module: None)
+    with SentBytes() as sent:
+        load(root, other)
+    assert sent.nbytes < 128 * 128 * 4 / 8  # nothing was gathered
+    assert_same_parameters(get_model_state_dict(other, full=True), expected)
+
+
+def test_a_model_from_the_meta_device_is_filled_piece_by_piece(tmp_path: Path) -> None:
+    run_ranks(2, _from_meta, str(tmp_path))
+
+
+def _offloaded(root: str) -> None:
+    with simulated_device():  # which raises for accesses in no order
+        models = []
+        for number, policy in enumerate((None, OffloadPolicy(params=True, grads=True))):
+            model, optimizer = _wrapped(Mlp, number, offload=policy)
+            _train(model, optimizer)
+            save(root, model, optimizer, step=number, blocking=bool(number))
+            models.append((model, optimizer))
+        kept = [[p.detach().clone() for p in model.parameters()] for model, _ in models]
+        for number, (model, optimizer) in enumerate(models):
+            load(f"{root}/step-{1 - number:08d}", model, optimizer)  # the other's
+            for parameter, other in zip(model.parameters(), kept[1 - number], strict=True):
+                assert torch.equal(parameter, other)
+            model(torch.ones(1, WIDTH))  # copied to the device, and written again behind it
+            load(f"{root}/step-{number:08d}", model, optimizer)
+            _train(model, optimizer, 1)
+
+
+def test_offloaded_and_resident_weights_share_checkpoints(tmp_path: Path) -> None:
+    run_ranks(2, _offloaded, str(tmp_path))
+
+
+def _refusals(root: str) -> None:
+    rank = dist.get_rank()
+    model, optimizer = _wrapped(Mlp, 0)
+
+    def refused(message: str, **arguments: Any) -> None:
+        with pytest.raises((CheckpointError, ValueError, TypeError), match=message):
+            save(arguments.pop("root", root), model, **{"optimizer": optimizer, **arguments})
+
+    refused("rank 1: extra: a function cannot be saved", extra=(lambda: 0) if rank else 0)
+    refused("root, step and keep differ between ranks", step=rank)
+    refused("some ranks gave an optimizer and some did not", optimizer=optimizer if rank else None)
+    refused("keep: expected at least 1", keep=0)
+    refused("step: expected a number", step=-1)
+    refused("a size such as", max_file_size="many")
+    refused("progress: expected", progress=3)
+    blocked = Path(root) / "file"
+    if rank == 0:
+        blocked.write_text("")
+    dist.barrier()
+    refused("rank 0: .*file", root=blocked)
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    refused("not the model's", optimizer=stranger)
+    loss_of(model(torch.ones(1, WIDTH))).backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.ones(2, 2)
+    refused(r"exp_avg.*shape \(2, 2\) on a piece")
+    with pytest.raises(ValueError, match="wrap the model first"):
+        save(root, Mlp())
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load(f"{root}/nowhere", model)
+    assert [path.name for path in Path(root).iterdir()] == ["file"]
+
+    caught: list[str] = []
+
+    def within_backward(gradient: Tensor) -> None:
+        try:
+            save(root, model)
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    output = model(torch.ones(1, WIDTH))
+    output.register_hook(within_backward)
+    loss_of(output).backward()
+    assert caught == ["save: expected a model between steps, but it is in backward"]
+
+
+def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(2, _refusals, str(tmp_path))
+
+
+def _stages(root: str) -> None:
+    """Two ranks with different modules, as pipeline stages, and one checkpoint."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+
+    def build(seed: int) -> tuple[ZeRO3, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        stage = nn.Module()
+        whole = Mlp()
+        stage.blocks = nn.ModuleDict({str(rank): whole.blocks[rank]})
+        setattr(stage, "stem" if rank == 0 else "head", whole.stem if rank == 0 else whole.head)
+        model = ZeRO3(stage, alone)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    everyone = dist.group.WORLD
+    model, optimizer = build(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    save(root, model, optimizer, process_group=everyone)
+    expected = _everything(model, optimizer)
+    names = load_file(Path(root) / "step-00000000" / "model.safetensors").keys()
+    assert {name.split(".")[0] for name in names} == {"stem", "blocks", "head"}
+    other, other_optimizer = build(1)
+    load(root, other, other_optimizer, process_group=everyone)
+    _assert_same(_everything(other, other_optimizer), expected, f"stage {rank}")
+
+
+def test_ranks_with_different_modules_share_a_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, _stages, str(tmp_path))
+
+
+def _every_case(root: str) -> None:
+    """Every toy model: what is saved is what `state_dict` shows, and it loads."""
+    for name, case in CASES.items():
+        torch.manual_seed(0)
+        model = ZeRO3(case.build(), auto_wrap_policy=case.units)
+        save(root, model)
+        expected = get_model_state_dict(model, full=True)
+        torch.manual_seed(1)
+        other = ZeRO3(case.build(), auto_wrap_policy=case.units)
+        load(root, other)
+        assert_same_parameters(get_model_state_dict(other, full=True), expected, what=name)
+
+
+def test_every_toy_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    run_ranks(2, _every_case, str(tmp_path))

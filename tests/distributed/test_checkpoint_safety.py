@@ -1,0 +1,402 @@
+"""Whatever is killed, full, flipped, cut or planted: a checkpoint is whole, or it is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerzero import CollectiveError, ZeRO3
+from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save, transfer
+from layerzero.comm import diagnosis
+from tests.harness.checks import assert_same_parameters
+from tests.harness.models import WIDTH, Block, Mlp, loss_of
+from tests.harness.ranks import run_ranks
+
+FILE_CALLS = (
+    "mkdir",
+    "open",
+    "write",
+    "pwritev",
+    "ftruncate",
+    "fsync",
+    "close",
+    "rename",
+    "replace",
+    "unlink",
+    "rmdir",
+)
+Losses = dict[int, float]
+_DAMAGES = 15  # to each file
+
+
+def _build(seed: int) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _step(model: ZeRO3, optimizer: torch.optim.Optimizer, step: int) -> float:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    loss = loss_of(model(torch.randn(3, WIDTH, generator=generator)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@contextmanager
+def _killed_at(number: int) -> Iterator[list[str]]:
+    """`kill -9` this process before its `number`-th call that changes files. Yields the calls."""
+    calls: list[str] = []
+    originals = {name: getattr(os, name) for name in FILE_CALLS}
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(os, name, counted(name, original))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(os, name, original)
+
+
+def _run(root: str, num_steps: int, kill: tuple[int, int] | None) -> Losses:
+    """Train with a checkpoint every two steps, from the latest one.
+
+    Args:
+        kill: this rank, at this call of the first save it makes.
+    """
+    diagnosis.REPORT_SECONDS = 0.1  # the others need not find out who is dead
+    model, optimizer = _build(0)
+    begin = 0
+    if any(Path(root).iterdir()):
+        begin = load(root, model, optimizer)["step"]
+    losses = {}
+    for step in range(begin, num_steps):
+        losses[step] = _step(model, optimizer, step)
+        if step % 2:
+            at = kill[1] if kill is not None and kill[0] == dist.get_rank() else -1
+            with _killed_at(at):
+                save(root, model, optimizer, step=step + 1, extra={"step": step + 1}, keep=1)
+    return losses
+
+
+def _interrupted(root: str, num_steps: int, kill: tuple[int, int]) -> None:
+    with pytest.raises((CollectiveError, CheckpointError)):
+        _run(root, num_steps, kill)
+
+
+def _leftovers(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_killed_at_any_call_a_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    """One rank; every call that changes a file is the last one in turn."""
+    (first := tmp_path / "first").mkdir()
+    expected = run_ranks(1, _run, str(first), 2, None)[0]
+    (whole := tmp_path / "whole").mkdir()
+    expected = run_ranks(1, _run, str(whole), 6, None)[0]
+    resumed_from = set()
+    number = 0
+    finished = False
+    while not finished:
+        number += 1
+        root = tmp_path / str(number)
+        shutil.copytree(first, root)
+        try:
+            run_ranks(1, _run, str(root), 4, (0, number), expect_exit={0: -signal.SIGKILL})
+        except AssertionError:  # it was not killed: there are no more calls
+            finished = True
+        losses = run_ranks(1, _run, str(root), 6, None)[0]
+        resumed_from.add(min(losses))
+        assert losses == {step: expected[step] for step in losses}
+        assert _leftovers(root) == ["latest", "step-00000006"]
+    assert number > 30
+    assert resumed_from == {2, 4}  # from the one before, and from the one being written
+
+
+def _calls_of_a_save(root: str) -> list[str]:
+    model, optimizer = _build(0)
+    with _killed_at(-1) as calls:
+        save(root, model, optimizer)
+    return calls
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
+    tmp_path: Path, rank: int
+) -> None:
+    calls = run_ranks(2, _calls_of_a_save, str(tmp_path / "calls"))[rank]
+    (whole := tmp_path / "whole").mkdir()
+    expected = run_ranks(2, _run, str(whole), 6, None)
+    # The first call of each stage: of calls of one kind in a row.
+    stages = [1 + i for i, name in enumerate(calls) if i == 0 or calls[i - 1] != name]
+    if rank == 0:
+        stages = [
+            number for number in stages if calls[number - 1] in ("pwritev", "rename", "replace")
+        ]
+    assert len(stages) >= 3
+    (first := tmp_path / "first").mkdir()
+    run_ranks(2, _run, str(first), 2, None)
+    for number in stages:
+        root = tmp_path / str(number)
+        shutil.copytree(first, root)
+        run_ranks(
+            2, _interrupted, str(root), 4, (rank, number), expect_exit={rank: -signal.SIGKILL}
+        )
+        assert (root / "latest").exists()
+        losses = run_ranks(2, _run, str(root), 6, None)
+        for own, whole_run in zip(losses, expected, strict=True):
+            assert own == {step: whole_run[step] for step in own}
+        assert _leftovers(root) == ["latest", "step-00000006"]
+
+
+def _saved(root: str) -> tuple[ZeRO3, torch.optim.Optimizer, dict[str, Tensor]]:
+    """A checkpoint on the disk, and a model and optimizer with other values."""
+    model, optimizer = _build(0)
+    _step(model, optimizer, 0)
+    save(root, model, optimizer, step=1, extra={"note": "x"}, max_file_size="2KB")
+    model, optimizer = _build(1)
+    _step(model, optimizer, 1)
+    return model, optimizer, get_model_state_dict(model, full=True)
+
+
+def _damaged(root: str) -> int:
+    model, optimizer, before = _saved(root)
+    states = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    folder = Path(root) / "step-00000001"
+    generator = random.Random(0)
+    refused = 0
+    whole = {path: path.read_bytes() for path in sorted(folder.iterdir())}
+    dist.barrier()
+    for path, data in whole.items():
+        for number in range(_DAMAGES):
+            broken = bytearray(data)
+            if number % 3:
+                place = generator.randrange(8 * len(data))
+                broken[place // 8] ^= 1 << place % 8
+                what = f"bit {place} of {path.name}"
+            else:
+                del broken[generator.randrange(len(data)) :]
+                what = f"{path.name} cut to {len(broken)} bytes"
+            if number == _DAMAGES - 1:
+                broken += b"\0"
+                what = f"{path.name} with a byte more"
+            if dist.get_rank() == 0:
+                path.write_bytes(broken)
+            dist.barrier()
+            with pytest.raises(CheckpointError, match="damaged") as error:
+                load(root, model, optimizer)
+            assert path.name in str(error.value) or "safetensors" in str(error.value), what
+            refused += 1
+            dist.barrier()
+        if dist.get_rank() == 0:
+            path.unlink()
+        dist.barrier()
+        with pytest.raises(CheckpointError):
+            load(root, model, optimizer)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(data)
+        dist.barrier()
+    assert_same_parameters(get_model_state_dict(model, full=True), before)
+    for parameter, state in optimizer.state.items():
+        assert_same_parameters(state, states[parameter])
+    load(root, model, optimizer)  # whole again
+    return refused
+
+
+def test_damage_at_random_places_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    refused = run_ranks(2, _damaged, str(tmp_path))[0]
+    files = list((tmp_path / "step-00000001").iterdir())
+    assert len(files) >= 4
+    assert refused == _DAMAGES * len(files)
+
+
+def _replica_damage(root: str) -> None:
+    """What one rank alone misreads is noticed too, also where another rank has the same piece."""
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block}, zero3_size=1, outer="replicate")
+    save(root, model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    preadv = os.preadv
+
+    def misread(descriptor: int, views: list[memoryview], offset: int) -> int:
+        moved = preadv(descriptor, views, offset)
+        if dist.get_rank() == 1:
+            views[-1][0] ^= 4
+        return moved
+
+    os.preadv = misread  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match="damaged"):
+        load(root, model)
+    os.preadv = preadv
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+
+
+def test_what_one_rank_misreads_is_refused_by_all(tmp_path: Path) -> None:
+    run_ranks(2, _replica_damage, str(tmp_path))
+
+
+class Bomb:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def _planted(root: str) -> None:
+    model, optimizer, _ = _saved(root)
+    folder = Path(root) / "step-00000001"
+    marker = Path(root) / "exploded"
+    bomb = pickle.dumps({"model": Bomb(marker)})
+    if dist.get_rank() == 0:
+        for name in ("pytorch_model.bin", "model.pt", ".metadata", "optimizer.pkl", "extra.pickle"):
+            (folder / name).write_bytes(bomb)
+            (Path(root) / name).write_bytes(bomb)
+    dist.barrier()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("pickle was used")
+
+    originals = pickle.load, pickle.loads, pickle.Unpickler, torch.load
+    pickle.load = pickle.loads = pickle.Unpickler = torch.load = refuse  # type: ignore
+    load(root, model, optimizer)
+    save(root, model, optimizer)
+    names = sorted(path.name for path in folder.glob("model*.safetensors"))
+    for name in (names[0], "checkpoint.json"):
+        data = (folder / name).read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (folder / name).write_bytes(bomb)
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="damaged"):
+            load(folder, model)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (folder / name).write_bytes(data)
+        dist.barrier()
+    pickle.load, pickle.loads, pickle.Unpickler, torch.load = originals
+    assert not marker.exists()
+    dist.barrier()
+    pickle.loads(bomb)["model"].close()
+    assert marker.exists()  # it works
+
+
+def test_a_pickle_in_the_folder_is_never_opened(tmp_path: Path) -> None:
+    run_ranks(2, _planted, str(tmp_path))
+
+
+def _full_disk(root: str) -> None:
+    rank = dist.get_rank()
+    model, optimizer, _ = _saved(root)
+    state = get_model_state_dict(model, full=True)
+    before = _leftovers(Path(root))
+
+    def refused(message: str) -> None:
+        for blocking in (True, False):
+            with pytest.raises(CheckpointError, match=message):
+                save(root, model, optimizer, step=2, blocking=blocking).wait()
+            dist.barrier()  # the first rank cleans up
+            assert _leftovers(Path(root)) == before
+            dist.barrier()
+
+    pwritev = os.pwritev
+    written = [0]
+
+    def full(descriptor: int, views: list[memoryview], offset: int) -> int:
+        written[0] += 1
+        if written[0] > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwritev(descriptor, views, offset)
+
+    if rank == 1:
+        os.pwritev = full  # type: ignore[assignment]
+    refused(r"rank 1: .*safetensors: .*No space left on device")
+    os.pwritev = pwritev
+    # A limit of the system's own, on rank 0 alone: heads, runs and manifest.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (64, 2048, 5000):
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        refused(r"rank 0: .*File too large")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        dist.barrier()
+    other, other_optimizer = _build(2)
+    load(root, other, other_optimizer)
+    save(root, model, optimizer, step=2)
+    load(root, other, other_optimizer)
+    assert_same_parameters(get_model_state_dict(other, full=True), state)
+
+
+def test_a_full_disk_is_an_error_on_every_rank_and_harms_nothing(tmp_path: Path) -> None:
+    run_ranks(2, _full_disk, str(tmp_path))
+
+
+def _partial_writes(root: str) -> None:
+    """The system may move less than asked; then the rest follows."""
+    pwritev, preadv = os.pwritev, os.preadv
+    generator = random.Random(dist.get_rank())
+
+    def some(views: list[memoryview]) -> list[memoryview]:
+        return [views[0][: generator.randrange(1, len(views[0]) + 1)]]
+
+    os.pwritev = lambda fd, views, offset: pwritev(fd, some(views), offset)  # type: ignore
+    os.preadv = lambda fd, views, offset: preadv(fd, some(views), offset)  # type: ignore
+    transfer._BATCH_NBYTES = 100  # several calls for a run
+    model, optimizer, _ = _saved(root)
+    load(root, model, optimizer)
+    expected = get_model_state_dict(model, full=True)
+    os.pwritev, os.preadv = pwritev, preadv
+    other, other_optimizer = _build(3)
+    load(root, other, other_optimizer)
+    assert_same_parameters(get_model_state_dict(other, full=True), expected)
+
+
+def test_writes_and_reads_may_be_cut_short_by_the_system(tmp_path: Path) -> None:
+    run_ranks(2, _partial_writes, str(tmp_path))
+
+
+def _dead_in_the_background(root: str) -> str:
+    diagnosis.REPORT_SECONDS = 0.1
+    model, optimizer = _build(0)
+    save(root, model, optimizer, step=1)
+    with _killed_at(3 if dist.get_rank() == 1 else -1):
+        handle = save(root, model, optimizer, step=2, blocking=False)
+        with pytest.raises(CollectiveError, match="rank 1") as error:
+            handle.wait()
+    assert (Path(root) / "latest").read_text() == "step-00000001\n"
+    return str(error.value)
+
+
+def test_a_rank_that_dies_in_the_background_is_named(tmp_path: Path) -> None:
+    told = run_ranks(2, _dead_in_the_background, str(tmp_path), expect_exit={1: -signal.SIGKILL})[0]
+    assert "writing of .writing-step-00000002" in told
+    assert json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())["step"] == 1
