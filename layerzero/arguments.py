@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import get_args
 
@@ -11,13 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.config import Accumulation, OffloadPolicy, ReshardAfterForward
 from layerzero.core.groups import make_shard_group, resolve_process_groups
 from layerzero.core.host import is_apart_from
 from layerzero.core.placement import Outer
+from layerzero.core.tensor_parallel import is_supported
 from layerzero.runtime.unit import Unit, get_unit
+from layerzero.wrap import UnitPlan
 
 _OUTER: tuple[Outer, ...] = get_args(Outer)
 
@@ -53,8 +57,12 @@ def check_agreement(
     zero3_size: int | None,
     outer: Outer,
     timeout: timedelta | None,
+    tensor_parallel: DeviceMesh | None = None,
 ) -> None:
     """Refuse what differs between ranks, or does not fit. Collective over the group, or the mesh.
+
+    Args:
+        tensor_parallel: the mesh of the parameters that are DTensors.
 
     Raises:
         ValueError: the same on every rank, with every rank's values where they differ.
@@ -63,16 +71,28 @@ def check_agreement(
     groups = resolve_process_groups(process_group)
     axes = [make_shard_group(group, device, timeout) for group in groups]
     num_inner, num_outer = axes[0].size, axes[1].size if len(axes) == 2 else 1
-    own = [num_inner if zero3_size is None else zero3_size, _OUTER.index(outer)]
+    own = [
+        num_inner if zero3_size is None else zero3_size,
+        _OUTER.index(outer),
+        -1 if tensor_parallel is None else _place_in(tensor_parallel),
+    ]
     values = torch.tensor(own, device=device)
     for axis in axes:
         if axis.size > 1:
             values = gather_small(values, axis, Operation("agreement", "zero3_size and outer", 0))
-    every = values.view(-1, 2).tolist()
-    if any(other != every[0] for other in every):
-        listed = "; ".join(f"zero3_size={size}, outer={_OUTER[mode]!r}" for size, mode in every)
+    every = values.view(-1, 3).tolist()
+    if any(other[:2] != every[0][:2] for other in every):
+        listed = "; ".join(f"zero3_size={size}, outer={_OUTER[mode]!r}" for size, mode, _ in every)
         raise ValueError(
             f"zero3_size and outer differ between ranks, in the group's order: {listed}"
+        )
+    if any(other != every[0] for other in every):
+        raise ValueError(
+            "process_group: its ranks have different parts of the DTensor parameters: their "
+            f"places in the tensor-parallel mesh (-1: no DTensors) are {[e[2] for e in every]}, "
+            "in the group's order; cut both groups from one mesh: "
+            'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
+            'parallelize_module(..., mesh["tp"]), ZeRO3(..., process_group=mesh["dp"])'
         )
     if zero3_size is not None and len(axes) == 2 and zero3_size != num_inner:
         raise ValueError(
@@ -89,6 +109,76 @@ def check_agreement(
             f"outer={outer!r} has no effect: the shard group is the whole group, there is no axis "
             "outside it",
             stacklevel=3,
+        )
+
+
+def _place_in(mesh: DeviceMesh) -> int:
+    return mesh.mesh.flatten().tolist().index(dist.get_rank())
+
+
+def tensor_parallel_mesh(
+    plans: list[UnitPlan], process_group: dist.ProcessGroup | DeviceMesh | None
+) -> DeviceMesh | None:
+    """The mesh of the parameters that are DTensors; None where none is. Not collective.
+
+    Raises:
+        ValueError: a DTensor whose placements cannot be sharded further, DTensors on several
+            meshes, or a mesh that does not cross the process group.
+    """
+    mesh: DeviceMesh | None = None
+    first = ""
+    for fqn, parameter_mesh in _meshes(plans):
+        if mesh is not None and parameter_mesh != mesh:
+            raise ValueError(
+                f"rank {dist.get_rank()}: DTensor parameters of one model need one mesh, got "
+                f"{mesh} ({first!r}) and {parameter_mesh} ({fqn!r}); parallelize all modules on "
+                "one mesh"
+            )
+        if mesh is None:
+            mesh, first = parameter_mesh, fqn
+    if mesh is not None:
+        _check_crossing(mesh, first, process_group)
+    return mesh
+
+
+def _meshes(plans: list[UnitPlan]) -> Iterator[tuple[str, DeviceMesh]]:
+    for plan in plans:
+        for handle in plan.existing.handles if plan.existing is not None else ():
+            for fqn, split in zip(handle.fqns, handle.splits, strict=True):
+                if split is not None:
+                    yield fqn, split.mesh
+        for original in plan.originals:
+            parameter = original.parameter
+            if not isinstance(parameter, DTensor):
+                continue
+            if not is_supported(parameter):
+                raise ValueError(
+                    f"{plan.label} (rank {dist.get_rank()}): parameter {original.fqn!r} is a "
+                    f"DTensor with placements {parameter.placements}; expected Shard(dim) or "
+                    "Replicate() along each axis of its mesh: redistribute() it before wrapping"
+                )
+            yield original.fqn, parameter.device_mesh
+
+
+def _check_crossing(
+    mesh: DeviceMesh, fqn: str, process_group: dist.ProcessGroup | DeviceMesh | None
+) -> None:
+    rank = dist.get_rank()
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {rank} is not in the mesh {mesh.mesh.tolist()} of DTensor parameter {fqn!r}; "
+            "parallelize and wrap the model on ranks of the mesh alone"
+        )
+    shared = set(mesh.mesh.flatten().tolist())
+    if isinstance(process_group, DeviceMesh):
+        shared &= set(process_group.mesh.flatten().tolist())
+    else:
+        shared &= set(dist.get_process_group_ranks(process_group))
+    if shared != {rank}:
+        raise ValueError(
+            f"process_group: on rank {rank} it has the ranks {sorted(shared)} in common with the "
+            f"mesh {mesh.mesh.tolist()} that DTensor parameter {fqn!r} is split over; expected "
+            'this rank alone: pass the data-parallel axis, such as process_group=mesh["dp"]'
         )
 
 

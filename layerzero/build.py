@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.arguments import check_reshard_after_forward
 from layerzero.checkpoint import module_state
@@ -17,6 +17,7 @@ from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
 from layerzero.core.host import HostMemory
 from layerzero.core.placement import Placement
+from layerzero.core.tensor_parallel import local_of
 from layerzero.materialize import Materializer
 from layerzero.runtime import hooks
 from layerzero.runtime.unit import Unit, UnitOptions, set_unit
@@ -84,10 +85,10 @@ class UnitBuilder:
             parameter = first.module._parameters[first.name]
             assert parameter is not None
             original.parameter = parameter
+            original.value = local_of(parameter)
             if self.sync_module_states:
-                on_device = parameter.detach().to(self.device)
-                self._broadcast(on_device, f"parameter {original.fqn}")
-                parameter.data = on_device
+                original.value = original.value.to(self.device)
+                self._broadcast(original.value, f"parameter {original.fqn}")
             key = (parameter.dtype, self._compute_dtype(original), parameter.requires_grad)
             kinds.setdefault(key, []).append(original)
         host = HostMemory(self.offload.pin_memory)
@@ -128,7 +129,7 @@ class UnitBuilder:
             if module is not plan.module and type(module).forward is not nn.Module.forward:
                 hooks.install(module, "forward", unit)
         for original in plan.originals:
-            del original.parameter
+            del original.parameter, original.value
         return unit
 
     def _compute_dtype(self, original: OriginalParameter) -> torch.dtype:
@@ -154,14 +155,33 @@ def resolve_device(
     device: torch.device | str | int | None,
     plans: list[UnitPlan],
     process_group: dist.ProcessGroup,
+    mesh: DeviceMesh | None = None,
 ) -> torch.device:
     """Where parameters will live; checks what they are before anything is changed.
 
+    Args:
+        mesh: of the parameters that are DTensors; they stay on its kind of device.
+
     Raises:
         ValueError: parameters of one unit are on several devices, or of a kind that cannot be
-            sharded.
-        NotImplementedError: a DTensor parameter.
+            sharded; or `device` is not of the mesh's kind.
     """
+    target = _resolve_device(device, plans, process_group, mesh)
+    if mesh is not None and target.type != mesh.device_type:
+        raise ValueError(
+            f"rank {dist.get_rank()}: parameters go to {target}, but the DTensors among them are "
+            f"on a mesh of {mesh.device_type!r}: make the mesh for {target.type!r}, or pass "
+            f"device={mesh.device_type!r}"
+        )
+    return target
+
+
+def _resolve_device(
+    device: torch.device | str | int | None,
+    plans: list[UnitPlan],
+    process_group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+) -> torch.device:
     rank = dist.get_rank()
     found: dict[torch.device, tuple[str, str]] = {}
     for plan in plans:
@@ -192,6 +212,8 @@ def resolve_device(
         )
     if found:
         return next(iter(found))
+    if mesh is not None:
+        return _with_index(torch.device(mesh.device_type))
     backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(","))
     accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend]
     available = torch.accelerator.is_available()
@@ -209,8 +231,6 @@ def _with_index(device: torch.device) -> torch.device:
 def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> None:
     parameter = original.parameter
     where = f"{plan.label} (rank {rank}): parameter {original.fqn!r}"
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(f"{where} is a DTensor, which is not supported yet")
     if parameter.layout is not torch.strided:
         raise ValueError(f"{where} has layout {parameter.layout}; expected a dense parameter")
     if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):

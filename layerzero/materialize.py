@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from layerzero.core.parameter_info import copy_attributes
+
 InitFunction = Callable[[nn.Module], None]
 
 
@@ -57,7 +59,7 @@ class Materializer:
             made = torch.empty_like(tensor, device=self._device)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                made.__dict__.update(tensor.__dict__)
+                copy_attributes(tensor, made)
             self._made[id(tensor)] = (tensor, weakref.ref(made))
         return made
 

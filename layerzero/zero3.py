@@ -21,6 +21,7 @@ from layerzero.arguments import (
     check_module,
     check_reshard_after_forward,
     effective_offload,
+    tensor_parallel_mesh,
     warn_about_old_optimizers,
 )
 from layerzero.build import UnitBuilder, resolve_device
@@ -140,8 +141,9 @@ class ZeRO3(nn.Module):
         group = check_group(process_group, zero3_size, outer)
         check_accumulation(accumulation)
         plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)
-        target = resolve_device(device, plans, group)
-        check_agreement(process_group, target, zero3_size, outer, timeout)
+        mesh = tensor_parallel_mesh(plans, process_group)
+        target = resolve_device(device, plans, group, mesh)
+        check_agreement(process_group, target, zero3_size, outer, timeout, mesh)
         placement = make_placement(process_group, target, zero3_size, outer, deterministic, timeout)
         builder = UnitBuilder(
             placement=placement,

@@ -21,7 +21,7 @@ Note [One rank is whole]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from layerzero.core.host import HostMemory
 from layerzero.core.layout import ALIGNMENT_NBYTES, FlatLayout
 from layerzero.core.parameter_info import ParameterInfo, copy_attributes, set_info
 from layerzero.core.placement import Placement
+from layerzero.core.tensor_parallel import TensorParallelSplit, split_of
 from layerzero.core.views import Slot
 from layerzero.ops import Segments, pack_
 
@@ -42,6 +43,8 @@ class OriginalParameter:
     fqn: str
     parameter: nn.Parameter
     slots: list[Slot]
+    value: torch.Tensor = field(init=False)
+    """What this rank has of it before it is flattened, detached: of a DTensor the local tensor."""
 
 
 class FlatParamHandle:
@@ -49,7 +52,10 @@ class FlatParamHandle:
 
     fqns: list[str]
     """Names of the original parameters, in order."""
+    splits: tuple[TensorParallelSplit | None, ...]
+    """For each parameter that is a DTensor how it is split over tensor-parallel ranks."""
     shapes: tuple[torch.Size, ...]
+    """Of the parameters in the full buffer: the original ones, of DTensors the local ones."""
     layout: FlatLayout
     placement: Placement
     main_shard: torch.Tensor
@@ -90,13 +96,14 @@ class FlatParamHandle:
                 are instead of `device`.
             grads_on: where gradients wait for more micro-batches instead of `device`.
         """
-        parameters = [original.parameter for original in originals]
-        dtype = parameters[0].dtype
+        values = [original.value for original in originals]
+        dtype = values[0].dtype
         self.fqns = [original.fqn for original in originals]
-        self.shapes = tuple(parameter.shape for parameter in parameters)
+        self.splits = tuple(split_of(original.parameter) for original in originals)
+        self.shapes = tuple(value.shape for value in values)
         self.placement = placement
         self.layout = FlatLayout.build(
-            [parameter.numel() for parameter in parameters],
+            [value.numel() for value in values],
             placement.num_main_shards,
             alignment=max(1, ALIGNMENT_NBYTES // min(dtype.itemsize, compute_dtype.itemsize)),
             slices=placement.owned_slices,
@@ -109,7 +116,7 @@ class FlatParamHandle:
         else:
             self.main_shard = params_on.empty(self.layout.shard_numel, dtype)
         self._pieces = self.layout.pieces(placement.main_shard_index)
-        self._flatten(parameters)
+        self._flatten(values)
         self.sharded_params = [
             self._make_sharded(original, index) for index, original in enumerate(originals)
         ]
@@ -130,15 +137,16 @@ class FlatParamHandle:
             reduce_dtype,
             device,
             self.sharded_params,
+            {index: split for index, split in enumerate(self.splits) if split is not None},
             grads_on,
         )
 
-    def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _flatten(self, values: Sequence[torch.Tensor]) -> None:
         """Fill the main shard; what lies between the pieces is zero."""
         device = self.main_shard.device
         sources = [
-            parameter.detach().reshape(-1)[piece.start : piece.stop].to(device)
-            for parameter, piece in zip(parameters, self._pieces, strict=True)
+            value.reshape(-1)[piece.start : piece.stop].to(device)
+            for value, piece in zip(values, self._pieces, strict=True)
         ]
         # Pieces rise with their parameters, apart from the empty ones.
         rows = (
@@ -151,7 +159,8 @@ class FlatParamHandle:
         piece = self.main_shard[offset : offset + stop - start]
         sharded = nn.Parameter(piece, requires_grad=original.parameter.requires_grad)
         copy_attributes(original.parameter, sharded)
-        set_info(sharded, ParameterInfo(original.fqn, original.parameter.shape, (start, stop)))
+        shape, split = original.parameter.shape, self.splits[index]
+        set_info(sharded, ParameterInfo(original.fqn, shape, (start, stop), split))
         return sharded
 
     def _make_full(
@@ -167,15 +176,25 @@ class FlatParamHandle:
             self.full = torch.zeros(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self._storage = self.full.untyped_storage()
         self.full_params = []
-        for original, start, numel in zip(
-            originals, self.layout.starts, self.layout.numels, strict=True
-        ):
-            view = self.full.data[start : start + numel].view(original.parameter.shape)
-            leaf = nn.Parameter(view.data, requires_grad=original.parameter.requires_grad)
+        for index, original in enumerate(originals):
+            leaf = nn.Parameter(
+                self.view_of(self.full, index),
+                requires_grad=original.parameter.requires_grad,
+            )
             copy_attributes(original.parameter, leaf)
             self.full_params.append(leaf)
         if not self.is_whole:
             self._storage.resize_(0)
+
+    def view_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """Parameter `index` in a buffer like `full`, with a version counter of its own.
+
+        Of a DTensor it is one again, and its local tensor is the view.
+        """
+        start = self.layout.starts[index]
+        view = flat[start : start + self.layout.numels[index]].view(self.shapes[index]).data
+        split = self.splits[index]
+        return view if split is None else split.wrap(view)
 
     def _make_compute_shard(self) -> None:
         placement, numel = self.placement, self.compute_numel

@@ -12,14 +12,16 @@ of `.grad`, so a backward pass that fails changes no gradient the user can see.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from layerzero.core.host import HostMemory
 from layerzero.core.layout import FlatLayout, GradientLayout, Piece
+from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
+from layerzero.core.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 
 _MISSING = torch.empty(0)
@@ -47,15 +49,22 @@ class GradientBuffer:
         dtype: torch.dtype,
         device: torch.device,
         sharded_params: list[nn.Parameter],
+        splits: Mapping[int, TensorParallelSplit],
         sums_on: HostMemory | None = None,
     ) -> None:
-        """`sums_on`: where micro-batches wait, if not on `device`."""
+        """
+        Args:
+            shapes: of the gradients in the buffer; of DTensors the local ones.
+            splits: of the parameters that are DTensors, by index.
+            sums_on: where micro-batches wait, if not on `device`.
+        """
         self._layout = layout
         self._shapes = shapes
         self._placement = placement
         self._dtype = dtype
         self._device = device
         self._sharded_params = sharded_params
+        self._splits = splits
         self.sums_on = sums_on
         self._local: dict[int, torch.Tensor] = {}
         self.present = set()
@@ -77,6 +86,11 @@ class GradientBuffer:
             )
         self.layout = GradientLayout.build(self._layout, indices)
         self._source = {index: place for place, index in enumerate(self.layout.trainable)}
+        self._split_sources = [
+            (place, index, self._splits[index])
+            for index, place in self._source.items()
+            if index in self._splits
+        ]
         wide = torch.promote_types(self._dtype, torch.float32)
         with torch.inference_mode(False):
             self._outgoing = _Area(self, self._dtype)
@@ -185,7 +199,8 @@ class GradientBuffer:
             self._sum.free()
 
     def _take(self, leaves: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """The gradients of the trainable leaves, noted, and no longer theirs."""
+        """The gradients of the trainable leaves, noted, and no longer theirs; of DTensors their
+        local tensors, which is collective over tensor-parallel ranks where one is partial."""
         gradients = []
         for index in self.layout.trainable:
             leaf = leaves[index]
@@ -198,7 +213,16 @@ class GradientBuffer:
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()  # Embeddings may give sparse ones.
             gradients.append(gradient)
+        for place, index, split in self._split_sources:
+            if gradients[place] is not _MISSING:
+                name = self._name_of(index)
+                gradients[place] = split.localize(gradients[place], name)
         return gradients
+
+    def _name_of(self, index: int) -> str:
+        info = get_info(self._sharded_params[index])
+        assert info is not None, "pieces are marked"
+        return info.fqn
 
     def _add(self, gradients: Sequence[torch.Tensor]) -> None:
         targets, sources = [], []

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from layerzero.core.tensor_parallel import TensorParallelSplit
+
 _ATTRIBUTE = "layerzero"
 
 
@@ -19,7 +21,10 @@ class ParameterInfo:
     shape: torch.Size
     """Original shape."""
     range: tuple[int, int]
-    """(start, stop) of this rank's piece in the flattened original; equal when it has none."""
+    """(start, stop) of this rank's piece in the flattened original, or where `tensor_parallel` is
+    not None in the flattened local tensor; equal when it has none."""
+    tensor_parallel: TensorParallelSplit | None = None
+    """Of a DTensor how it is split over tensor-parallel ranks; None for an ordinary parameter."""
 
 
 def get_info(parameter: nn.Parameter) -> ParameterInfo | None:
@@ -40,4 +45,6 @@ def rename(parameter: nn.Parameter, fqn: str) -> None:
 
 def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     """Carry over what a framework put on a parameter (`tensor_model_parallel`, `shared`, ...)."""
-    target.__dict__.update(source.__dict__)
+    attributes = dict(source.__dict__)
+    attributes.pop("_is_param", None)  # How torch marks a parameter that is of a tensor subclass.
+    target.__dict__.update(attributes)
