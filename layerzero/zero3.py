@@ -34,6 +34,7 @@ from layerzero.config import (
     ReshardAfterForward,
     prefetch_depth,
 )
+from layerzero.core.groups import mesh_groups
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement, make_placement
 from layerzero.materialize import Materializer
@@ -175,6 +176,7 @@ class ZeRO3(nn.Module):
             budget,
             budget_is_default=limit_all_gathers is True,
             accumulation=accumulation,
+            tensor_parallel_groups=mesh_groups(mesh, target, timeout),
         )
         units[0].output_dtype = builder.mixed_precision.output_dtype
         self._become(module, units, root)
@@ -328,7 +330,8 @@ class ZeRO3(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.
 
-        Collective: one gather of a scalar. Does not block the host on a device with streams.
+        Collective over `process_group`, and the mesh of DTensor parameters: a gather of a scalar
+        for each axis. Does not block the host on a device with streams.
 
         Args:
             norm_type: p > 0, or infinity.
@@ -338,6 +341,7 @@ class ZeRO3(nn.Module):
 
         Raises:
             RuntimeError: gradients were used already (`step_in_backward`).
+            NotImplementedError: an ignored parameter is a DTensor.
         """
         if self._root_state.reducer.on_delivered is not None:
             raise RuntimeError(
@@ -365,11 +369,19 @@ class ZeRO3(nn.Module):
 
         Collective at entry and exit. Memory: all parameters of this module at once.
 
+        Parameters that came as DTensors are DTensors inside, on their mesh and in their placements:
+        full over `process_group`, split over tensor-parallel ranks as ever. `full_tensor()` of one,
+        collective over its mesh, is the whole; what is written into `to_local()`, or into the
+        DTensor in place, is written back. `.grad` with `with_grads` is one too.
+
         Args:
             writeback: changes made inside go into the shards at the end (not after an exception).
             rank0_only: only the group's first rank sees full parameters, the others their pieces;
-                with `writeback`, its changes go to all.
-            offload_to_cpu: the full parameters are on the CPU.
+                with `writeback`, its changes go to all. With DTensors this is the first rank of
+                each data-parallel group, hence all ranks of one tensor-parallel mesh, and
+                collective calls such as `full_tensor()` work on these.
+            offload_to_cpu: the full parameters are on the CPU; a DTensor has its local tensor
+                there, and still the mesh of its device.
             with_grads: `.grad` is full inside as well, and written back alike.
 
         Raises:

@@ -178,7 +178,7 @@ class FlatParamHandle:
         self.full_params = []
         for index, original in enumerate(originals):
             leaf = nn.Parameter(
-                self.view_of(self.full, index),
+                self.view_of(self.full.data, index),
                 requires_grad=original.parameter.requires_grad,
             )
             copy_attributes(original.parameter, leaf)
@@ -187,12 +187,9 @@ class FlatParamHandle:
             self._storage.resize_(0)
 
     def view_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Parameter `index` in a buffer like `full`, with a version counter of its own.
-
-        Of a DTensor it is one again, and its local tensor is the view.
-        """
+        """Parameter `index` in a buffer laid out like `full`; of a DTensor one on that view."""
         start = self.layout.starts[index]
-        view = flat[start : start + self.layout.numels[index]].view(self.shapes[index]).data
+        view = flat[start : start + self.layout.numels[index]].view(self.shapes[index])
         split = self.splits[index]
         return view if split is None else split.wrap(view)
 

@@ -81,6 +81,20 @@ def resolve_process_groups(
     return (group,)
 
 
+def mesh_groups(
+    mesh: DeviceMesh | None, device: torch.device, timeout: timedelta | None
+) -> tuple[ShardGroup, ...]:
+    """The groups along the axes of a mesh that this rank is in, without groups of one.
+
+    Raises:
+        ValueError: a group has no backend for the device, or the timeout is not positive.
+    """
+    if mesh is None:
+        return ()
+    groups = (make_shard_group(mesh.get_group(axis), device, timeout) for axis in range(mesh.ndim))
+    return tuple(group for group in groups if group.size > 1)
+
+
 def make_shard_group(
     process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None
 ) -> ShardGroup:

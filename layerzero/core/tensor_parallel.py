@@ -75,7 +75,7 @@ class TensorParallelSplit:
             local = _to_local(tensor)
         if local.shape != self.local_shape:
             raise RuntimeError(
-                f"parameter {name!r}: expected a local gradient of shape "
+                f"parameter {name!r}: expected a value or gradient of local shape "
                 f"{tuple(self.local_shape)}, got {tuple(local.shape)}"
             )
         return local
@@ -85,9 +85,9 @@ class TensorParallelSplit:
             return tensor.redistribute(self.mesh, self.placements)
         except RuntimeError as error:
             raise RuntimeError(
-                f"parameter {name!r}: its gradient has placements {tensor.placements}, and "
-                f"bringing it to {self.placements} over the tensor-parallel ranks "
-                f"{self.mesh.mesh.tolist()} failed: {error}"
+                f"parameter {name!r}: its value or gradient came in placements "
+                f"{tensor.placements}, and bringing it to {self.placements} over the "
+                f"tensor-parallel ranks {self.mesh.mesh.tolist()} failed: {error}"
             ) from error
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Operation, gather_small
-from layerzero.core.groups import make_shard_group, resolve_process_groups
+from layerzero.core.groups import make_shard_group, mesh_groups, resolve_process_groups
+from layerzero.core.parameter_info import get_info
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -18,7 +19,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Each rank sees only its pieces, so an overflow on one rank must make all of them skip the step
     and lower the scale. `unscale_` (called by `step` when you did not) is therefore collective
-    over `process_group`: one scalar.
+    over `process_group`, and the mesh of DTensor parameters if the group is not all of it: one
+    scalar for each axis.
 
     Args:
         device: device type of the gradients.
@@ -60,14 +62,20 @@ class GradScaler(torch.amp.GradScaler):
         here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
         assert self._scale is not None, "unscale_ has set the scale up"
         # On the scale's device, which the group serves: offloaded gradients are on the host.
-        anywhere = self._agree(here.to(self._scale.device))
+        anywhere = self._agree(here.to(self._scale.device), optimizer)
         for found_inf in found.values():
             found_inf.copy_(anywhere)
 
-    def _agree(self, found_inf: torch.Tensor) -> torch.Tensor:
+    def _agree(self, found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         self._num_agreements += 1
-        for process_group in resolve_process_groups(self._process_group):
-            group = make_shard_group(process_group, found_inf.device, self._timeout)
+        groups = [
+            make_shard_group(process_group, found_inf.device, self._timeout)
+            for process_group in resolve_process_groups(self._process_group)
+        ]
+        mesh = _tensor_parallel_mesh(optimizer)
+        if mesh is not None and not set(mesh.mesh.flatten().tolist()) <= set(groups[0].ranks):
+            groups.extend(mesh_groups(mesh, found_inf.device, self._timeout))
+        for group in groups:
             operation = Operation("overflow agreement", "the optimizer", self._num_agreements)
             found_inf = gather_small(found_inf, group, operation).amax()
         return found_inf
@@ -80,3 +88,12 @@ class GradScaler(torch.amp.GradScaler):
                 # Optimizers that unscale by themselves would look at their own pieces alone.
                 self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
+
+
+def _tensor_parallel_mesh(optimizer: torch.optim.Optimizer) -> DeviceMesh | None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            info = get_info(parameter)
+            if info is not None and info.tensor_parallel is not None:
+                return info.tensor_parallel.mesh
+    return None

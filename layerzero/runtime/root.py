@@ -110,6 +110,8 @@ class RootState:
     """The first collective that failed; see Note [A failed collective is final]."""
     last_order: Order
     """The longest forward order recorded so far."""
+    tensor_parallel_groups: tuple[ShardGroup, ...]
+    """Along the axes of the mesh of DTensor parameters, without groups of one."""
 
     def __init__(
         self,
@@ -120,8 +122,10 @@ class RootState:
         budget: GatherBudget,
         budget_is_default: bool,
         accumulation: Accumulation,
+        tensor_parallel_groups: tuple[ShardGroup, ...] = (),
     ) -> None:
         self.device = device
+        self.tensor_parallel_groups = tensor_parallel_groups
         groups = [g for unit in units for h in unit.handles for g in h.placement.groups]
         self.streams = Streams(device, any(group.backend == "gloo" for group in groups))
         self.recorder = ExecOrderRecorder()
@@ -138,6 +142,7 @@ class RootState:
         self.last_order = ()
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
         self._num_operations = 0
+        self._num_tensor_parallel_operations = 0
         self._profiling = torch.autograd._profiler_enabled
         self._clock = 0
         self._call_depth = 0
@@ -171,6 +176,15 @@ class RootState:
             self._refuse_after_failure()
         self._num_operations += 1
         return Operation(verb, unit, self._num_operations, self._watchdog_of(group))
+
+    def next_tensor_parallel_operation(self, verb: str, unit: str, group: ShardGroup) -> Operation:
+        """`next_operation` for one of `tensor_parallel_groups`, counted apart.
+
+        Ranks with unequal parts of a model need not gather it in the same number of operations.
+        """
+        self._refuse_after_failure()
+        self._num_tensor_parallel_operations += 1
+        return Operation(verb, unit, self._num_tensor_parallel_operations, self._watchdog_of(group))
 
     def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
         """None for groups of one, and where messages carry names."""

@@ -12,6 +12,7 @@ from torch import nn
 from layerzero.comm.collectives import broadcast_, gather_small
 from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.layout import Piece
+from layerzero.core.parameter_info import copy_attributes
 from layerzero.runtime.root import RootState, remembers_failure
 from layerzero.runtime.states import TrainingState
 from layerzero.runtime.unit import Unit
@@ -87,23 +88,31 @@ def _gather(
         full_grad = _gather_flat(root, unit, handle, _flat_gradient(handle))
     if options.rank0_only and not handle.placement.is_first:
         return _Summoned(handle, None)
-    if options.offload_to_cpu:
-        full = full.cpu()
-        full_grad = None if full_grad is None else full_grad.cpu()
+    values = _views(handle, full, options)
+    grads = None if full_grad is None else _views(handle, full_grad, options)
     parameters = []
-    for index, (start, numel) in enumerate(
-        zip(handle.layout.starts, handle.layout.numels, strict=True)
-    ):
-        sharded = handle.sharded_params[index]
-        shape = handle.shapes[index]
-        parameter = nn.Parameter(
-            full[start : start + numel].view(shape), requires_grad=sharded.requires_grad
-        )
-        parameter.__dict__.update(handle.full_params[index].__dict__)
-        if full_grad is not None and has_grad[index]:
-            parameter.grad = full_grad[start : start + numel].view(shape)
+    for index, sharded in enumerate(handle.sharded_params):
+        parameter = nn.Parameter(values[index], requires_grad=sharded.requires_grad)
+        copy_attributes(handle.full_params[index], parameter)
+        if grads is not None and has_grad[index]:
+            parameter.grad = grads[index]
         parameters.append(parameter)
     return _Summoned(handle, parameters)
+
+
+def _views(
+    handle: FlatParamHandle, full: torch.Tensor, options: SummonOptions
+) -> list[torch.Tensor]:
+    """Every parameter in a gathered buffer, on the CPU if asked."""
+    if not options.offload_to_cpu:
+        return [handle.view_of(full, index) for index in range(len(handle.fqns))]
+    on_cpu = full.cpu()
+    # A DTensor is copied by itself: torch would send one that is made from a local tensor on the
+    # CPU back to the device of its mesh.
+    return [
+        handle.view_of(on_cpu, index) if split is None else handle.view_of(full, index).cpu()
+        for index, split in enumerate(handle.splits)
+    ]
 
 
 @remembers_failure
@@ -150,14 +159,21 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
         entry.parameters,
         strict=True,
     ):
-        sharded.copy_(parameter.detach().reshape(-1)[piece.start : piece.stop])
+        value = _flat_of(handle, piece.param, parameter)
+        sharded.copy_(value[piece.start : piece.stop])
         if options.with_grads:
-            grad = parameter.grad
-            sharded.grad = (
-                None
-                if grad is None
-                else grad.reshape(-1)[piece.start : piece.stop].to(sharded.device, copy=True)
-            )
+            sharded.grad = None
+            if parameter.grad is not None:
+                grad = _flat_of(handle, piece.param, parameter.grad)
+                sharded.grad = grad[piece.start : piece.stop].to(sharded.device, copy=True)
+
+
+def _flat_of(handle: FlatParamHandle, index: int, tensor: torch.Tensor) -> torch.Tensor:
+    """A full parameter or gradient as it lies in the full buffer."""
+    split = handle.splits[index]
+    if split is not None:
+        tensor = split.localize(tensor, handle.fqns[index])
+    return tensor.detach().reshape(-1)
 
 
 @remembers_failure
@@ -169,7 +185,7 @@ def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) 
         name = handle.fqns[index]
         full = sharded.new_empty(handle.layout.numels[index], device=root.device)
         if entry.parameters is not None:
-            full.copy_(entry.parameters[index].detach().reshape(-1))
+            full.copy_(_flat_of(handle, index, entry.parameters[index]))
         _broadcast(root, full, handle, "summon writeback", name)
         sharded.copy_(full[pieces[index].start : pieces[index].stop])
         if options.with_grads:
@@ -187,7 +203,7 @@ def _send_gradient_from_first(root: RootState, entry: _Summoned, index: int, pie
         return
     full = sharded.new_empty(handle.layout.numels[index], device=root.device)
     if grad is not None:
-        full.copy_(grad.reshape(-1))
+        full.copy_(_flat_of(handle, index, grad))
     _broadcast(root, full, handle, verb, name)
     sharded.grad = full[piece.start : piece.stop].to(sharded.device, copy=True)
 
