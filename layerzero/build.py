@@ -15,9 +15,10 @@ from layerzero.checkpoint import module_state
 from layerzero.comm.collectives import Operation, broadcast_
 from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
+from layerzero.core.groups import ShardGroup
 from layerzero.core.host import HostMemory
 from layerzero.core.placement import Placement
-from layerzero.core.tensor_parallel import local_of
+from layerzero.core.tensor_parallel import local_of, split_of
 from layerzero.materialize import Materializer
 from layerzero.runtime import hooks
 from layerzero.runtime.unit import Unit, UnitOptions, set_unit
@@ -29,6 +30,7 @@ class UnitBuilder:
     """Builds the units of one `ZeRO3` call; what does not depend on the unit is here."""
 
     placement: Placement
+    tensor_parallel_groups: tuple[ShardGroup, ...]
     device: torch.device
     mixed_precision: MixedPrecision
     reshard_after_forward: ReshardAfterForward | Callable[[nn.Module, str], ReshardAfterForward]
@@ -66,7 +68,12 @@ class UnitBuilder:
         if visit.plan.existing is not None:
             return
         keeps = self.mixed_precision.keeps_float32(visit.module)
+        was_meta = [
+            name for name, p in visit.module._parameters.items() if p is not None and p.is_meta
+        ]
         self.materializer(visit.fqn, visit.module, keeps)
+        for name in was_meta if self.tensor_parallel_groups else ():
+            self._copy_over_mesh(visit, name)
         if keeps:
             hooks.run_in_float32(visit.module)
         if self.sync_module_states:
@@ -131,6 +138,20 @@ class UnitBuilder:
         for original in plan.originals:
             del original.parameter, original.value
         return unit
+
+    def _copy_over_mesh(self, visit: Visit, name: str) -> None:
+        """Make the copies that tensor-parallel ranks have of a new parameter equal.
+
+        They are drawn from each rank's own generator, and ranks that drew unequal parts of another
+        parameter before (on CPU, where DTensors do not share a generator) would not agree.
+        """
+        parameter = visit.module._parameters[name]
+        assert parameter is not None
+        split, value = split_of(parameter), local_of(parameter)
+        operation = Operation("synchronisation", f"parameter {visit.fqn}.{name}", 0)
+        for axis, group in enumerate(self.tensor_parallel_groups):
+            if group.size > 1 and (split is None or split.placements[axis].is_replicate()):
+                broadcast_(value, group, operation)
 
     def _compute_dtype(self, original: OriginalParameter) -> torch.dtype:
         dtype = original.parameter.dtype

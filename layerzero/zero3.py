@@ -146,8 +146,10 @@ class ZeRO3(nn.Module):
         target = resolve_device(device, plans, group, mesh)
         check_agreement(process_group, target, zero3_size, outer, timeout, mesh)
         placement = make_placement(process_group, target, zero3_size, outer, deterministic, timeout)
+        tensor_parallel_groups = mesh_groups(mesh, target, timeout)
         builder = UnitBuilder(
             placement=placement,
+            tensor_parallel_groups=tensor_parallel_groups,
             device=target,
             mixed_precision=mixed_precision or MixedPrecision(),
             reshard_after_forward=reshard_after_forward,
@@ -176,7 +178,7 @@ class ZeRO3(nn.Module):
             budget,
             budget_is_default=limit_all_gathers is True,
             accumulation=accumulation,
-            tensor_parallel_groups=mesh_groups(mesh, target, timeout),
+            tensor_parallel_groups=tensor_parallel_groups,
         )
         units[0].output_dtype = builder.mixed_precision.output_dtype
         self._become(module, units, root)

@@ -84,15 +84,16 @@ def resolve_process_groups(
 def mesh_groups(
     mesh: DeviceMesh | None, device: torch.device, timeout: timedelta | None
 ) -> tuple[ShardGroup, ...]:
-    """The groups along the axes of a mesh that this rank is in, without groups of one.
+    """This rank's group along each axis of a mesh; none without one.
 
     Raises:
         ValueError: a group has no backend for the device, or the timeout is not positive.
     """
     if mesh is None:
         return ()
-    groups = (make_shard_group(mesh.get_group(axis), device, timeout) for axis in range(mesh.ndim))
-    return tuple(group for group in groups if group.size > 1)
+    return tuple(
+        make_shard_group(mesh.get_group(axis), device, timeout) for axis in range(mesh.ndim)
+    )
 
 
 def make_shard_group(

@@ -111,7 +111,7 @@ class RootState:
     last_order: Order
     """The longest forward order recorded so far."""
     tensor_parallel_groups: tuple[ShardGroup, ...]
-    """Along the axes of the mesh of DTensor parameters, without groups of one."""
+    """Along the axes of the mesh of DTensor parameters."""
 
     def __init__(
         self,

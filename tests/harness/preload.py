@@ -14,6 +14,7 @@ MODULES = (
     "torch.distributed",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torch.utils.checkpoint",
     "tests.harness.checks",
