@@ -57,7 +57,7 @@ def check_agreement(
     zero3_size: int | None,
     outer: Outer,
     timeout: timedelta | None,
-    tensor_parallel: DeviceMesh | None = None,
+    tensor_parallel: DeviceMesh | None,
 ) -> None:
     """Refuse what differs between ranks, or does not fit. Collective over the group, or the mesh.
 

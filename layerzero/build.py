@@ -176,7 +176,7 @@ def resolve_device(
     device: torch.device | str | int | None,
     plans: list[UnitPlan],
     process_group: dist.ProcessGroup,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | None,
 ) -> torch.device:
     """Where parameters will live; checks what they are before anything is changed.
 

@@ -64,7 +64,8 @@ class ZeRO3(nn.Module):
     Args:
         module: any module, on one device or on the meta device; it is changed in place.
         process_group: ranks that share the model: a ProcessGroup, None for all, or a DeviceMesh of
-            one axis (the shard group) or two (outer, shard group).
+            one axis (the shard group) or two (outer, shard group). With DTensor parameters the
+            data-parallel ranks alone (docs/parallelism.md).
         auto_wrap_policy: set of module classes, or callable(module, fqn) -> bool; None: units are
             the nested ZeRO3 modules, or the root alone.
         zero3_size: ranks of a shard group inside `process_group`, neighbours in rank order; None:
@@ -343,7 +344,7 @@ class ZeRO3(nn.Module):
 
         Raises:
             RuntimeError: gradients were used already (`step_in_backward`).
-            NotImplementedError: an ignored parameter is a DTensor.
+            NotImplementedError: an ignored parameter is a DTensor with a gradient.
         """
         if self._root_state.reducer.on_delivered is not None:
             raise RuntimeError(

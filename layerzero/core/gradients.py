@@ -199,8 +199,10 @@ class GradientBuffer:
             self._sum.free()
 
     def _take(self, leaves: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """The gradients of the trainable leaves, noted, and no longer theirs; of DTensors their
-        local tensors, which is collective over tensor-parallel ranks where one is partial."""
+        """The gradients of the trainable leaves, noted, and no longer theirs.
+
+        Of DTensors the local tensors: collective over tensor-parallel ranks where one is partial.
+        """
         gradients = []
         for index in self.layout.trainable:
             leaf = leaves[index]
@@ -215,8 +217,7 @@ class GradientBuffer:
             gradients.append(gradient)
         for place, index, split in self._split_sources:
             if gradients[place] is not _MISSING:
-                name = self._name_of(index)
-                gradients[place] = split.localize(gradients[place], name)
+                gradients[place] = split.localize(gradients[place], self._name_of(index))
         return gradients
 
     def _name_of(self, index: int) -> str:

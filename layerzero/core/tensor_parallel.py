@@ -109,7 +109,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _to_local(tensor: DTensor) -> torch.Tensor:
-    with torch.no_grad():  # With autograd it is a node of the graph, and a copy of the wrapper.
+    with torch.no_grad():  # With autograd on it would be a node of a graph.
         local = tensor.to_local()
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 

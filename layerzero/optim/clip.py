@@ -44,15 +44,15 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: `norm_type` is no norm.
-        NotImplementedError: an ignored parameter is a DTensor.
+        NotImplementedError: an ignored parameter is a DTensor with a gradient.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: expected norm_type > 0 or inf, got {norm_type}")
-    if any(isinstance(parameter, DTensor) for parameter in replicated):
+    if any(isinstance(parameter.grad, DTensor) for parameter in replicated):
         raise NotImplementedError(
-            "clip_grad_norm_: an ignored parameter is a DTensor, and its part in the norm is not "
-            "known; do not ignore it, or clip with torch.nn.utils"
+            "clip_grad_norm_: an ignored parameter is a DTensor with a gradient, whose part in the "
+            "norm is not known; do not ignore it, or set its .grad aside and scale it yourself"
         )
     is_max = math.isinf(norm_type)
     # From all parameters, not from the gradients at hand: the same on every rank.

@@ -122,7 +122,7 @@ class RootState:
         budget: GatherBudget,
         budget_is_default: bool,
         accumulation: Accumulation,
-        tensor_parallel_groups: tuple[ShardGroup, ...] = (),
+        tensor_parallel_groups: tuple[ShardGroup, ...],
     ) -> None:
         self.device = device
         self.tensor_parallel_groups = tensor_parallel_groups

@@ -128,7 +128,7 @@ class Unit:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all original parameters, padding not counted."""
+        """Elements of all original parameters (of DTensors the local ones), without padding."""
         return sum(sum(handle.layout.numels) for handle in self.handles)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from tests.harness.checks import (
     assert_same_on_all_ranks,
     assert_same_parameters,
 )
+from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
 from tests.harness.reference import OPTIMIZERS, RunFn, backward_of_all_ranks, seeded
@@ -88,7 +90,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Takes [batch, LENGTH + 1] integers, returns the loss."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
@@ -202,7 +204,10 @@ def assert_follows(
     reference: Callable[[nn.Module, list[Tensor], RunFn], list[Tensor]] = backward_of_all_ranks,
     roundings: int = ROUNDINGS,
 ) -> None:
-    """Losses, gradients and parameters at each step. The same batch on tensor-parallel ranks."""
+    """Losses and gradients at each step, parameters after the last.
+
+    Tensor-parallel ranks get the same batch.
+    """
     num_data, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
     own, expected = (OPTIMIZERS["sgd_momentum"](each.parameters()) for each in (model, plain))
     for index, step in enumerate(batches(steps, num_data)):
@@ -216,16 +221,17 @@ def assert_follows(
         )
         own.step()
         expected.step()
-        assert_same_parameters(
-            whole_values(model), values_of(plain), roundings, f"{what}, {index}: parameter"
-        )
+    assert_same_parameters(
+        whole_values(model), values_of(plain), roundings, f"{what}: parameter after the last step"
+    )
 
 
 def _train(num_data: int) -> None:
     mesh = grid(num_data)
     for in_sequence in (True, False):
         what = "in sequence" if in_sequence else "plain norms"
-        assert_follows(wrapped(mesh, in_sequence), seeded(Llama), mesh, what)
+        deep = functools.partial(Llama, layers=2)
+        assert_follows(wrapped(mesh, in_sequence, deep), seeded(deep), mesh, what)
 
 
 @pytest.mark.parametrize(("world_size", "num_data"), [(4, 2), (2, 1)], ids=["2x2", "1x2"])
@@ -277,7 +283,7 @@ def _tied_and_frozen() -> None:
     for each in (model, plain):
         each.head.weight = each.embedding.weight
         each.blocks[0].mlp.down.weight.requires_grad_(False)
-        each.blocks[1].mlp_norm.weight.requires_grad_(False)
+        each.blocks[0].mlp_norm.weight.requires_grad_(False)
     sharded = ZeRO3(model, process_group=mesh["dp"], auto_wrap_policy={Block})
     assert "head.weight" not in dict(sharded.named_parameters())
     assert_follows(sharded, plain, mesh, "frozen", steps=2)
@@ -334,7 +340,7 @@ def _clip() -> None:
     place = mesh["dp"].get_local_rank()
     step = batches(1, 2)[0]
     for in_sequence in (True, False):
-        for norm_type in (2.0, 3.0, math.inf):
+        for norm_type in (3.0, math.inf):
             model, plain = wrapped(mesh, in_sequence), seeded(Llama)
             loss_backward(model, step[place])
             backward_of_all_ranks(plain, step, loss_backward)
@@ -383,9 +389,12 @@ def _summon() -> None:
                 for parameter in model.parameters():
                     parameter.mul_(2.0)
                 model.norm.weight.grad = None
-                # As a partial sum over the two tensor-parallel ranks: 0.5 + 0.5 everywhere.
+                # As a partial sum over the two tensor-parallel ranks: 0.5 + 0.5 everywhere; and
+                # as one that is still under way.
                 rows = torch.full(model.head.weight.shape, 0.5)
-                model.head.weight.grad = DTensor.from_local(rows, mesh["tp"], [Partial()])
+                halves = DTensor.from_local(rows, mesh["tp"], [Partial()])
+                under_way = halves.redistribute(placements=[Shard(0)], async_op=True)
+                model.head.weight.grad = under_way if rank0_only else halves
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.mul_(2.0)
@@ -406,7 +415,7 @@ def test_full_parameters_are_dtensors_and_are_written_back() -> None:
 def _scaler() -> None:
     """One rank overflows; a group that leaves out its tensor-parallel peers is enough."""
     mesh = grid(2)
-    for group in (None, mesh["dp"], mesh["dp"].get_group()):
+    for group in (None, mesh["dp"]):
         model = wrapped(mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = GradScaler("cpu", process_group=group, init_scale=4.0)
@@ -498,6 +507,98 @@ def _once() -> None:
 
 def test_a_unit_is_gathered_once_into_leaves_that_stay() -> None:
     run_ranks(4, _once)
+
+
+class _OnGrid(nn.Module):
+    """Parameters on a mesh of two axes, in unequal parts: 2, 1 or no axis cuts them."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        placements = {
+            "weight": ((5, 3), (Shard(0), Shard(1))),
+            "rows": ((5, 3), (Shard(0), Shard(0))),
+            "gain": ((5,), (Replicate(), Shard(0))),
+            "bias": ((5,), (Replicate(), Replicate())),
+            "single": ((1,), (Shard(0), Replicate())),  # nothing on two of the ranks
+        }
+        for name, (shape, placed) in placements.items():
+            value = torch.randn(shape, generator=generator)
+            if mesh is not None:
+                value = distribute_tensor(value, mesh, placed)
+            self.register_parameter(name, nn.Parameter(value))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh is not None:
+            x = DTensor.from_local(x, self.mesh, [Replicate()] * 2, run_check=False)
+        out = x @ (self.weight * self.rows).T * self.gain * self.single + self.bias
+        out = out.full_tensor() if isinstance(out, DTensor) else out
+        return (out * self.scale).square().mean()
+
+
+def _two_axes() -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
+    plain = _OnGrid()
+    model = ZeRO3(_OnGrid(mesh["a", "b"]), process_group=mesh["dp"])
+    splits = {name: p.layerzero.tensor_parallel for name, p in model.named_parameters()}
+    assert splits.pop("scale") is None
+    copies = {name: split.num_copies for name, split in splits.items()}
+    assert copies == {"weight": 1, "rows": 1, "gain": 2, "bias": 4, "single": 2}
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    for norm_type in (2.0, math.inf):
+        for each in (model, plain):
+            each.zero_grad()
+            loss_backward(each, x)
+        assert_same_parameters(whole_gradients(model), gradients_of(plain), ROUNDINGS, "gradient")
+        norm = model.clip_grad_norm_(1e6, norm_type)
+        expected = nn.utils.get_total_norm(list(gradients_of(plain).values()), norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        assert_same_on_all_ranks(norm, "norm")
+    assert_same_parameters(whole_values(model), values_of(plain), what="on a grid")
+
+
+def test_a_mesh_of_two_axes_works() -> None:
+    run_ranks(4, _two_axes)
+
+
+def _by_hand() -> None:
+    """Gradients from outside the unit's forward; and a model that computes on local tensors."""
+    mesh = grid(2)
+    model, plain = wrapped(mesh), seeded(Llama)
+    model.unshard()
+    assert isinstance(model.head.weight, DTensor)
+    # Everybody adds up its own rows: a local computation with a local gradient.
+    (model.head.weight.to_local() ** 2).sum().backward()
+    (plain.head.weight**2).sum().backward()
+    expected = gradients_of(plain)
+    assert_same_parameters(whole_gradients(model), expected, what="gradient of")
+
+
+def test_leaves_shown_by_hand_are_dtensors_with_gradients() -> None:
+    run_ranks(4, _by_hand)
+
+
+def _without_names() -> None:
+    """As on NCCL: collectives have no name, and a watchdog looks on along both axes."""
+    data = make_plain_group(timedelta(seconds=25), [[0, 2], [1, 3]])
+    tensor = make_plain_group(timedelta(seconds=25), [[0, 1], [2, 3]])
+    mesh = DeviceMesh.from_group(tensor, "cpu", mesh_dim_names=("tp",))
+    model, plain = parallelize(seeded(Llama), mesh, True), seeded(Llama)
+    own = ZeRO3(model, process_group=data, auto_wrap_policy={Block})
+    step = batches(1, 2)[0]
+    loss_backward(own, step[dist.get_rank(data)])
+    backward_of_all_ranks(plain, step, loss_backward)
+    norm = own.clip_grad_norm_(0.1)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    assert_same_on_all_ranks(norm, "norm")
+    assert_same_parameters(whole_gradients(own), gradients_of(plain), 256, "gradient of")
+
+
+def test_a_backend_without_names_trains_alike() -> None:
+    run_ranks(4, _without_names)
 
 
 def _from_meta() -> None:

@@ -5,6 +5,7 @@ The engine treats it as it treats NCCL: the backend's verbs, matched by order al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,10 +19,11 @@ def _create(options: object, _: object) -> dist.Backend:
     )
 
 
-def make_plain_group(timeout: timedelta) -> dist.ProcessGroup:
-    """All ranks, as a group with the backend "plain". Collective."""
+def make_plain_group(
+    timeout: timedelta, parts: Sequence[Sequence[int]] | None = None
+) -> dist.ProcessGroup:
+    """All ranks, or this rank's one of `parts`, as a group with the backend "plain". Collective."""
     if PLAIN.upper() not in dist.Backend.__dict__:
         dist.Backend.register_backend(PLAIN, _create, extended_api=True, devices=["cpu"])
-    group = dist.new_group(backend=PLAIN, timeout=timeout)
-    assert group is not None
-    return group
+    groups = [dist.new_group(ranks, timeout, PLAIN) for ranks in parts or [None]]
+    return next(group for group in groups if isinstance(group, dist.ProcessGroup))
