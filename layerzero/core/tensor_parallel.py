@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
@@ -62,23 +62,18 @@ class TensorParallelSplit:
         partial it is summed, in its dtype.
 
         Args:
-            tensor: a DTensor of the whole shape; a plain one is taken for the local part.
+            tensor: of the whole shape; one that is no DTensor is the whole, the same on all ranks.
             name: of the parameter, for the error.
 
         Raises:
-            RuntimeError: torch could not bring it there, or it is of another shape.
+            RuntimeError: torch could not bring it there.
         """
-        local = tensor
-        if isinstance(tensor, DTensor):
-            if tensor.placements != self.placements:
-                tensor = self._redistribute(tensor, name)
-            local = _to_local(tensor)
-        if local.shape != self.local_shape:
-            raise RuntimeError(
-                f"parameter {name!r}: expected a value or gradient of local shape "
-                f"{tuple(self.local_shape)}, got {tuple(local.shape)}"
-            )
-        return local
+        if not isinstance(tensor, DTensor):
+            everywhere = [Replicate()] * self.mesh.ndim
+            tensor = DTensor.from_local(tensor, self.mesh, everywhere, run_check=False)
+        if tensor.placements != self.placements:
+            tensor = self._redistribute(tensor, name)
+        return _to_local(tensor)
 
     def _redistribute(self, tensor: DTensor, name: str) -> DTensor:
         try:

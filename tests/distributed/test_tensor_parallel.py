@@ -395,11 +395,13 @@ def _summon() -> None:
                 halves = DTensor.from_local(rows, mesh["tp"], [Partial()])
                 under_way = halves.redistribute(placements=[Shard(0)], async_op=True)
                 model.head.weight.grad = under_way if rank0_only else halves
+                model.embedding.weight.grad = torch.ones(model.embedding.weight.shape)  # no DTensor
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.mul_(2.0)
         plain.norm.weight.grad = None
         plain.head.weight.grad = torch.ones_like(plain.head.weight)
+        plain.embedding.weight.grad = torch.ones_like(plain.embedding.weight)
         assert_same_parameters(whole_values(model), values_of(plain), what="doubled")
         assert_same_parameters(
             whole_gradients(model), gradients_of(plain), ROUNDINGS, "written gradient of"
