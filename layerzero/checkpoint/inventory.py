@@ -14,7 +14,8 @@ from layerzero.checkpoint.codec import encode
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.runs import Extent, Run, runs
 from layerzero.core.flat_param import FlatParamHandle
-from layerzero.core.parameter_info import get_info
+from layerzero.core.groups import ShardGroup
+from layerzero.core.parameter_info import ParameterInfo, get_info
 from layerzero.runtime.unit import get_unit
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -58,6 +59,7 @@ class Names:
         self.parameters: list[tuple[nn.Parameter, tuple[str, ...]]] = []
         """Pieces, or whole parameters that are not sharded, with all their names."""
         self.handles = _handles_of(model)
+        self.tensor_parallel_groups = _tensor_parallel_groups_of(model)
         pieces = {
             id(shown): sharded
             for handle in self.handles
@@ -88,6 +90,29 @@ def _handles_of(model: nn.Module) -> list[FlatParamHandle]:
     return [handle for unit in ordered for handle in unit.handles]
 
 
+def _tensor_parallel_groups_of(model: nn.Module) -> tuple[ShardGroup, ...]:
+    unit = get_unit(model)
+    return () if unit is None else unit.root.tensor_parallel_groups
+
+
+def extent_of(info: ParameterInfo) -> Extent:
+    """The whole tensor that a sharded parameter is a piece of, and the block that is local."""
+    split = info.tensor_parallel
+    if split is None:
+        return Extent.whole(info.shape)
+    return Extent(tuple(info.shape), tuple(split.local_shape), split.offset)
+
+
+def _replica(handle: FlatParamHandle, info: ParameterInfo, names: Names) -> int:
+    """Which copy of the pieces this rank's is of: outer ranks may have copies, and so have
+    tensor-parallel ranks of what is not split over them."""
+    replica, split = handle.placement.replica, info.tensor_parallel
+    for axis, group in enumerate(names.tensor_parallel_groups):
+        is_copied = split is None or split.placements[axis].is_replicate()
+        replica = replica * group.size + (group.rank if is_copied else 0)
+    return replica
+
+
 class _Place(NamedTuple):
     extent: Extent
     start: int
@@ -106,13 +131,13 @@ class Places:
             for index, parameter in enumerate(handle.sharded_params):
                 info = get_info(parameter)
                 assert info is not None, "every piece has its mark"
-                extent, (start, stop) = Extent.whole(info.shape), info.range
+                extent, (start, stop) = extent_of(info), info.range
                 if math.prod(info.shape):
                     is_first = start == 0 < stop and not any(extent.offsets)
                 else:
                     is_first = handle.placement.is_first
                 self._found[id(parameter)] = _Place(
-                    extent, start, stop, handle.placement.replica, (number, index), is_first
+                    extent, start, stop, _replica(handle, info, names), (number, index), is_first
                 )
         self._num_handles = len(names.handles)
 

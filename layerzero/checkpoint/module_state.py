@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from layerzero.checkpoint.inventory import extent_of
 from layerzero.checkpoint.parameter_shard import ParameterShard
-from layerzero.checkpoint.runs import Extent
 from layerzero.core.flat_param import OriginalParameter
-from layerzero.core.parameter_info import get_info
+from layerzero.core.parameter_info import ParameterInfo, get_info
 from layerzero.runtime.states import ShardState, TrainingState
 from layerzero.runtime.unit import Unit
 
@@ -90,28 +91,38 @@ def _take_pieces(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
     return hook
 
 
-def extent_of(piece: nn.Parameter) -> tuple[Extent, tuple[int, int]]:
-    """The whole tensor that a sharded parameter is a piece of, and the range it has."""
-    info = get_info(piece)
-    assert info is not None, "every piece has its mark"
-    return Extent.whole(info.shape), info.range
-
-
 def shard_of(piece: nn.Parameter, local: torch.Tensor) -> ParameterShard:
     """`local`, of the piece's shape, as a shard of the whole."""
-    return ParameterShard(local, *extent_of(piece))
+    info = _info_of(piece)
+    return ParameterShard(local, extent_of(info), info.range)
+
+
+def _info_of(piece: nn.Parameter) -> ParameterInfo:
+    info = get_info(piece)
+    assert info is not None, "every piece has its mark"
+    return info
 
 
 def piece_of(value: torch.Tensor, piece: nn.Parameter) -> torch.Tensor:
     """This rank's piece of an entry of a state dict: [numel of `piece`].
 
     Args:
-        value: a full tensor of the original shape, a shard of the same place, or a bare piece.
+        value: a full tensor of the original shape, a DTensor, a shard of the same place, or a bare
+            piece.
 
     Raises:
         ValueError: it is none of these.
     """
-    extent, (start, stop) = extent_of(piece)
+    info = _info_of(piece)
+    extent, (start, stop) = extent_of(info), info.range
+    if isinstance(value, DTensor):
+        if info.tensor_parallel is None:
+            raise ValueError(
+                "the entry is a DTensor, and the parameter none: load its full_tensor(), or let "
+                "torch.distributed.checkpoint load it"
+            )
+        local = info.tensor_parallel.localize(value.detach(), info.fqn)
+        return local.reshape(-1)[start:stop]
     if isinstance(value, ParameterShard):
         if (value.extent, value.range) != (extent, (start, stop)):
             raise ValueError(

@@ -127,7 +127,7 @@ def participants_of(root: RootState, process_group: dist.ProcessGroup | None) ->
         ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
         parent = process_group
     elif placements:
-        ranks = sorted({rank for placement in placements for rank in placement.members})
+        ranks = _sharing(root, {rank for placement in placements for rank in placement.members})
         parent = placements[0].shard_group.process_group
     else:
         return Participants(None)
@@ -150,3 +150,12 @@ def participants_of(root: RootState, process_group: dist.ProcessGroup | None) ->
         assert own is not None, "local synchronization makes a group for members alone"
         made[key] = Participants(make_shard_group(own, torch.device("cpu"), timeout))
     return made[key]
+
+
+def _sharing(root: RootState, members: set[int]) -> list[int]:
+    """Global numbers of all ranks that share the model: data-parallel and tensor-parallel ones."""
+    ranks = torch.tensor(sorted(members), device=root.device)
+    for group in root.tensor_parallel_groups:
+        operation = root.next_tensor_parallel_operation("checkpoint", "ranks", group)
+        ranks = gather_small(ranks, group, operation).view(-1)
+    return sorted(set(ranks.tolist()))

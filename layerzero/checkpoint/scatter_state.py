@@ -208,6 +208,9 @@ def _put(into: StateDict, path: _Path, value: Any) -> None:
 def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
     """What the first of all ranks has, to all, in place."""
     placements = [handle.placement for unit in root.units for handle in unit.handles]
+    for group in root.tensor_parallel_groups:
+        operation = root.next_tensor_parallel_operation("state dict", name, group)
+        broadcast_(tensor, group, operation)
     # Outer first: then the first rank of every shard group has it.
     for group in reversed(placements[0].groups if placements else ()):
         broadcast_(tensor, group, root.next_operation("state dict", name, group))

@@ -132,7 +132,11 @@ def stream_sources(
             for index in bucket.indices:
                 start = handle.layout.starts[index] - bucket.start
                 view = full[start : start + handle.layout.numels[index]]
-                yield bucket.source, index, view.view(handle.shapes[index])
+                view = view.view(handle.shapes[index])
+                split = handle.splits[index]
+                if split is not None:
+                    view = split.wrap(view).full_tensor()  # collective over the mesh
+                yield bucket.source, index, view
                 del view
             # The next gather may be given this memory: it waits for this mark.
             state.freed_mark = state.streams.mark_compute()
