@@ -184,7 +184,7 @@ NATIVE = Extension(
     "layerzero._C",
     sources=[
         f"csrc/{name}.cpp"
-        for name in ("checks", "convert", "module", "ordered_sum", "pack", "parallel")
+        for name in ("checks", "convert", "crc32", "module", "ordered_sum", "pack", "parallel")
     ],
     language="c++",
     # It has no Python code at all; setuptools then leaves it out where it was not built.

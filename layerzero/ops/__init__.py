@@ -1,6 +1,6 @@
-"""The engine's own data movement: pack tensors into a flat buffer, and sum parts in order.
+"""The engine's own data movement: pack tensors into a flat buffer, sum parts in order, checksums.
 
-Both work everywhere through plain torch (reference.py); the library built from csrc/, found in the
+All work everywhere through plain torch (reference.py); the library built from csrc/, found in the
 package's folder, makes them fast. `native_status()` says which of the two it is.
 """
 
@@ -15,7 +15,7 @@ from layerzero.ops import reference, schema
 from layerzero.ops.native import NativeStatus, load
 from layerzero.ops.segments import ZEROS, Segments
 
-__all__ = ["ZEROS", "NativeStatus", "Segments", "native_status", "ordered_sum_", "pack_"]
+__all__ = ["ZEROS", "NativeStatus", "Segments", "crc32", "native_status", "ordered_sum_", "pack_"]
 
 STREAMING_NBYTES = 32 << 20
 """From this size on an output is written past the cache: it would not stay there, and a plain store
@@ -97,6 +97,21 @@ def ordered_sum_(
     torch.ops.layerzero.ordered_sum_.default(out, list(parts), scale)
     _note_written(out)
     return out
+
+
+def crc32(data: torch.Tensor, value: int = 0) -> int:
+    """The CRC-32 (that of zlib, gzip and PNG) of bytes behind others whose CRC is `value`.
+
+    Blocks the host, but not its other threads.
+
+    Args:
+        data: contiguous uint8, on the CPU.
+
+    Raises:
+        ValueError: it is not.
+    """
+    result: int = torch.ops.layerzero.crc32.default(data, value)
+    return result
 
 
 def _note_written(out: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
-"""Both ops in plain torch: what they mean, and what runs where no kernel was built.
+"""The ops without kernels: what they mean, and what runs where none was built.
 
     pack_           out = cast(compute(source) * scale), or zeros
     ordered_sum_    out = cast((compute(parts[0]) + parts[1] + ...) * scale)
+    crc32           zlib's
 
 compute is float64 for float64 and float32 for the other dtypes; there is one rounding to out's
 dtype, at the end. (From float64 to a 16-bit dtype torch's cast goes through float32, and so do we.)
@@ -11,7 +12,9 @@ A factor of 1 is no multiplication.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -263,3 +266,12 @@ def _same_memory(out: torch.Tensor, source: torch.Tensor) -> bool:
         and source.is_contiguous()
         and out.numel() == source.numel()
     )
+
+
+def crc32(data: torch.Tensor, value: int = 0) -> int:
+    if data.dtype != torch.uint8 or not data.is_contiguous():
+        raise ValueError(f"crc32: expected contiguous uint8, got {data.dtype}")
+    if not 0 <= value <= 0xFFFFFFFF:
+        raise ValueError(f"crc32: expected a CRC-32 before it, got {value}")
+    array: Any = data.numpy()
+    return zlib.crc32(array, value)

@@ -18,8 +18,10 @@ LIBRARY.define(
     "pack_(Tensor(a!) out, Tensor[] srcs, Tensor segs, float scale, bool nt=False) -> ()"
 )
 LIBRARY.define("ordered_sum_(Tensor(a!) out, Tensor[] parts, float scale) -> ()")
+LIBRARY.define("crc32(Tensor data, int value=0) -> int")
 LIBRARY.impl("pack_", reference.pack_, "CompositeExplicitAutograd")
 LIBRARY.impl("ordered_sum_", reference.ordered_sum_, "CompositeExplicitAutograd")
+LIBRARY.impl("crc32", reference.crc32, "CompositeExplicitAutograd")
 
 
 def _fake_pack(
