@@ -6,6 +6,7 @@ call. Nothing here is collective.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -101,12 +102,19 @@ def _move(
         try:
             descriptor = os.open(folder / file, flags)
             try:
+                if crc_after and slices:
+                    _advise(descriptor, slices[0].offset, _end(slices[-1]), os.POSIX_FADV_WILLNEED)
                 for batch in _batches(slices):
                     if not crc_after:
                         crcs.extend(crc32(each.data) for each in batch)
                     _move_all(descriptor, batch, move)
                     if crc_after:
                         crcs.extend(crc32(each.data) for each in batch)
+                    else:
+                        # Begin to bring it to the disk now, beside the next batch, and not all at
+                        # the end; nor should a checkpoint push other files out of the cache.
+                        last = _end(batch[-1])
+                        _advise(descriptor, batch[0].offset, last, os.POSIX_FADV_DONTNEED)
                     progress(sum(len(each.data) for each in batch))
                 if flags != os.O_RDONLY:
                     os.fsync(descriptor)
@@ -116,6 +124,15 @@ def _move(
             raise OSError(f"{folder / file}: {error}") from error
         done.extend(slices)
     return _tallies(transfers, done, crcs)
+
+
+def _advise(descriptor: int, begin: int, end: int, advice: int) -> None:
+    with contextlib.suppress(OSError):  # not every file system takes advice
+        os.posix_fadvise(descriptor, begin, end - begin, advice)
+
+
+def _end(each: _Slice) -> int:
+    return each.offset + len(each.data)
 
 
 def _slices(transfer: Transfer, index: int) -> Iterable[_Slice]:
@@ -149,7 +166,7 @@ def _batches(slices: Sequence[_Slice]) -> Iterable[list[_Slice]]:
             batch, nbytes = [], 0
         batch.append(each)
         nbytes += len(each.data)
-        end = each.offset + len(each.data)
+        end = _end(each)
     if batch:
         yield batch
 

@@ -1,0 +1,235 @@
+"""How fast is a checkpoint written and read, beside the disk itself and torch's own?
+
+A transformer and its AdamW state on gloo ranks of this machine, saved and loaded by
+`layerzero.checkpoint`, and by `torch.distributed.checkpoint` (DCP) for the same sharded model and
+for a `fully_shard` one. The ceiling is `dd`, which moves as many bytes between memory and the same
+disk. All bring what they write to the disk before the clock stops, and before a read the files are
+dropped from the page cache. A load is that of a resumed run: the model is there, the optimizer is
+new. They take turns in each round, so a ratio is within one round; the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import (
+    Spread,
+    environment,
+    interleave,
+    max_over_ranks,
+    print_json,
+    print_table,
+    ratio,
+    run_on_ranks,
+)
+from engines import ENGINES, Transformer, TransformerBlock
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_helpers
+
+from layerzero import ZeRO3, checkpoint
+
+SIZES = {"6m": (256, 8), "25m": (512, 8), "100m": (1024, 8)}  # width, layers
+NAMES = ("dd", "layerzero", "dcp", "dcp_fully_shard")
+BARS = {"of_dd": 0.8, "of_dcp": 0.5}
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int
+    layers: int
+    rounds: int
+    folder: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="100m")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
+    args = parser.parse_args()
+    width, layers = SIZES[args.size]
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=args.folder) as folder:
+        config = Config(width, layers, args.rounds, folder)
+        results = run_on_ranks(args.world_size, measure, config)[0]
+    report(args, results)
+
+
+@dataclass
+class Contender:
+    """One way to write a checkpoint, and to read it."""
+
+    save: Callable[[str], None]
+    load: Callable[[str], None]
+
+
+def measure(config: Config) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, optimizer = build(config, sharded)
+    other, other_optimizer = build(config, fully_sharded)
+    weights = sum(parameter.numel() for parameter in make_transformer(config).parameters())
+    nbytes = 3 * 4 * weights  # and two moments
+    contenders = {
+        "dd": Contender(lambda path: dd_write(path, nbytes), dd_read),
+        "layerzero": Contender(
+            lambda path: checkpoint.save(path, model, optimizer),
+            lambda path: checkpoint.load(path, model, new_optimizer(model)),
+        ),
+        "dcp": dcp_contender(model, optimizer, checkpoint),
+        "dcp_fully_shard": dcp_contender(other, other_optimizer, torch_helpers),
+    }
+
+    def timed(name: str) -> tuple[float, float]:
+        path = f"{config.folder}/{name}"
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            os.sync()
+        took = []
+        for work in (contenders[name].save, contenders[name].load):
+            dist.barrier()
+            start = time.perf_counter()
+            work(path)
+            took.append(max_over_ranks(time.perf_counter() - start))
+            if dist.get_rank() == 0:
+                drop_from_cache(path)
+        if dist.get_rank() == 0:
+            shutil.rmtree(path)
+        return took[0], took[1]
+
+    took = interleave(NAMES, timed, config.rounds)  # type: ignore[arg-type]
+    return {
+        "nbytes": nbytes,
+        "save": {name: [each[0] for each in values] for name, values in took.items()},
+        "load": {name: [each[1] for each in values] for name, values in took.items()},
+    }
+
+
+def build(
+    config: Config, wrap: Callable[[nn.Module], nn.Module]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that has made a step."""
+    model = wrap(make_transformer(config))
+    optimizer = new_optimizer(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def make_transformer(config: Config) -> Transformer:
+    return Transformer(config.width, config.layers, heads=8, max_length=128)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return ZeRO3(model, auto_wrap_policy={TransformerBlock})
+
+
+def fully_sharded(model: nn.Module) -> nn.Module:
+    return ENGINES["fully_shard"](model, TransformerBlock)
+
+
+def dcp_contender(model: nn.Module, optimizer: torch.optim.Optimizer, helpers: Any) -> Contender:
+    """DCP as its users call it: `helpers` are torch's functions, or ours of the same names."""
+
+    def state(of: torch.optim.Optimizer) -> dict[str, Any]:
+        return {
+            "model": helpers.get_model_state_dict(model),
+            "optimizer": helpers.get_optimizer_state_dict(model, of),
+        }
+
+    def save(path: str) -> None:
+        # Its file writer brings files to the disk by default.
+        dcp.save(state(optimizer), checkpoint_id=path)
+
+    def load(path: str) -> None:
+        fresh = new_optimizer(model)
+        into = state(fresh)
+        dcp.load(into, checkpoint_id=path)
+        helpers.set_model_state_dict(model, into["model"])
+        helpers.set_optimizer_state_dict(model, fresh, into["optimizer"])
+
+    return Contender(save, load)
+
+
+_DD = ("dd", "bs=8M", "status=none")
+
+
+def dd_write(path: str, nbytes: int) -> None:
+    """One process writes all, as the disk's ceiling; the others wait."""
+    if dist.get_rank() == 0:
+        os.makedirs(path)
+        count = f"count={nbytes}"
+        source = ("if=/dev/zero", f"of={path}/file", "conv=fsync", "iflag=count_bytes", count)
+        subprocess.run([*_DD, *source], check=True)
+    dist.barrier()
+
+
+def dd_read(path: str) -> None:
+    if dist.get_rank() == 0:
+        subprocess.run([*_DD, f"if={path}/file", "of=/dev/null"], check=True)
+    dist.barrier()
+
+
+def drop_from_cache(path: str) -> None:
+    """What is on the disk already leaves memory, so that the next read is of the disk."""
+    for file in Path(path).rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    nbytes = results["nbytes"]
+    print(f"{nbytes / 1e9:.2f} GB on {args.world_size} ranks, medians of {args.rounds} rounds\n")
+    rows, found = [], {}
+    for verb in ("save", "load"):
+        took = results[verb]
+        for name in NAMES:
+            speed = Spread.of([nbytes / 1e9 / each for each in took[name]])
+            of_dd = ratio(took["dd"], took[name])  # of its bytes per second
+            of_dcp = ratio(took[name], took["dcp"])  # of its time
+            rows.append(
+                [
+                    f"{verb} {name}",
+                    f"{Spread.of(took[name]).median:.2f}",
+                    speed.text(),
+                    of_dd.text(),
+                    of_dcp.text(),
+                ]
+            )
+            found[f"{verb}_{name}"] = {
+                "seconds": Spread.of(took[name]).as_dict(),
+                "gb_per_s": speed.as_dict(),
+                "of_dd": of_dd.as_dict(),
+                "of_dcp_time": of_dcp.as_dict(),
+            }
+    print_table(["", "s", "GB/s", "of dd's GB/s", "of DCP's time"], rows)
+    print(
+        f"\nbars: layerzero at least {BARS['of_dd']} of dd, at most {BARS['of_dcp']} of DCP's time"
+    )
+    print_json({**environment(), "nbytes": nbytes, "world_size": args.world_size, **found})
+
+
+if __name__ == "__main__":
+    main()
