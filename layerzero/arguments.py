@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.collectives import Operation, gather_small
-from layerzero.config import Accumulation, OffloadPolicy, ReshardAfterForward
+from layerzero.config import (
+    Accumulation,
+    MixedPrecision,
+    OffloadPolicy,
+    ReshardAfterForward,
+)
 from layerzero.core.groups import make_shard_group, resolve_process_groups
 from layerzero.core.host import is_apart_from
 from layerzero.core.placement import Outer
@@ -24,6 +30,66 @@ from layerzero.runtime.unit import Unit, get_unit
 from layerzero.wrap import UnitPlan
 
 _OUTER: tuple[Outer, ...] = get_args(Outer)
+
+GradientReduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitArguments:
+    """The arguments of `ZeRO3` that may differ between the units of one call."""
+
+    mixed_precision: MixedPrecision
+    reshard_after_forward: ReshardAfterForward | Callable[[nn.Module, str], ReshardAfterForward]
+    gradient_reduction: GradientReduction
+    offload: OffloadPolicy
+    hook_module: nn.Module | None = None
+    """Whose calls are the unit's, beside those of the unit's own module."""
+
+    def overridden(self, where: str, own: Mapping[str, Any], device: torch.device) -> UnitArguments:
+        """These, with what `auto_wrap_policy` gave for one unit.
+
+        Raises:
+            ValueError, TypeError: an argument that units share, or a bad value.
+        """
+        if not own:
+            return self
+        known = [field.name for field in fields(UnitArguments)]
+        for name in own:
+            if name not in known:
+                raise ValueError(
+                    f"{where}: auto_wrap_policy gave {name}={own[name]!r}; expected arguments that "
+                    f"may differ between units, {known}: give others to ZeRO3 itself"
+                )
+        try:
+            mixed_precision = own.get("mixed_precision", self.mixed_precision)
+            check_mixed_precision(mixed_precision)
+            check_gradient_reduction(own.get("gradient_reduction", "mean"))
+            if not callable(own.get("reshard_after_forward")):
+                check_reshard_after_forward(own.get("reshard_after_forward", True))
+            _check_hook_module(own.get("hook_module"))
+            changes = dict(own, mixed_precision=mixed_precision or MixedPrecision())
+            if "offload" in own:
+                changes["offload"] = effective_offload(own["offload"], device)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: {error}") from None
+        return replace(self, **changes)
+
+
+def _check_hook_module(module: object) -> None:
+    if module is not None and not isinstance(module, nn.Module):
+        raise TypeError(f"hook_module: expected an nn.Module or None, got {module!r}")
+
+
+def check_mixed_precision(mixed_precision: object) -> None:
+    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
+        raise TypeError(
+            f"mixed_precision: expected a MixedPrecision or None, got {mixed_precision!r}"
+        )
+
+
+def check_gradient_reduction(value: object) -> None:
+    if value not in get_args(GradientReduction):
+        raise ValueError(f"gradient_reduction: expected 'mean' or 'sum', got {value!r}")
 
 
 def check_module(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.arguments import check_reshard_after_forward
+from layerzero.arguments import UnitArguments, check_reshard_after_forward
 from layerzero.checkpoint import module_state
 from layerzero.comm.collectives import Operation, broadcast_
-from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward
+from layerzero.config import MixedPrecision
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
 from layerzero.core.groups import ShardGroup
 from layerzero.core.host import HostMemory
@@ -21,7 +21,7 @@ from layerzero.core.placement import Placement
 from layerzero.core.tensor_parallel import local_of, split_of
 from layerzero.materialize import Materializer
 from layerzero.runtime import hooks
-from layerzero.runtime.unit import Unit, UnitOptions, set_unit
+from layerzero.runtime.unit import Unit, UnitOptions, get_unit, set_unit
 from layerzero.wrap import UnitPlan, Visit
 
 
@@ -32,11 +32,9 @@ class UnitBuilder:
     placement: Placement
     tensor_parallel_groups: tuple[ShardGroup, ...]
     device: torch.device
-    mixed_precision: MixedPrecision
-    reshard_after_forward: ReshardAfterForward | Callable[[nn.Module, str], ReshardAfterForward]
-    gradient_scale: float
+    arguments: Mapping[int, UnitArguments]
+    """Of the unit that a plan (by id) becomes."""
     deterministic: bool
-    offload: OffloadPolicy
     materializer: Materializer
     sync_module_states: bool
 
@@ -62,16 +60,19 @@ class UnitBuilder:
         for plan in plans:
             unit = finished[id(plan)]
             unit.lenders = tuple(finished[id(lender)] for lender in plan.lenders)
+            self._follow_hook_module(plan, unit)
         return [finished[id(plan)] for plan in plans]
 
     def _prepare(self, visit: Visit) -> None:
         if visit.plan.existing is not None:
             return
-        keeps = self.mixed_precision.keeps_float32(visit.module)
+        mixed_precision = self.arguments[id(visit.plan)].mixed_precision
+        keeps = mixed_precision.keeps_float32(visit.module)
+        buffer_dtype = None if keeps else mixed_precision.buffer_dtype
         was_meta = [
             name for name, p in visit.module._parameters.items() if p is not None and p.is_meta
         ]
-        self.materializer(visit.fqn, visit.module, keeps)
+        self.materializer(visit.fqn, visit.module, buffer_dtype)
         for name in was_meta if self.tensor_parallel_groups else ():
             self._copy_over_mesh(visit, name)
         if keeps:
@@ -86,6 +87,8 @@ class UnitBuilder:
             inner = plan.fqn.removesuffix(plan.existing.fqn).rstrip(".")
             plan.existing.rename(inner)
             return plan.existing
+        arguments = self.arguments[id(plan)]
+        mixed_precision = arguments.mixed_precision
         kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[OriginalParameter]] = {}
         for original in plan.originals:
             first = original.slots[0]
@@ -96,45 +99,48 @@ class UnitBuilder:
             if self.sync_module_states:
                 original.value = original.value.to(self.device)
                 self._broadcast(original.value, f"parameter {original.fqn}")
-            key = (parameter.dtype, self._compute_dtype(original), parameter.requires_grad)
+            keeps = any(mixed_precision.keeps_float32(slot.module) for slot in original.slots)
+            compute_dtype = mixed_precision.compute_dtype(original.fqn, parameter.dtype, keeps)
+            key = (parameter.dtype, compute_dtype, parameter.requires_grad)
             kinds.setdefault(key, []).append(original)
-        host = HostMemory(self.offload.pin_memory)
+        host = HostMemory(arguments.offload.pin_memory)
         handles = [
             FlatParamHandle(
                 originals,
                 self.placement,
                 self.device,
                 compute_dtype,
-                reduce_dtype=self._reduce_dtype(compute_dtype),
-                params_on=host if self.offload.params else None,
-                grads_on=host if self.offload.grads else None,
+                reduce_dtype=_reduce_dtype(compute_dtype, mixed_precision),
+                params_on=host if arguments.offload.params else None,
+                grads_on=host if arguments.offload.grads else None,
             )
             for (_, compute_dtype, _), originals in kinds.items()
         ]
-        reshard = self.reshard_after_forward
+        reshard = arguments.reshard_after_forward
+        is_mean = arguments.gradient_reduction == "mean"
         unit = Unit(
             plan.fqn,
             plan.module,
             handles,
             list(kinds.values()),
             UnitOptions(
-                mixed_precision=self.mixed_precision,
+                mixed_precision=mixed_precision,
                 reshard_after_forward=check_reshard_after_forward(
                     reshard(plan.module, plan.fqn) if callable(reshard) else reshard
                 ),
-                gradient_scale=self.gradient_scale,
+                gradient_scale=1.0 / self.placement.num_ranks if is_mean else 1.0,
                 deterministic=self.deterministic,
             ),
         )
+        if plan.parent is None or "mixed_precision" in plan.arguments:
+            unit.output_dtype = mixed_precision.output_dtype
         set_unit(plan.module, unit)
         module_state.install(unit, list(kinds.values()))
-        # `_call_impl` too: it runs the user's module hooks, which then see full parameters.
-        hooks.install(plan.module, "_call_impl", unit)
-        hooks.install(plan.module, "forward", unit)
+        hooks.install_on_calls(plan.module, unit)
         owners = {id(s.module): s.module for o in plan.originals for s in o.slots}
         for module in owners.values():
             if module is not plan.module and type(module).forward is not nn.Module.forward:
-                hooks.install(module, "forward", unit)
+                hooks.install(module, "forward", unit, is_entry=False)
         for original in plan.originals:
             del original.parameter, original.value
         return unit
@@ -153,23 +159,22 @@ class UnitBuilder:
             if group.size > 1 and (split is None or split.placements[axis].is_replicate()):
                 broadcast_(value, group, operation)
 
-    def _compute_dtype(self, original: OriginalParameter) -> torch.dtype:
-        dtype = original.parameter.dtype
-        if not dtype.is_floating_point:
-            return dtype
-        if any(self.mixed_precision.keeps_float32(slot.module) for slot in original.slots):
-            return torch.float32
-        return self.mixed_precision.param_dtype or dtype
-
-    def _reduce_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        if not compute_dtype.is_floating_point:
-            return compute_dtype
-        return self.mixed_precision.reduce_dtype or compute_dtype
+    def _follow_hook_module(self, plan: UnitPlan, unit: Unit) -> None:
+        """The calls of another module are this unit's; around those of a unit it may be itself."""
+        module = self.arguments[id(plan)].hook_module
+        if module is not None and plan.existing is None:
+            hooks.install_on_calls(module, unit, casts=get_unit(module) is None)
 
     def _broadcast(self, tensor: torch.Tensor, name: str) -> None:
         # Outer first: then the first rank of every shard group has it.
         for group in reversed(self.placement.groups):
             broadcast_(tensor, group, Operation("synchronisation", name, 0))
+
+
+def _reduce_dtype(compute_dtype: torch.dtype, mixed_precision: MixedPrecision) -> torch.dtype:
+    if not compute_dtype.is_floating_point:
+        return compute_dtype
+    return mixed_precision.reduce_dtype or compute_dtype
 
 
 def resolve_device(

@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-WrapPolicy = Callable[[nn.Module, str], bool]
 ModuleClasses = tuple[type[nn.Module], ...]
 Accumulation = Literal["sharded", "unsharded", "auto"]
 """Where micro-batches without gradient synchronization add up."""
@@ -48,6 +47,7 @@ class MixedPrecision:
         cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
         keep_float32: module classes whose own parameters and buffers stay float32; their inputs
             are cast to float32 and their outputs back to the dtype that came in.
+        keep_parameters: told a parameter's name, whether it keeps its dtype in forward.
     """
 
     param_dtype: torch.dtype | None = None
@@ -56,6 +56,7 @@ class MixedPrecision:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     keep_float32: ModuleClasses = ()
+    keep_parameters: Callable[[str], bool] | None = None
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
@@ -73,10 +74,27 @@ class MixedPrecision:
                 raise TypeError(
                     f"MixedPrecision.keep_float32: expected nn.Module classes, got {cls!r}"
                 )
+        if self.keep_parameters is not None and not callable(self.keep_parameters):
+            raise TypeError(
+                "MixedPrecision.keep_parameters: expected a function of a name or None, got "
+                f"{self.keep_parameters!r}"
+            )
 
     def keeps_float32(self, module: nn.Module) -> bool:
         """Whether the module's own parameters and buffers stay float32."""
         return self.param_dtype is not None and isinstance(module, self.keep_float32)
+
+    def compute_dtype(self, parameter: str, dtype: torch.dtype, keeps_float32: bool) -> torch.dtype:
+        """What a parameter of `dtype` is in forward.
+
+        Args:
+            parameter: its name.
+            keeps_float32: whether it belongs to a module that does.
+        """
+        kept = self.keep_parameters is not None and self.keep_parameters(parameter)
+        if kept or not dtype.is_floating_point:
+            return dtype
+        return torch.float32 if keeps_float32 else self.param_dtype or dtype
 
     def input_dtype(self, unit_module: nn.Module) -> torch.dtype | None:
         """What floating-point inputs of a unit are cast to; None: they stay."""

@@ -23,21 +23,22 @@ class Materializer:
     def __init__(
         self,
         device: torch.device,
-        buffer_dtype: torch.dtype | None,
         param_init_fn: InitFunction | None,
         initialise: bool,
     ) -> None:
         """`initialise=False` leaves values undefined: they come from another rank."""
         self._device = device
-        self._buffer_dtype = buffer_dtype
         self._init = param_init_fn
         self._initialise = initialise
         # By id: the original, so that the id stays its own, and what was made of it. Weakly: a
         # unit that was flattened meanwhile must not stay whole for our sake.
         self._made: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
 
-    def __call__(self, fqn: str, module: nn.Module, keep_buffer_dtype: bool) -> None:
+    def __call__(self, fqn: str, module: nn.Module, buffer_dtype: torch.dtype | None) -> None:
         """Materialise what `module` itself has on meta; then move and cast its buffers.
+
+        Args:
+            buffer_dtype: of floating-point buffers; None: they keep their own.
 
         Raises:
             ValueError: it has meta tensors, but nothing says how to initialise them.
@@ -51,7 +52,7 @@ class Materializer:
                 self._initialise_module(fqn, module)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = self._move(buffer, keep_buffer_dtype)
+                module._buffers[name] = self._move(buffer, buffer_dtype)
 
     def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
         made = self._made_of(tensor)
@@ -85,11 +86,12 @@ class Materializer:
                 f"{self._device}"
             )
 
-    def _move(self, buffer: torch.Tensor, keep_dtype: bool) -> torch.Tensor:
+    def _move(self, buffer: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         moved = self._made_of(buffer)
         if moved is None:
-            cast = self._buffer_dtype is not None and buffer.is_floating_point() and not keep_dtype
-            moved = buffer.to(device=self._device, dtype=self._buffer_dtype if cast else None)
+            moved = buffer.to(
+                device=self._device, dtype=dtype if buffer.is_floating_point() else None
+            )
             self._made[id(buffer)] = (buffer, weakref.ref(moved))
             self._made[id(moved)] = (moved, weakref.ref(moved))
         return moved

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -13,11 +13,13 @@ from layerzero.core.parameter_info import get_info
 from layerzero.core.views import Slot
 from layerzero.runtime.unit import Unit, get_unit
 
-WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module, str], bool] | None
+Choice = bool | Mapping[str, Any]
+"""Whether a module is a unit; a mapping says yes, and gives arguments of its own."""
+WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module, str], Choice] | None
 
 
-def make_predicate(policy: WrapPolicy) -> Callable[[nn.Module, str], bool]:
-    """Turn the `auto_wrap_policy` argument into a predicate on (module, fqn).
+def make_chooser(policy: WrapPolicy) -> Callable[[nn.Module, str], Choice]:
+    """Turn the `auto_wrap_policy` argument into a function of (module, fqn).
 
     Raises:
         TypeError: it is neither None, a callable, nor a set of module classes.
@@ -44,6 +46,7 @@ class UnitPlan:
     module: nn.Module
     parent: UnitPlan | None
     existing: Unit | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     originals: list[OriginalParameter] = field(default_factory=list)
     lenders: list[UnitPlan] = field(default_factory=list)
 
@@ -83,7 +86,7 @@ def plan_units(
     Raises:
         ValueError: a parameter is shared between an already wrapped module and another one.
     """
-    walk = _Walk(make_predicate(policy), ignored_modules, ignored_parameters)
+    walk = _Walk(make_chooser(policy), ignored_modules, ignored_parameters)
     walk.visit(root, "", None)
     _refuse_shared_with_wrapped(walk.plans, walk.owners.values())
     for original, users in walk.owners.values():
@@ -105,14 +108,14 @@ class _Walk:
 
     def __init__(
         self,
-        predicate: Callable[[nn.Module, str], bool],
+        choose: Callable[[nn.Module, str], Choice],
         ignored_modules: Iterable[nn.Module],
         ignored_parameters: Iterable[nn.Parameter],
     ) -> None:
         self.plans: list[UnitPlan] = []
         self.visits: list[Visit] = []
         self.owners: dict[int, tuple[OriginalParameter, list[UnitPlan]]] = {}
-        self._predicate = predicate
+        self._choose = choose
         self._ignored = {id(module) for top in ignored_modules for module in top.modules()}
         self._ignored_parameters = {id(parameter) for parameter in ignored_parameters}
         self._seen: dict[int, UnitPlan] = {}
@@ -125,8 +128,12 @@ class _Walk:
             return
         existing = get_unit(module)
         plan = parent
-        if parent is None or existing is not None or self._predicate(module, fqn):
-            plan = UnitPlan(fqn, module, parent, existing)
+        # The wrapped module has the arguments of `ZeRO3`, an existing unit those of its own call.
+        choice = parent is not None and existing is None and self._choose(module, fqn)
+        # A mapping without arguments says yes, too.
+        if parent is None or existing is not None or choice or isinstance(choice, Mapping):
+            arguments = choice if isinstance(choice, Mapping) else {}
+            plan = UnitPlan(fqn, module, parent, existing, arguments)
             self.plans.append(plan)
         assert plan is not None
         self._seen[id(module)] = plan

@@ -15,9 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.arguments import (
+    GradientReduction,
+    UnitArguments,
     check_accumulation,
     check_agreement,
+    check_gradient_reduction,
     check_group,
+    check_mixed_precision,
     check_module,
     check_reshard_after_forward,
     effective_offload,
@@ -66,8 +70,10 @@ class ZeRO3(nn.Module):
         process_group: ranks that share the model: a ProcessGroup, None for all, or a DeviceMesh of
             one axis (the shard group) or two (outer, shard group). With DTensor parameters the
             data-parallel ranks alone (docs/parallelism.md).
-        auto_wrap_policy: set of module classes, or callable(module, fqn) -> bool; None: units are
-            the nested ZeRO3 modules, or the root alone.
+        auto_wrap_policy: set of module classes, or callable(module, fqn) -> bool, or a mapping: a
+            unit with arguments of its own (`mixed_precision`, `reshard_after_forward`,
+            `gradient_reduction`, `offload`), or with a `hook_module` whose calls are the unit's as
+            well. None: units are the nested ZeRO3 modules, or the root alone.
         zero3_size: ranks of a shard group inside `process_group`, neighbours in rank order; None:
             all of it. The same on every rank.
         outer: what the axis outside the shard group does: "zero1" splits the optimizer over it too,
@@ -121,7 +127,7 @@ class ZeRO3(nn.Module):
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = False,
         device: torch.device | str | int | None = None,
-        gradient_reduction: Literal["mean", "sum"] = "mean",
+        gradient_reduction: GradientReduction = "mean",
         accumulation: Accumulation = "auto",
         deterministic: bool = False,
         timeout: timedelta | None = None,
@@ -132,10 +138,8 @@ class ZeRO3(nn.Module):
             raise TypeError(
                 f"backward_prefetch: expected a BackwardPrefetch or None, got {backward_prefetch!r}"
             )
-        if gradient_reduction not in ("mean", "sum"):
-            raise ValueError(
-                f"gradient_reduction: expected 'mean' or 'sum', got {gradient_reduction!r}"
-            )
+        check_mixed_precision(mixed_precision)
+        check_gradient_reduction(gradient_reduction)
         forward_depth = prefetch_depth(forward_prefetch, "forward_prefetch")
         GatherBudget.parse(limit_all_gathers, default_units=1)  # a bad one is refused here
         if not callable(reshard_after_forward):
@@ -145,6 +149,15 @@ class ZeRO3(nn.Module):
         plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)
         mesh = tensor_parallel_mesh(plans, process_group)
         target = resolve_device(device, plans, group, mesh)
+        shared = UnitArguments(
+            mixed_precision=mixed_precision or MixedPrecision(),
+            reshard_after_forward=reshard_after_forward,
+            gradient_reduction=gradient_reduction,
+            offload=effective_offload(offload, target),
+        )
+        arguments = {
+            id(plan): shared.overridden(plan.label, plan.arguments, target) for plan in plans
+        }
         check_agreement(process_group, target, zero3_size, outer, timeout, mesh)
         placement = make_placement(process_group, target, zero3_size, outer, deterministic, timeout)
         tensor_parallel_groups = mesh_groups(mesh, target, timeout)
@@ -152,14 +165,10 @@ class ZeRO3(nn.Module):
             placement=placement,
             tensor_parallel_groups=tensor_parallel_groups,
             device=target,
-            mixed_precision=mixed_precision or MixedPrecision(),
-            reshard_after_forward=reshard_after_forward,
-            gradient_scale=1.0 / placement.num_ranks if gradient_reduction == "mean" else 1.0,
+            arguments=arguments,
             deterministic=deterministic,
-            offload=effective_offload(offload, target),
             materializer=Materializer(
                 target,
-                mixed_precision.buffer_dtype if mixed_precision else None,
                 param_init_fn,
                 initialise=not (sync_module_states and not placement.is_first),
             ),
@@ -181,7 +190,6 @@ class ZeRO3(nn.Module):
             accumulation=accumulation,
             tensor_parallel_groups=tensor_parallel_groups,
         )
-        units[0].output_dtype = builder.mixed_precision.output_dtype
         self._become(module, units, root)
         self._kept_whole = [
             parameter for parameter in module.parameters() if get_info(parameter) is None

@@ -25,21 +25,36 @@ from layerzero.runtime.unit import Unit
 Method = Callable[..., Any]
 
 
-def install(module: nn.Module, name: str, unit: Unit) -> None:
+def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
+    """Make every call of `module` a forward call of `unit`.
+
+    Args:
+        casts: inputs and outputs, as the unit's mixed precision says.
+    """
+    # `_call_impl` too: it runs the user's module hooks, which then see full parameters.
+    install(module, "_call_impl", unit, casts=casts)
+    install(module, "forward", unit, casts=casts)
+
+
+def install(
+    module: nn.Module, name: str, unit: Unit, *, is_entry: bool = True, casts: bool = True
+) -> None:
     """Make `module.name(...)` a forward call of `unit`.
 
-    For a module inside the unit the call is only one of the unit's when the unit does not show
-    its full parameters already, that is, when the module is called directly. A call inside a
-    running call of the unit is part of that one.
+    A call inside a running call of the unit is part of that one.
+
+    Args:
+        is_entry: False for modules inside the unit. Their calls are only the unit's when it does
+            not show its full parameters already, that is, when they are called directly.
+        casts: inputs and outputs, as the unit's mixed precision says.
     """
     method = _method_of(module, name)
-    is_unit_module = unit.module is module
 
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if unit.shows_full and (unit.depth or not is_unit_module):
+        if unit.shows_full and (unit.depth or not is_entry):
             return method(*args, **kwargs)
-        return _call(unit, method, args, kwargs)
+        return _call(unit, method, args, kwargs, casts)
 
     setattr(module, name, forward)
 
@@ -66,11 +81,14 @@ def _bind_late(function: Method, module_ref: Callable[[], nn.Module | None]) -> 
     return method
 
 
-def _call(unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(
+    unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
+) -> Any:
     for lender in unit.lenders:
         if not lender.shows_full:
             # A tied parameter lives in a unit around this one that was not called.
-            return _call(lender, functools.partial(_call, unit, method), (args, kwargs), {})
+            inside = functools.partial(_call, unit, method)
+            return _call(lender, inside, (args, kwargs, casts), {}, casts)
     if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -82,10 +100,11 @@ def _call(unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, A
     call: ForwardCall | None = None
     try:
         call = root.begin_call(unit)
-        if (dtype := unit.options.mixed_precision.input_dtype(unit.module)) is not None:
+        dtype = unit.options.mixed_precision.input_dtype(unit.module) if casts else None
+        if dtype is not None:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
         outputs = method(*args, **kwargs)
-        if unit.output_dtype is not None:
+        if casts and unit.output_dtype is not None:
             outputs = cast_floating(outputs, unit.output_dtype)
     except BaseException as error:
         if call is not None:
