@@ -253,6 +253,15 @@ class ZeRO3(nn.Module):
         """Run the wrapped module. Collective."""
         return self.module(*args, **kwargs)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.compile` every unit by itself, with these arguments.
+
+        A graph ends where another unit is called, and another one goes on after. To compile some
+        units alone call `unit.module.compile()`, before or after wrapping.
+        """
+        for unit in self._subtree():
+            unit.module.compile(*args, **kwargs)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """A shard of each parameter, and all buffers, under the original names. Not collective.
 

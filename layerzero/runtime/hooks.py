@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from layerzero.runtime.passes import ForwardCall
 from layerzero.runtime.states import TrainingState
@@ -26,14 +27,38 @@ Method = Callable[..., Any]
 
 
 def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
-    """Make every call of `module` a forward call of `unit`.
+    """Make every call of `module`, compiled or not, a forward call of `unit`.
 
     Args:
         casts: inputs and outputs, as the unit's mixed precision says.
     """
+    if type(module).compile is nn.Module.compile:
+        _install_on_compile(module, unit, casts)
+    if module._compiled_call_impl is not None:
+        install(module, "_compiled_call_impl", unit, casts=casts)
     # `_call_impl` too: it runs the user's module hooks, which then see full parameters.
     install(module, "_call_impl", unit, casts=casts)
     install(module, "forward", unit, casts=casts)
+
+
+def _install_on_compile(module: nn.Module, unit: Unit, casts: bool) -> None:
+    """What `module.compile()` compiles from now on is what runs inside the calls of `unit`."""
+    module_ref = weakref.ref(module)
+    compile_inside = module.__dict__.get("compile")
+    call_impl = module.__dict__.get("_call_impl")
+
+    @functools.wraps(nn.Module.compile)
+    def compile_and_install(*args: Any, **kwargs: Any) -> None:
+        module = module_ref()
+        assert module is not None, "else nobody could call its method"
+        if compile_inside is not None:  # another unit's calls are this module's, too
+            compile_inside(*args, **kwargs)
+        else:
+            inside = call_impl or nn.Module._call_impl.__get__(module)
+            module.__dict__["_compiled_call_impl"] = torch.compile(inside, *args, **kwargs)
+        install(module, "_compiled_call_impl", unit, casts=casts)
+
+    module.__dict__["compile"] = compile_and_install
 
 
 def install(
@@ -54,9 +79,12 @@ def install(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if unit.shows_full and (unit.depth or not is_entry):
             return method(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _call_uncompiled(unit, method, args, kwargs, casts)
         return _call(unit, method, args, kwargs, casts)
 
-    setattr(module, name, forward)
+    # Not by setattr: what `torch.compile(module)` returns hands that on to the module inside.
+    module.__dict__[name] = forward
 
 
 def _method_of(module: nn.Module, name: str) -> Method:
@@ -114,6 +142,10 @@ def _call(
     if torch.is_grad_enabled():
         _watch_gradients(outputs, call)
     return outputs
+
+
+# Where a graph is traced through the call of another unit, it ends before and goes on after.
+_call_uncompiled = _disable_dynamo(_call)
 
 
 def _watch_gradients(outputs: Any, call: ForwardCall) -> None:

@@ -1,0 +1,173 @@
+"""torch.compile of units: the same numbers, no recompilation from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from layerzero import MixedPrecision, ZeRO3
+from tests.harness.checks import assert_close
+from tests.harness.compare import assert_same_values, assert_trains_alike
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import gathered, recorded_operations, reduced
+from tests.harness.reference import seeded
+
+DEPTH = 12
+"""More units than the 8 entries that Dynamo keeps for one piece of code."""
+
+
+def batches(steps: int = 4) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randn(3, WIDTH, generator=generator) for _ in range(dist.get_world_size())]
+        for _ in range(steps)
+    ]
+
+
+def deep() -> Mlp:
+    return Mlp(depth=DEPTH)
+
+
+def compile_before(module: Mlp, counter: Any) -> None:
+    for block in module.blocks:
+        block.compile(backend=counter, fullgraph=True)
+
+
+def wrap_before(module: Mlp, counter: Any) -> None:
+    for index, block in enumerate(module.blocks):
+        module.blocks[index] = torch.compile(block, backend=counter, fullgraph=True)
+
+
+def are_blocks(module: nn.Module, fqn: str) -> bool:
+    return fqn.startswith("blocks.") and fqn.count(".") == 1
+
+
+def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, **options: Any) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    module = seeded(deep)
+    if prepare is not None:
+        prepare(module, counter)
+    model = ZeRO3(module, auto_wrap_policy=are_blocks, **options)
+    if prepare is None:
+        compile_before(model.module, counter)
+    counts = []
+
+    def run(each: nn.Module, batch: Tensor) -> Tensor:
+        loss = each(batch).square().mean()
+        loss.backward()
+        if each is model:
+            counts.append(counter.frame_count)
+        return loss.detach()
+
+    reference = seeded(deep)
+    if prepare is wrap_before:
+        wrap_before(reference, "eager")  # for the names: the user's own wrapping is in them
+    assert_trains_alike(model, reference, batches(), run=run)
+    # All blocks are one graph: their parameters are its inputs.
+    assert counts == [1] * len(counts), counts
+    with recorded_operations(model) as operations:
+        run(model, batches()[0][dist.get_rank()])
+    blocks = [f"blocks.{index}" for index in range(DEPTH)]
+    assert gathered(operations)[1 : DEPTH + 1] == blocks
+    assert reduced(operations) == [*reversed(blocks), "the root unit"]
+
+
+@pytest.mark.parametrize(
+    "prepare", [compile_before, wrap_before, None], ids=["before", "wrapped", "after"]
+)
+def test_compiled_units_train_alike_and_are_compiled_once(prepare) -> None:
+    run_ranks(2, _compiled_once, prepare, timeout=90)
+
+
+class Nested(nn.Module):
+    """A block in which another unit runs between two layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inside = Block()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.inside(torch.tanh(self.first(x)))))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(Nested() for _ in range(3)))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.parts(x)))
+
+
+def _nested(whole: bool) -> None:
+    """A graph ends before a unit inside it, and another goes on after; evaluation too."""
+    counter = CompileCounterWithBackend("aot_eager")
+    model = ZeRO3(seeded(Outer), auto_wrap_policy={Nested, Block})
+    if whole:
+        model.compile(backend=counter)
+    else:
+        for part in model.module.parts:
+            part.compile(backend=counter)
+    assert_trains_alike(model, seeded(Outer), batches(2))
+    warm = counter.frame_count
+    # The two halves of a part; with the whole model, the inner unit and the root's head as well.
+    # (The first part is compiled for an input without a gradient, too.)
+    assert warm >= (4 if whole else 2)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_trains_alike(model, _trained(Outer, model), batches(2))
+    assert counter.frame_count == warm
+    with torch.no_grad():
+        model.eval()(batches()[0][0])
+
+
+def _trained(build: Callable[[], nn.Module], model: ZeRO3) -> nn.Module:
+    """The plain model, with the values of `model`."""
+    plain = build()
+    with model.summon_full_params(writeback=False):
+        plain.load_state_dict(model.state_dict())
+    assert_same_values(model, plain)
+    return plain
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["units around units", "the whole model"])
+def test_a_unit_inside_a_compiled_module_runs_between_two_graphs(whole: bool) -> None:
+    run_ranks(2, _nested, whole, timeout=90)
+
+
+def _mixed() -> None:
+    """Casts happen outside of the graph; accumulation and clipping go on as ever."""
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    counter = CompileCounterWithBackend("aot_eager")
+    losses = []
+    for compiled in (False, True):
+        model = ZeRO3(seeded(deep), auto_wrap_policy={Block}, mixed_precision=bf16)
+        if compiled:
+            compile_before(model.module, counter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in batches():
+            batch = step[dist.get_rank()]
+            with model.no_sync():
+                model(batch).square().mean().backward()
+            found.append(model(batch).square().mean())
+            found[-1].backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(torch.stack(found))
+    assert_close(losses[1], losses[0], 0, "losses")
+    assert counter.frame_count == 1
+
+
+def test_compiled_units_in_mixed_precision_accumulate() -> None:
+    run_ranks(2, _mixed, timeout=90)
