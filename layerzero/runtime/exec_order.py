@@ -33,10 +33,16 @@ class ExecOrderRecorder:
         self._kind: Hashable | None = None
         self._trace: list[int] = []
         self._candidates: list[Order] = []
+        self._is_first = False
 
     @property
     def is_recording(self) -> bool:
         return self._kind is not None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no order was known for the kind of the open pass when it began."""
+        return self._is_first
 
     def begin(self, kind: Hashable) -> None:
         """Start a pass. One pass at a time."""
@@ -44,6 +50,7 @@ class ExecOrderRecorder:
         self._kind = kind
         self._trace = []
         self._candidates = self.orders(kind)
+        self._is_first = not self._candidates
 
     def visit(self, unit: int) -> None:
         """The pass needs `unit` now."""
@@ -83,6 +90,7 @@ class ExecOrderRecorder:
         self._kind = None
         self._trace = []
         self._candidates = []
+        self._is_first = False
 
     def orders(self, kind: Hashable) -> list[Order]:
         """The orders remembered for a kind."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -112,6 +112,12 @@ class RootState:
     """The longest forward order recorded so far."""
     tensor_parallel_groups: tuple[ShardGroup, ...]
     """Along the axes of the mesh of DTensor parameters."""
+    forward_depth: int
+    """How many units of a recorded order are gathered ahead in forward."""
+    backward_depth: int
+    """The same in backward."""
+    gathers_all_first: bool
+    """Whether a forward begins by gathering every unit, and waits for them."""
 
     def __init__(
         self,
@@ -130,6 +136,8 @@ class RootState:
         self.streams = Streams(device, any(group.backend == "gloo" for group in groups))
         self.recorder = ExecOrderRecorder()
         self.forward_depth = forward_depth
+        self.backward_depth = 1
+        self.gathers_all_first = False
         self.backward_prefetch = backward_prefetch
         self._budget_is_default = budget_is_default
         self.limiter = GatherLimiter(budget)
@@ -232,6 +240,21 @@ class RootState:
         if self._budget_is_default and budget.max_units is not None:
             self.limiter.budget = GatherBudget(max_units=max(budget.max_units, depth + 2))
 
+    def expect(
+        self, forward: Mapping[Unit, Sequence[Unit]], backward: Mapping[Unit, Sequence[Unit]]
+    ) -> None:
+        """What to gather when a unit begins, in passes of which no order was recorded yet.
+
+        Must be the same on every rank. As far ahead as the longest list reaches, recorded orders
+        are followed from then on.
+        """
+        for unit in self.units:
+            unit.expected_in_forward = tuple(forward.get(unit, ()))
+            unit.expected_in_backward = tuple(backward.get(unit, ()))
+        self.forward_depth = max(map(len, forward.values()), default=0)
+        self.backward_depth = max(map(len, backward.values()), default=0)
+        self.make_room_for(max(self.forward_depth, self.backward_depth))
+
     @property
     def in_backward(self) -> bool:
         """Whether autograd is running a backward pass of this model."""
@@ -314,6 +337,12 @@ class RootState:
                     for handle in other.handles:
                         handle.distrust()
         self._kept = None
+        if self.gathers_all_first:
+            with_parameters = [other for other in self.units if other.handles]
+            for other in with_parameters:
+                other.unshard()
+            for other in with_parameters:
+                other.wait_for_unshard()
         self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
 
     def _make_full(self, unit: Unit) -> None:
@@ -325,9 +354,10 @@ class RootState:
         self._kept = None
         self._demand(unit)
         if not self._passes:
-            self._prefetch(unit.forward_prefetch, self.forward_depth)
+            expected = unit.expected_in_forward
+            self._prefetch(unit.forward_prefetch, expected, self.forward_depth)
         elif self.backward_prefetch is not None:
-            self._prefetch(unit.backward_prefetch, 1)
+            self._prefetch_backward(unit)
         unit.wait_for_unshard()
         unit.show_full()
 
@@ -341,7 +371,15 @@ class RootState:
             self.recorder.visit(unit.index)
             unit.unshard()
 
-    def _prefetch(self, explicit: list[Unit] | None, depth: int) -> None:
+    def _prefetch_backward(self, unit: Unit) -> None:
+        expected = unit.expected_in_backward
+        self._prefetch(unit.backward_prefetch, expected, self.backward_depth)
+
+    def _prefetch(
+        self, explicit: Sequence[Unit] | None, expected: Sequence[Unit], depth: int
+    ) -> None:
+        if explicit is None and self.recorder.is_first:
+            explicit = expected
         if explicit is None:
             explicit = [self.units[index] for index in self.recorder.predict(depth)]
         for unit in explicit:
@@ -434,7 +472,7 @@ class RootState:
                 self._kept = None
             self._demand(unit)
             if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-                self._prefetch(unit.backward_prefetch, 1)
+                self._prefetch_backward(unit)
             unit.wait_for_unshard()
             unit.show_full()
 
@@ -525,7 +563,7 @@ class RootState:
     def _reduce(self, unit: Unit) -> None:
         self.reducer.reduce(self, unit)
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST and self._passes:
-            self._prefetch(unit.backward_prefetch, 1)
+            self._prefetch_backward(unit)
 
     @remembers_failure
     def _end_backward(self, ended: BackwardPass) -> None:

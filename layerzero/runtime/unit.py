@@ -63,6 +63,12 @@ class Unit:
     """What floating-point outputs are cast to."""
     open_starts: set[int]
     """Starts of forward calls with gradients whose backward has not begun."""
+    forward_prefetch: list[Unit] | None
+    """What the user wants gathered when its forward begins; None: what the recorder predicts."""
+    backward_prefetch: list[Unit] | None
+    expected_in_forward: Sequence[Unit]
+    """What is gathered when its forward begins in a pass of which no order is known yet."""
+    expected_in_backward: Sequence[Unit]
     lenders: tuple[Unit, ...]
     """Units that hold tied parameters which modules inside this unit use too."""
 
@@ -92,8 +98,10 @@ class Unit:
             for group in originals
             for original in group
         ]
-        self.forward_prefetch: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
+        self.forward_prefetch = None
+        self.backward_prefetch = None
+        self.expected_in_forward = ()
+        self.expected_in_backward = ()
         self._shard_state = ShardState.SHARDED
         self._training_state = TrainingState.IDLE
         self._module_ref = weakref.ref(module)

@@ -204,6 +204,63 @@ def test_lists_of_modules_to_prefetch_are_followed() -> None:
     run_ranks(2, _explicit)
 
 
+def _expected() -> None:
+    """Lists for passes of unknown order; the first of these here even names a unit too many."""
+    model = wrapped()
+    root = units(model)[0].root
+    blocks = units(model)[1:]
+    root.expect(
+        {blocks[0]: blocks[1:3], blocks[1]: [blocks[2]]},
+        {blocks[4]: [blocks[3], blocks[2]]},
+    )
+    with timeline() as seen:
+        loss = model(batch(), [0, 1, 3, 4]).sum()
+    assert seen.events == ["g0", "g1", "g2", "u0", "u1", "g3", "u3", "g4", "u4"]
+    with timeline() as seen:
+        loss.backward()
+    assert seen.events[:3] == ["g3", "g2", "u4"]
+    with timeline() as seen:
+        loss = model(batch(), [0, 1, 3, 4]).sum()
+    # As far ahead as the longest list, now along the recorded order, without the wrong unit.
+    assert seen.events == ["g0", "g1", "g3", "u0", "g4", "u1", "u3", "u4"]
+    with timeline() as seen:
+        loss.backward()
+    assert seen.events[:3] == ["g3", "g1", "u4"]
+    with torch.no_grad(), timeline() as seen:
+        model.eval()(batch(), [0, 1, 2])
+    assert seen.events == ["g0", "g1", "g2", "u0", "u1", "u2"], "a new kind has no order yet"
+
+
+def test_expected_lists_are_followed_until_an_order_was_recorded() -> None:
+    run_ranks(2, _expected)
+
+
+def _all_first() -> None:
+    """Every unit is there before the first one runs, unused ones too; steps are the same."""
+    model, plain = wrapped(), wrapped()
+    units(model)[0].root.gathers_all_first = True
+    for _ in range(2):
+        with timeline() as seen:
+            losses = [each(batch(), [0, 3, 1]).square().sum() for each in (model, plain)]
+        assert seen.events[:6] == ["g0", "g1", "g2", "g3", "g4", "u0"]
+        assert torch.equal(*losses)
+        for each, loss in zip((model, plain), losses, strict=True):
+            loss.backward()
+            for parameter in each.parameters():
+                parameter.data -= parameter.grad if parameter.grad is not None else 0.0
+            each.zero_grad()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own, other)
+    assert {unit.state.name for unit in units(model)} == {"SHARDED"}
+    with torch.no_grad():
+        model(batch(), [4])
+    assert {unit.state.name for unit in units(model)} == {"SHARDED"}
+
+
+def test_all_units_may_be_gathered_before_a_forward() -> None:
+    run_ranks(2, _all_first)
+
+
 def _budget(limit, most: int) -> None:
     model = wrapped(forward_prefetch=4, limit_all_gathers=limit)
     nbytes = max(unit.nbytes for unit in units(model))
