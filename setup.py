@@ -25,7 +25,10 @@ from typing import Any
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
-TEST = ["pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4"]
+PLANS = ["pyyaml"]
+# The newest transformers is for Python 3.11 on; tests that need it are skipped without.
+MODELS = ["transformers>=5; python_version >= '3.11'", "peft; python_version >= '3.11'"]
+TEST = ["pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4", *PLANS, *MODELS]
 HERE = Path(__file__).resolve().parent
 WANTED = os.environ.get("LAYERZERO_BUILD_EXT", "")
 # The oldest torch whose stable ABI is used, hence the oldest that the binary runs with.
@@ -210,6 +213,7 @@ setup(
     extras_require={
         "examples": ["tqdm", "matplotlib"],
         "checkpoint": ["tqdm"],
+        "plans": PLANS,
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy"],
     },

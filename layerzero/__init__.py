@@ -9,6 +9,7 @@ from layerzero.comm.diagnosis import CollectiveError
 from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
 from layerzero.ops import native_status
 from layerzero.optim.scaler import GradScaler
+from layerzero.plan import ShardingPlan, shard_with_plan
 from layerzero.zero3 import ZeRO3, register_forward_method, units
 
 __version__ = "0.1.0"
@@ -19,9 +20,11 @@ __all__ = [
     "GradScaler",
     "MixedPrecision",
     "OffloadPolicy",
+    "ShardingPlan",
     "ZeRO3",
     "checkpoint",
     "native_status",
     "register_forward_method",
+    "shard_with_plan",
     "units",
 ]

@@ -21,6 +21,7 @@ LAYERS = [
     "arguments",
     "build",
     "zero3",
+    "plan",
 ]
 
 

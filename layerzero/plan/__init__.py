@@ -1,0 +1,6 @@
+"""Sharding configured by names: `ShardingPlan` and `shard_with_plan`. See docs/plans.md."""
+
+from layerzero.plan.shard import shard_with_plan
+from layerzero.plan.sharding_plan import ShardingPlan
+
+__all__ = ["ShardingPlan", "shard_with_plan"]

@@ -1,0 +1,88 @@
+"""ShardingPlan.explain: a plan and a model as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from layerzero.plan.expected import Expected, expect, num_parameters
+from layerzero.plan.order import Lists
+from layerzero.plan.resolve import Resolved, Row, names, resolve
+from layerzero.zero3 import ZeRO3
+
+if TYPE_CHECKING:
+    from layerzero.plan.sharding_plan import ShardingPlan
+
+_ROOT = "(root)"
+
+
+def explain(plan: ShardingPlan, model: nn.Module) -> str:
+    """The text of `ShardingPlan.explain`."""
+    resolved = resolve(plan, model)
+    module = model.module if isinstance(model, ZeRO3) else model
+    expected = expect(plan, module, resolved)
+    own = ""
+    if callable(getattr(module, "fully_shard", None)):
+        own = f" ({type(module).__name__}.fully_shard may decide otherwise)"
+    lines = [
+        f"{len(expected.units)} units of {type(module).__name__}{own}; gathered ahead until an "
+        "order was recorded",
+        "forward:",
+        *_lines(expected.forward, _in_order(expected)),
+        "backward:",
+        *_lines(expected.backward, [_in_order(expected)[0], *reversed(_in_order(expected)[1:])]),
+        "",
+        *_table(resolved, expected),
+    ]
+    if resolved.problems:
+        lines += ["", *(f"problem: {text}" for text in resolved.problems)]
+    return "\n".join(lines)
+
+
+def _in_order(expected: Expected) -> list[str]:
+    return ["", *(step.head for step in expected.steps)]
+
+
+def _lines(lists: Lists, order: Sequence[str]) -> Iterator[str]:
+    for head in order:
+        if head in lists:
+            yield f"  {head or _ROOT} -> [{', '.join(lists[head])}]"
+
+
+def _table(resolved: Resolved, expected: Expected) -> Iterator[str]:
+    numels = {unit.fqn: num_parameters(unit) for unit in expected.units}
+    header = ["pattern", "field", "matched", "used", "parameters", "names"]
+    table = [header, [_ROOT, "", "1", "1", f"{numels['']:,}", ""]]
+    for row in resolved.rows:
+        is_units = row.key == "apply_modules"
+        numel = sum(numels.get(fqn, 0) for fqn in row.used) if is_units else None
+        table.append(
+            [
+                row.pattern,
+                row.key,
+                str(len(row.fqns)),
+                str(len(row.used)),
+                "" if numel is None else f"{numel:,}",
+                "; ".join(_names(row, resolved)),
+            ]
+        )
+    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+    for line in table:
+        cells = [
+            cell.rjust(width) if column in (2, 3, 4) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _names(row: Row, resolved: Resolved) -> Iterator[str]:
+    if row.used:
+        used = row.used
+        if row.key == "hook_modules":
+            hooks = {unit.fqn: unit.hook for unit in resolved.units}
+            used = [f"{f} by {hook.fqn}" if (hook := hooks.get(f)) else f for f in row.used]
+        yield names(used)
+    for reason, fqns in row.notes.items():
+        yield f"not {names(fqns)}: {reason}"

@@ -1,0 +1,281 @@
+"""Values of a plan: what a file can say, read into what `ZeRO3` takes, and checked.
+
+Options are merged in three levels: the plan's fields, its `defaults`, a module's own. A level with
+`mixed_precision` starts anew; one with `param_dtype` and so on changes only that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+
+from layerzero.arguments import (
+    check_accumulation,
+    check_gradient_reduction,
+    check_reshard_after_forward,
+)
+from layerzero.config import (
+    BackwardPrefetch,
+    GatherBudget,
+    MixedPrecision,
+    OffloadPolicy,
+    prefetch_depth,
+)
+from layerzero.zero3 import ZeRO3
+
+DTYPE_OPTIONS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+PRECISION_OPTIONS = (*DTYPE_OPTIONS, "cast_forward_inputs")
+ZERO3_OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(ZeRO3.__init__).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
+MODULE_OPTIONS = (
+    *PRECISION_OPTIONS,
+    "mixed_precision",
+    "reshard_after_forward",
+    "gradient_reduction",
+    "offload",
+    "cpu_offload",
+    "act_ckpt",
+)
+"""What may differ between the modules of one model."""
+_SAID_ELSEWHERE = {
+    "process_group": "it is the mesh that shard_with_plan is given",
+    "auto_wrap_policy": "apply_modules is the policy",
+    "ignored_modules": "it is a field of the plan",
+    "ignored_parameters": "it is a field of the plan",
+    "hook_module": "use the plan's hook_modules",
+    "hook_modules": "it is a field of the plan",
+}
+_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "half": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+}
+
+ActivationMode = Literal["composable", "wrapped", "wrapped_offload"]
+_RECOMPUTATION_ARGUMENTS = ("preserve_rng_state", "context_fn", "determinism_check", "debug")
+_ARGUMENTS_OF_MODE: dict[str, tuple[str, ...]] = {
+    "composable": _RECOMPUTATION_ARGUMENTS,
+    "wrapped": _RECOMPUTATION_ARGUMENTS,
+    "wrapped_offload": ("pin_memory",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing:
+    """What becomes of the activations of a module between its forward and its backward."""
+
+    mode: ActivationMode
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(ActivationMode):
+            raise ValueError(
+                f"act_ckpt: expected one of {list(get_args(ActivationMode))}, got {self.mode!r}"
+            )
+        known = _ARGUMENTS_OF_MODE[self.mode]
+        for name in self.arguments:
+            if name not in known:
+                raise ValueError(
+                    f"act_ckpt: {self.mode!r} has no argument {name!r}; expected {list(known)}"
+                )
+
+
+def near_matches(name: str, known: Iterable[str]) -> str:
+    """A clause for a message: what `name` may be a misspelling of."""
+    found = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.5)
+    return f"; near matches: {', '.join(map(repr, found))}" if found else ""
+
+
+def read_options(
+    where: str, options: Mapping[str, Any], known: Sequence[str], why_not: str = ""
+) -> dict[str, Any]:
+    """Options of one level, each value read and checked.
+
+    Args:
+        where: how messages name the level.
+        known: options it may have.
+        why_not: said of an option of `ZeRO3` that it may not have.
+
+    Raises:
+        ValueError, TypeError: an unknown option, one that is said elsewhere, or a bad value.
+    """
+    if not isinstance(options, Mapping):
+        raise TypeError(f"{where}: expected a mapping of options, got {options!r}")
+    read: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _SAID_ELSEWHERE:
+            raise ValueError(
+                f"{where}: {name}={value!r} cannot be an option: {_SAID_ELSEWHERE[name]}"
+            )
+        if name not in known:
+            reason = f"; {why_not}" if name in ZERO3_OPTIONS else near_matches(str(name), known)
+            raise ValueError(
+                f"{where}: unknown option {name!r} (value {value!r}){reason}; expected one of "
+                f"{sorted(known)}"
+            )
+        try:
+            read[name] = _read_value(name, value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: {error}") from None
+    _refuse_said_twice(where, read)
+    return read
+
+
+def _read_value(name: str, value: Any) -> Any:
+    if name in DTYPE_OPTIONS:
+        return read_dtype(name, value)
+    if name == "cast_forward_inputs":
+        return read_bool(name, value)
+    if name == "mixed_precision":
+        return _read_mixed_precision(value)
+    if name == "cpu_offload":
+        return read_cpu_offload(value)
+    if name == "offload":
+        return _read_policy(name, value, {})
+    if name == "act_ckpt":
+        return read_act_ckpt(value)
+    if name == "reshard_after_forward":
+        return value if callable(value) else check_reshard_after_forward(value)
+    if name == "gradient_reduction":
+        check_gradient_reduction(value)
+    if name == "forward_prefetch":
+        prefetch_depth(value, name)
+    if name == "limit_all_gathers":
+        GatherBudget.parse(value, default_units=1)
+    if name == "accumulation":
+        check_accumulation(value)
+    if name == "backward_prefetch" and isinstance(value, str):
+        return _read_backward_prefetch(value)
+    if name == "timeout" and isinstance(value, (int, float)):
+        return timedelta(seconds=value)
+    return value
+
+
+def read_dtype(name: str, value: Any) -> torch.dtype | None:
+    """A floating-point dtype, or its name: 'bfloat16', 'bf16' or 'torch.bfloat16'."""
+    if value is None:
+        return None
+    dtype = value
+    if isinstance(value, str):
+        short = value.removeprefix("torch.")
+        dtype = _DTYPES.get(short) or getattr(torch, short, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            f"{name}: expected a floating-point dtype or its name, such as 'bfloat16' or 'bf16', "
+            f"got {value!r}"
+        )
+    return dtype
+
+
+def read_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return value
+
+
+def _read_mixed_precision(value: Any) -> MixedPrecision:
+    if value is None or isinstance(value, MixedPrecision):
+        return value or MixedPrecision()
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"mixed_precision: expected a MixedPrecision or a mapping of its fields, got {value!r}"
+        )
+    known = [each.name for each in fields(MixedPrecision)]
+    for name in value:
+        if name not in known:
+            raise ValueError(
+                f"mixed_precision: unknown field {name!r}{near_matches(str(name), known)}; "
+                f"expected {known}"
+            )
+    arguments: dict[str, Any] = {
+        name: read_dtype(f"mixed_precision.{name}", each) if name in DTYPE_OPTIONS else each
+        for name, each in value.items()
+    }
+    return MixedPrecision(**arguments)
+
+
+def read_cpu_offload(value: Any) -> OffloadPolicy:
+    """True: parameters (with gradients and optimizer state) on the host; a mapping: and more."""
+    if isinstance(value, bool) or value is None:
+        return OffloadPolicy(params=bool(value))
+    return _read_policy("cpu_offload", value, {"params": True})
+
+
+def _read_policy(name: str, value: Any, defaults: Mapping[str, bool]) -> OffloadPolicy:
+    if isinstance(value, OffloadPolicy):
+        return value
+    if value is None:
+        return OffloadPolicy()
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}: expected an OffloadPolicy or a mapping of its arguments, got {value!r}"
+        )
+    known = [each.name for each in fields(OffloadPolicy)]
+    for argument, setting in value.items():
+        if argument not in known:
+            raise ValueError(
+                f"{name}: unknown argument {argument!r}{near_matches(str(argument), known)}; "
+                f"expected {known}"
+            )
+        read_bool(f"{name}.{argument}", setting)
+    return OffloadPolicy(**{**defaults, **value})
+
+
+def read_act_ckpt(value: Any) -> ActivationCheckpointing | None:
+    """A mode; (mode, arguments); or a mapping with `mode` and arguments. None or False: none."""
+    if value is None or value is False:
+        return None
+    if isinstance(value, ActivationCheckpointing):
+        return value
+    if isinstance(value, str):
+        return ActivationCheckpointing(mode=value)  # type: ignore[arg-type]
+    if isinstance(value, Mapping) and "mode" in value:
+        arguments = {name: each for name, each in value.items() if name != "mode"}
+        return ActivationCheckpointing(mode=value["mode"], arguments=arguments)
+    if isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[1], Mapping):
+        return ActivationCheckpointing(mode=value[0], arguments=dict(value[1]))
+    raise TypeError(
+        f"act_ckpt: expected one of {list(get_args(ActivationMode))}, a pair of it and a mapping "
+        f"of arguments, or a mapping with 'mode', got {value!r}"
+    )
+
+
+def _read_backward_prefetch(value: str) -> BackwardPrefetch:
+    try:
+        return BackwardPrefetch(value.lower())
+    except ValueError:
+        known = [each.value for each in BackwardPrefetch]
+        raise ValueError(f"backward_prefetch: expected one of {known}, got {value!r}") from None
+
+
+def _refuse_said_twice(where: str, options: Mapping[str, Any]) -> None:
+    twice = [name for name in PRECISION_OPTIONS if name in options]
+    if "mixed_precision" in options and twice:
+        raise ValueError(
+            f"{where}: mixed_precision={options['mixed_precision']!r} and "
+            f"{twice[0]}={options[twice[0]]!r} are both given; say it in one of them"
+        )
+    if "offload" in options and "cpu_offload" in options:
+        raise ValueError(
+            f"{where}: offload={options['offload']!r} and cpu_offload={options['cpu_offload']!r} "
+            "are both given; say it in one of them"
+        )
+
+
+def merge_precision(base: MixedPrecision, options: Mapping[str, Any]) -> MixedPrecision:
+    """`base` with what a level says."""
+    base = options.get("mixed_precision", base)
+    return replace(base, **{name: options[name] for name in PRECISION_OPTIONS if name in options})

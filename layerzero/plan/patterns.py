@@ -1,0 +1,175 @@
+"""The pattern language on names: parse a pattern, match a name, fill a template. No torch here.
+
+    {*}       a number: a whole run of digits
+    {0-4}     a number from 0 to 4, both included
+    *         any characters, none and dots included
+    ?         any one character
+    re:...    a regular expression of Python
+    others    themselves
+
+A pattern matches a name as a whole. What a wildcard matched can be put into another pattern: the
+first wildcard there takes what the first one here matched, and so on (`NamePattern.fill`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_REGEX_PREFIX = "re:"
+_NUMBER = re.compile(r"\{(?:\*|([0-9]+)-([0-9]+))\}")
+_LANGUAGE = (
+    "a pattern is a name in which {*} is a number, {0-4} one of a range, * any characters and ? "
+    "one, or 're:' and a regular expression"
+)
+
+
+class Match(NamedTuple):
+    """What the wildcards of a pattern matched, in order; with a regular expression, its match."""
+
+    captures: tuple[str, ...]
+    regex: re.Match[str] | None
+
+
+class _Token(NamedTuple):
+    regex: str
+    is_number: bool
+    is_wildcard: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class NamePattern:
+    """One pattern on dotted names."""
+
+    text: str
+    """As the user wrote it."""
+    is_regex: bool
+    has_number: bool
+    """Whether it names members of a series, such as layers."""
+    _compiled: re.Pattern[str]
+    _tokens: tuple[_Token, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> NamePattern:
+        """Read a pattern.
+
+        Raises:
+            TypeError: not a string.
+            ValueError: not a pattern; says where, and what to write instead.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"pattern: expected a string, got {text!r}; {_LANGUAGE}")
+        if text.startswith(_REGEX_PREFIX):
+            try:
+                compiled = re.compile(text.removeprefix(_REGEX_PREFIX), re.DOTALL)
+            except re.error as error:
+                raise ValueError(f"pattern {text!r}: not a regular expression: {error}") from None
+            return cls(text, True, False, compiled, ())
+        tokens = tuple(_tokenize(text))
+        return cls(
+            text,
+            False,
+            any(token.is_number for token in tokens),
+            re.compile("".join(token.regex for token in tokens), re.DOTALL),
+            tokens,
+        )
+
+    def match(self, name: str) -> Match | None:
+        """What `name`, as a whole, gives the wildcards; None where it does not match."""
+        found = self._compiled.fullmatch(name)
+        if found is None:
+            return None
+        return Match(tuple(group or "" for group in found.groups()), found)
+
+    def fill(self, match: Match, owner: NamePattern) -> str:
+        """This pattern with its wildcards replaced by what those of `owner` matched, in order.
+
+        With a regular expression as `owner`, `\\1` and `\\g<name>` stand for its groups instead.
+
+        Raises:
+            ValueError: it has more wildcards than `owner`.
+        """
+        if owner.is_regex:
+            assert match.regex is not None
+            try:
+                return match.regex.expand(self.text)
+            except (re.error, IndexError) as error:
+                raise ValueError(
+                    f"{self.text!r} asks for a group that {owner.text!r} does not have: {error}"
+                ) from None
+        captures = iter(match.captures)
+        parts = []
+        for token in self._tokens:
+            if not token.is_wildcard:
+                parts.append(token.text)
+                continue
+            part = next(captures, None)
+            if part is None:
+                raise ValueError(
+                    f"{self.text!r} has more wildcards than {owner.text!r}, which fill them in "
+                    "order"
+                )
+            parts.append(part)
+        return "".join(parts)
+
+
+def _tokenize(text: str) -> Iterator[_Token]:
+    position = 0
+    after_number = False
+    while position < len(text):
+        character = text[position]
+        number = _NUMBER.match(text, position)
+        if number is not None:
+            _refuse_touching(text, position, number.end(), after_number)
+            yield _Token(_number_regex(text, number), True, True, number[0])
+            position = number.end()
+            after_number = True
+            continue
+        if character in "{}[]":
+            raise ValueError(
+                f"pattern {text!r}: unexpected {character!r} at {position}; {_LANGUAGE}"
+            )
+        if character in "*?":
+            yield _Token("(.*)" if character == "*" else "(.)", False, True, character)
+        else:
+            yield _Token(re.escape(character), False, False, character)
+        position += 1
+        after_number = False
+
+
+def _refuse_touching(text: str, start: int, stop: int, after_number: bool) -> None:
+    """A number is a whole run of digits, so one beside a digit would match nothing, ever."""
+    touches = text[start - 1 : start].isdigit() or text[stop : stop + 1].isdigit()
+    if after_number or touches:
+        raise ValueError(
+            f"pattern {text!r}: {text[start:stop]!r} at {start} is beside a digit or another "
+            "number, but a number is a whole run of digits; write the number out, or use 're:'"
+        )
+
+
+def _number_regex(text: str, number: re.Match[str]) -> str:
+    digits = "[0-9]+"
+    if number[1] is not None:
+        low, high = int(number[1]), int(number[2])
+        if low > high:
+            raise ValueError(f"pattern {text!r}: {number[0]} is empty; write {{{high}-{low}}}")
+        # Not one alternative a number: ranges may be long.
+        digits = f"0*(?:{'|'.join(_decimal_blocks(low, high))})"
+    return f"(?<![0-9])({digits})(?![0-9])"
+
+
+def _decimal_blocks(low: int, high: int) -> Iterator[str]:
+    """Regular expressions that together match the decimal numbers from `low` to `high`.
+
+    Each is a prefix followed by any digits: 8 to 123 is 8, 9, [1-9 as prefix][0-9], 10[0-9] ...
+    """
+    while low <= high:
+        size = 1
+        # Zero has no leading digits to be a prefix.
+        while low and low % (size * 10) == 0 and low + size * 10 - 1 <= high:
+            size *= 10
+        yield str(low // size) + "[0-9]" * (len(str(size)) - 1)
+        low += size

@@ -1,0 +1,338 @@
+"""Patterns against a model: which modules become units, with which options, and what is wrong."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from layerzero.core.parameter_info import get_info
+from layerzero.plan.options import near_matches
+from layerzero.plan.patterns import Match, NamePattern
+from layerzero.runtime.unit import get_unit
+from layerzero.zero3 import ZeRO3
+
+if TYPE_CHECKING:
+    from layerzero.plan.sharding_plan import ShardingPlan
+
+
+class Named(NamedTuple):
+    """A module under one of its names."""
+
+    fqn: str
+    module: nn.Module
+
+
+@dataclass
+class ResolvedUnit:
+    """A module that becomes a unit."""
+
+    fqn: str
+    module: nn.Module
+    pattern: int
+    """Index of the pattern that won, the last one that matches."""
+    first_pattern: int
+    """Index of the first one that matches: an exception to it stands later, but runs no later."""
+    is_member: bool
+    """Whether the first one names members of a series."""
+    options: Mapping[str, Any]
+    hook: Named | None = None
+
+
+@dataclass
+class Row:
+    """What one pattern matched."""
+
+    key: str
+    """The field of the plan it stands in."""
+    pattern: str
+    fqns: list[str] = field(default_factory=list)
+    used: list[str] = field(default_factory=list)
+    """Names it decides about: units, or what is left alone."""
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    """Why it does not decide about the others: reason to names."""
+
+    def note(self, reason: str, fqn: str) -> None:
+        self.notes.setdefault(reason, []).append(fqn)
+
+
+@dataclass
+class Resolved:
+    """What a plan means for one model."""
+
+    units: list[ResolvedUnit] = field(default_factory=list)
+    """In the order of the module tree, without the root."""
+    ignored_modules: list[nn.Module] = field(default_factory=list)
+    ignored_parameters: list[nn.Parameter] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    sharded: list[str] = field(default_factory=list)
+    """Names of modules that patterns name and that are sharded already."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        """All that is wrong, errors first."""
+        sharded = [_SHARDED_ALREADY.format(names(self.sharded))] if self.sharded else []
+        return [*self.errors, *sharded, *self.warnings]
+
+    def raise_errors(self) -> None:
+        """All errors at once."""
+        if self.errors:
+            raise ValueError("\n".join(self.errors))
+        if self.sharded:
+            raise RuntimeError(self.problems[0])
+
+    def raise_or_warn(self) -> None:
+        """What `ShardingPlan.validate` does."""
+        self.raise_errors()
+        for text in self.warnings:
+            warnings.warn(text, stacklevel=3)
+
+
+_SHARDED_ALREADY = (
+    "apply_modules names modules that are sharded already: {}; shard each once: leave them out of "
+    "the plan, and they keep the options of their own ZeRO3, or do not wrap them before"
+)
+
+
+def names(fqns: Sequence[str], most: int = 4) -> str:
+    """A short list for a message."""
+    listed = ", ".join(repr(fqn) for fqn in fqns[:most])
+    return listed + (f" and {len(fqns) - most} more" if len(fqns) > most else "")
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module itself can be called, which a ModuleList cannot."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+def resolve(plan: ShardingPlan, model: nn.Module) -> Resolved:
+    """Match all patterns. Nothing is changed, and nothing raised: problems are collected."""
+    resolver = _Resolver(plan, model)
+    resolver.match_ignored()
+    resolver.match_units()
+    if isinstance(plan.hook_modules, Mapping):
+        resolver.match_hooks(plan.hook_modules)
+    else:
+        resolver.match_hooks_around(plan.hook_modules)
+    resolver.drop_containers()
+    resolver.check()
+    return resolver.result
+
+
+class _Resolver:
+    """One walk through the patterns of a plan; its methods run once each, in this order."""
+
+    def __init__(self, plan: ShardingPlan, model: nn.Module) -> None:
+        root = model.module if isinstance(model, ZeRO3) else model
+        self.result = Resolved()
+        self._plan = plan
+        self._root = root
+        self._is_sharded = get_unit(root) is not None
+        self._modules = {
+            fqn: module
+            for fqn, module in root.named_modules(remove_duplicate=False)
+            if module is not root
+        }
+        self._ignored: set[int] = set()
+        self._unit_rows: list[Row] = []
+
+    def match_ignored(self) -> None:
+        for text in self._plan.ignored_modules:
+            row = self._row("ignored_modules", text, self._modules)
+            row.used.extend(row.fqns)
+            for fqn in row.fqns:
+                self.result.ignored_modules.append(self._modules[fqn])
+                self._ignored |= {id(module) for module in self._modules[fqn].modules()}
+        parameters = dict(self._root.named_parameters(remove_duplicate=False))
+        for text in self._plan.ignored_parameters:
+            row = self._row("ignored_parameters", text, parameters)
+            row.used.extend(row.fqns)
+            self.result.ignored_parameters.extend(parameters[fqn] for fqn in row.fqns)
+
+    def match_units(self) -> None:
+        patterns = self._plan.patterns
+        for pattern, _ in patterns:
+            self._unit_rows.append(self._row("apply_modules", pattern.text, self._modules))
+        winners = {
+            id(self._modules[fqn]): index
+            for index, row in enumerate(self._unit_rows)
+            for fqn in row.fqns
+        }
+        seen: set[int] = set()
+        for fqn, module in self._modules.items():
+            index = winners.get(id(module))
+            if index is None:
+                continue
+            for row in self._unit_rows[:index]:
+                if fqn in row.fqns:
+                    row.note(f"taken by {patterns[index][0].text!r}", fqn)
+            row = self._unit_rows[index]
+            if fqn not in row.fqns:
+                continue  # It is the module's other name that matches.
+            reason = "another name of one" if id(module) in seen else self._reason_against(module)
+            seen.add(id(module))
+            if reason is not None:
+                row.note(reason, fqn)
+                continue
+            row.used.append(fqn)
+            first = next(i for i, each in enumerate(self._unit_rows) if fqn in each.fqns)
+            is_member = patterns[first][0].has_number or len(self._unit_rows[first].fqns) > 1
+            self.result.units.append(
+                ResolvedUnit(fqn, module, index, first, is_member, patterns[index][1])
+            )
+
+    def _reason_against(self, module: nn.Module) -> str | None:
+        """Why a named module is no unit."""
+        if id(module) in self._ignored:
+            return "ignored"
+        parameters = list(module.parameters())
+        if not parameters:
+            return "no parameters"
+        is_inside_unit = all(get_info(parameter) is not None for parameter in parameters)
+        if not self._is_sharded and (is_inside_unit or get_unit(module) is not None):
+            return "sharded already"
+        return None
+
+    # Hook modules ---------------------------------------------------------------------------
+
+    def match_hooks(self, hooks: Mapping[str, str]) -> None:
+        """Hook modules by the names of units; a later pattern wins."""
+        for owner, text in hooks.items():
+            pattern, template = NamePattern.parse(owner), NamePattern.parse(text)
+            row = self._row("hook_modules", owner, self._modules)
+            for unit in self.result.units:
+                match = pattern.match(unit.fqn)
+                if match is not None:
+                    self._hook(row, unit, pattern, match, template)
+            if row.fqns and not row.used:
+                self.result.errors.append(
+                    f"hook_modules: {owner!r} matches {names(row.fqns)}, but no unit: name them in "
+                    "apply_modules, too"
+                )
+
+    def _hook(
+        self,
+        row: Row,
+        unit: ResolvedUnit,
+        pattern: NamePattern,
+        match: Match,
+        template: NamePattern,
+    ) -> None:
+        where = f"hook_modules: {pattern.text!r}: {template.text!r}"
+        row.used.append(unit.fqn)
+        try:
+            fqn = template.fill(match, pattern)
+        except ValueError as error:
+            self.result.errors.append(f"{where}: {error}")
+            return
+        module = self._modules.get(fqn)
+        if module is None or not has_forward(module) or module is unit.module:
+            fault = "there is no such module" if module is None else "it has no forward"
+            if module is unit.module:
+                fault = "that is the unit's own module, whose forward gathers it anyway"
+            self.result.errors.append(
+                f"{where}: {unit.fqn!r} would be gathered by {fqn!r}, but {fault}"
+                f"{near_matches(fqn, self._modules) if module is None else ''}; name a module "
+                "whose forward runs around all uses of the unit"
+            )
+            return
+        unit.hook = Named(fqn, module)
+
+    def match_hooks_around(self, texts: Sequence[str]) -> None:
+        """Hook modules named themselves: each gathers the units inside it, the nearest wins."""
+        named: dict[str, Row] = {}
+        rows = []
+        for text in texts:
+            rows.append(row := self._row("hook_modules", text, self._modules))
+            named.update({f: row for f in row.fqns if has_forward(self._modules[f])})
+        for unit in self.result.units:
+            around = [fqn for fqn in named if unit.fqn.startswith(f"{fqn}.")]
+            if around and unit.fqn not in named:
+                fqn = max(around, key=len)
+                unit.hook = Named(fqn, self._modules[fqn])
+                named[fqn].used.append(unit.fqn)
+        for row in rows:
+            if row.fqns and not row.used:
+                self.result.errors.append(
+                    f"hook_modules: {row.pattern!r} matches {names(row.fqns)}, but gathers "
+                    "nothing: expected modules with a forward, with units inside them"
+                )
+
+    # Checks ---------------------------------------------------------------------------------
+
+    def drop_containers(self) -> None:
+        """Units that no call would gather: an error where a pattern names nothing else."""
+        for unit in list(self.result.units):
+            if unit.hook is None and not has_forward(unit.module):
+                self.result.units.remove(unit)
+                row = self._unit_rows[unit.pattern]
+                row.used.remove(unit.fqn)
+                row.note("no forward", unit.fqn)
+        for row in self._unit_rows:
+            containers = row.notes.get("no forward")
+            if not containers:
+                continue
+            kind = type(self._modules[containers[0]]).__name__
+            text = (
+                f"apply_modules: {row.pattern!r} matches {names(containers)}, which cannot be "
+                f"called ({kind} has no forward), so nothing would gather it; name the modules "
+                f"inside it, such as {containers[0] + '.{*}'!r}, or give it a module with a "
+                "forward in hook_modules"
+            )
+            (self.result.warnings if row.used else self.result.errors).append(text)
+
+    def check(self) -> None:
+        """What is sharded already, patterns without effect, gradients that nobody would reduce."""
+        for row in self._unit_rows:
+            self.result.sharded += row.notes.get("sharded already", [])
+            if row.fqns and not row.used and not {"no forward", "sharded already"} & {*row.notes}:
+                why = "; ".join(f"{names(fqns)}: {why}" for why, fqns in row.notes.items())
+                self.result.warnings.append(
+                    f"apply_modules: {row.pattern!r} has no effect ({why}); a later pattern wins "
+                    "over an earlier one: put the more special one later, or leave it out"
+                )
+        for unit in self.result.units:
+            if unit.options.get("act_ckpt") is not None and not has_forward(unit.module):
+                self.result.errors.append(
+                    f"apply_modules: {self._unit_rows[unit.pattern].pattern!r}: act_ckpt on "
+                    f"{unit.fqn!r}, which has no forward; give it to the module that calls it"
+                )
+        self._check_mix()
+
+    def _check_mix(self) -> None:
+        left = {id(parameter) for parameter in self.result.ignored_parameters}
+        for module in self.result.ignored_modules:
+            left |= {id(parameter) for parameter in module.parameters()}
+        trainable = [
+            (fqn, id(parameter) in left)
+            for fqn, parameter in self._root.named_parameters()
+            if parameter.requires_grad and (get_info(parameter) is None or self._is_sharded)
+        ]
+        whole = [fqn for fqn, is_left in trainable if is_left]
+        if whole and len(whole) < len(trainable):
+            self.result.warnings.append(
+                f"ignored parameters that are trained: {names(whole)}; the other "
+                f"{len(trainable) - len(whole)} are sharded. Nobody reduces the gradients of "
+                "ignored ones over ranks: do that yourself, freeze them, or do not ignore them"
+            )
+
+    def _row(self, key: str, text: str, known: Mapping[str, Any]) -> Row:
+        """The row of a pattern, with what it matches; nothing is an error."""
+        pattern = NamePattern.parse(text)
+        row = Row(key, text, [fqn for fqn in known if pattern.match(fqn) is not None])
+        self.result.rows.append(row)
+        if not row.fqns:
+            kind = "parameter" if key == "ignored_parameters" else "module"
+            # Members of a series look alike, and as a pattern may be what was meant.
+            series = [re.sub("[0-9]+", "{*}", fqn) for fqn in known]
+            self.result.errors.append(
+                f"{key}: {text!r} matches no {kind}{near_matches(text, [*series, *known])}; a "
+                f"pattern matches a whole name, as named_{kind}s() shows it"
+            )
+        return row

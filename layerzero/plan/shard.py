@@ -1,0 +1,218 @@
+"""shard_with_plan: from a plan to a sharded model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.arguments import check_module
+from layerzero.config import MixedPrecision, OffloadPolicy
+from layerzero.core.groups import resolve_process_groups
+from layerzero.plan.activations import checkpoint_activations
+from layerzero.plan.expected import Expected, expect
+from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, merge_precision
+from layerzero.plan.resolve import Resolved, ResolvedUnit, has_forward, resolve
+from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.runtime.unit import Unit, get_unit
+from layerzero.wrap import Choice
+from layerzero.zero3 import ZeRO3
+
+logger = logging.getLogger(__name__)
+
+Mesh = DeviceMesh | dist.ProcessGroup | None
+
+
+def shard_with_plan(model: nn.Module, plan: ShardingPlan, mesh: Mesh = None) -> ZeRO3:
+    """Shard a model as a plan says. Collective over the mesh.
+
+    A model may define `fully_shard(plan)` (or `fully_shard(plan, mesh)`), which shards its parts
+    with `ZeRO3` itself and returns true, or the `ZeRO3` it made of itself; and
+    `set_modules_to_prefetch(plan, num_to_forward_prefetch, num_to_backward_prefetch)`, called once
+    it is sharded, which sets prefetch lists and returns true. What returns false changes nothing.
+
+    Where the shard group has one rank and the plan says nothing of `outer`, this is plain data
+    parallelism: parameters themselves are cast to `param_dtype`, apart from those of low-rank
+    adapters (a part of the name starts with "lora_"), and a log line says so.
+
+    Args:
+        model: changed in place. Nothing is changed when an error in the plan is found.
+        plan: see docs/plans.md.
+        mesh: what `ZeRO3` calls `process_group`: a DeviceMesh of one axis, or two (outer, shard
+            group), a process group, or None for all ranks.
+
+    Raises:
+        ValueError, TypeError: the plan does not fit the model; near matches are listed.
+        RuntimeError: the model, or a module that the plan names, is sharded already.
+    """
+    if not isinstance(plan, ShardingPlan):
+        raise TypeError(f"shard_with_plan: expected a ShardingPlan, got {plan!r}")
+    check_module(model)
+    resolved = resolve(plan, model)
+    only_ignores = replace(plan, apply_modules=(), hook_modules=())
+    if callable(getattr(model, "fully_shard", None)):
+        resolve(only_ignores, model).raise_errors()
+    own = _ask(model, "fully_shard", plan, mesh=mesh)
+    if own:
+        resolved = resolve(only_ignores, model)
+    resolved.raise_or_warn()
+    sharded = own if isinstance(own, ZeRO3) else _shard(model, plan, mesh, resolved)
+    root_unit = get_unit(sharded)
+    assert root_unit is not None, "sharded is a ZeRO3"
+    root_unit.root.gathers_all_first = plan.pregather
+    numbers = plan.num_forward, plan.num_backward
+    if not _ask(root_unit.module, "set_modules_to_prefetch", plan, *numbers):
+        _expect_order(root_unit, expect(plan, root_unit.module, resolved))
+    return sharded
+
+
+def _ask(model: nn.Module, name: str, *args: Any, **optional: Any) -> Any:
+    """Call a method that a model may define; `optional` as far as its signature has them."""
+    method = getattr(model, name, None)
+    if not callable(method):
+        return None
+    accepted = inspect.signature(method).parameters
+    return method(*args, **{key: value for key, value in optional.items() if key in accepted})
+
+
+def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, resolved: Resolved) -> ZeRO3:
+    if get_unit(model) is not None:
+        raise RuntimeError(
+            f"shard_with_plan: {type(model).__name__}.fully_shard sharded the model as a whole, "
+            "but returned no ZeRO3; return the one it made, or shard parts of the model alone"
+        )
+    expected = expect(plan, model, resolved)
+    arguments = _model_arguments(plan, expected)
+    own = {id(unit.module): _unit_arguments(plan, unit) for unit in resolved.units}
+    if "outer" not in arguments:
+        _keep_whole(plan, mesh, expected, arguments, own)
+    _checkpoint_activations(plan, resolved, expected)
+
+    def choose(module: nn.Module, fqn: str) -> Choice:
+        return own.get(id(module), False)
+
+    return ZeRO3(
+        model,
+        mesh,
+        auto_wrap_policy=choose,
+        ignored_modules=resolved.ignored_modules,
+        ignored_parameters=resolved.ignored_parameters,
+        **arguments,
+    )
+
+
+def _model_arguments(plan: ShardingPlan, expected: Expected) -> dict[str, Any]:
+    """Of `ZeRO3`, for the whole model."""
+    arguments = {name: each for name, each in plan.options.items() if name in ZERO3_OPTIONS}
+    arguments.update(_offload(plan.options))
+    arguments["mixed_precision"] = plan.mixed_precision
+    # The default budget follows it.
+    arguments["forward_prefetch"] = expected.forward_depth
+    if not plan.num_backward:
+        arguments["backward_prefetch"] = None
+    return arguments
+
+
+def _unit_arguments(plan: ShardingPlan, unit: ResolvedUnit) -> dict[str, Any]:
+    """Where a unit differs from the whole model."""
+    own = unit.options
+    shared_names = ("reshard_after_forward", "gradient_reduction")
+    arguments = {name: own[name] for name in shared_names if name in own}
+    arguments.update(_offload(own))
+    if any(name in own for name in ("mixed_precision", *PRECISION_OPTIONS)):
+        # The whole model's outputs are not this unit's.
+        base = replace(plan.mixed_precision, output_dtype=None)
+        arguments["mixed_precision"] = merge_precision(base, own)
+    if unit.hook is not None:
+        arguments["hook_module"] = unit.hook.module
+    return arguments
+
+
+def _offload(options: Mapping[str, Any]) -> dict[str, OffloadPolicy]:
+    policy = options.get("cpu_offload", options.get("offload"))
+    return {} if policy is None else {"offload": policy}
+
+
+def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved, expected: Expected) -> None:
+    """What a pattern says of its modules; else what the plan says, for the heads of steps."""
+    default = plan.options.get("act_ckpt")
+    heads = {step.head for step in expected.steps if not step.is_around_steps}
+    for unit in resolved.units:
+        is_head = unit.fqn in heads and has_forward(unit.module)
+        choice = unit.options.get("act_ckpt", default if is_head else None)
+        if choice is not None:
+            checkpoint_activations(unit.module, choice)
+
+
+def _expect_order(root_unit: Unit, expected: Expected) -> None:
+    """Hand the lists to the root of the sharded model."""
+    by_fqn = {unit.fqn: unit for unit in root_unit.root.units}
+    forward, backward = (
+        {by_fqn[head]: [by_fqn[fqn] for fqn in fqns] for head, fqns in lists.items()}
+        for lists in (expected.forward, expected.backward)
+    )
+    root_unit.root.expect(forward, backward)
+
+
+# A shard group of one rank ------------------------------------------------------------------
+
+
+def _keep_whole(
+    plan: ShardingPlan,
+    mesh: Mesh,
+    expected: Expected,
+    arguments: dict[str, Any],
+    own: Mapping[int, dict[str, Any]],
+) -> None:
+    """Where nothing is sharded: cast the parameters themselves, and replicate over the others."""
+    sizes = [group.size() for group in resolve_process_groups(mesh)]
+    zero3_size = arguments.get("zero3_size")
+    if (zero3_size or sizes[0]) != 1:
+        return
+    num_ranks = sizes[0] * (sizes[1] if len(sizes) == 2 else 1)
+    if num_ranks > 1:
+        arguments["outer"] = "replicate"
+    num_cast = num_kept = 0
+    for unit in expected.units:
+        of_unit = own.get(id(unit.module), {})
+        precision = of_unit.get("mixed_precision", plan.mixed_precision)
+        for original in unit.originals:
+            parameter = original.parameter
+            keeps = any(precision.keeps_float32(slot.module) for slot in original.slots)
+            dtype = precision.compute_dtype(original.fqn, parameter.dtype, keeps)
+            if _is_of_adapter(original.fqn):
+                num_kept += 1
+            elif dtype != parameter.dtype:
+                num_cast += 1
+                parameter.data = parameter.data.to(dtype)
+    for each in (arguments, *own.values()):
+        if "mixed_precision" in each:
+            each["mixed_precision"] = _keeping_adapters(each["mixed_precision"])
+    if dist.get_rank() == 0:
+        logger.info(
+            "shard_with_plan: the shard group has one rank, so nothing is sharded: plain data "
+            "parallelism over %d ranks, %d parameters cast to the dtype of their forward, %d of "
+            "low-rank adapters left as they are",
+            num_ranks,
+            num_cast,
+            num_kept,
+        )
+
+
+def _is_of_adapter(fqn: str) -> bool:
+    return any(part.startswith("lora_") for part in fqn.split("."))
+
+
+def _keeping_adapters(precision: MixedPrecision) -> MixedPrecision:
+    users = precision.keep_parameters
+
+    def keep(fqn: str) -> bool:
+        return _is_of_adapter(fqn) or (users is not None and users(fqn))
+
+    return replace(precision, keep_parameters=keep)

@@ -1,0 +1,601 @@
+"""Sharding by a plan: each feature beside the unsharded reference, on two gloo ranks."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+
+from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan, units
+from tests.harness.checks import assert_bitwise
+from tests.harness.compare import assert_trains_alike
+from tests.harness.models import WIDTH, Block
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import full_nbytes, gathered, recorded_operations
+from tests.harness.reference import full_parameters, seeded, train_rank
+
+
+class Layer(nn.Module):
+    """An attention, experts in a list, and shifts in another that only this forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Block()
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+        self.bank = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attn(x)
+        for expert, shift in zip(self.experts, self.bank, strict=True):
+            x = x + torch.tanh(expert(x + shift))
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def batches(steps: int = 3) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randn(3, WIDTH, generator=generator) for _ in range(dist.get_world_size())]
+        for _ in range(steps)
+    ]
+
+
+def batch() -> Tensor:
+    return batches(1)[0][dist.get_rank()]
+
+
+def sharded(mesh: Any = None, build: Any = Model, **plan: Any) -> ZeRO3:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return shard_with_plan(seeded(build), ShardingPlan.from_dict(plan), mesh)
+
+
+def trains_alike(model: ZeRO3, steps: int = 2) -> None:
+    assert_trains_alike(model, seeded(Model), batches(steps))
+
+
+def fqns(model: ZeRO3) -> list[str]:
+    return sorted(unit.fqn for unit in units(model))
+
+
+# Patterns -------------------------------------------------------------------------------------
+
+EXPERTS = [f"layers.{layer}.experts.{expert}" for layer in range(3) for expert in range(2)]
+ATTENTIONS = [f"layers.{layer}.attn" for layer in range(3)]
+LAYERS = [f"layers.{layer}" for layer in range(3)]
+
+
+def _patterns() -> None:
+    for plan, expected in (
+        ({}, []),
+        ({"apply_modules": ["layers.{*}", "head"]}, [*LAYERS, "head"]),
+        ({"apply_modules": ["layers.{1-2}"]}, LAYERS[1:]),
+        ({"apply_modules": ["*.experts.?"]}, EXPERTS),
+        ({"apply_modules": [r"re:layers\.\d\.attn"]}, ATTENTIONS),
+        # Named, and inside something named: a unit of its own.
+        ({"apply_modules": ["layers.{*}", "*attn"]}, [*LAYERS, *ATTENTIONS]),
+        (
+            {"apply_modules": ["layers.{*}", "*attn"], "ignored_modules": ["layers.1"]},
+            ["layers.0", "layers.0.attn", "layers.2", "layers.2.attn"],
+        ),
+    ):
+        module = seeded(Model)
+        if "ignored_modules" in plan:
+            module.layers[1].requires_grad_(False)
+        names = [name for name, _ in module.named_modules()]
+        model = shard_with_plan(module, ShardingPlan.from_dict(plan))
+        assert fqns(model) == sorted(["", *expected]), plan
+        assert [name for name, _ in model.named_modules()] == names
+        reference = seeded(Model)
+        if "ignored_modules" in plan:
+            reference.layers[1].requires_grad_(False)
+            assert module.layers[1].attn.up.weight.shape == (7, WIDTH)
+        assert_trains_alike(model, reference, batches(2))
+
+
+def test_patterns_name_the_units() -> None:
+    run_ranks(2, _patterns)
+
+
+def _ignored_parameter() -> None:
+    model = sharded(apply_modules=["layers.{*}"], ignored_parameters=["layers.{*}.bank.0"])
+    assert model.module.layers[0].bank[0].shape == (WIDTH,)
+    assert model.module.layers[0].bank[1].ndim == 1
+    assert hasattr(model.module.layers[0].bank[1], "layerzero")
+    assert not hasattr(model.module.layers[0].bank[0], "layerzero")
+    with torch.no_grad():
+        assert_bitwise(model(batch()), seeded(Model)(batch()))
+
+
+def test_ignored_parameters_stay_whole() -> None:
+    with pytest.raises(AssertionError, match=r"ignored parameters that are trained: 'layers\.0\.b"):
+        run_ranks(2, _ignored_parameter)
+    run_ranks(2, _ignored_parameter_of_frozen)
+
+
+def _ignored_parameter_of_frozen() -> None:
+    module = seeded(Model)
+    for layer in module.layers:
+        layer.bank[0].requires_grad_(False)
+    plan = ShardingPlan(apply_modules=["layers.{*}"], ignored_parameters=["layers.{*}.bank.0"])
+    model = shard_with_plan(module, plan)
+    assert not hasattr(module.layers[0].bank[0], "layerzero")
+    assert hasattr(module.layers[0].bank[1], "layerzero")
+    reference = seeded(Model)
+    for layer in reference.layers:
+        layer.bank[0].requires_grad_(False)
+    assert_trains_alike(model, reference, batches(2))
+
+
+# Options --------------------------------------------------------------------------------------
+
+
+def _options() -> None:
+    model = sharded(
+        apply_modules={
+            "layers.{*}": {"reshard_after_forward": False},
+            "layers.1": {},
+            "layers.{*}.attn": {"param_dtype": "fp32", "output_dtype": "bf16"},
+            "head": {"mixed_precision": {"param_dtype": "fp16"}, "gradient_reduction": "sum"},
+        },
+        param_dtype="bf16",
+        reduce_dtype="fp32",
+        output_dtype="fp64",
+        defaults={"reshard_after_forward": True, "deterministic": True},
+    )
+    by_fqn = {unit.fqn: unit for unit in units(model)}
+    reshard = {fqn: unit.options.reshard_after_forward for fqn, unit in by_fqn.items()}
+    assert [fqn for fqn in reshard if not reshard[fqn]] == ["layers.0", "layers.2"]
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert by_fqn["layers.1"].options.mixed_precision.param_dtype is torch.bfloat16
+    assert by_fqn["layers.1"].output_dtype is None, "the model's output is not a layer's"
+    assert by_fqn["layers.1.attn"].options.mixed_precision == MixedPrecision(
+        param_dtype=torch.float32,
+        reduce_dtype=bf16.reduce_dtype,
+        output_dtype=torch.bfloat16,
+    )
+    # A whole mixed_precision takes nothing over.
+    assert by_fqn["head"].options.mixed_precision == MixedPrecision(param_dtype=torch.float16)
+    assert by_fqn["head"].options.gradient_scale == 1.0
+    assert by_fqn["layers.1"].options.gradient_scale == 0.5
+    assert model(batch()).dtype is torch.float64
+    by_hand = ZeRO3(
+        seeded(Model),
+        auto_wrap_policy=lambda module, fqn: {
+            "Layer": {"reshard_after_forward": fqn == "layers.1"},
+            "Block": {
+                "mixed_precision": MixedPrecision(
+                    param_dtype=torch.float32,
+                    reduce_dtype=torch.float32,
+                    output_dtype=torch.bfloat16,
+                )
+            },
+        }.get(type(module).__name__, False) if "experts" not in fqn else False,
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64
+        ),
+    )  # fmt: skip
+    plan = {
+        "apply_modules": {
+            "layers.{*}": {"reshard_after_forward": False},
+            "layers.1": {},
+            "layers.{*}.attn": {"param_dtype": "fp32", "output_dtype": "bf16"},
+        },
+        "defaults": {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
+        "output_dtype": None,
+    }
+    plan["defaults"]["mixed_precision"]["output_dtype"] = "fp64"
+    losses = [
+        train_rank(each, torch.optim.SGD(each.parameters(), lr=0.1), batches(), dist.get_rank())
+        for each in (sharded(**plan), by_hand)
+    ]
+    for own, other in zip(*losses, strict=True):
+        assert_bitwise(own, other, "loss")
+
+
+def test_options_of_patterns_win_over_defaults_and_those_of_later_ones_over_earlier() -> None:
+    run_ranks(2, _options)
+
+
+def _uncast_inputs() -> None:
+    seen: list[torch.dtype] = []
+    for casts in (True, False):
+        model = sharded(apply_modules=["layers.{*}"], param_dtype="bf16", cast_forward_inputs=casts)
+        model.module.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+        if casts:
+            model(batch())
+        else:
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(batch())
+            model(batch().bfloat16())
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_inputs_are_cast_unless_the_plan_says_no() -> None:
+    run_ranks(2, _uncast_inputs)
+
+
+def _offload() -> None:
+    with pytest.warns(UserWarning, match=r"offload=OffloadPolicy\(params=True, grads=False, pin_"):
+        shard_with_plan(seeded(Model), ShardingPlan(cpu_offload={"pin_memory": False}))
+    with pytest.warns(UserWarning, match="cpu has no memory of its own"):
+        plan = ShardingPlan(apply_modules={"head": {"cpu_offload": True}})
+        trains_alike(shard_with_plan(seeded(Model), plan))
+
+
+def test_offloading_reaches_the_engine_which_says_that_a_cpu_has_nowhere_to() -> None:
+    run_ranks(2, _offload)
+
+
+# Hook modules ---------------------------------------------------------------------------------
+
+
+def _hook_modules() -> None:
+    for hooks in ({"layers.{*}.bank": "layers.{*}"}, ["layers.{*}"]):
+        for layers in ([], ["layers.{*}"]):
+            model = sharded(
+                apply_modules=[*layers, "layers.{*}.bank", "layers.{*}.experts"]
+                if isinstance(hooks, list)
+                else [*layers, "layers.{*}.bank"],
+                hook_modules=hooks,
+            )
+            with recorded_operations(model) as operations, torch.no_grad():
+                model(batch())
+            order = gathered(operations)
+            assert order.count("layers.1.bank") == 1
+            assert "layers.1.bank" in order[: order.index("layers.2.bank")]
+            trains_alike(model)
+            assert not any(full_nbytes(model).values())
+
+
+def test_a_hook_module_gathers_and_frees_what_is_not_its_own() -> None:
+    run_ranks(2, _hook_modules)
+
+
+# Order ----------------------------------------------------------------------------------------
+
+
+def _order() -> None:
+    plan = ShardingPlan(
+        apply_modules=["embed", "layers.{*}", "layers.{*}.experts.{*}", "head"],
+        num_to_forward_prefetch=1,
+        num_to_backward_prefetch=2,
+    )
+    model = shard_with_plan(seeded(Model), plan)
+    by_fqn = {unit.fqn: unit for unit in units(model)}
+    text = plan.explain(model)
+    for direction, attribute in (
+        ("forward", "expected_in_forward"),
+        ("backward", "expected_in_backward"),
+    ):
+        part = text.split(f"{direction}:\n")[1].split("\n\n")[0].split("backward:")[0]
+        shown = dict(line.strip().split(" -> ") for line in part.splitlines() if "->" in line)
+        for fqn, unit in by_fqn.items():
+            names = [other.fqn for other in getattr(unit, attribute)]
+            assert shown.get(fqn or "(root)", "[]") == f"[{', '.join(names)}]", fqn
+    first = by_fqn["layers.0"]
+    assert [unit.fqn for unit in first.expected_in_forward] == [
+        "layers.0.experts.0", "layers.0.experts.1",
+        "layers.1", "layers.1.experts.0", "layers.1.experts.1",
+    ]  # fmt: skip
+    with recorded_operations(model) as operations:
+        loss = model(batch()).square().sum()
+        started = gathered(operations)
+        loss.backward()
+    expected = ["embed"]
+    for layer in LAYERS:
+        expected += [layer, f"{layer}.experts.0", f"{layer}.experts.1"]
+    assert started == [*expected, "head"], "the guess was right, so nothing else is gathered"
+    back = gathered(operations)[len(started) :]
+    # The head was the last one in forward, and stayed.
+    assert back[:4] == ["layers.2", "layers.2.experts.1", "layers.2.experts.0", "layers.1"]
+    assert sorted(back) == sorted(expected)
+    assert model.module.layers[0].attn.up.weight.layerzero.fqn == "layers.0.attn.up.weight"
+    trains_alike(model)
+    late = sharded(
+        apply_modules=["layers.{*}", "layers.{*}.attn"],
+        defaults={"backward_prefetch": "backward_post"},
+    )
+    loss = late(batch()).square().sum()
+    with recorded_operations(late) as operations:
+        loss.backward()
+    # The root's head is first; what is done is not gathered again.
+    assert sorted(gathered(operations)) == sorted([*LAYERS, *ATTENTIONS])
+    trains_alike(late)
+    none = shard_with_plan(seeded(Model), ShardingPlan(
+        apply_modules=["layers.{*}"], num_to_forward_prefetch=0, num_to_backward_prefetch=0
+    ))  # fmt: skip
+    root = units(none)[0].root
+    assert (root.forward_depth, root.backward_prefetch) == (0, None)
+
+
+def test_lists_come_from_the_plan_until_an_order_was_recorded() -> None:
+    run_ranks(2, _order)
+
+
+def _pregather() -> None:
+    model = sharded(apply_modules=["layers.{*}", "head"], pregather=True)
+    full = sum(unit.nbytes for unit in units(model))
+    seen: list[int] = []
+    model.module.embed.register_forward_hook(
+        lambda *_: seen.append(sum(full_nbytes(model).values()))
+    )
+    trains_alike(model)
+    assert seen == [full, full]
+    assert not any(full_nbytes(model).values())
+
+
+def test_pregather_has_everything_before_the_first_layer_runs() -> None:
+    run_ranks(2, _pregather)
+
+
+# Activations ----------------------------------------------------------------------------------
+
+
+def _activations() -> None:
+    for choice in (
+        "composable",
+        "wrapped",
+        {"mode": "wrapped", "preserve_rng_state": False},
+        ["wrapped_offload", {"pin_memory": False}],
+    ):
+        calls: list[str] = []
+        module = seeded(Model)
+        names = [name for name, _ in module.named_modules()]
+        keys = list(module.state_dict())
+        plan = ShardingPlan.from_dict(
+            {"apply_modules": ["layers.{*}", "layers.{*}.attn"], "act_ckpt": choice}
+        )
+        model = shard_with_plan(module, plan)
+        assert [name for name, _ in model.named_modules()] == names
+        assert list(model.state_dict()) == keys == [name for name, _ in model.named_parameters()]
+        assert fqns(model) == sorted(["", *LAYERS, *ATTENTIONS])
+        for layer in module.layers:
+            layer.attn.up.register_forward_hook(lambda *_, calls=calls: calls.append("up"))
+        trains_alike(model, steps=1)
+        recomputed = not isinstance(choice, list)
+        assert len(calls) == (6 if recomputed else 3), choice
+    with pytest.raises(ValueError, match="'composable' has no argument 'offload'"):
+        ShardingPlan(act_ckpt=("composable", {"offload": True}))
+
+
+def test_activations_are_recomputed_or_kept_on_the_host_with_clean_names() -> None:
+    run_ranks(2, _activations)
+
+
+def _activations_of_some() -> None:
+    """A pattern's own choice wins, also that of none."""
+    calls: list[str] = []
+    model = sharded(
+        apply_modules={
+            "layers.{*}": {},
+            "layers.1": {"act_ckpt": None},
+            "head": {"act_ckpt": "wrapped"},
+        },
+        defaults={"act_ckpt": "wrapped"},
+    )
+    for fqn, module in model.module.named_modules():
+        if fqn.endswith("attn.up") or fqn == "embed":
+            module.register_forward_hook(lambda *_, fqn=fqn: calls.append(fqn))
+    trains_alike(model, steps=1)
+    again = ["layers.0.attn.up", "layers.2.attn.up"]
+    assert sorted(calls) == sorted(["embed", *(f"{fqn}.up" for fqn in ATTENTIONS), *again])
+
+
+def test_a_pattern_may_choose_other_activations_than_the_plan() -> None:
+    run_ranks(2, _activations_of_some)
+
+
+# Models that know better ----------------------------------------------------------------------
+
+
+class Knowing(Model):
+    answer: Any = True
+
+    def fully_shard(self, plan: ShardingPlan, mesh: Any) -> Any:
+        if self.answer is False:
+            return False
+        for layer in self.layers:
+            ZeRO3(layer, mesh)
+        return ZeRO3(self, mesh) if self.answer == "itself" else True
+
+    def set_modules_to_prefetch(self, plan: ShardingPlan, forward: int, backward: int) -> bool:
+        self.numbers = forward, backward
+        if self.answer is False:
+            return False
+        first = next(unit for unit in units(self) if unit.fqn == "layers.0")
+        first.set_modules_to_forward_prefetch([self.layers[2]])
+        return True
+
+
+def _knowing() -> None:
+    for answer in (True, "itself", False):
+        module = seeded(Knowing)
+        module.answer = answer
+        plan = ShardingPlan(apply_modules=["head"], num_to_forward_prefetch=3)
+        mesh = init_device_mesh("cpu", (2,))
+        model = shard_with_plan(module, plan, mesh)
+        assert fqns(model) == (["", "head"] if answer is False else ["", *LAYERS])
+        assert module.numbers == (3, 1)
+        root = units(model)[0]
+        assert [unit.fqn for unit in root.expected_in_forward] == (
+            ["head"] if answer is False else []
+        )
+        trains_alike(model)
+
+
+def test_a_model_may_shard_itself_and_set_its_own_lists() -> None:
+    run_ranks(2, _knowing)
+
+
+# Refusals -------------------------------------------------------------------------------------
+
+
+def _refused() -> None:
+    plan = ShardingPlan(apply_modules=["layers.{*}"])
+    with pytest.raises(RuntimeError, match="wrapped already"):
+        plan.validate(shard_with_plan(seeded(Model), plan))
+    with pytest.raises(TypeError, match=r"expected a ShardingPlan, got \{"):
+        shard_with_plan(seeded(Model), {"apply_modules": []})
+    model = shard_with_plan(seeded(Model), plan)
+    for again in (model, model.module):
+        with pytest.raises(RuntimeError, match="wrapped already"):
+            shard_with_plan(again, plan)
+    module = seeded(Model)
+    ZeRO3(module.layers[1])
+    with pytest.raises(RuntimeError, match=r"sharded already: 'layers\.1'; shard each once"):
+        shard_with_plan(module, plan)
+    with pytest.raises(RuntimeError, match=r"sharded already: 'layers\.1\.attn'; shard each once"):
+        shard_with_plan(module, ShardingPlan(apply_modules=["*attn"]))
+    model = shard_with_plan(module, ShardingPlan(apply_modules=["layers.0", "layers.2"]))
+    assert fqns(model) == sorted(["", *LAYERS])
+    trains_alike(model)
+    module = seeded(Model)
+    with pytest.raises(ValueError, match=r"'layer\.\{\*\}' matches no module; near matches"):
+        shard_with_plan(module, ShardingPlan(apply_modules=["layer.{*}"], act_ckpt="wrapped"))
+    assert "forward" not in module.layers[0].__dict__, "nothing was changed"
+
+
+def test_what_cannot_be_sharded_is_refused_before_anything_is_changed() -> None:
+    run_ranks(2, _refused)
+
+
+# A shard group of one rank --------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter, as peft makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.lora_A = nn.Linear(WIDTH, 2, bias=False)
+        self.lora_B = nn.Linear(2, WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
+        return self.out(self.base(x) + low.to(x.dtype))
+
+
+def _alone() -> None:
+    records: list[str] = []
+    logger = logging.getLogger("layerzero.plan")
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    reference = seeded(Adapted)
+    for name, parameter in reference.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    ddp = nn.parallel.DistributedDataParallel(reference)
+    one = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard"))
+    by_mesh = {"apply_modules": ["out"], "param_dtype": "bf16"}
+    by_size = {**by_mesh, "defaults": {"zero3_size": 1}}
+    for mesh, plan in ((one, by_mesh), (None, by_size)):
+        model = sharded(mesh, Adapted, **plan)
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        assert dtypes["base.weight"] is dtypes["out.bias"] is torch.bfloat16
+        assert dtypes["lora_A.weight"] is dtypes["lora_B.weight"] is torch.float32
+        copy = seeded(Adapted)
+        for name, parameter in copy.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name])
+        ddp = nn.parallel.DistributedDataParallel(copy)
+        losses = []
+        for each in (model, ddp):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+            found = []
+            for step in batches():
+                optimizer.zero_grad()
+                x = step[dist.get_rank()]
+                loss = each(x.bfloat16() if each is ddp else x).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.detach())
+            losses.append(torch.stack(found))
+        assert_bitwise(losses[0], losses[1], "losses")
+        for (name, value), other in zip(
+            full_parameters(model).items(), copy.parameters(), strict=True
+        ):
+            assert_bitwise(value, other.detach(), name)
+    # A group of this rank alone has nobody to average with.
+    apart = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model, plain = sharded(apart, Adapted), seeded(Adapted)
+    for each in (model, plain):
+        each(batch()).square().mean().backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        if other.grad is not None:
+            assert_bitwise(own.grad, other.grad.flatten())
+    expected = 3 if dist.get_rank() == 0 else 0
+    assert len(records) == expected, records
+    for text, numbers in zip(records, ("2 ranks, 4", "2 ranks, 4", "1 ranks, 0"), strict=False):
+        assert f"nothing is sharded: plain data parallelism over {numbers} parameters" in text
+    # A plan that says what the outer axis does is taken at its word: the optimizer is split.
+    split = sharded(one, Adapted, **by_mesh, defaults={"outer": "zero1"})
+    assert split.module.base.weight.dtype is torch.float32
+    own = sum(parameter.numel() for parameter in split.parameters())
+    assert own < sum(parameter.numel() for parameter in Adapted().parameters())
+
+
+def test_a_shard_group_of_one_rank_is_plain_data_parallelism() -> None:
+    run_ranks(2, _alone)
+
+
+# With torch.compile ---------------------------------------------------------------------------
+
+
+def _compiled() -> None:
+    for plan in (
+        {
+            "apply_modules": {
+                "layers.0": {"act_ckpt": "wrapped"},
+                "layers.1": {"act_ckpt": "composable"},
+                "layers.2": {"act_ckpt": "wrapped_offload"},
+            },
+        },
+        {
+            "apply_modules": ["layers.{*}", "layers.{*}.bank", "layers.{*}.experts.{*}"],
+            "hook_modules": ["layers.{*}"],
+            "pregather": True,
+        },
+    ):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        module = seeded(Model)
+        for index, layer in enumerate(module.layers):
+            if index:
+                layer.compile(backend=counter)
+        model = shard_with_plan(module, ShardingPlan.from_dict(plan))
+        module.layers[0].compile(backend=counter)
+        assert_trains_alike(model, seeded(Model), batches(2))
+        warm = counter.frame_count
+        assert warm >= 1
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            train_rank(model, optimizer, batches(), dist.get_rank())
+        assert counter.frame_count == warm
+
+
+def test_compiled_units_of_a_plan_train_alike_without_recompilation() -> None:
+    run_ranks(2, _compiled, timeout=90)

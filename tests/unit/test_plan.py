@@ -1,0 +1,292 @@
+"""What a plan may say, what it finds in a model, and what it says about what it does not find."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ShardingPlan
+from tests.harness.models import WIDTH, Block
+
+
+class Layer(nn.Module):
+    """An attention, and experts in a list whose weights are also in a bank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Block()
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+        self.bank = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+        self.act = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attn(x)
+        for expert, shift in zip(self.experts, self.bank, strict=True):
+            x = expert(self.act(x + shift))
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def plan(*patterns: str, **fields) -> ShardingPlan:
+    return ShardingPlan(apply_modules=patterns, **fields)
+
+
+# What a plan may say --------------------------------------------------------------------------
+
+
+def test_values_are_read_as_a_file_has_them() -> None:
+    read = ShardingPlan.from_dict(
+        {
+            "apply_modules": {
+                "layers.{*}": {"param_dtype": "fp32", "cpu_offload": {"pin_memory": False}},
+                "head": None,
+            },
+            "param_dtype": "torch.bfloat16",
+            "reduce_dtype": "fp32",
+            "cpu_offload": True,
+            "act_ckpt": ["wrapped", {"preserve_rng_state": False}],
+            "defaults": {"backward_prefetch": "backward_post", "timeout": 30, "outer": "shard"},
+            "ignored_modules": ["embed"],
+            "pregather": None,
+        }
+    )
+    assert read.apply_modules["layers.{*}"]["param_dtype"] is torch.float32
+    offload = read.apply_modules["layers.{*}"]["cpu_offload"]
+    assert offload == OffloadPolicy(params=True, pin_memory=False)
+    assert read.apply_modules["head"] == {}
+    assert read.mixed_precision == MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    assert read.cpu_offload == OffloadPolicy(params=True)
+    assert read.act_ckpt.arguments == {"preserve_rng_state": False}
+    assert read.defaults["backward_prefetch"] is BackwardPrefetch.BACKWARD_POST
+    assert read.defaults["timeout"] == timedelta(seconds=30)
+    assert read.pregather is False
+    assert (read.num_forward, read.num_backward) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"aply_modules": []}, r"unknown key 'aply_modules' \(value \[\]\); near.*'apply_modules'"),
+        ({"apply_modules": "layers"}, "apply_modules: expected a list of patterns, got 'layers'"),
+        ({"apply_modules": [""]}, "expected a pattern, got ''; the whole model is a unit always"),
+        ({"apply_modules": ["a", "a"]}, "'a' is there twice"),
+        ({"apply_modules": ["a[0]"]}, r"apply_modules: pattern 'a\[0\]': unexpected"),
+        ({"apply_modules": {"a": {"param_type": "bf16"}}}, "'a': unknown option 'param_type'.*"
+         "near matches: 'param_dtype'"),
+        ({"apply_modules": {"a": {"timeout": 3}}}, "'a': unknown option 'timeout' .value 3.; one "
+         "model has one value of it: put it into defaults"),
+        ({"apply_modules": {"a": {"process_group": 1}}}, "the mesh that shard_with_plan is given"),
+        ({"apply_modules": {"a": {"param_dtype": "int8"}}}, "param_dtype: expected.*got 'int8'"),
+        ({"apply_modules": {"a": 3}}, "'a': expected a mapping of options, got 3"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward: expected True.*got 'yes'"),
+        ({"cast_forward_inputs": 1}, "cast_forward_inputs: expected True or False, got 1"),
+        ({"pregather": "on"}, "pregather: expected True or False, got 'on'"),
+        ({"num_to_forward_prefetch": -1}, "num_to_forward_prefetch: expected.*got -1"),
+        ({"num_to_backward_prefetch": True}, "num_to_backward_prefetch: expected.*got True"),
+        ({"act_ckpt": "selective"}, r"act_ckpt: expected one of \['composable'.*got 'selective'"),
+        ({"act_ckpt": {"mode": "wrapped", "pin_memory": True}}, "'wrapped' has no argument 'pin_"),
+        ({"cpu_offload": {"pinned": True}}, "cpu_offload: unknown argument 'pinned'; near"),
+        ({"defaults": {"auto_wrap_policy": None}}, "apply_modules is the policy"),
+        ({"defaults": {"limit_all_gathers": 0}}, "at least 1 unit, got 0"),
+        ({"defaults": {"mixed_precision": {"dtype": "bf16"}}}, "unknown field 'dtype'"),
+        ({"defaults": {"offload": {}, "cpu_offload": True}}, "are both given"),
+        ({"param_dtype": "bf16", "defaults": {"param_dtype": "fp16"}}, "param_dtype=torch.bfloat16 "
+         "and, in defaults, param_dtype=torch.float16 are both given"),
+        ({"param_dtype": "bf16", "defaults": {"mixed_precision": {}}}, "are both given"),
+        ({"num_to_forward_prefetch": 2, "defaults": {"forward_prefetch": 1}}, "are both given"),
+        ({"num_to_backward_prefetch": 2, "defaults": {"backward_prefetch": None}}, "both given"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_plan_may_not_say_is_refused_with_the_value(fields, message) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        ShardingPlan.from_dict(fields)
+
+
+def test_a_plan_is_read_from_yaml(tmp_path) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "apply_modules:\n"
+        "  layers.{*}: {reshard_after_forward: false}\n"
+        "  '*.attn':\n"
+        "param_dtype: bf16\n"
+    )
+    assert ShardingPlan.from_yaml(path) == ShardingPlan(
+        apply_modules={"layers.{*}": {"reshard_after_forward": False}, "*.attn": {}},
+        param_dtype=torch.bfloat16,
+    )
+    path.write_text("apply_modules: ['layers.{*}']\npregather: maybe\n")
+    with pytest.raises(TypeError, match=r"plan\.yaml: pregather: expected True or False"):
+        ShardingPlan.from_yaml(path)
+    path.write_text("apply_modules:\n  a: {}\n  b: {}\n  a: {param_dtype: bf16}\n")
+    with pytest.raises(ValueError, match=r"plan\.yaml: line 4: the key 'a' is there twice"):
+        ShardingPlan.from_yaml(path)
+    path.write_text("apply_modules:\n- *.attn\n")
+    with pytest.raises(ValueError, match=r"(?s)plan\.yaml: not YAML.*starts with '\*'"):
+        ShardingPlan.from_yaml(path)
+    path.write_text("param_dtype: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(ValueError, match="not YAML"):
+        ShardingPlan.from_yaml(path)
+
+
+def test_without_pyyaml_the_error_says_what_to_do(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match=r"plan\.yaml: reading YAML needs PyYAML: pip install"):
+        ShardingPlan.from_yaml(tmp_path / "plan.yaml")
+
+
+# What it finds in a model ---------------------------------------------------------------------
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines()]
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """Pattern -> [field, matched, used, ...] of the table in `explain`."""
+    start = next(i for i, line in enumerate(lines(text)) if line.startswith("pattern"))
+    rows = [line.split() for line in lines(text)[start + 1 :] if line]
+    return {row[0]: row[1:] for row in rows if row[0] != "problem:"}
+
+
+def test_explain_shows_the_order_and_what_each_pattern_matched() -> None:
+    text = plan("embed", "layers.{*}", "layers.{1-2}.attn", "head").explain(Model())
+    assert lines(text)[:12] == [
+        "8 units of Model; gathered ahead until an order was recorded",
+        "forward:",
+        "(root) -> [embed]",
+        "embed -> [layers.0]",
+        "layers.0 -> [layers.1, layers.1.attn]",
+        "layers.1 -> [layers.1.attn, layers.2, layers.2.attn]",
+        "layers.2 -> [layers.2.attn, head]",
+        "backward:",
+        "(root) -> [head]",
+        "head -> [layers.2, layers.2.attn]",
+        "layers.2 -> [layers.2.attn, layers.1, layers.1.attn]",
+        "layers.1 -> [layers.1.attn, layers.0]",
+    ]
+    rows = table(text)
+    block = sum(p.numel() for p in Block().parameters())
+    assert rows["layers.{1-2}.attn"][:4] == ["apply_modules", "2", "2", str(2 * block)]
+    whole = sum(p.numel() for p in Layer().parameters())
+    assert rows["layers.{*}"][3] == str(3 * whole - 2 * block)
+    assert "problem" not in text
+
+
+def test_a_later_pattern_wins_and_ignored_wins_over_all() -> None:
+    text = plan(
+        "layers.{*}", "layers.2", "layers.0.attn", ignored_modules=["layers.0.attn"]
+    ).explain(Model())
+    rows = table(text)
+    assert rows["layers.{*}"][1:3] == ["3", "2"]
+    assert "not 'layers.2': taken by 'layers.2'" in text
+    assert "not 'layers.0.attn': ignored" in text
+    assert "problem: apply_modules: 'layers.0.attn' has no effect" in text
+
+
+def test_an_exception_among_layers_runs_in_its_place() -> None:
+    text = plan("embed", "layers.{*}", "layers.0", "head").explain(Model())
+    assert lines(text)[2:6] == [
+        "(root) -> [embed]",
+        "embed -> [layers.0]",
+        "layers.0 -> [layers.1]",
+        "layers.1 -> [layers.2]",
+    ]
+
+
+def test_wildcards_cross_dots_and_expressions_match_whole_names() -> None:
+    text = plan("*attn", r"re:layers\.\d+\.experts\.0", "re:head").explain(Model())
+    rows = table(text)
+    assert rows["*attn"][1:3] == ["3", "3"]
+    assert rows[r"re:layers\.\d+\.experts\.0"][1:3] == ["3", "3"]
+    assert "layers.0.attn -> [layers.0.experts.0]" in text
+
+
+# What it says about what it does not find -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"apply_modules": ["layer.{*}"]}, r"apply_modules: 'layer.\{\*\}' matches no module; near "
+         r"matches: 'layers.\{\*\}'"),
+        ({"apply_modules": ["re:layers"]}, r"'re:layers' matches 'layers', which cannot be called "
+         r"\(ModuleList has no forward\).*such as 'layers.\{\*\}'"),
+        ({"ignored_modules": ["hed"]}, "ignored_modules: 'hed' matches no module; near.*'head'"),
+        ({"ignored_parameters": ["head.wait"]}, "no parameter; near matches: 'head.weight'"),
+        ({"apply_modules": ["head"], "hook_modules": {"embed": "head"}}, "hook_modules: 'embed' "
+         "matches 'embed', but no unit"),
+        ({"apply_modules": ["layers.{*}.bank"], "hook_modules": {"layers.{*}.bank": "layer.{*}"}},
+         "'layers.0.bank' would be gathered by 'layer.0', but there is no such module; near "
+         "matches: 'layers.0'"),
+        ({"apply_modules": ["layers.{*}.bank"], "hook_modules": {"*.bank": "layers"}},
+         "by 'layers', but it has no forward"),
+        ({"apply_modules": ["head"], "hook_modules": {"head": "head"}}, "the unit's own module"),
+        ({"apply_modules": ["head"], "hook_modules": ["embed"]}, "'embed' matches 'embed', but "
+         "gathers nothing"),
+        ({"apply_modules": {"layers.{*}.bank": {"act_ckpt": "wrapped"}},
+          "hook_modules": ["layers.{*}"]}, "act_ckpt on 'layers.0.bank', which has no forward"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_plan_that_does_not_fit_is_refused(fields, message) -> None:
+    read, model = ShardingPlan.from_dict(fields), Model()
+    with pytest.raises(ValueError, match=message):
+        read.validate(model)
+    assert "problem: " in read.explain(model)
+
+
+def test_all_errors_come_at_once() -> None:
+    with pytest.raises(ValueError, match=r"(?s)'wrong.one'.*'wrong.two'"):
+        plan("wrong.one", "head", "wrong.two").validate(Model())
+
+
+def freeze(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"apply_modules": ["layers.0", "layers.{*}"]}, "'layers.0' has no effect .'layers.0': "
+         "taken by 'layers"),
+        ({"apply_modules": ["layers.{*}.act", "head"]}, "'layers...act' has no effect.*no param"),
+        ({"apply_modules": ["layers*"]}, "'layers.' matches 'layers'.*cannot be called"),
+        ({"apply_modules": ["layers.{*}"], "ignored_parameters": ["head.*"]}, "ignored parameters "
+         "that are trained: 'head.weight', 'head.bias'; the other .* are sharded"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_has_no_effect_or_is_left_out_is_warned_of(fields, message) -> None:
+    message = message.replace("...act", r"\.\{\*\}\.act").replace("layers.' ", r"layers\*' ")
+    with pytest.warns(UserWarning, match=message):
+        ShardingPlan.from_dict(fields).validate(Model())
+
+
+def test_a_plan_that_fits_says_nothing() -> None:
+    model = Model()
+    freeze(model.head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan("layers.{*}", ignored_modules=["head"]).validate(model)
