@@ -97,6 +97,11 @@ def prune(root: Path, keep: int, newest: Path) -> None:
         shutil.rmtree(doomed)
 
 
+def is_unfinished(path: Path) -> bool:
+    """Whether it has the name of a folder that is being written, replaced or removed."""
+    return path.name.startswith((_WRITING, _REPLACED, _REMOVED))
+
+
 def resolve(path: Path) -> Path:
     """The folder of one checkpoint, given it or its root; or a file of weights, given that.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from layerzero.checkpoint.crc import combine, crc32
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.file_plan import index_name
-from layerzero.checkpoint.folder import MANIFEST, resolve
+from layerzero.checkpoint.folder import MANIFEST, is_unfinished, resolve
 from layerzero.checkpoint.inventory import MODEL, OPTIMIZER
 from layerzero.checkpoint.manifest import (
     FileRecord,
@@ -96,7 +96,7 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
         tensors, aliases = _tensors_of(path.parent, [check_file_name(path.name, path)], None)
         return Source(path.parent, {MODEL: tensors}, aliases, None)
     if not (path / MANIFEST).exists():
-        names = _files_of(path, None)
+        names = foreign_files(path)
         tensors, aliases = _tensors_of(path, names, None)
         return Source(path, {MODEL: tensors}, aliases, None)
     manifest = Manifest.from_bytes((path / MANIFEST).read_bytes(), path / MANIFEST)
@@ -116,18 +116,29 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
     return Source(path, by_kind, manifest.aliases, manifest)
 
 
-def _files_of(folder: Path, manifest: Manifest | None, kind: str = MODEL) -> list[str]:
+def _files_of(folder: Path, manifest: Manifest, kind: str) -> list[str]:
     """Names of the safetensors files of one kind."""
-    index = folder / index_name(kind)
-    if manifest is not None:
-        names = [check_file_name(name, folder / MANIFEST) for name in manifest.files]
-        if index.name in names:
-            _checked(index, manifest.files[index.name])
-        return [n for n in names if n.startswith(kind) and n.endswith(".safetensors")]
+    names = [check_file_name(name, folder / MANIFEST) for name in manifest.files]
+    if index_name(kind) in names:
+        _checked(folder / index_name(kind), manifest.files[index_name(kind)])
+    return [n for n in names if n.startswith(kind) and n.endswith(".safetensors")]
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Names of the safetensors files with the weights, in a folder that we did not write.
+
+    Raises:
+        CheckpointError: the index is damaged; or the folder is ours, and not a whole checkpoint.
+    """
+    if is_unfinished(folder):
+        raise CheckpointError(
+            f"{folder}: has no {MANIFEST}: its save did not end, or its removal did; give another"
+        )
+    index = folder / index_name(MODEL)
     if index.exists():
         return sorted(set(index_of(index.read_bytes(), index).values()))
-    if (folder / f"{kind}.safetensors").exists():
-        return [f"{kind}.safetensors"]
+    if (folder / f"{MODEL}.safetensors").exists():
+        return [f"{MODEL}.safetensors"]
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 

@@ -20,6 +20,7 @@ from layerzero.checkpoint.crc import combine, placed
 from layerzero.checkpoint.manifest import FileRecord, Manifest, check_file_name
 from layerzero.checkpoint.runs import Extent, boxes, runs
 from layerzero.checkpoint.safetensors_file import DTYPES, head_nbytes, make_head, parse_head
+from layerzero.checkpoint.source import open_source
 
 WHOLES = [(), (1,), (7,), (4, 5), (1, 5), (3, 1), (2, 3, 4), (2, 1, 3, 2), (0, 3)]
 BLOCKS = [
@@ -250,6 +251,20 @@ def test_what_a_killed_run_left_is_removed_and_never_read(tmp_path: Path) -> Non
     assert step == 2
     assert again == partial
     assert not list(again.iterdir())
+
+
+@pytest.mark.parametrize("state", ["writing", "replaced", "removed"])
+def test_a_folder_of_ours_without_a_manifest_is_no_folder_of_weights(
+    state: str, tmp_path: Path
+) -> None:
+    """A save begins with heads and full lengths: its files look whole, with zeros for values."""
+    partial = tmp_path / f".{state}-step-00000002"
+    partial.mkdir()
+    head, entries = make_head([("w", torch.float32, (3,))], {})
+    folder.write_durably(partial / "model.safetensors", head, entries["w"].end)
+    with pytest.raises(CheckpointError, match=r"has no checkpoint\.json: its save did not end"):
+        open_source(partial)
+    assert list(open_source(partial.rename(tmp_path / "weights")).tensors["model"]) == ["w"]
 
 
 def test_a_checkpoint_that_was_being_replaced_is_still_found(tmp_path: Path) -> None:
