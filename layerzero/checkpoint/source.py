@@ -120,7 +120,7 @@ def _files_of(folder: Path, manifest: Manifest, kind: str) -> list[str]:
     """Names of the safetensors files of one kind."""
     names = [check_file_name(name, folder / MANIFEST) for name in manifest.files]
     if index_name(kind) in names:
-        _checked(folder / index_name(kind), manifest.files[index_name(kind)])
+        check_index(folder / index_name(kind), manifest.files[index_name(kind)])
     return [n for n in names if n.startswith(kind) and n.endswith(".safetensors")]
 
 
@@ -142,19 +142,22 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
-def _checked(path: Path, record: FileRecord) -> bytes:
-    """The bytes of a small file, which must be what was written."""
-    _check_size(path, record)
-    data = path.read_bytes()
-    if crc32(data) != record.crc32:
+def check_index(path: Path, record: FileRecord) -> None:
+    """Refuse an index that is not what was written."""
+    check_size(path, record)
+    check_crc(path, crc32(path.read_bytes()), record.crc32)
+
+
+def check_crc(where: object, crc: int, written: int | None) -> None:
+    """Refuse bytes that are not what was written; None: nobody knows what was."""
+    if written is not None and crc != written:
         raise CheckpointError(
-            f"{path}: damaged: its CRC-32 is {crc32(data):08x}, it was written with "
-            f"{record.crc32:08x}"
+            f"{where}: damaged: the CRC-32 of its bytes is {crc:08x}, it was written with "
+            f"{written:08x}"
         )
-    return data
 
 
-def _check_size(path: Path, record: FileRecord) -> None:
+def check_size(path: Path, record: FileRecord) -> None:
     try:
         nbytes = path.stat().st_size
     except FileNotFoundError as error:
@@ -171,10 +174,10 @@ def _tensors_of(
     for name in names:
         path = folder / name
         if manifest is not None:
-            _check_size(path, manifest.files[name])
+            check_size(path, manifest.files[name])
         head, found = read_head(path)
         if manifest is not None:
-            _check_head(path, head, found, manifest)
+            check_head(path, head, found, manifest)
         for tensor, entry in found.items():
             if tensor in tensors:
                 raise CheckpointError(
@@ -187,7 +190,7 @@ def _tensors_of(
     return tensors, aliases
 
 
-def _check_head(path: Path, head: bytes, found: dict[str, TensorEntry], manifest: Manifest) -> None:
+def check_head(path: Path, head: bytes, found: dict[str, TensorEntry], manifest: Manifest) -> None:
     """The checksums of the file and of its tensors leave one that the head can have."""
     crcs = {name: crc for kind in manifest.tensors.values() for name, crc in kind.items()}
     strangers = [name for name in found if name not in crcs]

@@ -1,0 +1,203 @@
+"""python -m layerzero.checkpoint: look at, verify and convert checkpoints. One process, no ranks.
+
+Exit status: 0; 1 where something is damaged or could not be written; 2 where the command is wrong,
+or nothing is there. An error is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from layerzero.checkpoint.convert import convert
+from layerzero.checkpoint.describe import describe
+from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.folder import MANIFEST, committed_steps, resolve
+from layerzero.checkpoint.report import report, size_text
+from layerzero.checkpoint.source import open_source
+from layerzero.checkpoint.verify import strangers, verify
+from layerzero.config import parse_nbytes
+
+_DTYPES = {"float64", "float32", "bfloat16", "float16"}
+
+
+class _Refused(Exception):
+    """The command cannot be run on what is there."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader has seen enough, `| head`. Python would complain when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except _Refused as error:
+        return _fail(str(error), 2)
+    except (CheckpointError, OSError) as error:
+        return _fail(str(error), 1)
+
+
+def _fail(reason: str, status: int) -> int:
+    print(f"{_PROGRAM}: error: {reason}", file=sys.stderr)
+    return status
+
+
+_PROGRAM = "python -m layerzero.checkpoint"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Look at, verify and convert checkpoints of layerzero, and folders or files of "
+        "safetensors from elsewhere. Needs no ranks and no model.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(required=True, metavar="inspect|verify|convert")
+    path = argparse.ArgumentParser(add_help=False)
+    path.add_argument(
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="a checkpoint's folder, a folder of checkpoints (stands for its latest), a folder of "
+        "safetensors, or one such file",
+    )
+
+    one = commands.add_parser("inspect", parents=[path], help="what is in it", allow_abbrev=False)
+    one.add_argument("--tensors", action="store_true", help="also list every tensor")
+    one.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    one.set_defaults(run=_inspect)
+
+    one = commands.add_parser(
+        "verify",
+        parents=[path],
+        help="read every byte and compare it with the checksums; status 1 if any is damaged",
+        allow_abbrev=False,
+    )
+    one.add_argument("--all", action="store_true", help="every checkpoint of a folder of them")
+    one.set_defaults(run=_verify)
+
+    one = commands.add_parser(
+        "convert",
+        parents=[path],
+        help="write the weights as a folder of their own, for transformers and others",
+        description="Write the weights, verified while they are read, as OUT/model.safetensors, or "
+        "as several files and model.safetensors.index.json. OUT appears when it is complete. "
+        "Configuration and tokenizer of a model are not part of a checkpoint: add their files.",
+        allow_abbrev=False,
+    )
+    one.add_argument("out", type=Path, metavar="OUT", help="the folder to make; must not exist")
+    one.add_argument(
+        "--dtype", choices=sorted(_DTYPES), help="of floating-point tensors (default: as saved)"
+    )
+    one.add_argument(
+        "--max-file-size", type=_nbytes, default="5GB", metavar="SIZE", help="default: %(default)s"
+    )
+    one.add_argument(
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="NAME",
+        help="tensors to take, as shell patterns such as 'encoder.*' (default: all)",
+    )
+    one.add_argument(
+        "--strip-prefix", default="", metavar="PREFIX", help="left out of all names, as 'model.'"
+    )
+    one.set_defaults(run=_convert)
+    return parser
+
+
+def _nbytes(text: str) -> int:
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _resolve(path: Path) -> Path:
+    try:
+        return resolve(path)
+    except CheckpointError as error:
+        raise _Refused(str(error)) from error
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    _resolve(options.path)
+    description = describe(options.path, options.tensors)
+    if options.json:
+        print(json.dumps(description, indent=1))
+    else:
+        for line in report(description):
+            print(line)
+    return 1 if "error" in description["checkpoint"] else 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    chosen = [_resolve(options.path)]
+    if options.all:
+        chosen = list(committed_steps(options.path).values())
+        if not chosen:
+            raise _Refused(f"{options.path}: --all wants a folder of checkpoints (step-...)")
+    return max([_verify_one(path) for path in chosen])
+
+
+def _verify_one(path: Path) -> int:
+    """Print each file as soon as it is read: terabytes take long."""
+    print(path)
+    num_files = num_bad = nbytes = 0
+    for found in verify(path):
+        num_files += 1
+        num_bad += bool(found.damages)
+        nbytes += found.nbytes
+        for damage in found.damages:
+            print(f"  DAMAGED  {damage}", flush=True)
+        if not found.damages:
+            tensors = f", {found.num_tensors} tensors" if found.num_tensors else ""
+            print(f"  OK       {found.path.name}  {size_text(found.nbytes)}{tensors}", flush=True)
+    is_ours = (path / MANIFEST).exists()
+    if num_bad:
+        print(f"  damaged: {num_bad} of {num_files} files")
+        return 1
+    if is_ours:
+        for name in strangers(path):
+            print(f"  not part of the checkpoint, never opened: {name}")
+    kind = "" if is_ours else "; of weights from elsewhere, sizes and headers alone can be compared"
+    print(f"  OK: {num_files} files, {size_text(nbytes)}{kind}")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    path = _resolve(options.path)
+    source = open_source(path, with_optimizer=False)
+    try:
+        done = convert(
+            source,
+            options.out,
+            dtype=getattr(torch, options.dtype) if options.dtype else None,
+            max_file_nbytes=options.max_file_size,
+            only=options.only,
+            strip_prefix=options.strip_prefix,
+        )
+    except (ValueError, FileExistsError) as error:
+        raise _Refused(str(error)) from error
+    cast = f", {done.num_cast} of them cast to {options.dtype}" if options.dtype else ""
+    print(
+        f"{options.out}: {done.num_tensors} tensors{cast}, {size_text(done.nbytes)} in "
+        f"{len(done.files)} file{'s' if len(done.files) > 1 else ''}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
