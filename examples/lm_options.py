@@ -36,6 +36,10 @@ class Options:
     out: Path
     engine: str
     log: Path | None
+    checkpoint_dir: Path | None
+    checkpoint_every: int | None
+    resume: bool
+    keep: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +118,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="file that gets one JSON object a step: step, loss (mean over ranks), rank_losses"
         " (float32, unrounded), tokens_per_s (all ranks), bytes_per_rank (peak so far)",
     )
+    add = parser.add_argument_group("checkpoints", "for --engine layerzero").add_argument
+    add("--checkpoint-dir", type=Path, help="folder of checkpoints; the last step is always saved")
+    add("--checkpoint-every", type=positive_int, help="also save every so many steps, meanwhile")
+    add("--keep", type=positive_int, help="checkpoints that stay, the newest; None: all")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the latest in --checkpoint-dir, or start where there is none. With equal"
+        " flags and ranks losses are, bit for bit, those of a run that was never stopped. --log"
+        " loses the lines behind the checkpoint and goes on from there. The data go on where they"
+        " were: at another number of ranks choose --batch such that ranks x batch stays the same",
+    )
     return parser
 
 
@@ -133,6 +149,7 @@ def load_options(argv: Sequence[str], world_size: int) -> tuple[Options, bytearr
         corpus = read_corpus(options.data)
     except OSError as error:
         refuse(f"argument --data: {reason(error)}")
+    check_checkpoint_flags(options)
     needed = world_size * options.batch * (options.seq + 1)
     if len(corpus) < needed:
         refuse(
@@ -153,6 +170,33 @@ def load_options(argv: Sequence[str], world_size: int) -> tuple[Options, bytearr
     return options, corpus
 
 
+def check_checkpoint_flags(options: Options) -> None:
+    """Refuse flags that do not go together, and make the folder of checkpoints."""
+    folder = options.checkpoint_dir
+    if folder is None:
+        for flag in ("checkpoint_every", "keep", "resume"):
+            if getattr(options, flag):
+                refuse(f"argument --{flag.replace('_', '-')}: needs --checkpoint-dir")
+        return
+    if options.engine != "layerzero":
+        refuse(f"argument --checkpoint-dir: needs --engine layerzero, got {options.engine}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"argument --checkpoint-dir: {reason(error)}")
+    if not os.access(folder, os.W_OK):
+        refuse(f"argument --checkpoint-dir: {folder}: not writable")
+    if has_checkpoints(folder) and not options.resume:
+        refuse(
+            f"argument --checkpoint-dir: {folder} has checkpoints of another run; pass --resume to"
+            " go on with it, or give another folder"
+        )
+
+
+def has_checkpoints(folder: Path) -> bool:
+    return (folder / "latest").exists() or any(folder.glob("step-*"))
+
+
 def refuse(message: str) -> NoReturn:
     print(f"train_lm.py: error: {message}", file=sys.stderr)
     raise SystemExit(2)
@@ -170,6 +214,14 @@ def load_options_on_rank(argv: Sequence[str], place: Place) -> tuple[Options, by
             if stop.code:
                 time.sleep(SILENT_EXIT_DELAY_S)
             raise
+
+
+def refuse_on_rank(message: str, place: Place) -> NoReturn:
+    """`refuse` on all ranks, where only rank 0 speaks."""
+    if place.rank:
+        time.sleep(SILENT_EXIT_DELAY_S)
+        raise SystemExit(2)
+    refuse(message)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a run tells its user: memory, the progress bar, the log, the loss curve."""
 
 import json
+import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -62,11 +63,15 @@ class StepRecord(NamedTuple):
 class StepReport:
     """Progress bar on a terminal, and one JSON object a step in a log. For one rank only."""
 
-    def __init__(self, num_steps: int, log: Path | None) -> None:
-        self._log: TextIO | None = None if log is None else log.open("w")
+    def __init__(self, num_steps: int, log: Path | None, num_done: int = 0) -> None:
+        """`num_done`: steps of a resumed run; what the log has of them stays."""
+        if log is not None and num_done:
+            forget_steps_after(num_done, log)
+        self._log: TextIO | None = None if log is None else log.open("a" if num_done else "w")
         # A bar in a file is one line per refresh, so refresh rarely there.
         self._bar = tqdm(
             total=num_steps,
+            initial=num_done,
             unit="step",
             mininterval=0.2 if sys.stderr.isatty() else 10.0,
             dynamic_ncols=True,
@@ -88,6 +93,33 @@ class StepReport:
         self._bar.close()
         if self._log is not None:
             self._log.close()
+
+
+def forget_steps_after(step: int, log: Path) -> None:
+    """Cut a log behind its line of `step`: later ones are of steps that are made anew.
+
+    Says so where lines of earlier steps are missing, as in a new file.
+    """
+    if not log.is_file():
+        return
+    nbytes = last = 0
+    for line in log.read_bytes().splitlines(keepends=True):
+        number = step_of(line)
+        if number != last + 1 or number > step:
+            break
+        last, nbytes = number, nbytes + len(line)
+    os.truncate(log, nbytes)
+    if last < step:
+        print(f"train_lm.py: {log} has no steps {last + 1} to {step}", file=sys.stderr)
+
+
+def step_of(line: bytes) -> int | None:
+    """The step of a line of the log; None for the torn last one of a run that was killed."""
+    try:
+        step: int = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if line.endswith(b"\n") else None
 
 
 def save_loss_curve(losses: Sequence[float], title: str, path: Path) -> None:

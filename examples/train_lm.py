@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 -- examples/train_lm.py --steps 50
 
 Also runs alone, `python examples/train_lm.py`. Model, data, optimizer and clipping are the same for
-every `--engine`, so their loss, speed and memory can be compared line by line.
+every `--engine`, so their loss, speed and memory can be compared line by line. With
+`--checkpoint-dir` a run may be killed at any time and goes on with `--resume`.
 """
 
 import json
@@ -11,15 +12,17 @@ import math
 import sys
 import time
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lm_engines import Wrapped, wrap
+from lm_launcher import leave_with_launcher
 from lm_model import ByteTransformer
 from lm_options import Options, Place, load_options_on_rank
 from lm_report import MemoryMeter, StepRecord, StepReport, save_loss_curve
+from lm_resume import Checkpoints, Run
 from torch import Tensor, nn
 
 # Above what ordinary steps reach. Each engine adds up the norm in an order of its own, so losses
@@ -54,7 +57,10 @@ class Batches:
     """Random windows of the text.
 
     Every rank draws the offsets of the whole global batch and keeps its own slice, so what a step
-    sees depends on the seed and the global batch, not on how many ranks share it.
+    sees depends on the seed and the global batch, not on how many ranks share it. Hence the place
+    in the data is one for all ranks: how far the generator has come. A run that goes on at another
+    number of ranks sees the same windows if ranks x batch is the same, and else the ones that would
+    have come next, in batches of another size.
     """
 
     def __init__(self, corpus: bytearray, options: Options, place: Place) -> None:
@@ -70,6 +76,12 @@ class Batches:
         starts = torch.randint(num_starts, (self._num_global, 1), generator=self._generator)
         windows = self._corpus[starts[self._mine] + self._window].long().to(device)
         return windows[:, :-1], windows[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self._generator.set_state(state["generator"])
 
 
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
@@ -110,25 +122,31 @@ def gather_over_ranks(loss: Tensor, peak_nbytes: int) -> Gathered:
 
 class Outcome(NamedTuple):
     losses: list[float]
-    tokens_per_s: float
-    peak_nbytes: int
+    """Of all steps, those before a resume included."""
+    tokens_per_s: float | None
+    """Of this process, as is the peak; None: it had no step left to do."""
+    peak_nbytes: int | None
 
 
 def train(
-    wrapped: Wrapped, batches: Batches, meter: MemoryMeter, options: Options, place: Place
+    wrapped: Wrapped, corpus: bytearray, meter: MemoryMeter, options: Options, place: Place
 ) -> Outcome:
     """Run all steps; only rank 0 reports, though every rank knows the figures."""
     model = wrapped.model.train()
+    batches = Batches(corpus, options, place)
     optimizer = build_optimizer(model, options.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, options.steps)
     )
-    report = StepReport(options.steps, options.log) if place.rank == 0 else None
+    run = Run(model, optimizer, schedule, batches, meter.device)
+    checkpoints = Checkpoints(options, place, corpus, run)
+    losses = checkpoints.resume()
+    num_done = len(losses)
+    report = StepReport(options.steps, options.log, num_done) if place.rank == 0 else None
     step_tokens = place.world_size * options.batch * options.seq
-    losses: list[float] = []
-    peak_nbytes = 0
+    peak_nbytes = None
     run_started = time.perf_counter()
-    for step in range(1, options.steps + 1):
+    for step in range(num_done + 1, options.steps + 1):
         step_started = time.perf_counter()
         inputs, targets = batches.draw(meter.device)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -143,10 +161,12 @@ def train(
         if report is not None:
             tokens_per_s = step_tokens / (time.perf_counter() - step_started)
             report.add(StepRecord(step, losses[-1], rank_losses, tokens_per_s, peak_nbytes))
+        checkpoints.save_if_due(losses)
     run_s = time.perf_counter() - run_started
     if report is not None:
         report.close()
-    return Outcome(losses, options.steps * step_tokens / run_s, peak_nbytes)
+    num_steps = options.steps - num_done
+    return Outcome(losses, num_steps * step_tokens / run_s if num_steps else None, peak_nbytes)
 
 
 @torch.no_grad()
@@ -183,16 +203,25 @@ def publish(outcome: Outcome, sampled: str, options: Options) -> None:
     print(results, flush=True)
 
 
-def main() -> None:
-    place = Place.from_environment()
-    options, corpus = load_options_on_rank(sys.argv[1:], place)
-    device = join_group(place)
+def train_and_sample(
+    options: Options, corpus: bytearray, place: Place, device: torch.device
+) -> tuple[Outcome, str]:
+    """Build, train and sample. Collective over the default group."""
     meter = MemoryMeter(device)
     torch.manual_seed(options.seed)
     model = ByteTransformer(options.layers, options.width, options.seq)
     wrapped = wrap(options.engine, model, device)
-    outcome = train(wrapped, Batches(corpus, options, place), meter, options, place)
-    sampled = sample(wrapped.model, options, device)
+    outcome = train(wrapped, corpus, meter, options, place)
+    return outcome, sample(wrapped.model, options, device)
+
+
+def main() -> None:
+    place = Place.from_environment()
+    options, corpus = load_options_on_rank(sys.argv[1:], place)
+    if options.checkpoint_dir is not None:
+        leave_with_launcher()
+    device = join_group(place)
+    outcome, sampled = train_and_sample(options, corpus, place, device)
     # Not in a `finally`: a rank that failed must end at once, and leaving a group can wait for the
     # other ranks.
     dist.destroy_process_group()

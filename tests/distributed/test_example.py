@@ -1,0 +1,209 @@
+"""The trainer behind `make train`: it can be killed at any time, and goes on as if it had not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layerzero.checkpoint.folder import committed_steps
+from tests.harness.ranks import run_ranks
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = ["--layers", "1", "--width", "16", "--seq", "16", "--steps", "12", "--batch", "2"]
+NUM_STEPS = 12
+
+
+def _train(arguments: list[str], die_after: tuple[int, float] | None = None) -> list[float]:
+    """Train as `main` does, on these ranks; returns the losses. `die_after`: see `_die`."""
+    sys.path.insert(0, str(EXAMPLES))
+    import lm_options
+    import train_lm
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    place = lm_options.Place(
+        rank=rank, local_rank=rank, local_world_size=world_size, world_size=world_size
+    )
+    options, corpus = lm_options.load_options_on_rank(arguments, place)
+    if die_after is not None:
+        pids: list[Any] = [None] * world_size
+        dist.all_gather_object(pids, os.getpid())
+        if rank == 0:
+            threading.Thread(target=_die, args=(options.log, pids, *die_after), daemon=True).start()
+    outcome, _ = train_lm.train_and_sample(options, corpus, place, torch.device("cpu"))
+    return outcome.losses
+
+
+def _die(log: Path, pids: list[int], num_lines: int, delay_s: float) -> None:
+    """Kill all ranks outright, a moment after so many steps."""
+    while log.read_bytes().count(b"\n") < num_lines:
+        time.sleep(0.001)
+    time.sleep(delay_s)
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of a small model on text of its own."""
+    folder = tmp_path_factory.mktemp("example")
+    text = folder / "text"
+    text.write_bytes(random.Random(0).randbytes(5000))
+    return [*SMALL, "--data", str(text), "--out", str(folder)]
+
+
+def _steps(log: Path) -> list[tuple[int, float, list[float]]]:
+    """What the log says of each step, apart from speed and memory."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [(line["step"], line["loss"], line["rank_losses"]) for line in lines]
+
+
+class Whole:
+    """A run that was never stopped, with all its checkpoints."""
+
+    def __init__(self, log: Path, checkpoints: Path, losses: list[float]) -> None:
+        self.log, self.checkpoints, self.losses = log, checkpoints, losses
+
+
+@pytest.fixture(scope="module")
+def whole(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    log, checkpoints = folder / "log", folder / "checkpoints"
+    own = ["--log", str(log), "--checkpoint-dir", str(checkpoints), "--checkpoint-every", "5"]
+    losses = run_ranks(2, _train, [*flags, *own])[0]
+    return Whole(log, checkpoints, losses)
+
+
+def _until(step: int, whole: Whole, folder: Path) -> list[str]:
+    """Flags to go on from an earlier checkpoint of a run, with what its log had then."""
+    name = f"step-{step:08d}"
+    shutil.copytree(whole.checkpoints / name, folder / name)
+    return ["--checkpoint-dir", str(folder), "--resume", "--log", str(folder / "log")]
+
+
+def test_saving_changes_no_loss(flags: list[str], whole: Whole, tmp_path: Path) -> None:
+    run_ranks(2, _train, [*flags, "--log", str(tmp_path / "log")])
+    assert _steps(tmp_path / "log") == _steps(whole.log)
+    assert [step for step, _, _ in _steps(whole.log)] == list(range(1, NUM_STEPS + 1))
+    assert list(committed_steps(whole.checkpoints)) == [5, 10, 12]
+
+
+def test_a_run_killed_at_any_time_goes_on_bit_for_bit(
+    flags: list[str], whole: Whole, tmp_path: Path
+) -> None:
+    log, checkpoints = tmp_path / "log", tmp_path / "checkpoints"
+    own = ["--log", str(log), "--checkpoint-dir", str(checkpoints), "--checkpoint-every", "2"]
+    own += ["--keep", "2", "--resume"]
+    dead = dict.fromkeys(range(2), -signal.SIGKILL)
+    log.touch()
+    for num_lines in (1, 5, 10):
+        moment = (num_lines, random.SystemRandom().uniform(0, 0.02))
+        run_ranks(2, _train, [*flags, *own], moment, expect_exit=dead)
+        steps = _steps_of_a_killed_run(log)
+        assert steps == _steps(whole.log)[: len(steps)], moment
+        with log.open("a") as file:
+            file.write('{"step": 1')  # torn, as a machine that goes down may leave it
+    losses = run_ranks(2, _train, [*flags, *own])[0]
+    assert losses == whole.losses
+    assert _steps(log) == _steps(whole.log)
+    assert list(committed_steps(checkpoints)) == [10, 12]
+    assert not list(checkpoints.glob(".*"))
+
+
+def _steps_of_a_killed_run(log: Path) -> list[tuple[int, float, list[float]]]:
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if line[-1] == "\n"))
+    return _steps(log)
+
+
+def test_a_run_goes_on_at_another_number_of_ranks(
+    flags: list[str], whole: Whole, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = [*_until(5, whole, tmp_path), "--batch", "4"]
+    losses = run_ranks(1, _train, [*flags, *own])[0]
+    assert losses[:5] == whole.losses[:5]
+    # The same windows, their mean taken over one rank instead of two.
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(whole.losses), rtol=1e-5, atol=0)
+    assert [step for step, _, _ in _steps(tmp_path / "log")] == list(range(6, NUM_STEPS + 1))
+    assert f"{tmp_path / 'log'} has no steps 1 to 5" in capfd.readouterr().out
+
+
+def test_a_finished_run_resumes_to_its_end(flags: list[str], whole: Whole, tmp_path: Path) -> None:
+    own = _until(12, whole, tmp_path)
+    shutil.copy(whole.log, tmp_path / "log")
+    assert run_ranks(2, _train, [*flags, *own])[0] == whole.losses
+    assert _steps(tmp_path / "log") == _steps(whole.log)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (["--seed", "1"], "was saved with --seed 0, not 1"),
+        (["--lr", "0.1", "--seq", "8"], "was saved with --seq 16, not 8, --lr 0.001, not 0.1"),
+        (["--steps", "4"], "is of step 5, beyond --steps 4"),
+        (["--width", "24"], "shapes differ"),
+    ],
+)
+def test_another_run_is_not_gone_on_with(
+    changed: list[str], reason: str, flags: list[str], whole: Whole, tmp_path: Path
+) -> None:
+    own = _until(5, whole, tmp_path)
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(1, _train, [*flags, *own, *changed])
+    lines = [line for line in str(failed.value).splitlines() if "train_lm.py: error: " in line]
+    assert len(lines) == 1
+    assert reason in lines[0]
+
+
+def test_ranks_do_not_outlive_a_launcher_that_was_killed() -> None:
+    rank = "import lm_launcher, time; lm_launcher.leave_with_launcher(); print(1); time.sleep(50)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-uc', {rank!r}])"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "here", "PYTHONPATH": str(EXAMPLES)}
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        process.kill()
+        killed = time.monotonic()
+        assert process.stdout.read() == ""  # until the rank, which holds the pipe too, is gone
+        assert time.monotonic() - killed < 20
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (["--resume"], "--resume: needs --checkpoint-dir"),
+        (["--keep", "2"], "--keep: needs --checkpoint-dir"),
+        (["--checkpoint-every", "2"], "--checkpoint-every: needs --checkpoint-dir"),
+        (["--checkpoint-dir", "{}", "--engine", "ddp"], "needs --engine layerzero, got ddp"),
+        (["--checkpoint-dir", "{}/used"], "has checkpoints of another run; pass --resume"),
+        (["--checkpoint-dir", "{}/file"], "File exists"),
+        (["--checkpoint-dir", "{}", "--keep", "0"], "expected a whole number above 0"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_one_line(
+    bad: list[str], reason: str, flags: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "used" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "lm_options.py", *flags, *(f.format(tmp_path) for f in bad)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("train_lm.py: error: argument --")
+    assert reason in error
