@@ -8,6 +8,7 @@ import resource
 import runpy
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,10 @@ def test_inspect_lists_each_tensor_where_it_is(
         row = rows[name]
         data = (latest / row["file"]).read_bytes()[row["offset"] :][: row["nbytes"]]
         assert data == weights[name].numpy().tobytes()
+        assert zlib.crc32(data) == row["crc32"]
+    manifest = json.loads((latest / "checkpoint.json").read_text())
+    for name, record in manifest["files"].items():  # as any program can tell
+        assert zlib.crc32((latest / name).read_bytes()) == record["crc32"]
 
 
 def test_a_damaged_latest_does_not_hide_the_others(
