@@ -28,6 +28,7 @@ from layerzero.checkpoint.file_plan import FilePlan
 from layerzero.checkpoint.handle import SaveHandle, finish_under_way, root_state_of, under_way
 from layerzero.checkpoint.participants import Participants, participants_of
 from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
+from layerzero.checkpoint.root_lock import RootLock
 from layerzero.checkpoint.save_plan import Content, SavePlan, Stateful
 from layerzero.checkpoint.transfer import Transfer, pack_tallies, write_pieces
 from layerzero.config import parse_nbytes
@@ -79,7 +80,8 @@ def save(
 
     Raises:
         CheckpointError: on all ranks, also where only one failed, with its reason: a full disk, a
-            value that cannot be saved without pickle, an optimizer of another model.
+            value that cannot be saved without pickle, an optimizer of another model, another run
+            that is saving to `root`.
         CollectiveError: a rank died, or did not come.
         RuntimeError: the model is in backward.
         ValueError, TypeError: a bad argument.
@@ -101,20 +103,28 @@ def save(
         lambda: content.collect(model, optimizer, scheduler, extra, [str(path), step, keep]),
     )
     plan = SavePlan(answers, content, together, max_file_nbytes)
+    lock = RootLock(path)
     transfers = plan.transfers(content.entries)
 
     def prepare() -> bytes:
         if not blocking or any(t.entry.tensor.device.type != "cpu" for t in transfers):
             transfers[:] = _stage(transfers)
-        return _prepare(path, step, plan.files) if together.is_first else b""
+        if not together.is_first:
+            return b""
+        lock.acquire()
+        return _prepare(path, step, plan.files)
 
-    number, partial_name = json.loads(together.exchange("preparation", prepare)[0])
+    try:
+        number, partial_name = json.loads(together.exchange("preparation", prepare)[0])
+    except BaseException:
+        lock.release()
+        raise
     final = path / folders.step_name(number)
     shown = progress if together.is_first or callable(progress) else False
     own_nbytes = sum(transfer.entry.tensor.nbytes for transfer in transfers)
     report = ProgressReport(shown, final.name, own_nbytes)
     handle = SaveHandle(final, number, report)
-    work = _Work(path / partial_name, plan, transfers, together, report, number, keep)
+    work = _Work(path / partial_name, plan, transfers, together, report, number, keep, lock)
     if blocking:
         work()
     else:
@@ -167,6 +177,7 @@ class _Work:
     report: ProgressReport
     step: int
     keep: int | None
+    lock: RootLock
 
     def __call__(self) -> None:
         try:
@@ -181,6 +192,8 @@ class _Work:
             if self.together.is_first:
                 folders.discard(self.partial)
             raise
+        finally:
+            self.lock.release()
 
     def _commit(self, packed: Sequence[bytes]) -> bytes:
         manifest = self.plan.manifest(self.step, packed)
