@@ -103,7 +103,7 @@ def _move(
             descriptor = os.open(folder / file, flags)
             try:
                 if crc_after and slices:
-                    _advise(descriptor, slices[0].offset, _end(slices[-1]), os.POSIX_FADV_WILLNEED)
+                    _advise(descriptor, slices[0].offset, _end(slices[-1]), "WILLNEED")
                 for batch in _batches(slices):
                     if not crc_after:
                         crcs.extend(crc32(each.data) for each in batch)
@@ -113,8 +113,7 @@ def _move(
                     else:
                         # Begin to bring it to the disk now, beside the next batch, and not all at
                         # the end; nor should a checkpoint push other files out of the cache.
-                        last = _end(batch[-1])
-                        _advise(descriptor, batch[0].offset, last, os.POSIX_FADV_DONTNEED)
+                        _advise(descriptor, batch[0].offset, _end(batch[-1]), "DONTNEED")
                     progress(sum(len(each.data) for each in batch))
                 if flags != os.O_RDONLY:
                     os.fsync(descriptor)
@@ -126,9 +125,11 @@ def _move(
     return _tallies(transfers, done, crcs)
 
 
-def _advise(descriptor: int, begin: int, end: int, advice: int) -> None:
-    with contextlib.suppress(OSError):  # not every file system takes advice
-        os.posix_fadvise(descriptor, begin, end - begin, advice)
+def _advise(descriptor: int, begin: int, end: int, advice: str) -> None:
+    # Not every system gives advice, and not every file system takes it.
+    with contextlib.suppress(OSError, AttributeError):
+        value = getattr(os, f"POSIX_FADV_{advice}")
+        os.posix_fadvise(descriptor, begin, end - begin, value)
 
 
 def _end(each: _Slice) -> int:
