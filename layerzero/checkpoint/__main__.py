@@ -19,12 +19,13 @@ from layerzero.checkpoint.convert import convert
 from layerzero.checkpoint.describe import describe
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.folder import MANIFEST, committed_steps, resolve
-from layerzero.checkpoint.report import report, size_text
+from layerzero.checkpoint.report import count_text, report, size_text
 from layerzero.checkpoint.source import open_source
 from layerzero.checkpoint.verify import strangers, verify
 from layerzero.config import parse_nbytes
 
-_DTYPES = {"float64", "float32", "bfloat16", "float16"}
+_PROGRAM = "python -m layerzero.checkpoint"
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class _Refused(Exception):
@@ -52,9 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(reason: str, status: int) -> int:
     print(f"{_PROGRAM}: error: {reason}", file=sys.stderr)
     return status
-
-
-_PROGRAM = "python -m layerzero.checkpoint"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument("out", type=Path, metavar="OUT", help="the folder to make; must not exist")
     one.add_argument(
-        "--dtype", choices=sorted(_DTYPES), help="of floating-point tensors (default: as saved)"
+        "--dtype", choices=_DTYPES, help="of floating-point tensors (default: as saved)"
     )
     one.add_argument(
         "--max-file-size", type=_nbytes, default="5GB", metavar="SIZE", help="default: %(default)s"
@@ -144,11 +142,11 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    chosen = [_resolve(options.path)]
-    if options.all:
-        chosen = list(committed_steps(options.path).values())
-        if not chosen:
-            raise _Refused(f"{options.path}: --all wants a folder of checkpoints (step-...)")
+    if not options.all:
+        return _verify_one(_resolve(options.path))
+    chosen = committed_steps(options.path).values()
+    if not chosen:
+        raise _Refused(f"{options.path}: --all wants a folder of checkpoints (step-...)")
     return max([_verify_one(path) for path in chosen])
 
 
@@ -163,17 +161,17 @@ def _verify_one(path: Path) -> int:
         for damage in found.damages:
             print(f"  DAMAGED  {damage}", flush=True)
         if not found.damages:
-            tensors = f", {found.num_tensors} tensors" if found.num_tensors else ""
+            tensors = f", {count_text(found.num_tensors, 'tensor')}" if found.num_tensors else ""
             print(f"  OK       {found.path.name}  {size_text(found.nbytes)}{tensors}", flush=True)
     is_ours = (path / MANIFEST).exists()
     if num_bad:
-        print(f"  damaged: {num_bad} of {num_files} files")
+        print(f"  damaged: {num_bad} of {count_text(num_files, 'file')}")
         return 1
     if is_ours:
         for name in strangers(path):
             print(f"  not part of the checkpoint, never opened: {name}")
     kind = "" if is_ours else "; of weights from elsewhere, sizes and headers alone can be compared"
-    print(f"  OK: {num_files} files, {size_text(nbytes)}{kind}")
+    print(f"  OK: {count_text(num_files, 'file')}, {size_text(nbytes)}{kind}")
     return 0
 
 
@@ -193,8 +191,8 @@ def _convert(options: argparse.Namespace) -> int:
         raise _Refused(str(error)) from error
     cast = f", {done.num_cast} of them cast to {options.dtype}" if options.dtype else ""
     print(
-        f"{options.out}: {done.num_tensors} tensors{cast}, {size_text(done.nbytes)} in "
-        f"{len(done.files)} file{'s' if len(done.files) > 1 else ''}"
+        f"{options.out}: {count_text(done.num_tensors, 'tensor')}{cast}, "
+        f"{size_text(done.nbytes)} in {count_text(len(done.files), 'file')}"
     )
     return 0
 

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.folder import (
-    MANIFEST,
-    committed_steps,
-    leftovers,
-    resolve,
-)
+from layerzero.checkpoint.folder import MANIFEST, committed_steps, leftovers, resolve
 from layerzero.checkpoint.inventory import MODEL, OPTIMIZER, split_state_name
 from layerzero.checkpoint.manifest import Manifest
 from layerzero.checkpoint.safetensors_file import dtype_name

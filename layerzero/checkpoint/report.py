@@ -36,13 +36,19 @@ def report(description: Mapping[str, Any]) -> Iterator[str]:
 
 def size_text(nbytes: int) -> str:
     """Such as '4.9 MB'."""
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    size = nbytes / 1000
+    for unit in ("kB", "MB", "GB"):
         if size < 1000:
-            break
-        if unit != "TB":
-            size /= 1000
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+            return f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Such as '1 tensor', '2 tensors'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _listing(description: Mapping[str, Any]) -> Iterator[str]:
@@ -63,8 +69,7 @@ def _listing(description: Mapping[str, Any]) -> Iterator[str]:
 
 def _sections(found: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     if found["checksums"]:
-        ranks = "1 rank" if found["world_size"] == 1 else f"{found['world_size']} ranks"
-        yield "step", [f"{found['step']}, written by {ranks}"]
+        yield "step", [f"{found['step']}, written by {count_text(found['world_size'], 'rank')}"]
     else:
         yield "source", ["safetensors without checkpoint.json: no step, no checksums"]
     tied = [f"{alias} is {kept}" for alias, kept in found["aliases"].items()]
@@ -85,7 +90,7 @@ def _optimizer(found: Mapping[str, Any]) -> Iterator[str]:
         # Optimizers have many options that are off.
         set_ones = {k: v for k, v in group["options"].items() if v is not None and v is not False}
         options = _items({key: decode(value) for key, value in set_ones.items()})
-        yield f"group {number}: {group['num_parameters']} parameters; {options}"
+        yield f"group {number}: {count_text(group['num_parameters'], 'parameter')}; {options}"
     for key, totals in found["state"].items():
         yield f"{key}: {_totals(totals)}"
     for key in found["values"]:
@@ -105,7 +110,7 @@ def _totals(totals: Mapping[str, Any]) -> str:
     parts = [f"{name} {size_text(own['nbytes'])}" for name, own in dtypes.items()]
     listed = ", ".join(parts) if len(parts) > 1 else "".join(dtypes)
     return (
-        f"{totals['num_tensors']} tensors, {totals['num_elements']:,} elements, "
+        f"{count_text(totals['num_tensors'], 'tensor')}, {totals['num_elements']:,} elements, "
         f"{size_text(totals['nbytes'])} ({listed or 'nothing'})"
     )
 

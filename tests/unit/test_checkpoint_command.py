@@ -427,6 +427,9 @@ def test_all_wants_a_folder_of_checkpoints(
     latest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "--all wants a folder of checkpoints" in _fails(capsys, 2, "verify", latest, "--all")
+    (latest.parent / "latest").write_text("step-00000099")
+    assert "names step-00000099" in _fails(capsys, 2, "verify", latest.parent)
+    assert main(["verify", str(latest.parent), "--all"]) == 0  # needs no latest
 
 
 def _peak_growth(paths: list[Path], out: Path) -> int:
