@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import random
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -399,6 +401,12 @@ def _split(root: str) -> None:
         assert_bitwise(load_file(folder / file)[name], expected[name], name)
     values = _everything(model, optimizer)
     other, other_optimizer = _wrapped(Mlp, 1)
+    if dist.get_rank() == 0:
+        sys.stderr = bar = io.StringIO()
+    load(folder, other, other_optimizer, progress=True)
+    if dist.get_rank() == 0:
+        assert "step-00000000: 100%" in bar.getvalue()
+        sys.stderr = sys.__stderr__
     load(folder, other, other_optimizer, progress=lambda *done: seen.append(done))
     assert seen[-1][0] == seen[-1][1]
     _assert_same(_everything(other, other_optimizer), values, "from several files")

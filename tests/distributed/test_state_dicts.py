@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from layerzero.checkpoint import (
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    stream,
     stream_full,
 )
 from tests.harness.checks import assert_bitwise, assert_same_parameters
@@ -388,22 +390,36 @@ def test_full_tensors_are_streamed_in_buckets_of_any_size(world_size: int) -> No
 
 
 def _peak_of_stream() -> None:
-    """Bytes of full tensors alive at once, seen from the storages."""
+    """Buckets alive at once, seen where each is made."""
     torch.manual_seed(0)
-    model = ZeRO3(nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(16)]))
     one = 64 * 64 * 4
-    seen: list[Any] = []
-    alive = 0
-    for _, value in stream_full(model, 4 * one):
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.append(storage.data_ptr())
-        alive = max(alive, storage.nbytes())
-        del value, storage
-    assert alive <= 2 * one
+    made: list[weakref.ref[Tensor]] = []
+    gather = stream._gather
+
+    def noted(*args: Any) -> Any:
+        full, work = gather(*args)
+        made.append(weakref.ref(full))
+        return full, work
+
+    stream._gather = noted
+    for units in ({nn.Linear}, None):  # buckets of a unit, and of a part of one
+        made.clear()
+        layers = [nn.Linear(64, 64, bias=False) for _ in range(16)]
+        model = ZeRO3(nn.Sequential(*layers), auto_wrap_policy=units)
+        peak = 0
+        most = 0
+        for _, value in stream_full(model, 5 * one):
+            alive = [full.nbytes for full in (each() for each in made) if full is not None]
+            peak = max(peak, sum(alive))
+            most = max(most, len(alive))
+            del value
+        assert most == 2  # the one in use, and the next on its way
+        assert peak <= 5 * one
+        assert not any(each() is not None for each in made)
+    stream._gather = gather
     with pytest.raises(ValueError, match="bucket_bytes"):
         stream_full(model, 0)
 
 
-def test_a_bucket_holds_half_of_the_bytes_allowed() -> None:
+def test_two_buckets_at_most_exist_within_the_bytes_allowed() -> None:
     run_ranks(2, _peak_of_stream)
