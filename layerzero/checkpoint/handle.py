@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -66,17 +65,6 @@ class SaveHandle:
         # Not a daemon: a process that ends in good order finishes what it saves.
         self._thread = threading.Thread(target=self._run, args=(work,), name="layerzero-save")
         self._thread.start()
-
-
-under_way: WeakKeyDictionary[RootState, SaveHandle] = WeakKeyDictionary()
-"""The last save of each model that went on in the background."""
-
-
-def finish_under_way(state: RootState) -> None:
-    """Wait for the model's save in the background, and raise what went wrong in it."""
-    handle = under_way.pop(state, None)
-    if handle is not None:
-        handle.wait()
 
 
 def root_state_of(model: nn.Module, verb: str) -> RootState:

@@ -24,7 +24,7 @@ from torch import nn
 
 from layerzero.checkpoint.codec import decode
 from layerzero.checkpoint.errors import CheckpointError, some
-from layerzero.checkpoint.handle import finish_under_way, root_state_of
+from layerzero.checkpoint.handle import root_state_of
 from layerzero.checkpoint.inventory import MODEL
 from layerzero.checkpoint.match import Match, Matcher
 from layerzero.checkpoint.optimizer_state import put_state
@@ -77,7 +77,6 @@ def load(
     """
     check_progress(progress)
     state = root_state_of(model, "load")
-    finish_under_way(state)
     together = participants_of(state, process_group)
     source = Source.from_bytes(
         together.from_first(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.handle import SaveHandle
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.core.groups import LONGEST_DEFAULT_TIMEOUT, ShardGroup, make_shard_group
 from layerzero.runtime.root import RootState
@@ -29,10 +30,20 @@ _OK, _ERROR = b"+", b"-"
 class Participants:
     """The ranks of one save or load, in the order of their global numbers."""
 
+    under_way: SaveHandle | None
+    """A save that goes on in the background, and talks meanwhile."""
+
     def __init__(self, group: ShardGroup | None) -> None:
         """`group`: on the CPU; None: this rank alone."""
         self._group = group
         self._num_operations = 0
+        self.under_way = None
+
+    def finish(self) -> None:
+        """Wait for the save in the background, and raise what went wrong in it."""
+        handle, self.under_way = self.under_way, None
+        if handle is not None:
+            handle.wait()
 
     @property
     def rank(self) -> int:
@@ -115,41 +126,53 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Participants]]
+_made: WeakKeyDictionary[dist.ProcessGroup | RootState, dict[tuple[int, ...], Participants]]
 _made = WeakKeyDictionary()
 """By a group of the model's, so that they go with it."""
 
 
 def participants_of(root: RootState, process_group: dist.ProcessGroup | None) -> Participants:
-    """The ranks that share the model, or those of `process_group`. Collective the first time."""
+    """The ranks that share the model, or those of `process_group`. Collective the first time.
+
+    Models on the same ranks share them. A save that goes on among them is waited for, so that
+    whoever gets them talks alone.
+
+    Raises:
+        CheckpointError, CollectiveError: what went wrong in that save.
+    """
+    together = _find_or_make(root, process_group)
+    together.finish()
+    return together
+
+
+def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> Participants:
     placements = [handle.placement for unit in root.units for handle in unit.handles]
+    parent: dist.ProcessGroup | RootState = root
+    ranks: Sequence[int] = [dist.get_rank()]
     if process_group is not None:
-        ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
-        parent = process_group
+        ranks, parent = dist.get_process_group_ranks(process_group), process_group
     elif placements:
         ranks = _sharing(root, {rank for placement in placements for rank in placement.members})
         parent = placements[0].shard_group.process_group
-    else:
-        return Participants(None)
-    if len(ranks) == 1:
-        return Participants(None)
     made = _made.setdefault(parent, {})
     key = tuple(ranks)
     if key not in made:
-        timeout = max(
-            (placement.shard_group.timeout for placement in placements),
-            default=LONGEST_DEFAULT_TIMEOUT,
-        )
-        # Bounded by each wait, not by the group.
-        own = dist.new_group(
-            list(ranks),
-            timeout=timedelta(days=1),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        assert own is not None, "local synchronization makes a group for members alone"
-        made[key] = Participants(make_shard_group(own, torch.device("cpu"), timeout))
+        timeouts = [placement.shard_group.timeout for placement in placements]
+        made[key] = Participants(_make_group(key, max(timeouts, default=LONGEST_DEFAULT_TIMEOUT)))
     return made[key]
+
+
+def _make_group(ranks: tuple[int, ...], timeout: timedelta) -> ShardGroup | None:
+    if len(ranks) == 1:
+        return None
+    group = dist.new_group(
+        list(ranks),
+        timeout=timedelta(days=1),  # waits have bounds of their own
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    assert group is not None, "local synchronization makes a group for members alone"
+    return make_shard_group(group, torch.device("cpu"), timeout)
 
 
 def _sharing(root: RootState, members: set[int]) -> list[int]:

@@ -25,7 +25,7 @@ from torch import nn
 
 from layerzero.checkpoint import folder as folders
 from layerzero.checkpoint.file_plan import FilePlan
-from layerzero.checkpoint.handle import SaveHandle, finish_under_way, root_state_of, under_way
+from layerzero.checkpoint.handle import SaveHandle, root_state_of
 from layerzero.checkpoint.participants import Participants, participants_of
 from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
 from layerzero.checkpoint.root_lock import RootLock
@@ -67,8 +67,8 @@ def save(
         keep: how many checkpoints stay in `root`, this one included; the lowest steps are removed
             after the commit. None: all.
         blocking: False: return once the pieces are copied to host memory, and write in the
-            background. The copy takes memory for as long. The next save or load of the model waits
-            for the end, and raises what went wrong.
+            background. The copy takes memory for as long. The next save or load on these ranks
+            waits for the end, and raises what went wrong.
         progress: True: a tqdm bar on the first rank; or callable(done_nbytes, total_nbytes), called
             on every rank for its own bytes, in the background from another thread.
         max_file_size: of one file of weights, or of optimizer state.
@@ -94,7 +94,6 @@ def save(
     max_file_nbytes = parse_nbytes(max_file_size)
     check_progress(progress)
     state = root_state_of(model, "save")
-    finish_under_way(state)
     together = participants_of(state, process_group)
 
     content = Content()
@@ -128,7 +127,7 @@ def save(
     if blocking:
         work()
     else:
-        under_way[state] = handle
+        together.under_way = handle
         handle.start(work)
     return handle
 

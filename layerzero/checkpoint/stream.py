@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from layerzero.checkpoint.handle import finish_under_way, root_state_of
+from layerzero.checkpoint.handle import root_state_of
 from layerzero.checkpoint.inventory import Names, named_buffers
 from layerzero.comm.collectives import Pending, all_gather, broadcast
 from layerzero.comm.streams import Waitable
@@ -82,7 +82,6 @@ def stream_full(
     if nbytes < 1:
         raise ValueError(f"bucket_bytes: expected at least 1, got {bucket_bytes!r}")
     state = root_state_of(model, "stream_full")
-    finish_under_way(state)
     return _stream_model(state, model, nbytes, dtype)
 
 

@@ -385,6 +385,25 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     run_ranks(2, _in_the_background, str(tmp_path))
 
 
+def _two_models(root: str) -> None:
+    """One is written in the background while the other is saved, and while its state is gathered:
+    they share the ranks, which must not talk of both at a time."""
+    first, first_optimizer = _wrapped(Mlp, 0)
+    second, second_optimizer = _wrapped(OddShapes, 1)
+    _train(first, first_optimizer)
+    _train(second, second_optimizer)
+    for step in range(3):
+        handle = save(f"{root}/first", first, first_optimizer, step=step, blocking=False)
+        other = save(f"{root}/second", second, second_optimizer, step=step, blocking=False)
+        get_optimizer_state_dict(second, second_optimizer, full=True)
+        assert handle.done()
+        assert other.done()
+
+
+def test_two_models_on_the_same_ranks_save_in_the_background(tmp_path: Path) -> None:
+    run_ranks(2, _two_models, str(tmp_path))
+
+
 def _split(root: str) -> None:
     model, optimizer = _wrapped(Mlp, 0)
     _train(model, optimizer)
