@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from layerzero.checkpoint.safetensors_file import TensorEntry
 
 _BATCH_NBYTES = 8 << 20
 """Of one call: small enough that what was just checksummed is in the cache."""
+_NUM_THREADS = 4
 _MAX_VIEWS = 512
 """Of one call; systems allow 1024."""
 
@@ -59,10 +61,17 @@ class _Slice(NamedTuple):
 def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
     """Write pieces (on the CPU) into files that exist, and bring them to the disk."""
 
-    def write(descriptor: int, offset: int, views: list[memoryview]) -> int:
-        return os.pwritev(descriptor, views, offset)
+    def write(descriptor: int, batch: list[_Slice]) -> list[int]:
+        crcs = [crc32(each.data) for each in batch]
+        _move_all(batch, lambda views, offset: os.pwritev(descriptor, views, offset))
+        # Begin to bring it to the disk now, beside the next batches, and not all at the end; nor
+        # should a checkpoint push other files out of the cache.
+        with contextlib.suppress(OSError, AttributeError):  # not every system takes advice
+            nbytes = _end(batch[-1]) - batch[0].offset
+            os.posix_fadvise(descriptor, batch[0].offset, nbytes, os.POSIX_FADV_DONTNEED)
+        return crcs
 
-    return _move(folder, transfers, os.O_WRONLY, write, progress, crc_after=False)
+    return _move(folder, transfers, os.O_WRONLY, write, os.fsync, progress)
 
 
 def read_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
@@ -72,64 +81,59 @@ def read_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress)
         OSError: the file is shorter than it was.
     """
 
-    def read(descriptor: int, offset: int, views: list[memoryview]) -> int:
-        moved = os.preadv(descriptor, views, offset)
-        if moved == 0:
-            raise OSError(f"ends at byte {offset}, shorter than it was a moment ago")
-        return moved
+    def read(descriptor: int, batch: list[_Slice]) -> list[int]:
+        def preadv(views: list[memoryview], offset: int) -> int:
+            moved = os.preadv(descriptor, views, offset)
+            if moved == 0:
+                raise OSError(f"ends at byte {offset}, shorter than it was a moment ago")
+            return moved
 
-    return _move(folder, transfers, os.O_RDONLY, read, progress, crc_after=True)
+        _move_all(batch, preadv)
+        return [crc32(each.data) for each in batch]
+
+    return _move(folder, transfers, os.O_RDONLY, read, lambda descriptor: None, progress)
 
 
 def _move(
     folder: Path,
     transfers: Sequence[Transfer],
     flags: int,
-    move: Callable[[int, int, list[memoryview]], int],
+    move: Callable[[int, list[_Slice]], list[int]],
+    finish: Callable[[int], None],
     progress: Progress,
-    crc_after: bool,
 ) -> list[Tally]:
+    """Move all pieces, file by file, in several threads; `move` returns the CRC of each slice."""
     by_file: dict[str, list[int]] = {}
     for index, transfer in enumerate(transfers):
         by_file.setdefault(transfer.file, []).append(index)
     crcs: list[int] = []
     done: list[_Slice] = []
-    for file, indices in by_file.items():
-        slices = sorted(
-            (each for index in indices for each in _slices(transfers[index], index)),
-            key=lambda each: each.offset,
-        )
-        try:
-            descriptor = os.open(folder / file, flags)
+    # The disk is asked for the next batches while one is copied and checksummed.
+    with ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer") as pool:
+        for file, indices in by_file.items():
+            slices = sorted(
+                (each for index in indices for each in _slices(transfers[index], index)),
+                key=lambda each: each.offset,
+            )
             try:
-                if crc_after and slices:
-                    _advise(descriptor, slices[0].offset, _end(slices[-1]), "WILLNEED")
-                for batch in _batches(slices):
-                    if not crc_after:
-                        crcs.extend(crc32(each.data) for each in batch)
-                    _move_all(descriptor, batch, move)
-                    if crc_after:
-                        crcs.extend(crc32(each.data) for each in batch)
-                    else:
-                        # Begin to bring it to the disk now, beside the next batch, and not all at
-                        # the end; nor should a checkpoint push other files out of the cache.
-                        _advise(descriptor, batch[0].offset, _end(batch[-1]), "DONTNEED")
-                    progress(sum(len(each.data) for each in batch))
-                if flags != os.O_RDONLY:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise OSError(f"{folder / file}: {error}") from error
-        done.extend(slices)
+                descriptor = os.open(folder / file, flags)
+                under_way: list[Future[list[int]]] = []
+                try:
+                    batches = list(_batches(slices))
+                    under_way += [pool.submit(move, descriptor, batch) for batch in batches]
+                    for batch, future in zip(batches, under_way, strict=True):
+                        crcs.extend(future.result())
+                        progress(sum(len(each.data) for each in batch))
+                    finish(descriptor)
+                finally:
+                    for future in under_way:
+                        future.cancel()
+                    wait(under_way)  # after an error; its number may be another file's soon
+                    os.close(descriptor)
+            except OSError as error:
+                raise OSError(f"{folder / file}: {error}") from error
+            done.extend(slices)
     return _tallies(transfers, done, crcs)
-
-
-def _advise(descriptor: int, begin: int, end: int, advice: str) -> None:
-    # Not every system gives advice, and not every file system takes it.
-    with contextlib.suppress(OSError, AttributeError):
-        value = getattr(os, f"POSIX_FADV_{advice}")
-        os.posix_fadvise(descriptor, begin, end - begin, value)
 
 
 def _end(each: _Slice) -> int:
@@ -172,14 +176,12 @@ def _batches(slices: Sequence[_Slice]) -> Iterable[list[_Slice]]:
         yield batch
 
 
-def _move_all(
-    descriptor: int, batch: list[_Slice], move: Callable[[int, int, list[memoryview]], int]
-) -> None:
+def _move_all(batch: list[_Slice], move: Callable[[list[memoryview], int], int]) -> None:
     """One call, or more where the system moved less than asked."""
     offset = batch[0].offset
     views = [each.data for each in batch]
     while views:
-        moved = move(descriptor, offset, views)
+        moved = move(views, offset)
         offset += moved
         while views and moved >= len(views[0]):
             moved -= len(views.pop(0))
