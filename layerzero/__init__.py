@@ -9,6 +9,7 @@ from layerzero.comm.diagnosis import CollectiveError
 from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
 from layerzero.ops import native_status
 from layerzero.optim.scaler import GradScaler
+from layerzero.parallel import ParallelManager
 from layerzero.plan import ShardingPlan, shard_with_plan
 from layerzero.zero3 import ZeRO3, register_forward_method, units
 
@@ -20,6 +21,7 @@ __all__ = [
     "GradScaler",
     "MixedPrecision",
     "OffloadPolicy",
+    "ParallelManager",
     "ShardingPlan",
     "ZeRO3",
     "checkpoint",

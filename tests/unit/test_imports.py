@@ -22,6 +22,7 @@ LAYERS = [
     "build",
     "zero3",
     "plan",
+    "parallel",
 ]
 
 

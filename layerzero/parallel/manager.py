@@ -1,0 +1,317 @@
+"""ParallelManager: one mesh for all kinds of parallelism, and models put on it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.arguments import check_mixed_precision, check_module
+from layerzero.config import MixedPrecision, OffloadPolicy
+from layerzero.parallel.context import context_parallel
+from layerzero.parallel.mesh import make_meshes
+from layerzero.parallel.sizes import MeshSizes
+from layerzero.parallel.split import split_modules
+from layerzero.parallel.tp_plans import TensorParallelPlan, resolve_styles
+from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, near_matches
+from layerzero.plan.resolve import has_forward, resolve
+from layerzero.plan.shard import shard_with_plan
+from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.zero3 import ZeRO3
+
+logger = logging.getLogger(__name__)
+
+
+class ParallelManager:
+    """Cuts the world into pipeline, data, context and tensor parallel ranks.
+
+    See docs/parallelism.md.
+
+    Construction is collective over the world: every rank gives the same sizes. On accelerators
+    select this rank's device first (`torch.cuda.set_device`).
+
+    Args:
+        dp_size: ranks with batches of their own; None: what the other sizes leave of the world.
+        tp_size: ranks, neighbours, that split each matrix between them.
+        cp_size: ranks that split each sequence between them; to gradients they are data-parallel.
+        ep_size: ranks that split the experts between them: a divisor of dp_size x cp_size.
+        pp_size: stages that split the layers between them.
+        zero3_size: ranks, of dp x cp, that gather parameters from each other; the optimizer is
+            split over all of dp x cp. None: all of it.
+        sequence_parallel: tensor-parallel ranks compute what lies between their matrices on parts
+            of the sequence.
+        mixed_precision, offload: of every model, as in `ZeRO3`.
+        backend: of the groups that are made; None: the default group's.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError, TypeError: sizes that do not fit the world, or differ between ranks.
+    """
+
+    sizes: MeshSizes
+    mesh: DeviceMesh
+    """All ranks, axes pp, dp, cp, tp; `mesh["tp"]` is this rank's tensor-parallel group."""
+    data_mesh: DeviceMesh
+    """This rank's dp x cp ranks in one axis, "dp_cp": what gradients are reduced over."""
+    expert_mesh: DeviceMesh
+    """The same ranks in two axes, edp and ep: `expert_mesh["ep"]` splits the experts."""
+
+    def __init__(
+        self,
+        dp_size: int | None = None,
+        tp_size: int = 1,
+        cp_size: int = 1,
+        ep_size: int = 1,
+        pp_size: int = 1,
+        zero3_size: int | None = None,
+        sequence_parallel: bool = False,
+        mixed_precision: MixedPrecision | None = None,
+        offload: OffloadPolicy | None = None,
+        backend: str | None = None,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "ParallelManager needs torch.distributed: call "
+                "torch.distributed.init_process_group first (or start the script with torchrun)"
+            )
+        check_mixed_precision(mixed_precision)
+        if offload is not None and not isinstance(offload, OffloadPolicy):
+            raise TypeError(f"offload: expected an OffloadPolicy or None, got {offload!r}")
+        self.sizes = MeshSizes.infer(
+            dist.get_world_size(),
+            dp_size=dp_size,
+            tp_size=tp_size,
+            cp_size=cp_size,
+            ep_size=ep_size,
+            pp_size=pp_size,
+            zero3_size=zero3_size,
+        )
+        _check_agreement(f"{self.sizes}, sequence_parallel={sequence_parallel}")
+        if sequence_parallel and tp_size == 1:
+            warnings.warn("sequence_parallel=True has no effect: tp_size is 1", stacklevel=2)
+        self.zero3_size = zero3_size
+        self.sequence_parallel = sequence_parallel
+        self.mixed_precision = mixed_precision
+        self.offload = offload
+        meshes = make_meshes(self.sizes, backend)
+        self.mesh, self.data_mesh, self.expert_mesh = meshes.all, meshes.data, meshes.experts
+
+    # The mesh -------------------------------------------------------------------------------
+
+    @property
+    def dp_size(self) -> int:
+        return self.sizes.dp
+
+    @property
+    def tp_size(self) -> int:
+        return self.sizes.tp
+
+    @property
+    def cp_size(self) -> int:
+        return self.sizes.cp
+
+    @property
+    def ep_size(self) -> int:
+        return self.sizes.ep
+
+    @property
+    def pp_size(self) -> int:
+        return self.sizes.pp
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank is in the first pipeline stage, which takes the inputs."""
+        return self.rank_of("pp") == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank is in the last pipeline stage, which computes the loss."""
+        return self.rank_of("pp") == self.sizes.pp - 1
+
+    def rank_of(self, axis: str) -> int:
+        """This rank's place along "pp", "dp", "cp", "tp", "edp", "ep", or "dp_cp".
+
+        Raises:
+            ValueError: no such axis.
+        """
+        return self.sizes.rank_of(axis, dist.get_rank())
+
+    def size_of(self, axis: str) -> int:
+        """Ranks along an axis, of the same names.
+
+        Raises:
+            ValueError: no such axis.
+        """
+        return self.sizes.size_of(axis)
+
+    def __repr__(self) -> str:
+        axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if self.size_of(axis) > 1]
+        cut = " x ".join(f"{axis} {self.size_of(axis)}" for axis in axes) or "nothing is cut"
+        here = ", ".join(f"{axis} {self.rank_of(axis)}" for axis in axes)
+        return (
+            f"ParallelManager({self.sizes.world} ranks on {self.mesh.device_type}: {cut}; "
+            f"rank {dist.get_rank()}{f' is {here}' if here else ''})"
+        )
+
+    # Models ---------------------------------------------------------------------------------
+
+    def parallelize(
+        self,
+        model: nn.Module,
+        plan: ShardingPlan | None = None,
+        tp_plan: TensorParallelPlan | None = None,
+        **options: Any,
+    ) -> ZeRO3:
+        """Split a model over tp, and shard it over dp x cp. Collective over both.
+
+        With pipeline stages `model` is this rank's stage.
+
+        Args:
+            model: changed in place; on this rank's device or on the meta device. Where the same
+                seed or file did not make it equal on all dp x cp ranks, pass
+                `sync_module_states=True`. Over tp values are those of the first rank.
+            plan: which modules are units, with which options. None: the layers of the model, that
+                is the members of every outermost `nn.ModuleList` of several modules of one class.
+            tp_plan: "llama", "model" (transformers), a mapping from names of modules, in which `*`
+                is one part of a name, to torch ParallelStyles or names of styles; empty if you
+                parallelized it on `mesh["tp"]` yourself. None and "auto": the model's own plan,
+                else Llama's. Without effect where tp_size is 1.
+            options: arguments of `ZeRO3`, without a plan.
+
+        Returns:
+            The wrapped model.
+
+        Raises:
+            ValueError, TypeError: plans or numbers that do not fit the model.
+        """
+        check_module(model)
+        if self.sizes.ep > 1:
+            raise NotImplementedError(
+                f"ParallelManager.parallelize: ep_size={self.sizes.ep}: it does not split experts; "
+                "use expert_mesh in modules of yours, and ZeRO3 itself"
+            )
+        if plan is None:
+            arguments = self._arguments(model, options)
+        else:
+            plan = self._completed(plan, options)
+            if not callable(getattr(model, "fully_shard", None)):
+                resolve(plan, model).raise_errors()  # before anything is changed
+        if self.sizes.tp > 1:
+            chosen = "auto" if tp_plan is None else tp_plan
+            if styles := resolve_styles(model, chosen, self.sequence_parallel):
+                split_modules(model, styles, self.mesh["tp"])
+        if plan is None:
+            return ZeRO3(model, self.data_mesh, **arguments)
+        return shard_with_plan(model, plan, self.data_mesh)
+
+    def _own_options(self) -> dict[str, Any]:
+        own = {
+            "mixed_precision": self.mixed_precision,
+            "offload": self.offload,
+            "zero3_size": self.zero3_size,
+        }
+        return {name: value for name, value in own.items() if value is not None}
+
+    def _arguments(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        """Of `ZeRO3`, without a plan."""
+        for name in options:
+            if name not in ZERO3_OPTIONS:
+                raise TypeError(
+                    f"ParallelManager.parallelize: unknown argument {name!r}"
+                    f"{near_matches(name, ZERO3_OPTIONS)}; expected arguments of ZeRO3 other than "
+                    "process_group"
+                )
+        own = self._own_options()
+        for name in own.keys() & options.keys():
+            raise ValueError(
+                f"{name}: given to ParallelManager ({own[name]!r}) and to parallelize "
+                f"({options[name]!r}); say it in one of them"
+            )
+        return {"auto_wrap_policy": _layers_of(model), **own, **options}
+
+    def _completed(self, plan: ShardingPlan, options: dict[str, Any]) -> ShardingPlan:
+        """The plan with what the manager says of every model."""
+        if not isinstance(plan, ShardingPlan):
+            raise TypeError(f"plan: expected a ShardingPlan or None, got {plan!r}")
+        if options:
+            raise TypeError(
+                f"ParallelManager.parallelize: {sorted(options)} and a plan; put arguments of "
+                "ZeRO3 into the plan's defaults"
+            )
+        own, said = self._own_options(), plan.options
+        same = {
+            "mixed_precision": ("mixed_precision", *PRECISION_OPTIONS),
+            "offload": ("offload", "cpu_offload"),
+            "zero3_size": ("zero3_size",),
+        }
+        for name, value in own.items():
+            for other in same[name]:
+                if other in said:
+                    raise ValueError(
+                        f"{name}={value!r} of ParallelManager and {other}={said[other]!r} of the "
+                        "plan are both given; say it in one of them"
+                    )
+        # Else a plan casts the parameters themselves where dp x cp is one rank: what trains well
+        # on one mesh would lose its float32 weights on another.
+        return replace(plan, defaults={"outer": "zero1", **plan.defaults, **own})
+
+    # Sequences ------------------------------------------------------------------------------
+
+    def context_parallel(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        """Inside, buffers are this rank's parts, and attention sees the sequences of all cp ranks.
+
+        Run forward and backward of a step inside. This is torch's `context_parallel` on
+        `mesh["cp"]`: `F.scaled_dot_product_attention` exchanges keys and values; the buffers are
+        cut in place, and whole again after. Nothing happens where cp_size is 1. Collective over cp.
+
+        Args:
+            buffers: everything of sequence length: inputs, labels, positions, rotary tables.
+            seq_dims: the dimension of each that is the sequence; cp_size divides its length.
+
+        Raises:
+            ValueError: buffers that cannot be cut.
+            NotImplementedError: torch has no such attention for this device.
+        """
+        return context_parallel(self.mesh["cp"], buffers, seq_dims)
+
+
+def _check_agreement(own: str) -> None:
+    """Else ranks would wait for groups, or collectives, that others do not have."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    first_with = {each: every.index(each) for each in every}
+    if len(first_with) > 1:
+        listed = "; ".join(f"rank {rank}: {each}" for each, rank in first_with.items())
+        raise ValueError(
+            f"ParallelManager: arguments differ between ranks, the first with each: {listed}"
+        )
+
+
+def _layers_of(model: nn.Module) -> Callable[[nn.Module, str], bool] | None:
+    """Which modules are units where no plan says it."""
+    layers: dict[int, str] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if name.startswith(inside):
+            continue
+        if isinstance(module, nn.ModuleList) and _is_series(list(module)):
+            inside += (f"{name}.",)
+            layers |= {id(each): f"{name}.{index}" for index, each in enumerate(module)}
+    if not layers:
+        return None
+    logger.info("ParallelManager: units are the root and %s", list(layers.values()))
+    return lambda module, fqn: id(module) in layers
+
+
+def _is_series(modules: list[nn.Module]) -> bool:
+    return len(modules) > 1 and len(set(map(type, modules))) == 1 and has_forward(modules[0])

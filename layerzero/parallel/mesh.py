@@ -1,0 +1,87 @@
+"""From sizes to device meshes: which kind of device, and the groups behind each axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from layerzero.parallel.sizes import AXES, DATA_AXIS, EXPERT_AXES, MeshSizes
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """All ranks, and this rank's data-parallel ranks in one axis and in two."""
+
+    all: DeviceMesh
+    """Axes pp, dp, cp, tp."""
+    data: DeviceMesh
+    """One axis, dp_cp."""
+    experts: DeviceMesh
+    """Axes edp, ep."""
+
+
+def make_meshes(sizes: MeshSizes, backend: str | None) -> Meshes:
+    """Make the groups of every axis. Collective over the world.
+
+    Args:
+        backend: of every group that is made; None: the default group's.
+    """
+    device_type = device_type_of(backend or dist.get_backend_config())
+    override = None if backend is None else dict.fromkeys(AXES, backend)
+    everyone = init_device_mesh(
+        device_type,
+        sizes.shape,
+        mesh_dim_names=AXES,
+        backend_override=override,  # type: ignore[arg-type]
+    )
+    if sizes.cp == 1 or sizes.dp == 1:
+        data_group = everyone.get_group("dp" if sizes.cp == 1 else "cp")
+    else:
+        data_group = _new_group(sizes.data_ranks(dist.get_rank()), backend)
+    data = DeviceMesh.from_group(data_group, device_type, mesh_dim_names=(DATA_AXIS,))
+    return Meshes(everyone, data, _expert_mesh(sizes, data_group, device_type, backend))
+
+
+def _expert_mesh(
+    sizes: MeshSizes, data_group: dist.ProcessGroup, device_type: str, backend: str | None
+) -> DeviceMesh:
+    rank = dist.get_rank()
+    table = torch.tensor(sizes.data_ranks(rank)).view(sizes.edp, sizes.ep)
+    groups = [
+        data_group if size == sizes.data else _new_group(ranks.tolist(), backend)
+        for size, ranks in (
+            (sizes.edp, table[:, sizes.rank_of("ep", rank)]),
+            (sizes.ep, table[sizes.rank_of("edp", rank)]),
+        )
+    ]
+    return DeviceMesh.from_group(groups, device_type, table, mesh_dim_names=EXPERT_AXES)
+
+
+def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
+    """Collective over `ranks` alone: the work of a rank does not grow with the world."""
+    group = dist.new_group(
+        ranks,
+        backend=backend or dist.get_backend_config(),
+        use_local_synchronization=True,
+    )
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
+    return group
+
+
+def device_type_of(backend: str) -> str:
+    """The kind of device that a backend is for: "cpu" for gloo, which serves others as well.
+
+    Args:
+        backend: a name such as "nccl", or pairs such as "cpu:gloo,cuda:nccl".
+    """
+    if ":" not in backend:
+        backend = str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
+    by_device = dict(pair.split(":") for pair in backend.split(","))
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type not in by_device:
+        return "cpu" if "cpu" in by_device else next(iter(by_device))
+    is_for_both = by_device.get("cpu") == by_device[accelerator.type]
+    return "cpu" if is_for_both else accelerator.type

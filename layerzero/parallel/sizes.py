@@ -1,0 +1,142 @@
+"""MeshSizes: how a world of ranks is cut into axes. Integers only, no torch.
+
+Eight ranks, pp 1, dp 2, cp 2, tp 2; the last axis is the one whose ranks are neighbours:
+
+    rank             0  1  2  3  4  5  6  7
+    dp               0  0  0  0  1  1  1  1
+    cp               0  0  1  1  0  0  1  1
+    tp               0  1  0  1  0  1  0  1
+    dp_cp = (dp, cp) 0  0  1  1  2  2  3  3      one group: ranks 0, 2, 4, 6
+    edp, with ep 2   0  0  0  0  1  1  1  1      (edp, ep) = divmod(dp_cp, 2)
+    ep               0  0  1  1  0  0  1  1      one group: ranks 0, 2
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+AXES = ("pp", "dp", "cp", "tp")
+"""Of the mesh, from the slowest links to the fastest."""
+EXPERT_AXES = ("edp", "ep")
+DATA_AXIS = "dp_cp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """Ranks along each axis. Their product without `ep` is the world."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+
+    @classmethod
+    def infer(
+        cls,
+        world_size: int,
+        *,
+        dp_size: int | None,
+        tp_size: int,
+        cp_size: int,
+        ep_size: int,
+        pp_size: int,
+        zero3_size: int | None,
+    ) -> MeshSizes:
+        """Sizes that fill the world; `dp_size=None` takes what the others leave.
+
+        Raises:
+            TypeError, ValueError: a size that is no positive integer, or sizes that do not fit.
+        """
+        given = {"pp_size": pp_size, "cp_size": cp_size, "tp_size": tp_size, "ep_size": ep_size}
+        optional = {"dp_size": dp_size, "zero3_size": zero3_size}
+        given |= {name: size for name, size in optional.items() if size is not None}
+        for name, size in given.items():
+            _check_size(name, size)
+        others = pp_size * cp_size * tp_size
+        product = f"pp_size={pp_size} x cp_size={cp_size} x tp_size={tp_size} = {others}"
+        if dp_size is None:
+            if world_size % others:
+                raise ValueError(
+                    f"ParallelManager: {product} ranks do not divide the world of {world_size}; "
+                    f"choose sizes whose product divides {world_size}, or start another number of "
+                    "ranks"
+                )
+            dp_size = world_size // others
+        elif dp_size * others != world_size:
+            raise ValueError(
+                f"ParallelManager: dp_size={dp_size} x {product} makes {dp_size * others} ranks, "
+                f"but the world has {world_size}; leave out dp_size to have it inferred, or start "
+                f"{dp_size * others} ranks"
+            )
+        sizes = cls(pp=pp_size, dp=dp_size, cp=cp_size, tp=tp_size, ep=ep_size)
+        for name, size in (("ep_size", ep_size), ("zero3_size", zero3_size or 1)):
+            if sizes.data % size:
+                raise ValueError(
+                    f"ParallelManager: {name}={size} does not divide the {sizes.data} "
+                    f"data-parallel ranks (dp_size={dp_size} x cp_size={cp_size}); choose a "
+                    f"divisor of {sizes.data}"
+                )
+        return sizes
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the mesh, in the order of `AXES`."""
+        return self.pp, self.dp, self.cp, self.tp
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def data(self) -> int:
+        """Ranks whose gradients are reduced together."""
+        return self.dp * self.cp
+
+    @property
+    def edp(self) -> int:
+        """Copies of each expert."""
+        return self.data // self.ep
+
+    def size_of(self, axis: str) -> int:
+        """Ranks along an axis of the mesh, of the expert mesh, or along "dp_cp".
+
+        Raises:
+            ValueError: no such axis.
+        """
+        _check_axis(axis)
+        size: int = self.data if axis == DATA_AXIS else getattr(self, axis)
+        return size
+
+    def rank_of(self, axis: str, rank: int) -> int:
+        """The place of a rank of the world along an axis.
+
+        Raises:
+            ValueError: no such axis.
+        """
+        _check_axis(axis)
+        rest, tp = divmod(rank, self.tp)
+        pp, data = divmod(rest, self.data)
+        dp, cp = divmod(data, self.cp)
+        edp, ep = divmod(data, self.ep)
+        places = {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "edp": edp, "ep": ep, DATA_AXIS: data}
+        return places[axis]
+
+    def data_ranks(self, rank: int) -> list[int]:
+        """The data-parallel ranks of a rank's pipeline stage and tensor-parallel place, rising."""
+        first = self.rank_of("pp", rank) * self.data * self.tp + self.rank_of("tp", rank)
+        return [first + place * self.tp for place in range(self.data)]
+
+
+def _check_size(name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"ParallelManager: {name}: expected a number of ranks, got {size!r}")
+    if size < 1:
+        raise ValueError(f"ParallelManager: {name}: expected at least 1, got {size}")
+
+
+def _check_axis(axis: str) -> None:
+    known = (*AXES, DATA_AXIS, *EXPERT_AXES)
+    if axis not in known:
+        raise ValueError(f"axis: expected one of {list(known)}, got {axis!r}")

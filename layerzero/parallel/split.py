@@ -1,0 +1,174 @@
+"""Apply tensor-parallel styles to a model: checks first, then torch, then what torch drops.
+
+torch's `parallelize_module` gives every module parameters of its own. Put back here: ties between
+modules, `requires_grad`, attributes, and equal values on all ranks in what is not split.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from layerzero.core.tensor_parallel import local_of
+from layerzero.parallel.styles import InOrder
+from layerzero.parallel.tp_plans import Styles
+
+
+def split_modules(model: nn.Module, styles: Styles, mesh: DeviceMesh) -> None:
+    """Make DTensors of the parameters that `styles` names. Collective over the mesh.
+
+    Values are those of the mesh's first rank, in what is split and in what is not.
+
+    Raises:
+        ValueError: parameters elsewhere than the mesh, or shapes that its size does not divide;
+            then nothing is changed. Or tied parameters that got different placements.
+    """
+    _check_parameters(model, mesh)
+    for name, style in styles.items():
+        for part in style.styles if isinstance(style, InOrder) else (style,):
+            if isinstance(part, (ColwiseParallel, RowwiseParallel)):
+                _check_shape(model, name, part, mesh.size())
+    before = _Marks.of(model)
+    parallelize_module(model, mesh, dict(styles))
+    before.put_back(model)
+    _equalize(model, mesh)
+
+
+# Checks -----------------------------------------------------------------------------------------
+
+
+def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"rank {dist.get_rank()}: {name!r} is a DTensor already; parallelize the model "
+                'yourself on manager.mesh["tp"] and pass tp_plan={}, or not at all'
+            )
+        if not parameter.is_meta and parameter.device.type != mesh.device_type:
+            raise ValueError(
+                f"rank {dist.get_rank()}: {name!r} is on {parameter.device}, but the mesh is one "
+                f"of {mesh.device_type!r}; move the model there, or say backend="
+                f'"{parameter.device.type}:gloo", or another one for that device, to '
+                "ParallelManager"
+            )
+
+
+def _check_shape(
+    model: nn.Module, name: str, style: ColwiseParallel | RowwiseParallel, tp_size: int
+) -> None:
+    module = model.get_submodule(name)
+    kind = type(style).__name__
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise ValueError(
+            f"{name}: {kind} splits nn.Linear and nn.Embedding, got {type(module).__name__}"
+        )
+    if isinstance(module, nn.Embedding):
+        return
+    # Unequal parts are fine where a module gathers them itself; between modules they would be taken
+    # for equal ones.
+    if isinstance(style, ColwiseParallel) and style.output_layouts[0].is_shard():
+        _check_heads(model, name, module, tp_size)
+        what, size = "out_features", module.out_features
+    elif isinstance(style, RowwiseParallel) and style.input_layouts[0].is_shard():
+        what, size = "in_features", module.in_features
+    else:
+        return
+    if size % tp_size:
+        raise ValueError(
+            f"{name}: tp_size={tp_size} does not divide its {what}={size}; choose another tp_size, "
+            "or a tp_plan that leaves the module whole"
+        )
+
+
+def _check_heads(model: nn.Module, name: str, projection: nn.Linear, tp_size: int) -> None:
+    """A projection of an attention module that knows its head_dim is split between heads."""
+    parent, _, own_name = name.rpartition(".")
+    head_dim = getattr(model.get_submodule(parent), "head_dim", None)
+    if own_name not in ("q_proj", "k_proj", "v_proj") or not isinstance(head_dim, int):
+        return
+    num_heads, rest = divmod(projection.out_features, head_dim)
+    if rest or num_heads % tp_size:
+        config = getattr(model, "config", None)
+        names = ("num_attention_heads", "num_key_value_heads")
+        said = [f"{key}={getattr(config, key)}" for key in names if hasattr(config, key)]
+        raise ValueError(
+            f"{name}: tp_size={tp_size} does not divide its {projection.out_features / head_dim:g} "
+            f"heads (out_features={projection.out_features}, head_dim={head_dim}"
+            f"{''.join(', ' + each for each in said)}); choose a tp_size that divides them"
+        )
+
+
+# What torch drops -------------------------------------------------------------------------------
+
+
+class _Slot(NamedTuple):
+    """Where a parameter hangs."""
+
+    fqn: str
+    module: nn.Module
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None, "slots are those of named_parameters"
+        return parameter
+
+
+class _Marks(NamedTuple):
+    """Of each parameter: all its slots, whether it is trained, and its attributes."""
+
+    parameters: list[tuple[list[_Slot], bool, dict[str, Any]]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Marks:
+        slots: defaultdict[int, list[_Slot]] = defaultdict(list)
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                slots[id(parameter)].append(_Slot(name, module, name.rpartition(".")[2]))
+        return cls(
+            [
+                (shared, shared[0].parameter.requires_grad, dict(vars(shared[0].parameter)))
+                for shared in slots.values()
+            ]
+        )
+
+    def put_back(self, model: nn.Module) -> None:
+        for slots, requires_grad, attributes in self.parameters:
+            first = slots[0]
+            for other in slots[1:]:
+                _check_tie(first, other)
+                other.module.register_parameter(other.name, first.parameter)
+            first.parameter.requires_grad_(requires_grad)
+            vars(first.parameter).update(attributes)
+
+
+def _check_tie(first: _Slot, other: _Slot) -> None:
+    placements = [getattr(slot.parameter, "placements", None) for slot in (first, other)]
+    if placements[0] != placements[1]:
+        raise ValueError(
+            f"{first.fqn!r} and {other.fqn!r} were one parameter, and the tensor-parallel plan "
+            f"places them differently: {placements[0]} and {placements[1]} (None: not split); give "
+            "both modules styles that split the same dimension, and build the model anew: it is "
+            "changed"
+        )
+
+
+def _equalize(model: nn.Module, mesh: DeviceMesh) -> None:
+    """One value for what all ranks have: gradients are equal, so it stays one."""
+    for parameter in model.parameters():
+        is_split = isinstance(parameter, DTensor) and any(
+            placement.is_shard() for placement in parameter.placements
+        )
+        if not is_split and not parameter.is_meta:
+            local = local_of(parameter)
+            value = local.contiguous()
+            dist.broadcast(value, group=mesh.get_group(), group_src=0)
+            if value is not local:
+                local.copy_(value)

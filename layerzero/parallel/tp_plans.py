@@ -1,0 +1,255 @@
+"""Which module gets which tensor-parallel style: Llama's plan, the model's own, or yours.
+
+Every plan ends up as `Styles`, from the exact name of a module to its style.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from layerzero.parallel.styles import (
+    columns_to_whole,
+    norm_of_own_heads,
+    norm_of_parts,
+    norm_of_parts_to_whole,
+    part_to_whole,
+    rows_of_whole,
+    rows_to_parts,
+    style_named,
+    whole_to_part,
+    whole_to_whole,
+)
+
+Styles = dict[str, ParallelStyle]
+TensorParallelPlan = Literal["auto", "llama", "model"] | Mapping[str, ParallelStyle | str]
+
+_PROJECTIONS: dict[str, Callable[[], ParallelStyle]] = {
+    "self_attn.q_proj": ColwiseParallel,
+    "self_attn.k_proj": ColwiseParallel,
+    "self_attn.v_proj": ColwiseParallel,
+    "self_attn.o_proj": RowwiseParallel,
+    "mlp.gate_proj": ColwiseParallel,
+    "mlp.up_proj": ColwiseParallel,
+    "mlp.down_proj": RowwiseParallel,
+}
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def resolve_styles(model: nn.Module, plan: TensorParallelPlan, sequence_parallel: bool) -> Styles:
+    """The style of every module that a plan names.
+
+    Raises:
+        ValueError, TypeError: a plan that does not exist or fit; names and styles are listed.
+    """
+    if isinstance(plan, Mapping):
+        return _from_mapping(model, plan, sequence_parallel)
+    if plan not in ("auto", "llama", "model"):
+        raise ValueError(
+            "tp_plan: expected 'auto', 'llama', 'model' or a mapping from names of modules to "
+            f"styles, got {plan!r}"
+        )
+    if plan == "llama":
+        return _llama(model, sequence_parallel)
+    own = _own_plan(model)
+    # Plans of models have nothing to say of parts of sequences, today.
+    says_enough = not sequence_parallel or any(name == "sequence_parallel" for name in own.values())
+    if own and says_enough:
+        styles = _expand(model, own, "the model's own plan", must_match=False)
+        return styles if sequence_parallel else styles | _shared_inputs(model, styles)
+    if plan == "auto":
+        return _llama(model, sequence_parallel)
+    if not own:
+        raise ValueError(
+            f"tp_plan='model': {type(model).__name__} has no tensor-parallel plan (`_tp_plan`, as "
+            "transformers makes it); use 'llama' or a mapping"
+        )
+    raise ValueError(
+        f"tp_plan='model' and sequence_parallel=True: the plan of {type(model).__name__} does not "
+        "say which modules compute on parts of the sequence ('sequence_parallel'); use 'llama' or "
+        "a mapping"
+    )
+
+
+# A mapping --------------------------------------------------------------------------------------
+
+
+def _from_mapping(
+    model: nn.Module, plan: Mapping[str, ParallelStyle | str], sequence_parallel: bool
+) -> Styles:
+    for pattern, style in plan.items():
+        if not isinstance(pattern, str) or not isinstance(style, (str, ParallelStyle)):
+            raise TypeError(
+                "tp_plan: expected a mapping from names of modules to torch ParallelStyles or "
+                f"names of styles, got {pattern!r}: {style!r}"
+            )
+    if plan and sequence_parallel and not any(map(_splits_sequences, plan.values())):
+        raise ValueError(
+            "sequence_parallel=True: a tp_plan that is a mapping says itself where sequences are "
+            "split, and this one has no SequenceParallel(); add it, or leave out sequence_parallel"
+        )
+    return _expand(model, plan, "tp_plan", must_match=True)
+
+
+def _splits_sequences(style: ParallelStyle | str) -> bool:
+    name = style if isinstance(style, str) else type(style).__name__
+    return name in ("sequence_parallel", "SequenceParallel")
+
+
+def _expand(
+    model: nn.Module, plan: Mapping[str, ParallelStyle | str], where: str, *, must_match: bool
+) -> Styles:
+    """Exact names for patterns, as torch and transformers have them: `*` is one part of a name.
+
+    A later pattern wins over an earlier one.
+    """
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters()]
+    chosen: dict[str, ParallelStyle | None] = {}
+    for pattern, style in plan.items():
+        names = [name for name in modules if _matches(pattern, name)]
+        if not names and any(_matches(pattern, name) for name in parameters):
+            raise ValueError(
+                f"{where}: {pattern!r} names a parameter; torch's styles are for modules: give "
+                "tp_plan a mapping with a style of yours for the module it is in"
+            )
+        if not names and must_match:
+            children = [name for name, _ in model.named_children()]
+            raise ValueError(
+                f"{where}: {pattern!r} matches no module of {type(model).__name__}, whose children "
+                f"are {children}; '*' is one part of a dotted name"
+            )
+        for name in names:
+            own = style_named(style, f"{where}: {pattern!r}") if isinstance(style, str) else style
+            chosen[name] = own
+    styles = {name: style for name, style in chosen.items() if style is not None}
+    if plan and not styles:
+        raise ValueError(f"{where}: none of {list(plan)} splits a module of {type(model).__name__}")
+    return styles
+
+
+def _matches(pattern: str, name: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _own_plan(model: nn.Module) -> dict[str, str]:
+    """What a transformers model says of itself, under this model's names; empty if nothing."""
+    for prefix, module in model.named_modules():
+        # Of the instance: that of the class does not know the modules inside, and wrappers such as
+        # peft's show the attributes of what they wrap.
+        plan = vars(module).get("_tp_plan")
+        if plan:
+            return {_join(prefix, name): style for name, style in plan.items()}
+    return {}
+
+
+def _shared_inputs(model: nn.Module, styles: Styles) -> Styles:
+    """What Llama's plan adds to the model's own: query, key and value, and gate and up, sum the
+    gradient of the input they share once; of 7 sums a layer 4 are left.
+    """
+    added: Styles = {}
+    for prefix, decoder in _decoders(model):
+        for name, module in decoder.named_modules(prefix=prefix):
+            is_shared = name.rsplit(".", 1)[-1] in ("self_attn", "mlp") and name not in styles
+            holders = [inner.rpartition(".")[0] for inner, _ in module.named_parameters(name)]
+            if is_shared and all(holder in styles for holder in holders):
+                added[name] = whole_to_whole()
+    return added
+
+
+# Llama ------------------------------------------------------------------------------------------
+
+
+def _llama(model: nn.Module, sequence_parallel: bool) -> Styles:
+    """Megatron's splits: attention by heads, the MLP by columns then rows, the tables by symbols.
+
+    With sequence parallelism what lies between them, norms and sums, is computed on parts of the
+    sequence, from the entry of the first layer to the last norm.
+    """
+    styles: Styles = {}
+    for prefix, decoder in _decoders(model):
+        styles |= _decoder_styles(prefix, decoder, sequence_parallel)
+    if not styles:
+        raise ValueError(
+            f"tp_plan: {type(model).__name__} has no plan of its own, and no module with `layers` "
+            f"that have {list(_PROJECTIONS)}, as Llama has; give tp_plan a mapping from names of "
+            "modules to styles"
+        )
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] == "lm_head" and isinstance(module, nn.Linear):
+            styles[name] = columns_to_whole()
+    return styles
+
+
+def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, module in model.named_modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers) > 0 and all(map(_is_layer, layers)):
+            yield prefix, module
+
+
+def _is_layer(layer: nn.Module) -> bool:
+    names = {name for name, _ in layer.named_modules()}
+    return names.issuperset(_PROJECTIONS)
+
+
+def _decoder_styles(prefix: str, decoder: nn.Module, sequence_parallel: bool) -> Styles:
+    styles: Styles = {}
+    layers = decoder.layers
+    assert isinstance(layers, nn.ModuleList), "checked in _decoders"
+    if isinstance(getattr(decoder, "embed_tokens", None), nn.Embedding):
+        styles[_join(prefix, "embed_tokens")] = rows_of_whole()
+    for index, layer in enumerate(layers):
+        name = _join(prefix, f"layers.{index}")
+        if sequence_parallel and index == 0:
+            styles[name] = whole_to_part()
+        inside = _layer_styles(layer, sequence_parallel)
+        _check_known(name, layer, inside, sequence_parallel)
+        styles |= {_join(name, inner): style for inner, style in inside.items()}
+    if sequence_parallel:
+        if not isinstance(getattr(decoder, "norm", None), nn.Module):
+            raise ValueError(
+                f"sequence_parallel=True: {prefix or type(decoder).__name__} has no module `norm` "
+                "after its layers, where Llama's plan puts sequences together again; give tp_plan "
+                "a mapping"
+            )
+        styles[_join(prefix, "norm")] = norm_of_parts_to_whole()
+    return styles
+
+
+def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> Styles:
+    """Of one layer, by names inside of it."""
+    enter = part_to_whole if sequence_parallel else whole_to_whole
+    styles: Styles = {"self_attn": enter(), "mlp": enter()}
+    for name, make in _PROJECTIONS.items():
+        styles[name] = make()
+        if sequence_parallel and isinstance(styles[name], RowwiseParallel):
+            styles[name] = rows_to_parts()
+    inside = {name for name, _ in layer.named_modules()}
+    if sequence_parallel:
+        styles |= {name: norm_of_parts() for name in _NORMS if name in inside}
+    styles |= {name: norm_of_own_heads() for name in _HEAD_NORMS if name in inside}
+    return styles
+
+
+def _check_known(
+    where: str, layer: nn.Module, styles: Mapping[str, ParallelStyle], sequence_parallel: bool
+) -> None:
+    """Refuse parameters whose gradients would be those of a part, without anybody knowing."""
+    for name, _ in layer.named_parameters():
+        module = name.rpartition(".")[0]
+        if module not in styles and (sequence_parallel or module not in _NORMS):
+            raise ValueError(
+                f"{where}: Llama's tensor-parallel plan does not know the parameter {name!r}; use "
+                "tp_plan='model' where the model has a plan, or give a mapping"
+            )
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,193 @@
+"""transformers models through ParallelManager, beside the unsharded model. Test extras only."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerzero import ParallelManager, ShardingPlan, ZeRO3, units
+from layerzero.parallel.tp_plans import resolve_styles
+from tests.distributed.test_tensor_parallel import (
+    gradients_of,
+    values_of,
+    whole_gradients,
+    whole_values,
+)
+from tests.harness.checks import assert_close, assert_same_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
+
+pytest.importorskip("transformers")
+
+VOCAB, LENGTH = 37, 6  # tensor-parallel ranks have parts of the table of unequal lengths
+ROUNDINGS = 64
+"""Products are summed in two parts, and gradients of ranks in another order than autograd's."""
+TIMEOUT = timedelta(seconds=25)
+
+
+def build(family: str = "Llama", layers: int = 2, **options: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        use_cache=False,
+        initializer_range=0.3,  # with less attention is uniform, and its gradients are roundings
+        **options,
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:  # ones and zeros would hide what is not there
+            nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    return model
+
+
+def batches(num_data: int, steps: int = 2) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, LENGTH)
+    return [
+        [torch.randint(VOCAB, shape, generator=generator) for _ in range(num_data)]
+        for _ in range(steps)
+    ]
+
+
+def forward_backward(model: nn.Module, ids: Tensor) -> Tensor:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
+
+
+def assert_follows(
+    manager: ParallelManager,
+    model: ZeRO3,
+    plain: nn.Module,
+    what: str,
+    steps: int = 2,
+    roundings: int = ROUNDINGS,
+) -> None:
+    own, expected = (OPTIMIZERS["sgd_momentum"](each.parameters()) for each in (model, plain))
+    for index, step in enumerate(batches(manager.dp_size, steps)):
+        own.zero_grad()
+        expected.zero_grad()
+        place = manager.rank_of("dp")
+        loss = forward_backward(model, step[place])
+        losses = backward_of_all_ranks(plain, step, forward_backward)
+        assert_close(loss, losses[place], roundings, f"{what}, {index}: loss")
+        assert_same_parameters(
+            whole_gradients(model), gradients_of(plain), roundings, f"{what}, {index}: gradient of"
+        )
+        own.step()
+        expected.step()
+    assert_same_parameters(whole_values(model), values_of(plain), roundings, f"{what}: parameter")
+
+
+def _train_one(manager: ParallelManager, family: str, tp_plan: str) -> None:
+    """The layers are units, no plan says it; biases of row-wise modules are there once."""
+    biases = {"attention_bias": True, **({"mlp_bias": True} if family == "Llama" else {})}
+    make = functools.partial(build, family, **biases)
+    model = manager.parallelize(seeded(make), tp_plan=tp_plan, timeout=TIMEOUT)
+    assert [unit.fqn for unit in units(model)] == ["", "model.layers.0", "model.layers.1"]
+    split = {n for n, p in model.named_parameters() if p.layerzero.tensor_parallel}
+    assert ("model.norm.weight" in split) == manager.sequence_parallel
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"} <= split
+    what = f"{family}, {tp_plan}, in sequence: {manager.sequence_parallel}"
+    assert_follows(manager, model, seeded(make), what)
+
+
+def _train_tied_by_plan(manager: ParallelManager) -> None:
+    plan = ShardingPlan(
+        apply_modules={
+            "model.embed_tokens": {},
+            "model.layers.{*}": {"act_ckpt": "wrapped"},
+            "model.layers.{*}.mlp": {"reshard_after_forward": False},
+            "lm_head": {},
+        },
+        defaults={"timeout": TIMEOUT},
+    )
+    make = functools.partial(build, tie_word_embeddings=True)
+    model = manager.parallelize(seeded(make), plan)
+    assert "model.layers.1.mlp" in [unit.fqn for unit in units(model)]
+    assert "lm_head.weight" not in dict(model.named_parameters())
+    assert_follows(manager, model, seeded(make), f"tied, {manager.sequence_parallel}")
+
+
+def _train() -> None:
+    manager = ParallelManager(tp_size=2)
+    for family in ("Llama", "Qwen3"):  # the latter has norms of each head
+        names = [resolve_styles(build(family), plan, False).keys() for plan in ("auto", "llama")]
+        assert names[0] == names[1], "with either plan projections share a sum of gradients"
+    _train_one(manager, "Llama", "auto")
+    _train_one(manager, "Qwen3", "llama")
+    _train_tied_by_plan(manager)
+    manager = ParallelManager(tp_size=2, sequence_parallel=True)
+    for family in ("Llama", "Qwen3"):
+        _train_one(manager, family, "auto")
+    _train_tied_by_plan(manager)
+
+
+def test_models_split_by_their_plans_train_as_one_process() -> None:
+    run_ranks(4, _train, timeout=120)
+
+
+def _compiled() -> None:
+    """An embedding's output that is still under way must not reach a compiled layer.
+
+    `aot_eager` computes a layer with other operators, hence the roundings.
+    """
+    for sequence_parallel in (False, True):
+        manager = ParallelManager(tp_size=2, sequence_parallel=sequence_parallel)
+        module = seeded(build)
+        for layer in module.model.layers:
+            layer.compile(backend="aot_eager")
+        model = manager.parallelize(module, timeout=TIMEOUT)
+        what = f"compiled, in sequence: {sequence_parallel}"
+        assert_follows(manager, model, seeded(build), what, steps=1, roundings=4 * ROUNDINGS)
+
+
+def test_compiled_layers_train_as_one_process() -> None:
+    run_ranks(2, _compiled, timeout=120)
+
+
+def _refused() -> None:
+    import transformers
+
+    manager = ParallelManager(tp_size=2)
+    sizes = {"vocab_size": 8, "hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1}
+    odd = transformers.LlamaConfig(**sizes, num_attention_heads=3, num_key_value_heads=1)
+    one = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    for config, message in (
+        (odd, r"q_proj: tp_size=2 does not divide its 3 heads.*num_attention_heads=3"),
+        (one, r"k_proj: tp_size=2 does not divide its 1 heads.*num_key_value_heads=1"),
+    ):
+        for plan in ("auto", "llama"):
+            with pytest.raises(ValueError, match=message):
+                manager.parallelize(transformers.LlamaForCausalLM(config), tp_plan=plan)
+    experts = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    )
+    with pytest.raises(ValueError, match=r"no tensor-parallel style 'moe_tp_experts'|names a par"):
+        manager.parallelize(experts)
+    in_sequence = ParallelManager(tp_size=2, sequence_parallel=True)
+    with pytest.raises(ValueError, match="does not say which modules compute on parts"):
+        in_sequence.parallelize(build(), tp_plan="model")
+    model = in_sequence.parallelize(build(), timeout=TIMEOUT)
+    with pytest.raises(ValueError, match=r"tp_size=2 divides, got \(2, 5, 24\); pad"):
+        model(input_ids=torch.zeros(2, 5, dtype=torch.long))
+    odd_norm = build()
+    odd_norm.model.layers[1].mlp.norm = nn.LayerNorm(24)
+    with pytest.raises(ValueError, match=r"layers.1: .*does not know the parameter 'mlp.norm.wei"):
+        manager.parallelize(odd_norm, tp_plan="llama")
+
+
+def test_heads_and_styles_that_do_not_fit_are_named() -> None:
+    run_ranks(2, _refused, timeout=120)
