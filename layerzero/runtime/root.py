@@ -20,6 +20,11 @@ Note [The first unit stays between micro-batches]
     Inside `no_sync` the weights do not change from a backward to the next forward, so the unit that
     ends the one and begins the other is kept: a gather less for each micro-batch but the first.
 
+Note [Micro-batches in flight]
+    A pipeline stage runs forwards of some micro-batches between backwards of others, on the same
+    weights. So it has units stay (`keeps_units`) from the first forward to the last backward: each
+    is gathered once, instead of twice for each micro-batch.
+
 Note [A failed collective is final]
     After a timeout or a lost peer the connections are unusable and buffers may still be written
     by the transport. Nothing is freed or retried; every later use repeats the first error.
@@ -118,6 +123,10 @@ class RootState:
     """The same in backward."""
     gathers_all_first: bool
     """Whether a forward begins by gathering every unit, and waits for them."""
+    keeps_units: bool
+    """Whether units stay once gathered, until `free_units`; see Note [Micro-batches in flight]."""
+    prefix: str
+    """Put before the names of units in collectives, where several models share a group."""
 
     def __init__(
         self,
@@ -138,6 +147,8 @@ class RootState:
         self.forward_depth = forward_depth
         self.backward_depth = 1
         self.gathers_all_first = False
+        self.keeps_units = False
+        self.prefix = ""
         self.backward_prefetch = backward_prefetch
         self._budget_is_default = budget_is_default
         self.limiter = GatherLimiter(budget)
@@ -183,7 +194,8 @@ class RootState:
         if self.failure is not None:
             self._refuse_after_failure()
         self._num_operations += 1
-        return Operation(verb, unit, self._num_operations, self._watchdog_of(group))
+        number = self._num_operations
+        return Operation(verb, self.prefix + unit, number, self._watchdog_of(group))
 
     def next_tensor_parallel_operation(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next_operation` for one of `tensor_parallel_groups`, counted apart.
@@ -192,7 +204,8 @@ class RootState:
         """
         self._refuse_after_failure()
         self._num_tensor_parallel_operations += 1
-        return Operation(verb, unit, self._num_tensor_parallel_operations, self._watchdog_of(group))
+        number = self._num_tensor_parallel_operations
+        return Operation(verb, self.prefix + unit, number, self._watchdog_of(group))
 
     def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
         """None for groups of one, and where messages carry names."""
@@ -268,8 +281,33 @@ class RootState:
             self.abort()
 
     def _free(self, unit: Unit, returns: bool = False) -> None:
-        if not self._graph_of_backward:
+        if not (self._graph_of_backward or self.keeps_units):
             unit.reshard(returns)
+
+    @remembers_failure
+    def gather_units(self) -> None:
+        """Start gathering all units and keep them. Collective; does not block the host.
+
+        Raises:
+            CollectiveError: a collective of this model failed.
+        """
+        self.clear_abandoned()
+        self.weights_mark = self.streams.mark_compute()
+        self._distrust()
+        for unit in self.units:
+            if unit.is_stale:
+                unit.reshard()
+            if unit.handles:
+                unit.unshard()
+        self.keeps_units = True
+
+    def free_units(self) -> None:
+        """Free every unit, and keep units no longer. Between forward and backward calls."""
+        self.keeps_units = False
+        self._kept = self._first = None
+        for unit in self.units:
+            if unit.state is not ShardState.SHARDED:
+                self._free(unit)
 
     @remembers_failure
     def unshard_explicitly(self, unit: Unit, async_op: bool) -> UnshardHandle | None:
@@ -323,19 +361,13 @@ class RootState:
         self.weights_mark = self.streams.mark_compute()
         for other in self.units:
             # What an earlier forward left resident may be older than the weights.
-            stays = other.explicitly_unsharded or other is self._first
+            stays = other.explicitly_unsharded or other is self._first or self.keeps_units
             if other.state is not ShardState.SHARDED and (other.is_stale or not stays):
                 other.reshard()
                 if self._graph_of_backward:
                     other.unshard()  # A backward to come needs it, this forward or not.
         self._first = None
-        if not self.reducer.adds_up:
-            # Between optimizer steps weights may have been written in ways that versions miss;
-            # while micro-batches add up they have not.
-            for other in self.units:
-                if other.state is ShardState.SHARDED:  # else unsharded by hand, and to stay so
-                    for handle in other.handles:
-                        handle.distrust()
+        self._distrust()
         self._kept = None
         if self.gathers_all_first:
             with_parameters = [other for other in self.units if other.handles]
@@ -344,6 +376,17 @@ class RootState:
             for other in with_parameters:
                 other.wait_for_unshard()
         self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
+
+    def _distrust(self) -> None:
+        """Between optimizer steps weights may have been written in ways that versions miss.
+
+        While micro-batches add up they have not.
+        """
+        if not self.reducer.adds_up:
+            for unit in self.units:
+                if unit.state is ShardState.SHARDED:  # else unsharded by hand, and to stay so
+                    for handle in unit.handles:
+                        handle.distrust()
 
     def _make_full(self, unit: Unit) -> None:
         in_backward = unit.training_state is TrainingState.BACKWARD
@@ -384,7 +427,8 @@ class RootState:
             explicit = [self.units[index] for index in self.recorder.predict(depth)]
         for unit in explicit:
             if unit.state is ShardState.SHARDED and unit.handles:
-                if not self.limiter.admits(unit.nbytes):
+                # What is kept is resident in the end anyway, however early it is gathered.
+                if not (self.keeps_units or self.limiter.admits(unit.nbytes)):
                     return
                 unit.unshard(behind_reductions=bool(self._passes))
 
@@ -628,7 +672,7 @@ class RootState:
         self._passes.clear()
         self._call_depth = 0
         self._kept = self._first = None
-        self._graph_of_backward = False
+        self._graph_of_backward = self.keeps_units = False
         self.recorder.abort()
         self.reducer.drop()
         for unit in self.units:

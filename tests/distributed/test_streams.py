@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, units
 from layerzero.comm.streams import DeviceLane, Streams, _OnLane
 from layerzero.runtime.root import RootState
 from tests.harness.models import WIDTH, Block, Mlp
@@ -111,6 +111,23 @@ def pipelining(model: ZeRO3) -> None:
     train(model, 1)
 
 
+def keeping_units(model: ZeRO3) -> None:
+    """What a stage of a pipeline does, gathered by itself or by the schedule."""
+    root = units(model)[0].root
+    for by_schedule in (False, True):
+        root.keeps_units = True
+        if by_schedule:
+            root.gather_units()
+        outputs = [model(torch.randn(3, WIDTH)) for _ in range(3)]
+        for index, output in enumerate(outputs):
+            if index == 2:
+                root.keeps_units = False
+            with nullcontext() if index == 2 else model.no_sync():
+                output.sum().backward()
+        root.free_units()
+        train(model, 1)
+
+
 def optimizing_after_a_forward(model: ZeRO3) -> None:
     """Weights may be written on the host as soon as a forward has returned."""
     for grad in (False, True):
@@ -132,6 +149,7 @@ USES = [
     recomputation,
     several_forwards,
     pipelining,
+    keeping_units,
 ]
 SETTINGS = {
     "default": {},

@@ -1,0 +1,236 @@
+"""ZeRO3PipelineStage: a stage of `torch.distributed.pipelining` that is a ZeRO3 module.
+
+torch's own stage knows which micro-batch is the last, and tells DDP and FSDP alone. Without it
+every backward of a ZeRO3 module reduces, and every forward and backward gathers: the same numbers,
+for as many times the bytes as there are micro-batches.
+
+Note [Two stages of one rank]
+    They are two models on one process group, and may gather and reduce at the same time. Messages
+    are matched by name, so the names of a stage's collectives begin with the stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
+
+from layerzero.comm.collectives import Operation, gather_small
+from layerzero.core.groups import make_shard_group, resolve_process_groups
+from layerzero.runtime.root import RootState
+from layerzero.runtime.unit import get_unit
+from layerzero.zero3 import ZeRO3, units
+
+
+class ZeRO3PipelineStage(PipelineStage):
+    """A `PipelineStage` whose `ZeRO3` module reduces once a step, and gathers each unit once.
+
+    In a step of `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B` or `ScheduleLoopedBFS`:
+
+    - Units stay full from the first forward to the last backward, and are freed as that one is
+      done with them. That is U all-gathers for U units, and the full parameters of the stage.
+    - Gradients of micro-batches add up as they do inside `no_sync` (`accumulation="unsharded"`:
+      nothing is sent before the last). The backward of the last one reduces: U reductions.
+    - Gradients are there, and complete, before the schedule scales them.
+    - `with model.no_sync(): schedule.step(...)` adds up over several steps of the schedule.
+
+    A step that did not come to its end, because of an error on this rank, is forgotten when the
+    next one begins: its gradients, and those that were waiting from steps inside `no_sync`.
+
+    Args:
+        submodule: the stage's part of the model, wrapped. Its process group are the data-parallel
+            ranks of this stage.
+        stage_index: of this stage, from 0.
+        num_stages: of the whole pipeline.
+        device: where the stage runs.
+        reshard_between_micro_batches: free units after every forward and backward, as outside a
+            pipeline: up to 2U - 1 all-gathers for each micro-batch, in the memory of a few units.
+        **options: of `PipelineStage` (`group`, `input_args`, `output_args` and so on).
+
+    Attributes:
+        model: the wrapped module.
+
+    Raises:
+        TypeError: `submodule` is not a ZeRO3 module.
+        ValueError: it is a part of another one.
+        NotImplementedError: (by the schedule's step) the schedule splits the backward in one for
+            inputs and one for weights, as zero-bubble schedules do.
+        RuntimeError: (by the schedule's step) the schedule scales gradients that were used already
+            (`step_in_backward`).
+    """
+
+    def __init__(
+        self,
+        submodule: ZeRO3,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        reshard_between_micro_batches: bool = False,
+        **options: Any,
+    ) -> None:
+        if not isinstance(submodule, ZeRO3):
+            raise TypeError(
+                f"stage {stage_index}: expected a ZeRO3 module, got {type(submodule).__name__}; "
+                "wrap the stage's part of the model, or use torch's PipelineStage"
+            )
+        if units(submodule)[0].root.units[0] is not get_unit(submodule):
+            raise ValueError(
+                f"stage {stage_index}: its module is a part of another ZeRO3 module; wrap each "
+                "stage by itself: stages reduce and free at different times"
+            )
+        super().__init__(submodule, stage_index, num_stages, device, **options)
+        self.model = submodule
+        self._reshards = reshard_between_micro_batches
+        self._in_step = False
+        self._root.prefix = f"stage {stage_index}: "  # See Note [Two stages of one rank].
+
+    @property
+    def _root(self) -> RootState:
+        return units(self.model)[0].root
+
+    def gather(self) -> None:
+        """Start gathering all units, to stay. Collective over the stage's data-parallel ranks."""
+        if self._in_step:
+            self._root.gather_units()
+
+    def free(self) -> None:
+        """Free all units. Not collective."""
+        self._root.free_units()
+
+    # What a schedule calls ------------------------------------------------------------------
+
+    def clear_runtime_states(self) -> None:
+        """A step of the schedule begins."""
+        super().clear_runtime_states()
+        if self._in_step:
+            self._root.abort()
+        self._in_step = True
+        self._root.keeps_units = not self._reshards
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one micro-batch; the last of an evaluation frees the units."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward and fwd_chunk_id == len(self.args_recv_info) - 1:
+            self._end_step()
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> Any:
+        """Backward of one micro-batch."""
+        if self.has_backward and not full_backward:
+            raise NotImplementedError(
+                f"stage {self.stage_index}: the schedule asks for the backward of inputs alone, "
+                "as zero-bubble schedules do; ZeRO3 units need both in one: use ScheduleGPipe, "
+                "Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
+            )
+        result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if self.has_backward and last_backward:
+            self._end_step()
+        return result
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Reduce in the backward of the last micro-batch alone."""
+        if last_backward:
+            self._root.keeps_units = False  # From now on units are freed as they are done.
+        with nullcontext() if last_backward else self.model.no_sync():
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients, which are complete, by the number of micro-batches."""
+        if grad_scale_factor != 1 and self._root.reducer.on_delivered is not None:
+            raise RuntimeError(
+                f"stage {self.stage_index}: the schedule scales gradients after the backward, but "
+                "step_in_backward has used them already: pass scale_grads=False to the schedule "
+                "and divide the loss by the number of micro-batches"
+            )
+        super().scale_grads(grad_scale_factor)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        # Some versions of torch run a backward here to see what gradients look like.
+        with self.model.no_sync():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    def _end_step(self) -> None:
+        self._in_step = False
+        self._root.free_units()
+
+
+def gather_as_scheduled(schedule: Any, stages: Sequence[ZeRO3PipelineStage]) -> None:
+    """Let the schedule say when stages are gathered and freed. Not collective.
+
+    Schedules of several stages a rank plan when each stage's parameters are needed (actions
+    UNSHARD and RESHARD), a few stages ahead. torch follows that for FSDP alone. Without this a
+    stage is gathered by its first forward and stays until its last backward.
+
+    Args:
+        schedule: one that plans gathers, such as `ScheduleInterleaved1F1B`.
+        stages: all of its stages on this rank.
+
+    Raises:
+        TypeError: the schedule plans no gathers, or a stage is not a ZeRO3PipelineStage.
+    """
+    register = getattr(schedule, "register_custom_function", None)
+    if register is None:
+        raise TypeError(
+            f"gather_as_scheduled: {type(schedule).__name__} plans no gathers; expected a schedule "
+            "of several stages a rank, such as ScheduleInterleaved1F1B"
+        )
+    by_index: dict[int, ZeRO3PipelineStage] = {}
+    for stage in stages:
+        if not isinstance(stage, ZeRO3PipelineStage):
+            raise TypeError(
+                f"gather_as_scheduled: expected ZeRO3PipelineStages, got {type(stage).__name__}"
+            )
+        by_index[stage.stage_index] = stage
+    register(UNSHARD, lambda action, context: by_index[action.stage_index].gather())
+    register(RESHARD, lambda action, context: by_index[action.stage_index].free())
+
+
+def clip_grad_norm_(
+    stages: Sequence[ZeRO3PipelineStage], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scale the gradients of a whole pipeline so that their norm is at most `max_norm`.
+
+    Collective over all ranks of the pipeline: over the data-parallel ranks of each stage, then over
+    its group of stages. `clip_grad_norm_` of a stage's module knows that stage alone.
+
+    Args:
+        stages: all stages on this rank.
+        norm_type: p > 0, or infinity.
+
+    Returns:
+        The norm before clipping, a scalar tensor, the same on all ranks.
+
+    Raises:
+        ValueError: no stages, or `norm_type` is no norm.
+        RuntimeError: gradients were used already (`step_in_backward`).
+    """
+    if not stages:
+        raise ValueError("clip_grad_norm_: expected the stages on this rank, got none")
+    models = [stage.model for stage in stages]
+    # Infinity: nothing is scaled yet.
+    norms = torch.stack([model.clip_grad_norm_(math.inf, norm_type) for model in models])
+    (process_group,) = resolve_process_groups(stages[0].group)
+    group = make_shard_group(process_group, norms.device, None)
+    # Not numbered: stages have unequal models, and so unequal numbers of operations.
+    operation = Operation("gradient norm", "the pipeline", 0)
+    norm = torch.linalg.vector_norm(gather_small(norms, group, operation), norm_type)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for model in models:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
+        if gradients:
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    return norm

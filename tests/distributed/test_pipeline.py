@@ -1,0 +1,372 @@
+"""Stages of torch's pipelines that are ZeRO3 modules train as the whole model on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from layerzero import ZeRO3, units
+from layerzero.parallel import ZeRO3PipelineStage, clip_grad_norm_, gather_as_scheduled
+from tests.harness.checks import (
+    assert_close,
+    assert_same_on_all_ranks,
+    assert_same_parameters,
+)
+from tests.harness.models import WIDTH, Block
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
+from tests.harness.reference import OPTIMIZERS, full_gradients, full_parameters, seeded
+
+MICRO_BATCHES = 4
+ROUNDINGS = 64
+"""Gradients are summed over micro-batches and ranks in another order than autograd's."""
+UNITS = 3
+"""Of each part: two blocks, and what is left."""
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.out(self.blocks(x)))
+
+
+class Whole(nn.Module):
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(Part() for _ in range(num_parts)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x)
+
+
+class Pipeline:
+    """This rank's stages of a pipeline over `mesh["pp"]`, and the whole model beside it."""
+
+    def __init__(
+        self, mesh: DeviceMesh, kind: str, stage_class: type[PipelineStage], **options: Any
+    ) -> None:
+        self.mesh = mesh
+        self.place, self.num_places = mesh["pp"].get_local_rank(), mesh["pp"].size()
+        per_rank = 2 if kind.startswith("interleaved") else 1
+        num_parts = per_rank * self.num_places
+        self.indices = list(range(self.place, num_parts, self.num_places))
+        self.reference = seeded(lambda: Whole(num_parts))
+        whole = seeded(lambda: Whole(num_parts))
+        self.models = [
+            ZeRO3(
+                whole.parts[index],
+                mesh["dp"],
+                auto_wrap_policy={Block},
+                accumulation="unsharded",
+                timeout=timedelta(seconds=25),
+            )
+            for index in self.indices
+        ]
+        self.stages = [
+            stage_class(
+                model,
+                index,
+                num_parts,
+                torch.device("cpu"),
+                group=mesh["pp"].get_group(),
+                **options,
+            )
+            for index, model in zip(self.indices, self.models, strict=True)
+        ]
+        schedules: dict[str, Callable[..., Any]] = {
+            "gpipe": ScheduleGPipe,
+            "1f1b": Schedule1F1B,
+            "interleaved": ScheduleInterleaved1F1B,
+            "interleaved as scheduled": ScheduleInterleaved1F1B,
+        }
+        self.schedule = schedules[kind](
+            self.stages if per_rank > 1 else self.stages[0], MICRO_BATCHES, loss_fn=F.mse_loss
+        )
+        if kind == "interleaved as scheduled":
+            gather_as_scheduled(self.schedule, self.stages)
+
+    def run(self, x: Tensor, target: Tensor, evaluates: bool = False) -> tuple[Tensor | None, Any]:
+        """One step of the schedule; what the last stage returned, and its losses."""
+        losses: list[Tensor] | None = [] if self.num_places - 1 == self.place else None
+        run = self.schedule.eval if evaluates else self.schedule.step
+        inputs = (x,) if self.place == 0 else ()
+        output = run(*inputs, target=None if losses is None else target, losses=losses)
+        return output, losses
+
+    def batch(self, seed: int) -> list[tuple[Tensor, Tensor]]:
+        """For each data-parallel rank."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (2 * MICRO_BATCHES, WIDTH)
+        return [
+            (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+            for _ in range(self.mesh["dp"].size())
+        ]
+
+    def reference_losses(self, batches: list[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
+        """Of each rank's micro-batches; adds the mean gradient."""
+        losses = []
+        for x, target in batches:
+            pairs = zip(x.chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES), strict=True)
+            losses.append([F.mse_loss(self.reference(part), goal) for part, goal in pairs])
+            (torch.stack(losses[-1]).mean() / len(batches)).backward()
+        return losses
+
+    def assert_same(self, read: Callable[[nn.Module], dict[str, Any]], what: str) -> None:
+        for index, model in zip(self.indices, self.models, strict=True):
+            expected = read(self.reference.parts[index])
+            assert_same_parameters(read(model), expected, ROUNDINGS, f"{what} of part {index}:")
+
+    def train(self, steps: int) -> list[dict[int, tuple[list[str], list[str]]]]:
+        """Compare every step with the reference; (gathered, reduced) of each stage and step."""
+        optimizers = [OPTIMIZERS["sgd_momentum"](m.parameters()) for m in self.models]
+        reference_optimizer = OPTIMIZERS["sgd_momentum"](self.reference.parameters())
+        records = []
+        for step in range(steps):
+            batches = self.batch(step)
+            own = batches[self.mesh["dp"].get_local_rank()]
+            with ExitStack() as stack:
+                recorded = [stack.enter_context(recorded_operations(m)) for m in self.models]
+                _, losses = self.run(*own)
+            records.append(
+                {
+                    index: (gathered(operations), reduced(operations))
+                    for index, operations in zip(self.indices, recorded, strict=True)
+                }
+            )
+            expected = self.reference_losses(batches)[self.mesh["dp"].get_local_rank()]
+            if losses is not None:
+                for loss, other in zip(losses, expected, strict=True):
+                    assert_close(loss.detach(), other.detach(), ROUNDINGS, f"step {step}: loss")
+            self.assert_same(full_gradients, f"step {step}: gradient")
+            for optimizer in [*optimizers, reference_optimizer]:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.assert_same(full_parameters, f"step {step}: parameter")
+        return records
+
+
+def _mesh(num_places: int = 2) -> DeviceMesh:
+    return init_device_mesh("cpu", (num_places, 2), mesh_dim_names=("pp", "dp"))
+
+
+def _trains(kinds: tuple[str, ...]) -> None:
+    mesh = _mesh()
+    for kind in kinds:
+        pipeline = Pipeline(mesh, kind, ZeRO3PipelineStage)
+        for step, record in enumerate(pipeline.train(steps=3)):
+            for index, (gathers, reductions) in record.items():
+                own = ("the root unit", "blocks.0", "blocks.1")
+                names = [f"stage {index}: {unit}" for unit in own]
+                assert sorted(gathers) == sorted(names), (kind, step, gathers)
+                assert sorted(reductions) == sorted(names), (kind, step, reductions)
+        for model in pipeline.models:
+            assert not any(full_nbytes(model).values()), f"{kind}: freed after the step"
+
+
+@pytest.mark.parametrize(
+    "kinds", [("gpipe", "1f1b"), ("interleaved", "interleaved as scheduled")], ids=lambda k: k[0]
+)
+def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step(kinds: tuple[str, ...]) -> None:
+    run_ranks(4, _trains, kinds)
+
+
+def _plain_stage_trains() -> None:
+    mesh = _mesh()
+    # A unit fewer wherever one stays from a forward to the backward that follows at once.
+    counts = {"gpipe": {23}, "1f1b": {20, 21}, "interleaved": {20, 22, 23}}
+    for kind, expected in counts.items():
+        pipeline = Pipeline(mesh, kind, PipelineStage)
+        for gathers, reductions in pipeline.train(steps=2)[-1].values():
+            assert len(reductions) == UNITS * MICRO_BATCHES, (kind, reductions)
+            assert len(gathers) in expected, (kind, gathers)
+
+
+def test_a_stage_of_torchs_own_gives_the_same_numbers_for_more_bytes() -> None:
+    run_ranks(4, _plain_stage_trains)
+
+
+def _frees_between() -> None:
+    pipeline = Pipeline(_mesh(), "gpipe", ZeRO3PipelineStage, reshard_between_micro_batches=True)
+    for gathers, reductions in pipeline.train(steps=2)[-1].values():
+        assert len(gathers) == 20, gathers
+        assert len(reductions) == UNITS
+
+
+def test_a_stage_may_free_its_units_between_micro_batches() -> None:
+    run_ranks(4, _frees_between)
+
+
+def _evaluates() -> None:
+    mesh = _mesh()
+    for kind in ("1f1b", "interleaved as scheduled"):
+        pipeline = Pipeline(mesh, kind, ZeRO3PipelineStage)
+        pipeline.train(steps=1)
+        x, target = pipeline.batch(seed=7)[mesh["dp"].get_local_rank()]
+        for grad_enabled in (False, True):
+            with ExitStack() as stack:
+                stack.enter_context(torch.set_grad_enabled(grad_enabled))
+                recorded = [stack.enter_context(recorded_operations(m)) for m in pipeline.models]
+                output, losses = pipeline.run(x, target, evaluates=True)
+            for operations in recorded:
+                assert len(gathered(operations)) == UNITS, (kind, gathered(operations))
+                assert not reduced(operations)
+            for model in pipeline.models:
+                assert not any(full_nbytes(model).values()), f"{kind}: freed after evaluation"
+            if losses is not None:
+                expected = pipeline.reference(x).detach()
+                assert_close(output.detach(), expected, ROUNDINGS, f"{kind}: output")
+                mean = torch.stack(losses).mean().detach()
+                assert_close(mean, F.mse_loss(expected, target), ROUNDINGS, f"{kind}: loss")
+        pipeline.train(steps=2)
+
+
+def test_a_schedule_evaluates_between_steps() -> None:
+    run_ranks(4, _evaluates)
+
+
+def _as_scheduled() -> None:
+    mesh = _mesh()
+    for kind in ("interleaved", "interleaved as scheduled"):
+        pipeline = Pipeline(mesh, kind, ZeRO3PipelineStage)
+        pipeline.train(steps=1)
+        states: dict[int, list[str]] = {}
+
+        def note(module: nn.Module, args: Any, states: dict[int, list[str]] = states) -> None:
+            own = units(module)
+            states.setdefault(id(module), [unit.state.value for unit in own])
+
+        for model in pipeline.models:
+            model.register_forward_pre_hook(note)
+        pipeline.train(steps=1)
+        for seen in states.values():
+            assert all(state != "sharded" for state in seen) == (kind != "interleaved"), (
+                kind,
+                seen,
+            )
+
+
+def test_gathers_are_issued_when_the_schedule_says() -> None:
+    run_ranks(4, _as_scheduled)
+
+
+def _several_steps_without_sync() -> None:
+    pipeline = Pipeline(_mesh(), "1f1b", ZeRO3PipelineStage)
+    (model,) = pipeline.models
+    own = pipeline.mesh["dp"].get_local_rank()
+    with recorded_operations(model) as operations:
+        with model.no_sync():
+            pipeline.run(*pipeline.batch(0)[own])
+        assert not reduced(operations)
+        pipeline.run(*pipeline.batch(1)[own])
+    assert len(reduced(operations)) == UNITS
+    for seed in (0, 1):
+        pipeline.reference_losses(pipeline.batch(seed))
+    pipeline.assert_same(full_gradients, "gradient")
+
+
+def test_steps_of_a_schedule_add_up_under_no_sync() -> None:
+    run_ranks(4, _several_steps_without_sync)
+
+
+def _clips() -> None:
+    pipeline = Pipeline(_mesh(), "interleaved", ZeRO3PipelineStage)
+    own = pipeline.mesh["dp"].get_local_rank()
+    for norm_type in (2.0, float("inf")):
+        pipeline.run(*pipeline.batch(0)[own])
+        pipeline.reference_losses(pipeline.batch(0))
+        max_norm = 1e-2
+        norm = clip_grad_norm_(pipeline.stages, max_norm, norm_type)
+        expected = nn.utils.clip_grad_norm_(pipeline.reference.parameters(), max_norm, norm_type)
+        assert expected > 2 * max_norm, "else nothing is scaled"
+        assert_close(norm, expected, ROUNDINGS, f"norm of type {norm_type}")
+        assert_same_on_all_ranks(norm, "norm")
+        pipeline.assert_same(full_gradients, f"gradient clipped by {norm_type}")
+        for model in [*pipeline.models, pipeline.reference]:
+            model.zero_grad()
+    assert clip_grad_norm_(pipeline.stages, 1.0) == 0.0, "no gradients"
+    with pytest.raises(ValueError, match="expected the stages on this rank"):
+        clip_grad_norm_([], 1.0)
+
+
+def test_clipping_takes_the_norm_of_all_stages() -> None:
+    run_ranks(4, _clips)
+
+
+def _error_in_a_step() -> None:
+    pipeline = Pipeline(_mesh(1), "1f1b", ZeRO3PipelineStage)
+    batch = pipeline.batch(5)[dist.get_rank()]
+    pipeline.train(steps=1)
+    calls = []
+
+    def failing(*args: Any) -> Tensor:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyError("not the engine's business")
+        return F.mse_loss(*args)
+
+    pipeline.schedule._loss_fn = failing
+    with pytest.raises(KeyError):
+        pipeline.run(*batch)
+    assert list(pipeline.stages[0].fwd_cache) == [2], "two micro-batches went back"
+    # torch's schedule keeps the losses of a step that failed; the stage and its model live on.
+    pipeline.schedule = Schedule1F1B(pipeline.stages[0], MICRO_BATCHES, loss_fn=F.mse_loss)
+    # What the first micro-batches left is not in the sum.
+    pipeline.train(steps=2)
+
+
+def test_the_step_after_one_that_failed_starts_clean() -> None:
+    run_ranks(2, _error_in_a_step)
+
+
+def _refuses() -> None:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    options: dict[str, Any] = {"group": mesh.get_group()}
+    device = torch.device("cpu")
+    with pytest.raises(TypeError, match="stage 0: expected a ZeRO3 module, got Part"):
+        ZeRO3PipelineStage(Part(), 0, 1, device, **options)  # type: ignore[arg-type]
+    inner = ZeRO3(Part(), mesh)
+    outer = ZeRO3(nn.Sequential(inner), mesh)
+    with pytest.raises(ValueError, match="stage 0: its module is a part of another ZeRO3"):
+        ZeRO3PipelineStage(outer.get_submodule("0"), 0, 1, device, **options)
+    model = ZeRO3(Part(), mesh)
+    x, target = torch.randn(2, 4, WIDTH)
+
+    stage = ZeRO3PipelineStage(model, 0, 1, device, **options)
+    with pytest.raises(TypeError, match="ScheduleGPipe plans no gathers"):
+        gather_as_scheduled(ScheduleGPipe(stage, 2), [stage])
+    zero_bubble = ScheduleInterleavedZeroBubble([stage], 2, loss_fn=F.mse_loss)
+    with pytest.raises(TypeError, match="expected ZeRO3PipelineStages, got Part"):
+        gather_as_scheduled(zero_bubble, [Part()])  # type: ignore[list-item]
+    with pytest.raises(NotImplementedError, match="backward of inputs alone"):
+        zero_bubble.step(x, target=target)
+
+    stage = ZeRO3PipelineStage(model, 0, 1, device, **options)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=F.mse_loss)
+    model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="pass scale_grads=False"):
+        schedule.step(x, target=target)
+
+
+def test_what_cannot_work_in_a_pipeline_is_refused() -> None:
+    run_ranks(1, _refuses)
