@@ -42,6 +42,8 @@ class UnitArguments:
     reshard_after_forward: ReshardAfterForward | Callable[[nn.Module, str], ReshardAfterForward]
     gradient_reduction: GradientReduction
     offload: OffloadPolicy
+    process_group: dist.ProcessGroup | DeviceMesh | None = None
+    """The ranks that have the unit, where these are some of those that share the model."""
     hook_module: nn.Module | None = None
     """Whose calls are the unit's, beside those of the unit's own module."""
 
@@ -124,11 +126,13 @@ def check_agreement(
     outer: Outer,
     timeout: timedelta | None,
     tensor_parallel: DeviceMesh | None,
+    experts: int,
 ) -> None:
     """Refuse what differs between ranks, or does not fit. Collective over the group, or the mesh.
 
     Args:
         tensor_parallel: the mesh of the parameters that are DTensors.
+        experts: what `structure_of` (experts.py) says of the model.
 
     Raises:
         ValueError: the same on every rank, with every rank's values where they differ.
@@ -141,16 +145,23 @@ def check_agreement(
         num_inner if zero3_size is None else zero3_size,
         _OUTER.index(outer),
         -1 if tensor_parallel is None else _place_in(tensor_parallel),
+        experts,
     ]
     values = torch.tensor(own, device=device)
     for axis in axes:
         if axis.size > 1:
             values = gather_small(values, axis, Operation("agreement", "zero3_size and outer", 0))
-    every = values.view(-1, 3).tolist()
+    every = values.view(-1, 4).tolist()
     if any(other[:2] != every[0][:2] for other in every):
-        listed = "; ".join(f"zero3_size={size}, outer={_OUTER[mode]!r}" for size, mode, _ in every)
+        listed = "; ".join(f"zero3_size={size}, outer={_OUTER[mode]!r}" for size, mode, *_ in every)
         raise ValueError(
             f"zero3_size and outer differ between ranks, in the group's order: {listed}"
+        )
+    if any(other[3] != every[0][3] for other in every):
+        raise ValueError(
+            "experts: ranks of the model's group have units of unequal sizes, or experts (units "
+            f"with a process_group of their own) at unequal places; rank {dist.get_rank()} has "
+            f"{'some' if experts else 'none'}; give every rank as many experts, of equal size"
         )
     if any(other != every[0] for other in every):
         raise ValueError(

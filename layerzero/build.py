@@ -29,11 +29,12 @@ from layerzero.wrap import UnitPlan, Visit
 class UnitBuilder:
     """Builds the units of one `ZeRO3` call; what does not depend on the unit is here."""
 
-    placement: Placement
+    placements: Mapping[int, Placement]
+    """Of the unit that a plan (by id) becomes."""
     tensor_parallel_groups: tuple[ShardGroup, ...]
     device: torch.device
     arguments: Mapping[int, UnitArguments]
-    """Of the unit that a plan (by id) becomes."""
+    """Likewise."""
     deterministic: bool
     materializer: Materializer
     sync_module_states: bool
@@ -67,12 +68,14 @@ class UnitBuilder:
         if visit.plan.existing is not None:
             return
         mixed_precision = self.arguments[id(visit.plan)].mixed_precision
+        placement = self.placements[id(visit.plan)]
         keeps = mixed_precision.keeps_float32(visit.module)
         buffer_dtype = None if keeps else mixed_precision.buffer_dtype
         was_meta = [
             name for name, p in visit.module._parameters.items() if p is not None and p.is_meta
         ]
-        self.materializer(visit.fqn, visit.module, buffer_dtype)
+        gets_values = self.sync_module_states and not placement.is_first
+        self.materializer(visit.fqn, visit.module, buffer_dtype, initialise=not gets_values)
         for name in was_meta if self.tensor_parallel_groups else ():
             self._copy_over_mesh(visit, name)
         if keeps:
@@ -80,7 +83,7 @@ class UnitBuilder:
         if self.sync_module_states:
             for name, buffer in visit.module._buffers.items():
                 if buffer is not None:
-                    self._broadcast(buffer, f"buffer {visit.fqn}.{name}")
+                    self._broadcast(buffer, f"buffer {visit.fqn}.{name}", placement)
 
     def _finish(self, plan: UnitPlan) -> Unit:
         if plan.existing is not None:
@@ -88,7 +91,7 @@ class UnitBuilder:
             plan.existing.rename(inner)
             return plan.existing
         arguments = self.arguments[id(plan)]
-        mixed_precision = arguments.mixed_precision
+        mixed_precision, placement = arguments.mixed_precision, self.placements[id(plan)]
         kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[OriginalParameter]] = {}
         for original in plan.originals:
             first = original.slots[0]
@@ -98,7 +101,7 @@ class UnitBuilder:
             original.value = local_of(parameter)
             if self.sync_module_states:
                 original.value = original.value.to(self.device)
-                self._broadcast(original.value, f"parameter {original.fqn}")
+                self._broadcast(original.value, f"parameter {original.fqn}", placement)
             keeps = any(mixed_precision.keeps_float32(slot.module) for slot in original.slots)
             compute_dtype = mixed_precision.compute_dtype(original.fqn, parameter.dtype, keeps)
             key = (parameter.dtype, compute_dtype, parameter.requires_grad)
@@ -107,7 +110,7 @@ class UnitBuilder:
         handles = [
             FlatParamHandle(
                 originals,
-                self.placement,
+                placement,
                 self.device,
                 compute_dtype,
                 reduce_dtype=_reduce_dtype(compute_dtype, mixed_precision),
@@ -128,7 +131,7 @@ class UnitBuilder:
                 reshard_after_forward=check_reshard_after_forward(
                     reshard(plan.module, plan.fqn) if callable(reshard) else reshard
                 ),
-                gradient_scale=1.0 / self.placement.num_ranks if is_mean else 1.0,
+                gradient_scale=1.0 / placement.num_averaged if is_mean else 1.0,
                 deterministic=self.deterministic,
             ),
         )
@@ -165,9 +168,9 @@ class UnitBuilder:
         if module is not None and plan.existing is None:
             hooks.install_on_calls(module, unit, casts=get_unit(module) is None)
 
-    def _broadcast(self, tensor: torch.Tensor, name: str) -> None:
+    def _broadcast(self, tensor: torch.Tensor, name: str, placement: Placement) -> None:
         # Outer first: then the first rank of every shard group has it.
-        for group in reversed(self.placement.groups):
+        for group in reversed(placement.groups):
             broadcast_(tensor, group, Operation("synchronisation", name, 0))
 
 

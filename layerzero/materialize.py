@@ -24,21 +24,21 @@ class Materializer:
         self,
         device: torch.device,
         param_init_fn: InitFunction | None,
-        initialise: bool,
     ) -> None:
-        """`initialise=False` leaves values undefined: they come from another rank."""
         self._device = device
         self._init = param_init_fn
-        self._initialise = initialise
         # By id: the original, so that the id stays its own, and what was made of it. Weakly: a
         # unit that was flattened meanwhile must not stay whole for our sake.
         self._made: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
 
-    def __call__(self, fqn: str, module: nn.Module, buffer_dtype: torch.dtype | None) -> None:
+    def __call__(
+        self, fqn: str, module: nn.Module, buffer_dtype: torch.dtype | None, initialise: bool
+    ) -> None:
         """Materialise what `module` itself has on meta; then move and cast its buffers.
 
         Args:
             buffer_dtype: of floating-point buffers; None: they keep their own.
+            initialise: False leaves values undefined: they come from another rank.
 
         Raises:
             ValueError: it has meta tensors, but nothing says how to initialise them.
@@ -48,7 +48,7 @@ class Materializer:
                 for name, tensor in tensors.items():
                     if tensor is not None and tensor.is_meta:
                         tensors[name] = self._allocate(tensor)  # type: ignore[assignment]
-            if self._initialise:
+            if initialise:
                 self._initialise_module(fqn, module)
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -41,6 +41,7 @@ from layerzero.config import (
 from layerzero.core.groups import mesh_groups
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement, make_placement
+from layerzero.experts import check_experts, find_experts, place_units, structure_of
 from layerzero.materialize import Materializer
 from layerzero.optim.clip import clip_grad_norm_
 from layerzero.optim.in_backward import StepInBackward
@@ -72,8 +73,9 @@ class ZeRO3(nn.Module):
             data-parallel ranks alone (docs/parallelism.md).
         auto_wrap_policy: set of module classes, or callable(module, fqn) -> bool, or a mapping: a
             unit with arguments of its own (`mixed_precision`, `reshard_after_forward`,
-            `gradient_reduction`, `offload`), or with a `hook_module` whose calls are the unit's as
-            well. None: units are the nested ZeRO3 modules, or the root alone.
+            `gradient_reduction`, `offload`, and for experts `process_group`, see
+            docs/parallelism.md), or with a `hook_module` whose calls are the unit's as well. None:
+            units are the nested ZeRO3 modules, or the root alone.
         zero3_size: ranks of a shard group inside `process_group`, neighbours in rank order; None:
             all of it. The same on every rank.
         outer: what the axis outside the shard group does: "zero1" splits the optimizer over it too,
@@ -147,7 +149,9 @@ class ZeRO3(nn.Module):
         group = check_group(process_group, zero3_size, outer)
         check_accumulation(accumulation)
         plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)
-        mesh = tensor_parallel_mesh(plans, process_group)
+        experts = find_experts(plans, process_group)
+        dense = [plan for plan in plans if id(plan) not in experts]
+        mesh = tensor_parallel_mesh(dense, process_group)
         target = resolve_device(device, plans, group, mesh)
         shared = UnitArguments(
             mixed_precision=mixed_precision or MixedPrecision(),
@@ -158,20 +162,20 @@ class ZeRO3(nn.Module):
         arguments = {
             id(plan): shared.overridden(plan.label, plan.arguments, target) for plan in plans
         }
-        check_agreement(process_group, target, zero3_size, outer, timeout, mesh)
+        structure = structure_of(plans, experts)
+        check_agreement(process_group, target, zero3_size, outer, timeout, mesh, structure)
         placement = make_placement(process_group, target, zero3_size, outer, deterministic, timeout)
+        check_experts(plans, experts, placement, target)
         tensor_parallel_groups = mesh_groups(mesh, target, timeout)
         builder = UnitBuilder(
-            placement=placement,
+            placements=place_units(
+                plans, experts, placement, target, outer, deterministic, timeout
+            ),
             tensor_parallel_groups=tensor_parallel_groups,
             device=target,
             arguments=arguments,
             deterministic=deterministic,
-            materializer=Materializer(
-                target,
-                param_init_fn,
-                initialise=not (sync_module_states and not placement.is_first),
-            ),
+            materializer=Materializer(target, param_init_fn),
             sync_module_states=sync_module_states,
         )
         units = builder.build(plans, visits)

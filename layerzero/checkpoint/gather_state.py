@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.codec import decode, encode
-from layerzero.checkpoint.handle import root_state_of
+from layerzero.checkpoint.handle import refuse_experts, root_state_of
 from layerzero.checkpoint.inventory import OPTIMIZER, Names, Places, clean_name, name_in_group
 from layerzero.checkpoint.module_state import shard_of
 from layerzero.checkpoint.optimizer_state import state_template
@@ -99,6 +99,8 @@ def get_model_state_dict(
                 entries = {name: value for name, value in entries.items() if name not in found}
     if not choice.full:
         return choice.moved(entries)
+    if choice.rank0_only:
+        refuse_experts(state, "rank0_only")
     keeps = not choice.rank0_only or participants_of(state, None).is_first
     # Other entries share memory with the model.
     result = {
@@ -156,14 +158,18 @@ def get_optimizer_state_dict(
             _name(names, parameter): _shards(parameter, own) for parameter, own in states.items()
         }
         return choice.moved({"state": by_name, "param_groups": groups})
+    if choice.rank0_only:
+        refuse_experts(state, "rank0_only")
     together = participants_of(state, None)
     keeps = not choice.rank0_only or together.is_first
     places = Places(names)
     told = together.exchange("optimizer state", lambda: _tell(states, names, places))
     everything: StateDict = {}
+    own_names = {name for _, found in names.parameters for name in found}
     for each in told:
         for name, own in json.loads(each).items():
-            everything.setdefault(name, {}).update(own)
+            if name in own_names:  # else of an expert that is elsewhere
+                everything.setdefault(name, {}).update(own)
     by_name = _gather_states(state, names, states, everything, choice, keeps)
     return {"state": by_name, "param_groups": groups} if keeps else {}
 

@@ -67,6 +67,21 @@ class SaveHandle:
         self._thread.start()
 
 
+def refuse_experts(state: RootState, what: str) -> None:
+    """Where the first rank has, or gets, everything: it knows no experts of other names.
+
+    Raises:
+        NotImplementedError: ranks have experts of different names.
+    """
+    for unit in state.units:
+        experts = [h for h in unit.handles if h.placement.data_parallel is not None]
+        if any(split is None for handle in experts for split in handle.splits):
+            raise NotImplementedError(
+                f"{what}: ranks have different experts ({unit.label} is on some of them); use "
+                "state dicts of all ranks, or layerzero.checkpoint.save and load"
+            )
+
+
 def root_state_of(model: nn.Module, verb: str) -> RootState:
     """The root state of a wrapped model that is between steps.
 

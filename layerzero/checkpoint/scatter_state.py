@@ -12,7 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from layerzero.checkpoint.codec import decode, encode
 from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.handle import root_state_of
+from layerzero.checkpoint.handle import refuse_experts, root_state_of
 from layerzero.checkpoint.inventory import Names, clean_name, name_in_group
 from layerzero.checkpoint.module_state import piece_of, shard_of
 from layerzero.checkpoint.optimizer_state import options_of_groups, put_state, state_template
@@ -158,6 +158,7 @@ def _from_first(
     Args:
         pieces: the parameter that tensors at a path, or one step below it, are shaped like.
     """
+    refuse_experts(root, "broadcast_from_rank0")
     together = participants_of(root, None)
 
     def describe() -> bytes:
@@ -207,7 +208,11 @@ def _put(into: StateDict, path: _Path, value: Any) -> None:
 
 def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
     """What the first of all ranks has, to all, in place."""
-    placements = [handle.placement for unit in root.units for handle in unit.handles]
+    placements = [
+        handle.placement.data_parallel or handle.placement
+        for unit in root.units
+        for handle in unit.handles
+    ]
     for group in root.tensor_parallel_groups:
         operation = root.next_tensor_parallel_operation("state dict", name, group)
         broadcast_(tensor, group, operation)

@@ -268,14 +268,15 @@ class GradientBuffer:
         self.shard_sum = self.host_sum = None
         self.present = set()
 
-    def deliver(self, chunk: torch.Tensor | None, present: set[int]) -> None:
+    def deliver(self, chunk: torch.Tensor | None, present: set[int], scale: float) -> None:
         """Add this rank's part of the reduced gradients to `.grad` of the sharded parameters.
 
         Args:
             chunk: [chunk_numel], any floating dtype; None on one rank alone.
             present: parameters that had a gradient on any rank; others keep what they have.
+            scale: factor on what was not reduced, one rank being all that has it.
         """
-        for index, gradient in self._pieces_of(chunk):
+        for index, gradient in self._pieces_of(chunk, scale):
             if index < 0 or index not in present:
                 continue
             sharded = self._sharded_params[index]
@@ -284,10 +285,13 @@ class GradientBuffer:
             else:
                 sharded.grad.add_(gradient)
 
-    def _pieces_of(self, chunk: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
+    def _pieces_of(
+        self, chunk: torch.Tensor | None, scale: float
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         dtype, device = self._sharded_params[0].dtype, self._sharded_params[0].device
         if chunk is None:
             for index, gradient in self._local.items():
+                gradient = gradient if scale == 1.0 else gradient * scale
                 yield index, gradient.reshape(-1).to(device, dtype)
             return
         parts = chunk.to(dtype).split_with_sizes(self._split_sizes)

@@ -54,6 +54,8 @@ class Placement:
 
     keeping_group: ShardGroup | None = None
     """With `outer="shard"`: a smaller group that can hold a unit between forward and backward."""
+    data_parallel: Placement | None = None
+    """The whole model's, where only some of its ranks have this unit (experts)."""
 
     @property
     def num_slices(self) -> int:
@@ -64,6 +66,11 @@ class Placement:
     def num_ranks(self) -> int:
         """Ranks whose gradients are reduced together."""
         return self.shard_group.size * self.num_slices
+
+    @property
+    def num_averaged(self) -> int:
+        """Ranks whose losses are averaged: their gradients reach this unit one way or another."""
+        return self.num_ranks if self.data_parallel is None else self.data_parallel.num_ranks
 
     @property
     def num_main_shards(self) -> int:
@@ -114,6 +121,16 @@ class Placement:
     def is_first(self) -> bool:
         """Whether this is the first of all ranks."""
         return all(group.is_first for group in self.groups)
+
+    @property
+    def all_owner_groups(self) -> tuple[ShardGroup, ...]:
+        """Groups along which each part of each unit placed like this one is met."""
+        return self.owner_groups if self.data_parallel is None else self.data_parallel.groups
+
+    @property
+    def num_met(self) -> int:
+        """How often each part is met along `all_owner_groups`."""
+        return 1 if self.data_parallel is None else self.num_ranks // self.num_main_shards
 
     def __str__(self) -> str:
         if self.outer_group is None:

@@ -62,14 +62,16 @@ def clip_grad_norm_(
     total = torch.zeros((), dtype=dtype, device=root.device)
     for placement, parameters in sharded:
         part = _share(root, parameters, norm_type, dtype)
+        if not is_max:
+            part = part / placement.num_met
         if placement is sharded[0][0] and replicated:
             own = _share(root, replicated, norm_type, dtype)
-            count = placement.num_main_shards
+            count = math.prod(group.size for group in placement.all_owner_groups)
             part = torch.maximum(part, own) if is_max else part + own / count
         # Gathered and then reduced here: in the order of the flat buffer, which is the same however
         # ranks are grouped, and a NaN survives a maximum.
         parts = part
-        for group in placement.owner_groups:
+        for group in placement.all_owner_groups:
             operation = root.next_operation("gradient norm", "the model", group)
             parts = gather_small(parts, group, operation)
         part = parts.amax() if is_max else parts.flatten().sum()

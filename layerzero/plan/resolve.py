@@ -41,6 +41,7 @@ class ResolvedUnit:
     """Whether the first one names members of a series."""
     options: Mapping[str, Any]
     hook: Named | None = None
+    is_expert: bool = False
 
 
 @dataclass
@@ -116,6 +117,7 @@ def resolve(plan: ShardingPlan, model: nn.Module) -> Resolved:
     resolver = _Resolver(plan, model)
     resolver.match_ignored()
     resolver.match_units()
+    resolver.match_experts()
     if isinstance(plan.hook_modules, Mapping):
         resolver.match_hooks(plan.hook_modules)
     else:
@@ -198,6 +200,19 @@ class _Resolver:
         if not self._is_sharded and (is_inside_unit or get_unit(module) is not None):
             return "sharded already"
         return None
+
+    def match_experts(self) -> None:
+        for text in self._plan.ep_plan:
+            row = self._row("ep_plan", text, self._modules)
+            for unit in self.result.units:
+                if unit.fqn in row.fqns:
+                    unit.is_expert = True
+                    row.used.append(unit.fqn)
+            if row.fqns and not row.used:
+                self.result.errors.append(
+                    f"ep_plan: {text!r} matches {names(row.fqns)}, but no unit: name them in "
+                    "apply_modules, too"
+                )
 
     # Hook modules ---------------------------------------------------------------------------
 

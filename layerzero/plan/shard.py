@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,13 +30,16 @@ logger = logging.getLogger(__name__)
 Mesh = DeviceMesh | dist.ProcessGroup | None
 
 
-def shard_with_plan(model: nn.Module, plan: ShardingPlan, mesh: Mesh = None) -> ZeRO3:
+def shard_with_plan(
+    model: nn.Module, plan: ShardingPlan, mesh: Mesh = None, *, expert_mesh: Mesh = None
+) -> ZeRO3:
     """Shard a model as a plan says. Collective over the mesh.
 
-    A model may define `fully_shard(plan)` (or `fully_shard(plan, mesh)`), which shards its parts
-    with `ZeRO3` itself and returns true, or the `ZeRO3` it made of itself; and
-    `set_modules_to_prefetch(plan, num_to_forward_prefetch, num_to_backward_prefetch)`, called once
-    it is sharded, which sets prefetch lists and returns true. What returns false changes nothing.
+    A model may define `fully_shard(plan)` (with `mesh` and `expert_mesh`, if it has parameters of
+    these names), which shards its parts with `ZeRO3` itself and returns true, or the `ZeRO3` it
+    made of itself; and `set_modules_to_prefetch(plan, num_to_forward_prefetch,
+    num_to_backward_prefetch)`, called once it is sharded, which sets prefetch lists and returns
+    true. What returns false changes nothing.
 
     Where the shard group has one rank and the plan says nothing of `outer`, this is plain data
     parallelism: parameters themselves are cast to `param_dtype`, apart from those of low-rank
@@ -46,23 +50,27 @@ def shard_with_plan(model: nn.Module, plan: ShardingPlan, mesh: Mesh = None) -> 
         plan: see docs/plans.md.
         mesh: what `ZeRO3` calls `process_group`: a DeviceMesh of one axis, or two (outer, shard
             group), a process group, or None for all ranks.
+        expert_mesh: the ranks that have the same experts, for the units that `ep_plan` names: a
+            process group, a DeviceMesh with an axis "edp", which is taken, or one as for `mesh`.
 
     Raises:
-        ValueError, TypeError: the plan does not fit the model; near matches are listed.
+        ValueError, TypeError: the plan does not fit the model; near matches are listed. Or it has
+            an `ep_plan`, and there is no `expert_mesh`.
         RuntimeError: the model, or a module that the plan names, is sharded already.
     """
     if not isinstance(plan, ShardingPlan):
         raise TypeError(f"shard_with_plan: expected a ShardingPlan, got {plan!r}")
     check_module(model)
+    experts = _expert_group(plan, expert_mesh)
     resolved = resolve(plan, model)
-    only_ignores = replace(plan, apply_modules=(), hook_modules=())
+    only_ignores = replace(plan, apply_modules=(), hook_modules=(), ep_plan=())
     if callable(getattr(model, "fully_shard", None)):
         resolve(only_ignores, model).raise_errors()
-    own = _ask(model, "fully_shard", plan, mesh=mesh)
+    own = _ask(model, "fully_shard", plan, mesh=mesh, expert_mesh=expert_mesh)
     if own:
         resolved = resolve(only_ignores, model)
     resolved.raise_or_warn()
-    sharded = own if isinstance(own, ZeRO3) else _shard(model, plan, mesh, resolved)
+    sharded = own if isinstance(own, ZeRO3) else _shard(model, plan, mesh, experts, resolved)
     root_unit = get_unit(sharded)
     assert root_unit is not None, "sharded is a ZeRO3"
     root_unit.root.gathers_all_first = plan.pregather
@@ -70,6 +78,23 @@ def shard_with_plan(model: nn.Module, plan: ShardingPlan, mesh: Mesh = None) -> 
     if not _ask(root_unit.module, "set_modules_to_prefetch", plan, *numbers):
         _expect_order(root_unit, expect(plan, root_unit.module, resolved))
     return sharded
+
+
+def _expert_group(plan: ShardingPlan, expert_mesh: Mesh) -> Mesh:
+    """The expert-data group."""
+    if plan.ep_plan and expert_mesh is None:
+        raise ValueError(
+            f"shard_with_plan: the plan has experts, ep_plan={list(plan.ep_plan)}; pass "
+            "expert_mesh, the ranks that have the same ones, or leave out ep_plan"
+        )
+    if not plan.ep_plan and expert_mesh is not None:
+        warnings.warn(
+            "shard_with_plan: expert_mesh has no effect: the plan names no experts (ep_plan)",
+            stacklevel=3,
+        )
+    if isinstance(expert_mesh, DeviceMesh) and "edp" in (expert_mesh.mesh_dim_names or ()):
+        return expert_mesh["edp"]
+    return expert_mesh
 
 
 def _ask(model: nn.Module, name: str, *args: Any, **optional: Any) -> Any:
@@ -81,7 +106,9 @@ def _ask(model: nn.Module, name: str, *args: Any, **optional: Any) -> Any:
     return method(*args, **{key: value for key, value in optional.items() if key in accepted})
 
 
-def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, resolved: Resolved) -> ZeRO3:
+def _shard(
+    model: nn.Module, plan: ShardingPlan, mesh: Mesh, experts: Mesh, resolved: Resolved
+) -> ZeRO3:
     if get_unit(model) is not None:
         raise RuntimeError(
             f"shard_with_plan: {type(model).__name__}.fully_shard sharded the model as a whole, "
@@ -89,8 +116,8 @@ def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, resolved: Resolved)
         )
     expected = expect(plan, model, resolved)
     arguments = _model_arguments(plan, expected)
-    own = {id(unit.module): _unit_arguments(plan, unit) for unit in resolved.units}
-    if "outer" not in arguments:
+    own = {id(unit.module): _unit_arguments(plan, unit, experts) for unit in resolved.units}
+    if "outer" not in arguments and not plan.ep_plan:
         _keep_whole(plan, mesh, expected, arguments, own)
     _checkpoint_activations(plan, resolved, expected)
 
@@ -119,7 +146,7 @@ def _model_arguments(plan: ShardingPlan, expected: Expected) -> dict[str, Any]:
     return arguments
 
 
-def _unit_arguments(plan: ShardingPlan, unit: ResolvedUnit) -> dict[str, Any]:
+def _unit_arguments(plan: ShardingPlan, unit: ResolvedUnit, experts: Mesh) -> dict[str, Any]:
     """Where a unit differs from the whole model."""
     own = unit.options
     shared_names = ("reshard_after_forward", "gradient_reduction")
@@ -131,6 +158,8 @@ def _unit_arguments(plan: ShardingPlan, unit: ResolvedUnit) -> dict[str, Any]:
         arguments["mixed_precision"] = merge_precision(base, own)
     if unit.hook is not None:
         arguments["hook_module"] = unit.hook.module
+    if unit.is_expert:
+        arguments["process_group"] = experts
     return arguments
 
 

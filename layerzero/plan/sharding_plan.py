@@ -54,6 +54,8 @@ class ShardingPlan:
         hook_modules: whose forward gathers and frees a unit, if not its own module's: a mapping
             from patterns of units to the name of that module, in which wildcards stand for what
             those of the pattern matched; or patterns of modules that do this for units inside.
+        ep_plan: patterns of the units that are experts: ranks have different ones, and shard them
+            over the ranks that have the same (`expert_mesh` of `shard_with_plan`).
         param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as in `MixedPrecision`;
             dtypes, or their names. `output_dtype` is that of the whole model's outputs.
         reshard_after_forward: as in `ZeRO3`.
@@ -70,6 +72,7 @@ class ShardingPlan:
     ignored_modules: Sequence[str] = ()
     ignored_parameters: Sequence[str] = ()
     hook_modules: Mapping[str, str] | Sequence[str] = ()
+    ep_plan: Sequence[str] = ()
     param_dtype: torch.dtype | str | None = None
     reduce_dtype: torch.dtype | str | None = None
     output_dtype: torch.dtype | str | None = None
@@ -87,6 +90,7 @@ class ShardingPlan:
             "ignored_modules": _read_patterns("ignored_modules", self.ignored_modules),
             "ignored_parameters": _read_patterns("ignored_parameters", self.ignored_parameters),
             "hook_modules": _read_hook_modules(self.hook_modules),
+            "ep_plan": _read_patterns("ep_plan", self.ep_plan),
             "defaults": read_options("defaults", self.defaults, [*ZERO3_OPTIONS, *MODULE_OPTIONS]),
             **read_options("plan", self._said, _SHORTHANDS),
         }

@@ -112,7 +112,8 @@ class GradientReducer:
             # while the device still computes the rest.
             root.streams.wait_on_host(reduction.landed)
             with torch.no_grad():
-                reduction.handle.gradients.deliver(reduction.chunk, present)
+                scale = reduction.unit.options.gradient_scale
+                reduction.handle.gradients.deliver(reduction.chunk, present, scale)
             if reduction.pending is None:
                 reduction.handle.gradients.release()
             is_unit_complete = (

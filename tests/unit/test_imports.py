@@ -19,6 +19,7 @@ LAYERS = [
     "wrap",
     "materialize",
     "arguments",
+    "experts",
     "build",
     "zero3",
     "plan",

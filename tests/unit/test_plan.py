@@ -237,6 +237,9 @@ def test_wildcards_cross_dots_and_expressions_match_whole_names() -> None:
         ({"ignored_parameters": ["head.wait"]}, "no parameter; near matches: 'head.weight'"),
         ({"apply_modules": ["head"], "hook_modules": {"embed": "head"}}, "hook_modules: 'embed' "
          "matches 'embed', but no unit"),
+        ({"apply_modules": ["head"], "ep_plan": ["embed"]}, "ep_plan: 'embed' matches 'embed', "
+         "but no unit: name them in apply_modules"),
+        ({"ep_plan": ["hed"]}, "ep_plan: 'hed' matches no module; near matches: 'head'"),
         ({"apply_modules": ["layers.{*}.bank"], "hook_modules": {"layers.{*}.bank": "layer.{*}"}},
          "'layers.0.bank' would be gathered by 'layer.0', but there is no such module; near "
          "matches: 'layers.0'"),

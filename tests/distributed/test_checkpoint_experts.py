@@ -1,0 +1,84 @@
+"""Checkpoints and state dicts where ranks have different experts: any split to any other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero import ZeRO3, checkpoint
+from tests.distributed.test_experts import (
+    Model,
+    NamedExperts,
+    StackedExperts,
+    train,
+    whole_values,
+    wrapped,
+)
+from tests.harness.checks import assert_same_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import OPTIMIZERS, seeded
+
+
+def _everything(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """What this rank has, in full."""
+    values = checkpoint.get_model_state_dict(model, full=True)
+    state = checkpoint.get_optimizer_state_dict(model, optimizer, full=True)["state"]
+    return values, {f"{n}: {k}": v for n, own in state.items() for k, v in own.items()}
+
+
+def _save(folder: str, ep: int, kind: type[nn.Module]) -> Any:
+    model, reference = wrapped(ep, kind), seeded(lambda: Model(kind))
+    optimizer = train(model, reference, 2)
+    checkpoint.save(f"{folder}/ep {ep}", model, optimizer)
+    values, states = _everything(model, optimizer)
+    assert states, "momentum"
+    with model.summon_full_params(writeback=False):
+        summoned = whole_values({n: p.detach().clone() for n, p in model.named_parameters()})
+    assert_same_parameters(values, summoned)
+    for other in (True, False):
+        if ep > 1 and kind is NamedExperts:
+            with pytest.raises(NotImplementedError, match="different experts"):
+                if other:
+                    checkpoint.get_model_state_dict(model, full=True, rank0_only=True)
+                else:
+                    checkpoint.set_model_state_dict(model, values, broadcast_from_rank0=True)
+    if kind is StackedExperts:
+        fresh = wrapped(ep, kind)
+        given = values if dist.get_rank() == 0 else {}
+        checkpoint.set_model_state_dict(fresh, given, broadcast_from_rank0=True)
+        everything = checkpoint.get_model_state_dict(fresh, full=True)
+        assert_same_parameters(everything, values, what="broadcast")
+    fresh = wrapped(ep, kind)
+    fresh.load_state_dict(model.state_dict())
+    assert_same_parameters(checkpoint.get_model_state_dict(fresh, full=True), values)
+    return values, states
+
+
+def _load(folder: str, ep: int, eps: Sequence[int], kind: type[nn.Module], expected: Any) -> None:
+    for own_ep in eps:
+        model = wrapped(own_ep, kind)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
+        checkpoint.load(f"{folder}/ep {ep}", model, optimizer)
+        for own, whole in zip(_everything(model, optimizer), expected, strict=True):
+            assert own
+            assert_same_parameters(own, {name: whole[name] for name in own}, what=f"ep {own_ep}")
+
+
+@pytest.mark.parametrize("kind", [NamedExperts, StackedExperts])
+def test_checkpoints_of_experts_load_at_any_split(tmp_path: Path, kind: type[nn.Module]) -> None:
+    for ep, (num_ranks, own_eps) in {2: (4, [1, 2, 4]), 1: (2, [2])}.items():
+        expected: Any = ({}, {})
+        for values in run_ranks(4, _save, str(tmp_path), ep, kind):
+            for into, own in zip(expected, values, strict=True):
+                into.update(own)
+        run_ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected)
+        run_ranks(1, _load, str(tmp_path), ep, [1], kind, expected)

@@ -1,0 +1,467 @@
+"""Experts on some ranks, the rest of the model on all: trains as the whole model on one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from layerzero import GradScaler, ShardingPlan, ZeRO3, shard_with_plan, units
+from tests.harness.checks import (
+    assert_close,
+    assert_same_on_all_ranks,
+    assert_same_parameters,
+)
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import gathered, recorded_operations, reduced
+from tests.harness.reference import (
+    OPTIMIZERS,
+    backward_of_all_ranks,
+    full_gradients,
+    full_parameters,
+    seeded,
+)
+
+WIDTH, EXPERTS, ROUNDINGS = 6, 4, 256
+"""Tokens of an expert are summed rank by rank, and in the reference batch by batch."""
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows to ranks; splits are numbers of rows for, and from, each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to: list[int], of: list[int], group: Any) -> Tensor:
+        ctx.to, ctx.of, ctx.group = to, of, group
+        received = x.new_empty(sum(of), *x.shape[1:])
+        dist.all_to_all_single(received, x.contiguous(), of, to, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return AllToAll.apply(grad, ctx.of, ctx.to, ctx.group), None, None, None
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 5)
+        self.down = nn.Linear(5, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class NamedExperts(nn.Module):
+    """Modules named by their number among all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleDict({str(index): Expert() for index in range(EXPERTS)})
+
+    def keep(self, mesh: DeviceMesh) -> None:
+        share, rank = EXPERTS // mesh["ep"].size(), mesh["ep"].get_local_rank()
+        for index in range(EXPERTS):
+            if index // share != rank:
+                del self.each[str(index)]
+
+    def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        experts = self.each.values()
+        return [e(x) if len(x) else x for e, x in zip(experts, parts, strict=True)]
+
+
+class StackedExperts(nn.Module):
+    """One parameter for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 5) / 3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 5, WIDTH) / 3)
+
+    def keep(self, mesh: DeviceMesh) -> None:
+        for name, whole in list(self.named_parameters()):
+            setattr(self, name, nn.Parameter(distribute_tensor(whole, mesh["ep"], [Shard(0)])))
+
+    def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        up, down = (
+            weight.to_local() if isinstance(weight, DTensor) else weight
+            for weight in (self.up, self.down)
+        )
+        return [torch.tanh(x @ up[i]) @ down[i] for i, x in enumerate(parts)]
+
+
+class Moe(nn.Module):
+    """Each token goes to its best expert, wherever that is."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = kind()
+        self.group: Any = None
+        self.num_ranks = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x)
+        weights, choice = self.router(tokens).softmax(-1).max(-1)
+        order = choice.argsort(stable=True)
+        counts = torch.bincount(choice, minlength=EXPERTS).view(self.num_ranks, -1)
+        arriving, sent = counts, tokens[order]
+        if self.num_ranks > 1:
+            arriving = torch.empty_like(counts)
+            dist.all_to_all_single(arriving, counts, group=self.group)
+            splits = counts.sum(1).tolist(), arriving.sum(1).tolist()
+            sent = AllToAll.apply(sent, *splits, self.group)
+        # Rank by rank, and expert by expert in each.
+        blocks = sent.split(arriving.flatten().tolist())
+        share = arriving.shape[1]
+        parts = [torch.cat(blocks[index::share]) for index in range(share)]
+        outputs = [
+            part.split(arriving[:, index].tolist())
+            for index, part in enumerate(self.experts(parts))
+        ]
+        back = torch.cat([block for row in zip(*outputs, strict=True) for block in row])
+        if self.num_ranks > 1:
+            back = AllToAll.apply(back, *reversed(splits), self.group)
+        return x + weights.unsqueeze(1) * back[order.argsort()]
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[nn.Module] = NamedExperts) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.Sequential(Moe(kind), Moe(kind))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(torch.tanh(self.stem(x)))
+
+
+@functools.cache
+def expert_mesh(ep: int, edp: int | None = None) -> DeviceMesh:
+    """Two axes, or with `edp` three."""
+    size = dist.get_world_size()
+    if edp is None:
+        return init_device_mesh("cpu", (size // ep, ep), mesh_dim_names=("edp", "ep"))
+    shape = (size // edp // ep, edp, ep)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "edp", "ep"))
+
+
+def part_of(model: Model, ep: int) -> Model:
+    """With this rank's experts alone, and ways to the others."""
+    mesh = expert_mesh(ep)
+    for layer in model.layers:
+        if ep > 1:
+            layer.experts.keep(mesh)
+            layer.group, layer.num_ranks = mesh["ep"].get_group(), ep
+    return model
+
+
+def wrapped(
+    ep: int, kind: type[nn.Module] = NamedExperts, replicates_experts: bool = False, **options: Any
+) -> ZeRO3:
+    """A rank's part of the model of seed 0."""
+    mesh, model = expert_mesh(ep), part_of(seeded(lambda: Model(kind)), ep)
+
+    def choose(module: nn.Module, fqn: str) -> Any:
+        if isinstance(module, kind):
+            same = expert_mesh(ep, 1)["outer", "edp"] if replicates_experts else mesh["edp"]
+            return {"process_group": same}
+        return isinstance(module, Moe)
+
+    options.setdefault("auto_wrap_policy", choose)
+    return ZeRO3(model, timeout=timedelta(seconds=25), **options)
+
+
+def batches(steps: int, seed: int = 0, num_tokens: int = 9) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, WIDTH)
+    ranks = range(dist.get_world_size())
+    return [[torch.randn(shape, generator=generator) for _ in ranks] for _ in range(steps)]
+
+
+def run(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = model(batch).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def whole_values(values: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """DTensors in full. Collective over their mesh."""
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in values.items()}
+
+
+def assert_same(model: ZeRO3, reference: nn.Module, what: str) -> None:
+    """Gradients and parameters of what this rank has."""
+    for read in (full_gradients, full_parameters):
+        own, everything = whole_values(read(model)), read(reference)
+        expected = {name: value for name, value in everything.items() if name in own}
+        assert_same_parameters(own, expected, ROUNDINGS, f"{what}: {read.__name__} of")
+
+
+def train(
+    model: ZeRO3, reference: nn.Module, steps: int, seed: int = 0, clip: float | None = None
+) -> torch.optim.Optimizer:
+    """Compare every step; returns the model's optimizer."""
+    optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
+    reference_optimizer = OPTIMIZERS["sgd_momentum"](reference.parameters())
+    for step, batch in enumerate(batches(steps, seed)):
+        optimizer.zero_grad()
+        reference_optimizer.zero_grad()
+        loss = run(model, batch[dist.get_rank()])
+        expected = backward_of_all_ranks(reference, batch, run)[dist.get_rank()]
+        assert_close(loss, expected, ROUNDINGS, f"step {step}: loss")
+        if clip is not None:
+            norm = model.clip_grad_norm_(clip)
+            whole = nn.utils.clip_grad_norm_(reference.parameters(), clip)
+            assert whole > 1.1 * clip, "else nothing is scaled"
+            assert_close(norm, whole, ROUNDINGS, f"step {step}: norm")
+            assert_same_on_all_ranks(norm, "norm")
+        assert_same(model, reference, f"step {step}")
+        optimizer.step()
+        reference_optimizer.step()
+    assert_same(model, reference, "at the end")
+    return optimizer
+
+
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep 2": (2, {}),
+    "ep 4, experts not sharded": (4, {}),
+    "ep 1": (1, {}),
+    "layered": (2, {"zero3_size": 2}),
+    "replicated outside": (2, {"zero3_size": 2, "outer": "replicate"}),
+    "all replicated outside": (
+        2,
+        {"zero3_size": 2, "outer": "replicate", "replicates_experts": True},
+    ),
+    "deterministic": (2, {"zero3_size": 2, "deterministic": True}),
+    "kept": (2, {"reshard_after_forward": False}),
+}
+
+
+def _trains(kind: type[nn.Module], names: Sequence[str]) -> None:
+    for name in names:
+        ep, options = SETTINGS[name]
+        try:
+            train(wrapped(ep, kind, **options), seeded(lambda: Model(kind)), 2, clip=0.01)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_experts_train_as_the_whole_model() -> None:
+    run_ranks(4, _trains, NamedExperts, list(SETTINGS))
+
+
+def test_experts_in_one_dtensor_train_as_the_whole_model() -> None:
+    run_ranks(4, _trains, StackedExperts, ["ep 2", "ep 4, experts not sharded"])
+
+
+def _adds_up(accumulation: str) -> None:
+    for ep in (2, 4):
+        model, reference = wrapped(ep, accumulation=accumulation), seeded(Model)
+        rank = dist.get_rank()
+        # A single token a rank: some experts see none on any rank, others none on some.
+        steps = batches(3, num_tokens=1)
+        with model.no_sync():
+            for batch in steps[:2]:
+                run(model, batch[rank])
+        run(model, steps[2][rank])
+        for batch in steps:
+            backward_of_all_ranks(reference, batch, run)
+        missing = [name for name, p in reference.named_parameters() if p.grad is None]
+        assert missing, "else every expert saw a token"
+        assert_same(model, reference, f"ep {ep}, {accumulation}")
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
+def test_micro_batches_of_experts_add_up(accumulation: str) -> None:
+    run_ranks(4, _adds_up, accumulation)
+
+
+def _counts() -> None:
+    model = wrapped(2)
+    for _ in range(2):
+        with recorded_operations(model) as operations:
+            run(model, batches(1)[0][dist.get_rank()])
+    found = units(model)
+    assert len(found) == 5
+    assert sorted(reduced(operations)) == sorted(unit.label for unit in found)
+    assert len(gathered(operations)) == 2 * len(found) - 1
+    sizes = {unit.label: unit.handles[0].placement.num_ranks for unit in found}
+    experts = {name: size for name, size in sizes.items() if name.endswith("experts")}
+    assert set(experts.values()) == {2} and len(experts) == 2
+    assert {size for name, size in sizes.items() if name not in experts} == {4}
+
+
+def test_experts_cost_as_many_collectives_as_other_units() -> None:
+    run_ranks(4, _counts)
+
+
+def _trains_beside_tensor_parallelism() -> None:
+    """dp 2, tp 2; each rank of dp has two experts, and copies of them are over tp."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("ep", "edp", "tp"))
+    model, rank = seeded(Model), mesh["ep"].get_local_rank()
+    for layer in model.layers:
+        layer.experts.keep(mesh)
+        layer.group, layer.num_ranks = mesh["ep"].get_group(), 2
+    whole = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tp"], {"stem": whole})
+
+    def choose(module: nn.Module, fqn: str) -> Any:
+        return {"process_group": mesh["edp"]} if isinstance(module, NamedExperts) else False
+
+    model, reference = ZeRO3(model, mesh["ep"], auto_wrap_policy=choose), seeded(Model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step, (one, other, *_) in enumerate(batches(2)):
+        loss = run(model, (one, other)[rank])
+        expected = backward_of_all_ranks(reference, (one, other), run)[rank]
+        assert_close(loss, expected, ROUNDINGS, f"step {step}: loss")
+        norm = model.clip_grad_norm_(0.01)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        assert_close(norm, expected, ROUNDINGS, f"step {step}: norm")
+        assert_same_on_all_ranks(norm, "norm")
+        assert_same(model, reference, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_experts_train_beside_tensor_parallelism() -> None:
+    run_ranks(4, _trains_beside_tensor_parallelism)
+
+
+def _scales() -> None:
+    model, rank = wrapped(4), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    before = full_parameters(model)
+    scaler.scale(model(batches(1)[0][rank]).square().mean()).backward()
+    if rank == 2:  # of its own expert, which nobody else has
+        model.get_parameter("layers.0.experts.each.2.down.weight").grad.fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert_same_parameters(full_parameters(model), before)
+
+
+def test_an_overflow_in_one_expert_makes_all_ranks_skip_the_step() -> None:
+    run_ranks(4, _scales)
+
+
+def _starts_from_the_first(on_meta: bool) -> None:
+    """Dense parameters are those of rank 0, experts those of the first rank that has them."""
+    mesh, rank = expert_mesh(2), dist.get_rank()
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Model()
+
+    def initialise(module: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters(recurse=False):
+                parameter.fill_(rank)
+
+    for layer in model.layers:
+        layer.experts.keep(mesh)
+    if not on_meta:
+        model.apply(initialise)
+
+    def choose(module: nn.Module, fqn: str) -> Any:
+        return {"process_group": mesh["edp"]} if isinstance(module, NamedExperts) else False
+
+    init = initialise if on_meta else None
+    model = ZeRO3(model, auto_wrap_policy=choose, param_init_fn=init, sync_module_states=True)
+    for name, value in full_parameters(model).items():
+        first = mesh["ep"].get_local_rank() if ".experts." in name else 0
+        assert value.eq(first).all(), (name, value)
+
+
+@pytest.mark.parametrize("on_meta", [False, True], ids=["", "meta"])
+def test_experts_start_from_the_first_rank_that_has_them(on_meta: bool) -> None:
+    run_ranks(4, _starts_from_the_first, on_meta)
+
+
+def _trains_by_a_plan() -> None:
+    mesh = expert_mesh(2)
+    plan = ShardingPlan(
+        apply_modules=["layers.{*}", "layers.{*}.experts"], ep_plan=["layers.{*}.experts"]
+    )
+    for expert_ranks in (mesh, mesh["edp"], mesh["edp"].get_group()):
+        model = part_of(seeded(Model), 2)
+        model = shard_with_plan(model, plan, expert_mesh=expert_ranks)
+        assert [unit.handles[0].placement.num_ranks for unit in units(model)] == [4, 4, 2, 4, 2]
+        train(model, seeded(Model), 1)
+    model = part_of(seeded(Model), 2)
+    with pytest.raises(ValueError, match=r"ep_plan=\['layers.\{\*\}.experts'\]; pass expert_mesh"):
+        shard_with_plan(model, plan)
+    with pytest.warns(UserWarning, match="expert_mesh has no effect"):
+        shard_with_plan(part_of(seeded(Model), 1), ShardingPlan(), expert_mesh=mesh)
+
+
+def test_a_plan_says_which_units_are_experts() -> None:
+    run_ranks(4, _trains_by_a_plan)
+
+
+# Errors ---------------------------------------------------------------------------------------
+
+
+def _refuses() -> None:
+    mesh, rank = expert_mesh(2), dist.get_rank()
+
+    def part(kind: type[nn.Module] = NamedExperts) -> Model:
+        model = seeded(lambda: Model(kind))
+        for layer in model.layers:
+            layer.experts.keep(mesh)
+        return model
+
+    def refused(
+        model: nn.Module, group: Any, error: type[Exception], text: str, whole: Any = None
+    ) -> None:
+        def choose(module: nn.Module, fqn: str) -> Any:
+            is_expert = isinstance(module, (NamedExperts, StackedExperts))
+            return {"process_group": group} if is_expert and group is not None else is_expert
+
+        with pytest.raises(error, match=text):
+            ZeRO3(model, whole, auto_wrap_policy=choose)
+
+    where = rf"layers.0.experts \(rank {rank}\)"
+    refused(part(), "edp", TypeError, "layers.0.experts: process_group: expected a ProcessGroup")
+    refused(part(), mesh["ep"], ValueError, "ranks that have the same experts")
+    refused(part(), mesh["ep"], ValueError, f"{where}: its process_group", mesh["edp"])
+    refused(
+        part(),
+        mesh["edp"] if rank < 2 else None,
+        ValueError,
+        "at unequal places; rank . has (some|none)",
+    )
+    uneven = part()
+    if rank in (1, 3):
+        uneven.layers[1].experts.each["9"] = Expert()
+    refused(uneven, mesh["edp"], ValueError, "give every rank as many experts")
+    plain = seeded(lambda: Model(StackedExperts))
+    for layer in plain.layers:
+        for name, whole in list(layer.experts.named_parameters()):
+            setattr(layer.experts, name, nn.Parameter(whole.detach().chunk(2)[rank % 2].clone()))
+    refused(plain, mesh["edp"], ValueError, "one name means different parameters")
+    tied = part()
+    first = next(iter(tied.layers[0].experts.each.values()))
+    first.up.bias = nn.Parameter(torch.zeros(5))
+    tied.extra = nn.Linear(1, 5)
+    tied.extra.bias = first.up.bias
+    refused(tied, mesh["edp"], ValueError, f"{where}: a parameter is tied to one outside")
+    copied = part()
+    value = distribute_tensor(torch.zeros(2), mesh["ep"], [Replicate()])
+    copied.layers[0].experts.bias = nn.Parameter(value)
+    refused(copied, mesh["edp"], ValueError, r"expected Shard\(dim\)")
+    both = part(StackedExperts)
+    both.stem.bias = nn.Parameter(value)
+    refused(both, mesh["edp"], NotImplementedError, "both DTensors")
+
+
+def test_experts_that_do_not_fit_are_refused_on_every_rank() -> None:
+    run_ranks(4, _refuses)
