@@ -180,6 +180,8 @@ class ParallelManager:
                 `sync_module_states=True`. Over tp values are those of the first rank.
             plan: which modules are units, with which options. None: the layers of the model, that
                 is the members of every outermost `nn.ModuleList` of several modules of one class.
+                With ep_size above 1 its `ep_plan` names the experts, of which each rank of the ep
+                axis brings its own.
             tp_plan: "llama", "model" (transformers), a mapping from names of modules, in which `*`
                 is one part of a name, to torch ParallelStyles or names of styles; empty if you
                 parallelized it on `mesh["tp"]` yourself. None and "auto": the model's own plan,
@@ -193,10 +195,11 @@ class ParallelManager:
             ValueError, TypeError: plans or numbers that do not fit the model.
         """
         check_module(model)
-        if self.sizes.ep > 1:
-            raise NotImplementedError(
-                f"ParallelManager.parallelize: ep_size={self.sizes.ep}: it does not split experts; "
-                "use expert_mesh in modules of yours, and ZeRO3 itself"
+        if self.sizes.ep > 1 and not (plan is not None and plan.ep_plan):
+            raise ValueError(
+                f"ParallelManager.parallelize: ep_size={self.sizes.ep}, and no plan names the "
+                "experts: pass a plan with ep_plan, or else each rank's experts would be taken for "
+                "copies of the same"
             )
         if plan is None:
             arguments = self._arguments(model, options)
@@ -210,7 +213,8 @@ class ParallelManager:
                 split_modules(model, styles, self.mesh["tp"])
         if plan is None:
             return ZeRO3(model, self.data_mesh, **arguments)
-        return shard_with_plan(model, plan, self.data_mesh)
+        experts = self.expert_mesh if plan.ep_plan else None
+        return shard_with_plan(model, plan, self.data_mesh, expert_mesh=experts)
 
     def _own_options(self) -> dict[str, Any]:
         own = {

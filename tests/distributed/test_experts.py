@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from layerzero import GradScaler, ShardingPlan, ZeRO3, shard_with_plan, units
+from layerzero import GradScaler, ParallelManager, ShardingPlan, ZeRO3, shard_with_plan, units
 from tests.harness.checks import (
     assert_close,
     assert_same_on_all_ranks,
@@ -405,6 +405,22 @@ def _trains_by_a_plan() -> None:
 
 def test_a_plan_says_which_units_are_experts() -> None:
     run_ranks(4, _trains_by_a_plan)
+
+
+def _trains_by_the_manager() -> None:
+    plan = ShardingPlan(
+        apply_modules=["layers.{*}", "layers.{*}.experts"], ep_plan=["layers.{*}.experts"]
+    )
+    for ep in (2, 4, 1):
+        manager = ParallelManager(ep_size=ep)
+        model = manager.parallelize(part_of(seeded(Model), ep), plan)
+        sizes = [unit.handles[0].placement.num_ranks for unit in units(model)]
+        assert sizes == [4, 4, 4 // ep, 4, 4 // ep]
+        train(model, seeded(Model), 1)
+
+
+def test_the_manager_makes_the_mesh_of_experts() -> None:
+    run_ranks(4, _trains_by_the_manager)
 
 
 # Errors ---------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def _refused_plans() -> None:
     for options in ({"process_group": None}, {"zero3_sise": 1}):
         with pytest.raises(TypeError, match="unknown argument"):
             manager.parallelize(GatedMlp(), **options)
-    with pytest.raises(NotImplementedError, match="ep_size=2"):
+    with pytest.raises(ValueError, match="ep_size=2, and no plan names the experts"):
         ParallelManager(ep_size=2).parallelize(GatedMlp())
     in_sequence = ParallelManager(tp_size=2, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"no SequenceParallel\(\)"):
