@@ -28,7 +28,8 @@ from setuptools.command.build_ext import build_ext
 PLANS = ["pyyaml"]
 # The newest transformers is for Python 3.11 on; tests that need it are skipped without.
 MODELS = ["transformers>=5; python_version >= '3.11'", "peft; python_version >= '3.11'"]
-TEST = ["pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4", *PLANS, *MODELS]
+LIGHTNING = ["lightning>=2.6,<2.7", *PLANS]
+TEST = ["pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4", *PLANS, *MODELS, *LIGHTNING]
 HERE = Path(__file__).resolve().parent
 WANTED = os.environ.get("LAYERZERO_BUILD_EXT", "")
 # The oldest torch whose stable ABI is used, hence the oldest that the binary runs with.
@@ -214,6 +215,7 @@ setup(
         "examples": ["tqdm", "matplotlib"],
         "checkpoint": ["tqdm"],
         "plans": PLANS,
+        "lightning": LIGHTNING,
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy"],
     },

@@ -24,6 +24,7 @@ LAYERS = [
     "zero3",
     "plan",
     "parallel",
+    "integrations",
 ]
 
 

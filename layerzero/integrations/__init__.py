@@ -1,0 +1,1 @@
+"""Adapters to other frameworks, one file each, imported on demand: docs/lightning.md."""

@@ -1,0 +1,412 @@
+"""ZeRO3Strategy: Lightning's Trainer on layerzero. See docs/lightning.md.
+
+Note [Weights wait for the model]
+    Lightning restores a checkpoint before it sets the strategy up: callbacks need it that early (a
+    scheduler of phases rebuilds the optimizer's groups in `on_fit_start`). Then the model is not
+    sharded yet, perhaps even without storage, so weights wait until it is. The optimizer's state
+    comes when Lightning restores it, after `on_fit_start`.
+
+Note [One wrapper for the life of a model]
+    Sharding changes a LightningModule in place and for good. Where it comes again (`test` after
+    `fit`, another Trainer) its wrapper is found in its `__dict__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import (
+    CheckpointIO,
+    ClusterEnvironment,
+    Precision,
+    TorchCheckpointIO,
+)
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torchmetrics import Metric
+
+from layerzero.checkpoint import (
+    CheckpointError,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    load,
+    save,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from layerzero.checkpoint.codec import encode
+from layerzero.checkpoint.inventory import Names
+from layerzero.core.parameter_info import get_info
+from layerzero.core.placement import Placement
+from layerzero.integrations.lightning_arguments import (
+    DEVICE_IS_THE_TRAINERS,
+    StateDictType,
+    adapted,
+    check_arguments,
+    check_devices,
+    read_plan,
+)
+from layerzero.integrations.lightning_checkpoints import (
+    FOLDER,
+    is_mappable,
+    local_path,
+    make_way_for_file,
+    map_file,
+    named,
+    numbered,
+    open_folder,
+)
+from layerzero.optim.clip import clip_grad_norm_
+from layerzero.plan.shard import shard_with_plan
+from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.runtime.unit import get_unit
+from layerzero.wrap import WrapPolicy
+from layerzero.zero3 import ZeRO3
+
+_WRAPPER = "_layerzero_lightning_wrapper"
+_WRITTEN_BY_ENGINE = ("state_dict", "optimizer_states")
+
+
+class ZeRO3Strategy(DDPStrategy):
+    """Shards the LightningModule with `ZeRO3`. Also `Trainer(strategy="layerzero")`.
+
+    From DDP's strategy it has processes, process group and small collectives; none of its wrapper.
+
+    Args:
+        auto_wrap_policy: as for `ZeRO3`; names are those of the LightningModule.
+        plan: instead of it a `ShardingPlan`, a mapping of its fields, or the path of a YAML file.
+        state_dict_type: "full": checkpoints are ordinary Lightning files, gathered on rank 0.
+            "sharded": folders, to which every rank writes its part.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            process_group_backend: as for Lightning's own strategies.
+        timeout: of the process group and of every collective of the engine. None: Lightning's
+            default for the one, the engine's for the other.
+        **zero3_options: arguments of `ZeRO3`. `sync_module_states` is True unless said.
+
+    Raises:
+        ValueError, TypeError: a bad argument, or arguments that exclude each other.
+    """
+
+    strategy_name = "layerzero"
+
+    plan: ShardingPlan | None
+    """How the model is sharded, if not by `auto_wrap_policy`; may be set until the model is."""
+
+    def __init__(
+        self,
+        auto_wrap_policy: WrapPolicy = None,
+        plan: ShardingPlan | Mapping[str, Any] | str | Path | None = None,
+        state_dict_type: StateDictType = "full",
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **zero3_options: Any,
+    ) -> None:
+        check_arguments(auto_wrap_policy, plan, state_dict_type, zero3_options)
+        check_devices(parallel_devices or [])
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout or default_pg_timeout,
+        )
+        self.auto_wrap_policy = auto_wrap_policy
+        self.plan = read_plan(plan)
+        self._state_dict_type = state_dict_type
+        self._zero3_options = {"sync_module_states": True, **zero3_options, "timeout": timeout}
+        self._is_set_up = False
+        self._pending: tuple[Mapping[str, Any], bool] | None = None
+
+    # Environment ----------------------------------------------------------------------------
+
+    @DDPStrategy.precision_plugin.setter  # type: ignore[untyped-decorator]
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else adapted(plugin)
+        if plugin is not None:
+            # On the instance, since the class is the user's choice.
+            plugin.clip_grad_by_norm = self.clip_grad_by_norm
+
+    def setup_environment(self) -> None:
+        """Join the process group. Collective.
+
+        Raises:
+            ValueError, RuntimeError: devices, backend or group do not fit together.
+        """
+        check_devices(self.parallel_devices)
+        backend, device = self._get_process_group_backend(), self.root_device
+        if backend == "nccl" and device.type == "cpu":
+            raise ValueError("ZeRO3Strategy: nccl does not serve the cpu; use backend 'gloo'")
+        super().setup_environment()
+        expected, got = (
+            (self.global_rank, self.world_size),
+            (dist.get_rank(), dist.get_world_size()),
+        )
+        if expected != got:
+            raise RuntimeError(
+                f"ZeRO3Strategy: the Trainer expects rank {expected[0]} of {expected[1]}, the "
+                f"process group that is there already has rank {got[0]} of {got[1]}; make devices "
+                "and num_nodes of the Trainer those of the launcher"
+            )
+
+    # The model ------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are made in host memory, with `empty_init` on the meta device."""
+        where: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
+        with where, self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the model, load weights that wait, then make optimizers. Collective."""
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self._refuse_unsupported(trainer, module)
+        self.model = self._setup_model(module)
+        self._is_set_up = True
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self.load_model_state_dict(*pending)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _refuse_unsupported(self, trainer: Trainer, module: LightningModule) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise ValueError(
+                    f"ZeRO3Strategy: {type(callback).__name__} copies the whole module, which a "
+                    "sharded one cannot be; average the weights of saved checkpoints instead"
+                )
+        if getattr(module, "_compiler_ctx", None) is not None:
+            raise ValueError(
+                "ZeRO3Strategy: the LightningModule as a whole was given to torch.compile; call "
+                "compile() of the layers instead, in configure_model, or trainer.model.compile() "
+                "in on_fit_start"
+            )
+        if self._state_dict_type == "sharded":
+            if type(self.checkpoint_io) is not TorchCheckpointIO:
+                raise ValueError(
+                    f"ZeRO3Strategy: {type(self.checkpoint_io).__name__} has no part in sharded "
+                    "checkpoints, which every rank writes to; use state_dict_type='full'"
+                )
+            # At once, and not when the first checkpoint is due.
+            for each in (module, trainer.datamodule):
+                if each is not None:
+                    encode(dict(each.hparams), f"hyper-parameters of {type(each).__name__}")
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        wrapped = model.__dict__.get(_WRAPPER)
+        if wrapped is None:
+            if self._layer_sync:
+                model = self._layer_sync.apply(model)
+            wrapped = self._shard(self.precision_plugin.convert_module(model))
+            model.__dict__[_WRAPPER] = wrapped
+        for module in model.modules():
+            if isinstance(module, Metric):
+                module.to(self.root_device)
+        # What self.device says; moving the module itself would undo offloading.
+        _update_properties(model, device=self.root_device)
+        return wrapped
+
+    def _shard(self, model: nn.Module) -> ZeRO3:
+        options = {**self._zero3_options, "device": self.root_device}
+        if self.plan is None:
+            return ZeRO3(model, auto_wrap_policy=self.auto_wrap_policy, **options)
+        if "device" in self.plan.defaults:
+            raise ValueError(DEVICE_IS_THE_TRAINERS)
+        return shard_with_plan(
+            model, replace(self.plan, defaults={**options, **self.plan.defaults})
+        )
+
+    @property
+    def _sharded(self) -> ZeRO3:
+        assert isinstance(self.model, ZeRO3), "setup has sharded it"
+        return self.model
+
+    def model_to_device(self) -> None:
+        """`ZeRO3` does it, unit by unit."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `training_step`, as a forward of the root unit.
+
+        With manual optimization it is called as it is, because backward and the optimizer run
+        inside it: there each call of the module, or of one inside, is a forward of its own.
+        """
+        if self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """`no_sync` of the model, around all micro-batches but the last."""
+        return self._sharded.no_sync()
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip by the norm, over all ranks, of the gradients of this optimizer. Collective."""
+        own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        root_unit = get_unit(self.model)
+        assert root_unit is not None, "setup has sharded it"
+        sharded: dict[int, tuple[Placement, list[nn.Parameter]]] = {}
+        for unit in root_unit.root.units:
+            for handle in unit.handles:
+                _, pieces = sharded.setdefault(id(handle.placement), (handle.placement, []))
+                pieces.extend(piece for piece in handle.sharded_params if id(piece) in own)
+        whole = [parameter for parameter in own.values() if get_info(parameter) is None]
+        clip_grad_norm_(root_unit.root, list(sharded.values()), whole, clip_val, 2.0)
+
+    def teardown(self) -> None:
+        """Leave the model sharded where it is (Note [One wrapper for the life of a model])."""
+        self._is_set_up, self._pending = False, None
+        for each in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            each.teardown()
+        self.checkpoint_io.teardown()
+
+    # Checkpoints out ------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Full tensors on rank 0 ({} elsewhere), or this rank's shards. Collective."""
+        if self._state_dict_type == "sharded":
+            return get_model_state_dict(self.model)
+        return get_model_state_dict(self.model, full=True, cpu_offload=True, rank0_only=True)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As the same optimizer, unsharded, would have it, on rank 0. Collective.
+
+        Sharded checkpoints take the state from the optimizer itself; {} then.
+        """
+        if self._state_dict_type == "sharded":
+            return {}
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        state = get_optimizer_state_dict(
+            self.model, optimizer, full=True, cpu_offload=True, rank0_only=True
+        )
+        return numbered(state) if state else {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a file (rank 0), or a folder (all ranks). Collective.
+
+        Raises:
+            RuntimeError, CheckpointError: on all ranks, also where only one failed.
+        """
+        filepath = self.broadcast(filepath)
+        if self._state_dict_type == "sharded":
+            if storage_options is not None:
+                raise TypeError("ZeRO3Strategy: sharded checkpoints take no storage_options")
+            self._save_folder(checkpoint, local_path(filepath))
+            return
+        error = None
+        if self.is_global_zero:
+            try:
+                make_way_for_file(Path(filepath))
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            except Exception as caught:
+                error = caught
+        told = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+        if told is not None:
+            raise RuntimeError(f"{filepath}: rank 0 could not write it: {told}") from error
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
+        own_names = get_model_state_dict(self.model).keys()
+        if checkpoint["state_dict"].keys() != own_names:
+            raise CheckpointError(
+                f"{path}: on_save_checkpoint changed the names in 'state_dict', which sharded "
+                "checkpoints take from the model itself; use state_dict_type='full'"
+            )
+        optimizer = None
+        if "optimizer_states" in checkpoint and self.optimizers:
+            optimizer = self._only_optimizer()
+        if self.is_global_zero and path.is_file():
+            path.unlink()
+        rest = {name: each for name, each in checkpoint.items() if name not in _WRITTEN_BY_ENGINE}
+        rest["has_optimizer"] = "optimizer_states" in checkpoint
+        step = int(checkpoint["global_step"])
+        save(path, self.model, optimizer, step=step, extra=rest, keep=1)
+
+    def _only_optimizer(self) -> torch.optim.Optimizer:
+        if len(self.optimizers) != 1:
+            raise NotImplementedError(
+                f"ZeRO3Strategy: a sharded checkpoint holds one optimizer, got "
+                f"{len(self.optimizers)}; use state_dict_type='full'"
+            )
+        return self.optimizers[0]
+
+    # Checkpoints in -------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a file, or of a folder all but its tensors. On all ranks.
+
+        A local file is mapped, so that ranks of one machine share its pages and touch those of
+        their own pieces.
+        """
+        path = self.broadcast(checkpoint_path)
+        if Path(path).is_dir():
+            return open_folder(Path(path))
+        if type(self.checkpoint_io) is TorchCheckpointIO and is_mappable(Path(path)):
+            return map_file(Path(path), weights_only)
+        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Now, or once the model is sharded: Note [Weights wait for the model]. Collective."""
+        if not self._is_set_up:
+            names = checkpoint.keys() & {"state_dict", FOLDER}
+            kept = {name: checkpoint[name] for name in names}
+            self._pending = kept, strict
+        elif FOLDER in checkpoint:
+            load(checkpoint[FOLDER], self.model, strict=strict)
+        else:
+            set_model_state_dict(self.model, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Of this strategy's checkpoints, and of a plain one. Collective.
+
+        Raises:
+            ValueError, CheckpointError: it is of another optimizer.
+        """
+        if FOLDER in checkpoint:
+            # With the weights, which are there already: they come in one checked read.
+            load(checkpoint[FOLDER], self.model, self._only_optimizer())
+            return
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint has the state of {len(states)} optimizers, "
+                f"{len(self.optimizers)} are configured"
+            )
+        names = Names(self.model)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            set_optimizer_state_dict(self.model, optimizer, named(state, optimizer, names))
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: importing this file registers the name."""
+
+
+StrategyRegistry.register(
+    ZeRO3Strategy.strategy_name, ZeRO3Strategy, description="ZeRO-3 on flat parameters (layerzero)"
+)

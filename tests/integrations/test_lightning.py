@@ -1,0 +1,440 @@
+"""Training under Lightning's Trainer equals DDP and one process, whatever the Trainer does."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision, MixedPrecision
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from layerzero import GradScaler, ShardingPlan, ZeRO3, units
+from layerzero import MixedPrecision as EngineMixedPrecision
+from layerzero.integrations.lightning import ZeRO3Strategy
+from tests.harness.checks import assert_bitwise, assert_close, assert_same_parameters
+from tests.harness.models import Block
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import recorded_operations, reduced
+from tests.integrations.trainers import (
+    NUM_BATCHES,
+    RANKS,
+    Regression,
+    ddp,
+    full,
+    quiet,
+    rows,
+    seeded,
+    trainer,
+    zero3_strategy,
+)
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROUNDINGS = 64
+"""Of one process beside two ranks: their batches add up in another order, for 8 steps of AdamW."""
+
+
+def _fit(strategy: Any = None, **arguments: Any) -> Regression:
+    model = seeded()
+    trainer(strategy, **arguments).fit(model, rows())
+    return model
+
+
+def _assert_same_run(ours: Regression, theirs: Regression) -> None:
+    assert ours.losses == theirs.losses
+    expected = full(theirs)
+    for name, value in full(ours).items():
+        assert_bitwise(value, expected[name], name)
+
+
+# Training -------------------------------------------------------------------------------------
+
+
+class _Operations(Callback):
+    """Names of the units whose gradients were reduced, in each training step."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.recording = recorded_operations(trainer.model)  # type: ignore[arg-type]
+        self.operations = self.recording.__enter__()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.recording.__exit__(None, None, None)
+
+
+def _train() -> tuple[list[float], dict[str, Tensor]]:
+    model = _fit()
+    _assert_same_run(model, _fit(ddp()))
+    assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1"]
+    plan = ShardingPlan(apply_modules=["blocks.{*}"], defaults={"outer": "replicate"})
+    for each in ("layerzero", zero3_strategy(plan=plan)):
+        _assert_same_run(_fit(each), model)
+    _accumulation_reduces_once()
+    _clipping()
+    _many_uses_of_one_model()
+    return model.losses, full(model)
+
+
+def _accumulation_reduces_once() -> None:
+    operations = _Operations()
+    strategy = zero3_strategy(accumulation="unsharded")
+    ours = _fit(strategy, accumulate_grad_batches=2, callbacks=[operations])
+    num_steps = 2 * NUM_BATCHES // 2
+    assert len(reduced(operations.operations)) == 3 * num_steps
+    _assert_same_run(ours, _fit(ddp(), accumulate_grad_batches=2))
+
+
+def _clipping() -> None:
+    free = _fit()
+    for algorithm, bound, roundings in (("norm", 0.1, ROUNDINGS), ("value", 0.02, 0)):
+        options = {"gradient_clip_val": bound, "gradient_clip_algorithm": algorithm}
+        ours, theirs = _fit(**options), _fit(ddp(), **options)
+        assert ours.losses != free.losses
+        assert_same_parameters(full(ours), full(theirs), roundings)
+
+
+def _many_uses_of_one_model() -> None:
+    model, theirs = seeded(), seeded()
+    ours_trainer, theirs_trainer = trainer(), trainer(ddp())
+    results = []
+    for each, own in ((ours_trainer, model), (theirs_trainer, theirs)):
+        before = each.validate(own, rows(), verbose=False)
+        each.fit(own, rows(), rows())
+        again = each.test(own, rows(), verbose=False)
+        other = trainer(ddp() if each is theirs_trainer else None)
+        predicted = torch.cat(other.predict(own, rows()))
+        own.losses.clear()
+        each.fit_loop.max_epochs = 3
+        each.fit(own, rows())
+        results.append((before, again, predicted, list(own.losses)))
+    (*ours, ours_predicted, ours_losses), (*expected, expected_predicted, losses) = results
+    assert ours == expected
+    assert_bitwise(ours_predicted, expected_predicted, "predictions")
+    assert ours_losses == losses and losses
+
+
+def test_training_equals_ddp_and_one_process() -> None:
+    (losses, parameters), (other_losses, _) = run_ranks(RANKS, _train)
+    model = _fit()
+    mean = (torch.tensor(losses) + torch.tensor(other_losses)) / 2
+    assert_close(mean, torch.tensor(model.losses), ROUNDINGS, "losses")
+    assert_same_parameters(parameters, full(model), ROUNDINGS)
+
+
+# Checkpoints ----------------------------------------------------------------------------------
+
+
+class _Unmade(Regression):
+    """Its layers are made in `configure_model`, without storage."""
+
+    def make_layers(self) -> None:
+        self.stem = self.head = self.blocks = None
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
+
+    def configure_model(self) -> None:
+        if self.stem is None:
+            with torch.device("meta"):
+                super().make_layers()
+            self.num_calls = torch.zeros((), dtype=torch.long)
+
+
+def _resumed(path: Path, strategy: Any = None, model: Regression | None = None) -> Regression:
+    """Another model that goes on from `path` to the end of the second epoch."""
+    model = model or seeded(seed=7)
+    trainer(strategy).fit(model, rows(), ckpt_path=path)
+    return model
+
+
+def _saved(path: Path, strategy: Any = None, **options: Any) -> Regression:
+    """A run of one epoch, saved to `path`."""
+    model = seeded()
+    own = trainer(strategy, max_epochs=1, **options)
+    own.fit(model, rows())
+    own.save_checkpoint(path)
+    return model
+
+
+def _files(tmp_path: Path) -> list[Any]:
+    whole = _fit()
+    second_half = whole.losses[NUM_BATCHES:]
+
+    def assert_goes_on(model: Regression, where: str) -> None:
+        assert model.losses == second_half, where
+        assert_same_parameters(full(model), full(whole))
+        assert model.num_calls == 2 * NUM_BATCHES, where
+
+    ours, theirs = tmp_path / "ours.ckpt", tmp_path / "ddp.ckpt"
+    saved = _saved(ours)
+    _saved(theirs, ddp())
+    assert ours.is_file()
+    plain = Regression.load_from_checkpoint(ours)
+    assert_same_parameters(full(plain), full(saved))
+    assert_goes_on(_resumed(ours), "from our file")
+    assert_goes_on(_resumed(ours, ddp()), "DDP from our file")
+    assert_goes_on(_resumed(theirs), "from DDP's file")
+    assert_goes_on(_resumed(ours, model=seeded(_Unmade)), "without storage before")
+    with trainer().init_module(empty_init=True):
+        unmade = Regression()
+    assert unmade.stem.weight.is_meta
+    assert_goes_on(_resumed(ours, model=unmade), "made by init_module")
+    own, other = torch.load(ours), torch.load(theirs)
+    assert own.keys() == other.keys()
+    assert _described(own["optimizer_states"]) == _described(other["optimizer_states"])
+    result = trainer().validate(seeded(seed=7), rows(), ckpt_path=ours, verbose=False)
+    assert result == trainer(ddp()).validate(seeded(seed=7), rows(), ckpt_path=ours, verbose=False)
+    return result
+
+
+def _described(value: Any) -> Any:
+    """A nesting with tensors by shape and dtype."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: _described(each) for key, each in value.items()}
+    return [_described(each) for each in value] if isinstance(value, list) else value
+
+
+def test_a_file_goes_on_here_under_ddp_and_in_one_process(tmp_path: Path) -> None:
+    ((result,), _) = run_ranks(RANKS, _files, tmp_path)
+    alone = trainer().validate(
+        seeded(seed=7), rows(), ckpt_path=tmp_path / "ours.ckpt", verbose=False
+    )
+    assert result["val_loss"] == pytest.approx(alone[0]["val_loss"], rel=1e-6)
+    model = seeded(seed=7)
+    trainer().fit(model, rows(), ckpt_path=tmp_path / "ours.ckpt")
+    assert len(model.losses) == NUM_BATCHES
+
+
+def _folders(tmp_path: Path) -> None:
+    whole = _fit()
+    path = tmp_path / "sharded.ckpt"
+    _saved(path, zero3_strategy(state_dict_type="sharded"))
+    endings = {each.suffix for each in path.rglob("*") if each.is_file()}
+    assert endings == {".json", ".safetensors", ""}, endings
+    for kind in ("sharded", "full"):
+        model = _resumed(path, zero3_strategy(state_dict_type=kind))
+        assert model.losses == whole.losses[NUM_BATCHES:]
+        assert_same_parameters(full(model), full(whole))
+        assert model.num_calls == 2 * NUM_BATCHES
+    # Other units, other places of pieces.
+    model = _resumed(path, ZeRO3Strategy())
+    assert model.losses == whole.losses[NUM_BATCHES:]
+    _a_callback_keeps_the_best(tmp_path)
+    # What one kind left is replaced by the other, and by itself.
+    for kind in ("sharded", "full", "sharded"):
+        _saved(path, zero3_strategy(state_dict_type=kind))
+        dist.barrier()
+        assert path.is_dir() == (kind == "sharded")
+    steps = [each.name for each in path.iterdir() if each.is_dir()]
+    assert steps == [f"step-{NUM_BATCHES:08d}"]
+    _weights_alone(tmp_path)
+    _one_rank_fails(tmp_path)
+
+
+def _a_callback_keeps_the_best(tmp_path: Path) -> None:
+    for kind in ("full", "sharded"):
+        best = pl.callbacks.ModelCheckpoint(
+            tmp_path / kind, monitor="val_loss", save_top_k=1, save_last=True
+        )
+        own = trainer(
+            zero3_strategy(state_dict_type=kind), enable_checkpointing=True, callbacks=[best]
+        )
+        model = seeded()
+        own.fit(model, rows(), rows())
+        (tested,) = own.test(model, rows(), ckpt_path="best", verbose=False)
+        assert tested["val_loss"] == best.best_model_score
+        names = {each.name for each in (tmp_path / kind).iterdir()}
+        assert names == {"last.ckpt", Path(best.best_model_path).name}
+
+
+def _weights_alone(tmp_path: Path) -> None:
+    for kind in ("full", "sharded"):
+        model = seeded()
+        own = trainer(zero3_strategy(state_dict_type=kind))
+        own.fit(model, rows())
+        own.save_checkpoint(tmp_path / f"weights_{kind}", weights_only=True)
+        other = seeded(seed=7)
+        trainer().validate(other, rows(), ckpt_path=tmp_path / f"weights_{kind}", verbose=False)
+        assert_same_parameters(full(other), full(model))
+        with pytest.raises(KeyError, match="optimizer state"):
+            trainer().fit(seeded(), rows(), ckpt_path=tmp_path / f"weights_{kind}")
+
+
+def _one_rank_fails(tmp_path: Path) -> None:
+    (tmp_path / "a_file").touch()
+    with pytest.raises(RuntimeError, match="rank 0 could not write it"):
+        _saved(tmp_path / "a_file" / "x.ckpt")
+
+
+def test_a_folder_holds_no_pickle_and_goes_on(tmp_path: Path) -> None:
+    run_ranks(RANKS, _folders, tmp_path)
+
+
+# Precision and manual optimization ------------------------------------------------------------
+
+
+class _Overflow(Callback):
+    """Makes the gradients of one rank infinite in the second step."""
+
+    def __init__(self) -> None:
+        self.scales: list[float] = []
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_step == 1 and not self.scales[1:] and trainer.global_rank == 1:
+            parameter = next(p for p in pl_module.parameters() if p.numel())
+            parameter.grad.fill_(torch.inf)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())
+
+
+def _precisions() -> None:
+    for precision in ("bf16-mixed", "bf16-true", "64-true"):
+        ours, theirs = _fit(precision=precision), _fit(ddp(), precision=precision)
+        assert ours.losses == theirs.losses, precision
+        dtypes = {parameter.dtype for parameter in ours.parameters()}
+        assert dtypes == {parameter.dtype for parameter in theirs.parameters()}, precision
+    half = EngineMixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ours = _fit(zero3_strategy(mixed_precision=half))
+    assert ours.losses == pytest.approx(_fit().losses, rel=0.1)
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
+    overflow = _Overflow()
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    strategy = zero3_strategy(precision_plugin=plugin)
+    _fit(strategy, callbacks=[overflow], gradient_clip_val=0.5)
+    assert isinstance(plugin.scaler, GradScaler)
+    assert overflow.scales == [64.0] + [32.0] * (2 * NUM_BATCHES - 1)
+
+
+class _TwoOptimizers(Regression):
+    """Two forwards and backwards a step, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], _: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = (self(batch[0]) - batch[1]).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.2, "norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        parts = [self.blocks, nn.ModuleList([self.stem, self.head])]
+        return [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in parts]
+
+
+def _manual(tmp_path: Path) -> list[float]:
+    _precisions()
+    model = seeded(_TwoOptimizers)
+    own = trainer(max_epochs=1)
+    own.fit(model, rows())
+    own.save_checkpoint(tmp_path / "two.ckpt")
+    whole, again = seeded(_TwoOptimizers), seeded(_TwoOptimizers, seed=7)
+    trainer().fit(whole, rows())
+    trainer().fit(again, rows(), ckpt_path=tmp_path / "two.ckpt")
+    assert model.losses + again.losses == whole.losses
+    sharded = trainer(zero3_strategy(state_dict_type="sharded"), max_epochs=1)
+    sharded.fit(seeded(_TwoOptimizers), rows())
+    with pytest.raises(NotImplementedError, match="one optimizer, got 2; use state_dict_type"):
+        sharded.save_checkpoint(tmp_path / "refused.ckpt")
+    return whole.losses
+
+
+def test_precision_plugins_and_manual_optimization(tmp_path: Path) -> None:
+    ours = torch.tensor(run_ranks(RANKS, _manual, tmp_path))
+    alone = seeded(_TwoOptimizers)
+    trainer().fit(alone, rows())
+    assert_close(ours.mean(0), torch.tensor(alone.losses), 2 * ROUNDINGS, "losses")
+
+
+# The example ----------------------------------------------------------------------------------
+
+
+def _example(tmp_path: Path) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    import train_lightning
+
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    quiet()
+    train_lightning.main(["--folder", str(tmp_path)])
+
+
+def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(RANKS, _example, tmp_path)
+    losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
+    assert losses[0] < 2.3 and losses[1] < 1.5, losses
+
+
+# Bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"state_dict_type": "local"}, ValueError, r"expected one of \['full', 'sharded'\]"),
+        ({"reshard_after_foward": True}, TypeError, "near matches: 'reshard_after_forward'"),
+        ({"process_group": None}, ValueError, "use zero3_size and outer"),
+        ({"device": "cpu"}, ValueError, "use accelerator and devices of the Trainer"),
+        ({"plan": {}, "auto_wrap_policy": {Block}}, ValueError, "both given"),
+        ({"plan": {}, "outer": "zero1"}, ValueError, "plan and outer are both given"),
+        ({"plan": {"aply_modules": []}}, ValueError, "unknown key 'aply_modules'"),
+        ({"precision_plugin": FSDPPrecision("32-true")}, ValueError, "use Trainer.precision="),
+        (
+            {"parallel_devices": [torch.device("cpu"), torch.device("cuda:0")]},
+            ValueError,
+            r"devices of one type, got \['cpu', 'cuda'\].*use accelerator='cpu' or 'cuda' for all",
+        ),
+        ({"parallel_devices": [torch.device("mps")]}, ValueError, "use accelerator='cpu'"),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_named_with_what_to_use(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        ZeRO3Strategy(**arguments)
+
+
+def _refused() -> None:
+    def fit(own: pl.Trainer, model: pl.LightningModule | None = None) -> None:
+        own.fit(seeded() if model is None else model, rows())
+
+    with pytest.raises(ValueError, match="average the weights of saved checkpoints"):
+        fit(trainer(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]))
+    with pytest.raises(ValueError, match="compile\\(\\) of the layers"):
+        fit(trainer(), torch.compile(seeded()))
+    with pytest.raises(ValueError, match="nccl does not serve the cpu"):
+        fit(trainer(zero3_strategy(process_group_backend="nccl")))
+    with pytest.raises(RuntimeError, match=r"expects rank . of 3.*has rank . of 2"):
+        fit(trainer(devices=3))
+    with pytest.raises(ValueError, match="for another engine"):
+        trainer(plugins=[LightningEnvironment(), DeepSpeedPrecision("32-true")])
+    strategy = zero3_strategy(state_dict_type="sharded")
+    odd = seeded()
+    odd.save_hyperparameters({"where": Path("/tmp")})
+    with pytest.raises(RuntimeError, match=r"where.*cannot be saved without pickle"):
+        fit(trainer(strategy), odd)
+    with pytest.raises(RuntimeError, match="wrapped already"):
+        wrapped = seeded()
+        ZeRO3(wrapped)
+        fit(trainer(), wrapped)
+
+
+def test_what_does_not_go_together_is_refused_before_training() -> None:
+    run_ranks(RANKS, _refused)
