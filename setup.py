@@ -28,7 +28,7 @@ from setuptools.command.build_ext import build_ext
 PLANS = ["pyyaml"]
 # The newest transformers is for Python 3.11 on; tests that need it are skipped without.
 MODELS = ["transformers>=5; python_version >= '3.11'", "peft; python_version >= '3.11'"]
-LIGHTNING = ["lightning>=2.6,<2.7", *PLANS]
+LIGHTNING = ["lightning>=2.6,<2.7", "finetuning-scheduler>=2.14", *PLANS]
 TEST = ["pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4", *PLANS, *MODELS, *LIGHTNING]
 HERE = Path(__file__).resolve().parent
 WANTED = os.environ.get("LAYERZERO_BUILD_EXT", "")
@@ -211,6 +211,12 @@ setup(
     if sysconfig.get_config_var("Py_GIL_DISABLED")
     else {"bdist_wheel": {"py_limited_api": "cp310"}},
     install_requires=["torch>=2.11", "numpy"],
+    entry_points={
+        # Where finetuning-scheduler looks for what belongs to Trainer(strategy="layerzero").
+        "finetuning_scheduler.strategy_adapters": [
+            "layerzero = layerzero.integrations.finetuning_scheduler:ZeRO3StrategyAdapter"
+        ],
+    },
     extras_require={
         "examples": ["tqdm", "matplotlib"],
         "checkpoint": ["tqdm"],

@@ -13,7 +13,7 @@ Note [One wrapper for the life of a model]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -102,7 +102,9 @@ class ZeRO3Strategy(DDPStrategy):
     strategy_name = "layerzero"
 
     plan: ShardingPlan | None
-    """How the model is sharded, if not by `auto_wrap_policy`; may be set until the model is."""
+    """How the model is sharded, if not by `auto_wrap_policy`."""
+    before_restore: Callable[[], None] | None
+    """Called when a run goes on from a checkpoint, before callbacks get their state of it."""
 
     def __init__(
         self,
@@ -132,10 +134,26 @@ class ZeRO3Strategy(DDPStrategy):
         )
         self.auto_wrap_policy = auto_wrap_policy
         self.plan = read_plan(plan)
+        self.before_restore = None
         self._state_dict_type = state_dict_type
         self._zero3_options = {"sync_module_states": True, **zero3_options, "timeout": timeout}
         self._is_set_up = False
         self._pending: tuple[Mapping[str, Any], bool] | None = None
+
+    def use_plan(self, plan: ShardingPlan, giver: str) -> None:
+        """Shard by this plan, which `giver` has, together with the strategy's own options.
+
+        Raises:
+            ValueError: the strategy has a plan or policy, or an option that the plan has, too.
+        """
+        twice = self._zero3_options.keys() & (plan.defaults.keys() - {"sync_module_states"})
+        said = [name for name in ("plan", "auto_wrap_policy") if getattr(self, name) is not None]
+        said += [name for name in sorted(twice) if self._zero3_options[name] is not None]
+        if said and self.plan != plan:  # equal when the same model is fitted again
+            raise ValueError(
+                f"ZeRO3Strategy: {said[0]} is given, and {giver} has a plan; say it in one of them"
+            )
+        self.plan = plan
 
     # Environment ----------------------------------------------------------------------------
 
@@ -374,6 +392,8 @@ class ZeRO3Strategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Now, or once the model is sharded: Note [Weights wait for the model]. Collective."""
         if not self._is_set_up:
+            if self.before_restore is not None:
+                self.before_restore()
             names = checkpoint.keys() & {"state_dict", FOLDER}
             kept = {name: checkpoint[name] for name in names}
             self._pending = kept, strict

@@ -1,0 +1,337 @@
+"""Scheduled fine-tuning of a sharded model is that of one process, through phases and restores.
+
+Lightning's DDP is no reference: it averages only what required a gradient when it was built.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
+pytest.importorskip("finetuning_scheduler", reason="the extra [lightning] is not installed")
+
+import lightning.pytorch as pl
+from finetuning_scheduler import FinetuningScheduler, FTSCheckpoint, FTSEarlyStopping
+from lightning.pytorch.callbacks import Callback
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from layerzero import BackwardPrefetch, OffloadPolicy, units
+from layerzero.integrations.finetuning_scheduler import ZeRO3StrategyAdapter
+from layerzero.integrations.lightning import ZeRO3Strategy
+from tests.harness.checks import assert_close, assert_same_parameters
+from tests.harness.ranks import run_ranks
+from tests.integrations.trainers import (
+    NUM_BATCHES,
+    RANKS,
+    Regression,
+    full,
+    rows,
+    seeded,
+    trainer,
+    zero3_strategy,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROUNDINGS = 256
+"""Of one process beside two ranks: sums in another order, for up to 24 steps of AdamW."""
+
+# Units are whole blocks: each of them holds parameters of two phases.
+PHASES = [
+    ["head.weight", "head.bias", "blocks.1.down.weight"],
+    ["blocks.1.up.weight", "blocks.1.down.bias", "blocks.0.down.weight"],
+    ["stem.weight", "blocks.1.up.bias", "blocks.0.up.weight", "blocks.0.up.bias"],
+]
+ENDS = [1, 3, 6]
+"""Epochs after which the phases end."""
+
+
+def _schedule() -> dict[int, Any]:
+    return {
+        depth: {"params": list(names), "max_transition_epoch": end, "lr": 0.05 / (depth + 1)}
+        for depth, (names, end) in enumerate(zip(PHASES, ENDS, strict=True))
+    }
+
+
+def _scheduler(**arguments: Any) -> FinetuningScheduler:
+    adapter = "layerzero.integrations.finetuning_scheduler:ZeRO3StrategyAdapter"
+    is_sharded = torch.distributed.is_initialized()
+    return FinetuningScheduler(
+        allow_untested=True,
+        custom_strategy_adapters={"layerzero": adapter} if is_sharded else None,
+        **arguments,
+    )
+
+
+_Epoch = tuple[int, list[str], list[list[str]], list[float]]
+"""Depth of the schedule, names that are trained, those of each optimizer group, learning rates."""
+
+
+class _Watch(Callback):
+    """What is trained in each epoch, and how."""
+
+    def __init__(self) -> None:
+        self.epochs: list[_Epoch] = []
+        self.val_losses: list[float] = []
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any
+    ) -> None:
+        if len(self.epochs) > trainer.current_epoch - self.first_epoch:
+            return
+        name_of = {id(p): name for name, p in module.named_parameters()}
+        (optimizer,) = trainer.optimizers
+        groups = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        thawed = sorted(name for name, p in module.named_parameters() if p.requires_grad)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        self.epochs.append((self.scheduler_of(trainer).curr_depth, thawed, groups, rates))
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.first_epoch = trainer.current_epoch
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.val_losses.append(float(trainer.callback_metrics["val_loss"]))
+
+    @staticmethod
+    def scheduler_of(trainer: pl.Trainer) -> FinetuningScheduler:
+        return next(c for c in trainer.callbacks if isinstance(c, FinetuningScheduler))
+
+
+def _fit(
+    folder: Path,
+    callbacks: list[Any],
+    max_epochs: int,
+    strategy: Any = None,
+    model: Regression | None = None,
+    **arguments: Any,
+) -> tuple[Regression, _Watch]:
+    model = model or seeded()
+    watch = _Watch()
+    own = trainer(
+        strategy,
+        max_epochs=max_epochs,
+        callbacks=[*callbacks, watch],
+        default_root_dir=folder,
+        enable_checkpointing=True,
+    )
+    own.fit(model, rows(), rows(), **arguments)
+    return model, watch
+
+
+# Three phases ---------------------------------------------------------------------------------
+
+
+def _three_phases(
+    folder: Path, strategy: Any = None, callbacks: Sequence[Callback] = (), **arguments: Any
+) -> tuple[Regression, _Watch]:
+    scheduler = _scheduler(ft_schedule=_schedule(), epoch_transitions_only=True, restore_best=False)
+    checkpoints = FTSCheckpoint(folder / "checkpoints", monitor="val_loss", save_top_k=1)
+    return _fit(folder, [scheduler, checkpoints, *callbacks], ENDS[-1], strategy, **arguments)
+
+
+class _Stop(Callback):
+    """Saves after so many epochs, and ends the run; the scheduler would go on to its last phase."""
+
+    def __init__(self, path: Path, num_epochs: int) -> None:
+        self.path = path
+        self.num_epochs = num_epochs
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch == self.num_epochs - 1:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def _assert_phases(watch: _Watch, first_epoch: int = 0) -> None:
+    """Each epoch trains what its phase and those before name, in groups one a phase."""
+    for epoch, (depth, thawed, groups, _) in enumerate(watch.epochs, start=first_epoch):
+        expected_depth = sum(epoch >= end for end in ENDS[:-1])
+        assert depth == expected_depth, epoch
+        wanted = [sorted(names) for names in PHASES[: depth + 1]]
+        assert [sorted(group) for group in groups] == wanted, epoch
+        assert thawed == sorted(name for names in PHASES[: depth + 1] for name in names), epoch
+
+
+def _restored(tmp_path: Path, kind: str, whole: Regression, watch: _Watch, stop: int) -> None:
+    """Stop after `stop` epochs, inside a phase or at its end, and go on from the checkpoint."""
+    folder = tmp_path / f"{kind}_{stop}"
+    path = folder / "stopped.ckpt"
+    stopping = [_Stop(path, stop)]
+    first, first_watch = _three_phases(folder, zero3_strategy(state_dict_type=kind), stopping)
+    assert len(first_watch.epochs) == stop
+    strategy = zero3_strategy(state_dict_type=kind)
+    model = seeded(seed=7)
+    _, again_watch = _three_phases(folder / "again", strategy, model=model, ckpt_path=path)
+    assert first.losses + model.losses == whole.losses, (kind, stop)
+    assert watch.epochs[stop:] == again_watch.epochs, (kind, stop)
+    assert_same_parameters(full(model), full(whole))
+
+
+def _phases_on_ranks(tmp_path: Path) -> tuple[list[float], dict[str, Tensor], list[_Epoch]]:
+    model, watch = _three_phases(tmp_path / "whole")
+    _assert_phases(watch)
+    frozen = seeded().stem.bias
+    assert torch.equal(full(model)["stem.bias"], frozen), "no phase names it"
+    for kind, stop in (("full", 2), ("full", 3), ("sharded", 4)):
+        _restored(tmp_path, kind, model, watch, stop)
+    return model.losses, full(model), watch.epochs
+
+
+def test_three_phases_are_those_of_one_process_with_restores_inside_phases(tmp_path: Path) -> None:
+    results = run_ranks(RANKS, _phases_on_ranks, tmp_path)
+    (losses, parameters, epochs), (other_losses, _, _) = results
+    model, alone = _three_phases(tmp_path / "alone")
+    assert len(model.losses) == 6 * NUM_BATCHES
+    assert epochs == alone.epochs
+    mean = (torch.tensor(losses) + torch.tensor(other_losses)) / 2
+    assert_close(mean, torch.tensor(model.losses), ROUNDINGS, "losses")
+    assert_same_parameters(parameters, full(model), ROUNDINGS)
+
+
+# Implicit schedules, early stopping, the best checkpoint ---------------------------------------
+
+
+def _implicit(
+    folder: Path, kind: str | None = None
+) -> tuple[list[float], dict[str, Tensor], list[_Epoch]]:
+    """Phases of two parameters end when the loss stops falling fast; each starts from the best."""
+    scheduler = _scheduler(max_depth=3, base_max_lr=0.05)
+    stopping = FTSEarlyStopping(monitor="val_loss", patience=1, min_delta=0.05)
+    checkpoints = FTSCheckpoint(folder / "checkpoints", monitor="val_loss", save_top_k=1)
+    strategy = None if kind is None else zero3_strategy(state_dict_type=kind)
+    model, watch = _fit(folder, [scheduler, stopping, checkpoints], 12, strategy)
+    return watch.val_losses, full(model), watch.epochs
+
+
+def _implicit_on_ranks(tmp_path: Path) -> Any:
+    results = [_implicit(tmp_path / kind, kind) for kind in ("full", "sharded")]
+    assert results[0][0] == results[1][0]
+    assert results[0][2] == results[1][2]
+    return results[0]
+
+
+def test_an_implicit_schedule_with_early_stopping_is_that_of_one_process(tmp_path: Path) -> None:
+    (losses, parameters, epochs), _ = run_ranks(RANKS, _implicit_on_ranks, tmp_path)
+    alone_losses, alone_parameters, alone_epochs = _implicit(tmp_path / "alone")
+    depths = [depth for depth, *_ in epochs]
+    assert sorted(set(depths)) == [0, 1, 2, 3], depths
+    assert max(depths.count(depth) for depth in range(4)) > 1, "some phase took its time"
+    assert epochs == alone_epochs
+    assert_close(torch.tensor(losses), torch.tensor(alone_losses), ROUNDINGS, "validation losses")
+    assert_same_parameters(parameters, alone_parameters, ROUNDINGS)
+
+
+# The plan -------------------------------------------------------------------------------------
+
+
+def _planned(tmp_path: Path) -> None:
+    def fit(strategy: ZeRO3Strategy, **cfg: Any) -> Regression:
+        scheduler = _scheduler(
+            ft_schedule=_schedule(),
+            epoch_transitions_only=True,
+            restore_best=False,
+            strategy_adapter_cfg=cfg,
+        )
+        checkpoints = FTSCheckpoint(tmp_path / "planned", save_top_k=0)
+        return _fit(tmp_path, [scheduler, checkpoints], 2, strategy)[0]
+
+    plain = fit(zero3_strategy())
+    plan = {
+        r"blocks\.\d+": {"reshard_after_forward": False, "act_ckpt": "wrapped"},
+        "blocks.1": {},
+        r"blocks\.1\.(up|down)": None,
+        "head": {"cpu_offload_policy": {"pin_memory": False}},
+    }
+    defaults = {"backward_prefetch": "backward_post", "num_to_forward_prefetch": 2}
+    model = fit(ZeRO3Strategy(deterministic=True), zero3_plan=plan, zero3_defaults=defaults)
+    assert model.losses == plain.losses
+    found = {unit.fqn: unit for unit in units(model)}
+    assert sorted(found) == ["", "blocks.0", "blocks.1", "blocks.1.down", "blocks.1.up", "head"]
+    # The last pattern that matches decides alone.
+    assert not found["blocks.0"].options.reshard_after_forward
+    assert found["blocks.1"].options.reshard_after_forward
+    assert found[""].root.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    with pytest.raises(ValueError, match=r"matches no.*near matches: 'blocks'"):
+        fit(ZeRO3Strategy(), zero3_plan={"bloks": {}})
+    with pytest.raises(ValueError, match="auto_wrap_policy is given, and strategy_adapter_cfg has"):
+        fit(zero3_strategy(), zero3_plan={"head": {}})
+    with pytest.raises(ValueError, match="deterministic is given"):
+        fit(ZeRO3Strategy(deterministic=True), zero3_defaults={"deterministic": False})
+    with pytest.raises(ValueError, match="unknown option 'reshard'"):
+        fit(ZeRO3Strategy(), zero3_plan={"head": {"reshard": True}})
+
+
+def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: Path) -> None:
+    run_ranks(RANKS, _planned, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({"pin_memory": False}, OffloadPolicy(params=True, pin_memory=False)),
+        ({}, OffloadPolicy(params=True)),
+        (CPUOffloadPolicy(pin_memory=False), OffloadPolicy(params=True, pin_memory=False)),
+        (None, OffloadPolicy(params=False)),
+    ],
+    ids=str,
+)
+def test_cpu_offload_policy_is_the_plans_cpu_offload(policy: Any, expected: OffloadPolicy) -> None:
+    for where in ("zero3_plan", "zero3_defaults"):
+        options = {"cpu_offload_policy": policy}
+        plan = _plan_of(**{where: {"head": options} if where == "zero3_plan" else options})
+        own = plan.defaults if where == "zero3_defaults" else plan.apply_modules["head"]
+        assert own == {"cpu_offload": expected}
+
+
+def _plan_of(**cfg: Any) -> Any:
+    """What the adapter makes of a configuration, without any training."""
+    strategy = ZeRO3Strategy()
+    model = seeded()
+    model._trainer = type("Trainer", (), {"strategy": strategy})()
+    adapter = ZeRO3StrategyAdapter(**cfg)
+    adapter.connect(type("Scheduler", (), {"pl_module": model})())
+    adapter.on_before_init_fts()
+    return strategy.plan
+
+
+def test_what_the_adapter_cannot_use_is_refused() -> None:
+    with pytest.raises(TypeError, match="zero3_plan: expected a mapping, got"):
+        ZeRO3StrategyAdapter(zero3_plan=["head"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cpu_offload_policy and cpu_offload are both given"):
+        _plan_of(zero3_defaults={"cpu_offload_policy": {}, "cpu_offload": True})
+    with pytest.raises(ValueError, match="no_such_argument"):
+        _plan_of(zero3_defaults={"cpu_offload_policy": {"no_such_argument": True}})
+    model = seeded()
+    model._trainer = trainer()
+    adapter = ZeRO3StrategyAdapter()
+    adapter.connect(type("Scheduler", (), {"pl_module": model})())
+    with pytest.raises(TypeError, match="expected a ZeRO3Strategy, got SingleDeviceStrategy"):
+        adapter.on_before_init_fts()
+
+
+def test_the_entry_point_is_found_by_the_strategys_name(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
+    code = (
+        "from finetuning_scheduler import fts_supporters as fts\n"
+        "fts._discover_strategy_adapters()\n"
+        "print(fts.STRATEGY_ADAPTERS['layerzero'].__module__)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        cwd=REPOSITORY,
+    )
+    assert found.stdout.split()[-1] == "layerzero.integrations.finetuning_scheduler"
