@@ -26,6 +26,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import (
     CheckpointIO,
     ClusterEnvironment,
@@ -63,6 +64,7 @@ from layerzero.integrations.lightning_checkpoints import (
     is_mappable,
     local_path,
     make_way_for_file,
+    make_way_for_folder,
     map_file,
     named,
     numbered,
@@ -316,7 +318,8 @@ class ZeRO3Strategy(DDPStrategy):
         """
         if self._state_dict_type == "sharded":
             return {}
-        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
         state = get_optimizer_state_dict(
             self.model, optimizer, full=True, cpu_offload=True, rank0_only=True
         )
@@ -336,16 +339,24 @@ class ZeRO3Strategy(DDPStrategy):
                 raise TypeError("ZeRO3Strategy: sharded checkpoints take no storage_options")
             self._save_folder(checkpoint, local_path(filepath))
             return
+
+        def write() -> None:
+            make_way_for_file(Path(filepath))
+            super(ZeRO3Strategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+        self._on_first_rank(write, filepath)
+
+    def _on_first_rank(self, action: Callable[[], None], path: str | Path) -> None:
+        """Where it fails, all ranks raise: none waits for rank 0. Collective."""
         error = None
         if self.is_global_zero:
             try:
-                make_way_for_file(Path(filepath))
-                super().save_checkpoint(checkpoint, filepath, storage_options)
+                action()
             except Exception as caught:
                 error = caught
         told = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
         if told is not None:
-            raise RuntimeError(f"{filepath}: rank 0 could not write it: {told}") from error
+            raise RuntimeError(f"{path}: rank 0 could not write it: {told}") from error
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
         own_names = get_model_state_dict(self.model).keys()
@@ -357,8 +368,7 @@ class ZeRO3Strategy(DDPStrategy):
         optimizer = None
         if "optimizer_states" in checkpoint and self.optimizers:
             optimizer = self._only_optimizer()
-        if self.is_global_zero and path.is_file():
-            path.unlink()
+        self._on_first_rank(lambda: make_way_for_folder(path), path)
         rest = {name: each for name, each in checkpoint.items() if name not in _WRITTEN_BY_ENGINE}
         rest["has_optimizer"] = "optimizer_states" in checkpoint
         step = int(checkpoint["global_step"])
@@ -410,7 +420,8 @@ class ZeRO3Strategy(DDPStrategy):
         """
         if FOLDER in checkpoint:
             # With the weights, which are there already: they come in one checked read.
-            load(checkpoint[FOLDER], self.model, self._only_optimizer())
+            strict = self.lightning_module.strict_loading
+            load(checkpoint[FOLDER], self.model, self._only_optimizer(), strict=strict)
             return
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):

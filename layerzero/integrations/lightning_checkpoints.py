@@ -102,6 +102,12 @@ def make_way_for_file(path: Path) -> None:
     shutil.rmtree(path)
 
 
+def make_way_for_folder(path: Path) -> None:
+    """A file of an earlier, full checkpoint of the same name goes."""
+    if path.is_file():
+        path.unlink()
+
+
 def open_folder(path: Path) -> dict[str, Any]:
     """All but the tensors: these are read once the model is sharded."""
     manifest = open_source(path, with_optimizer=False).manifest

@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from layerzero import GradScaler, ShardingPlan, ZeRO3, units
 from layerzero import MixedPrecision as EngineMixedPrecision
+from layerzero.checkpoint import CheckpointError
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import assert_bitwise, assert_close, assert_same_parameters
 from tests.harness.models import Block
@@ -239,6 +240,7 @@ def _folders(tmp_path: Path) -> None:
     assert steps == [f"step-{NUM_BATCHES:08d}"]
     _weights_alone(tmp_path)
     _one_rank_fails(tmp_path)
+    _a_hook_changes_what_is_saved(tmp_path)
 
 
 def _a_callback_keeps_the_best(tmp_path: Path) -> None:
@@ -272,8 +274,19 @@ def _weights_alone(tmp_path: Path) -> None:
 
 def _one_rank_fails(tmp_path: Path) -> None:
     (tmp_path / "a_file").touch()
-    with pytest.raises(RuntimeError, match="rank 0 could not write it"):
-        _saved(tmp_path / "a_file" / "x.ckpt")
+    (tmp_path / "a_folder").mkdir(exist_ok=True)
+    for name, text in (("a_file/x.ckpt", "FileExists"), ("a_folder", "no checkpoint")):
+        with pytest.raises(RuntimeError, match=f"rank 0 could not write it: .*{text}"):
+            _saved(tmp_path / name)
+
+
+def _a_hook_changes_what_is_saved(tmp_path: Path) -> None:
+    model = seeded()
+    model.on_save_checkpoint = lambda checkpoint: checkpoint["state_dict"].popitem()
+    own = trainer(zero3_strategy(state_dict_type="sharded"), max_epochs=1)
+    own.fit(model, rows())
+    with pytest.raises(CheckpointError, match="on_save_checkpoint changed the names"):
+        own.save_checkpoint(tmp_path / "changed.ckpt")
 
 
 def test_a_folder_holds_no_pickle_and_goes_on(tmp_path: Path) -> None:
