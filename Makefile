@@ -52,13 +52,14 @@ bench: $(INSTALLED)
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
 	$(BIN)/python benchmarks/bench_layered.py --plot ""
 
-# torch comes first because the package builds against the one that is installed, not in isolation.
+# torch comes first because the package builds against the one that is installed, not in isolation;
+# pip before 23.1 would isolate an editable build all the same unless told to go by PEP 517.
 $(INSTALLED): constraints.txt setup.py $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "layerzero needs Python 3.10 or newer, $(PYTHON) is " + sys.version)'
 	@echo "Setting up $(VENV) (the first time, torch takes a minute or so to download)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch setuptools
-	$(PIP_INSTALL) --no-build-isolation --editable '.[examples,dev]'
+	$(PIP_INSTALL) --no-build-isolation --use-pep517 --editable '.[examples,dev]'
 	@$(BIN)/python -c 'import layerzero; s = layerzero.native_status(); s.native or print("layerzero runs plain torch, slower:", s.reason)'
 	@touch $@
 
