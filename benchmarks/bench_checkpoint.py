@@ -3,7 +3,8 @@
 A transformer and its AdamW state on gloo ranks of this machine, saved and loaded by
 `layerzero.checkpoint`, and by `torch.distributed.checkpoint` (DCP) for the same sharded model and
 for a `fully_shard` one. The ceiling is `dd`, which moves as many bytes between memory and the same
-disk. All bring what they write to the disk before the clock stops, and before a read the files are
+disk; and for a load `memory`, which touches as much fresh memory as the values take, and no more.
+All bring what they write to the disk before the clock stops, and before a read the files are
 dropped from the page cache. A load is that of a resumed run: the model is there, the optimizer is
 new. They take turns in each round, so a ratio is within one round; the slowest rank counts.
 """
@@ -41,7 +42,7 @@ from torch.distributed.checkpoint import state_dict as torch_helpers
 from layerzero import ZeRO3, checkpoint
 
 SIZES = {"6m": (256, 8), "25m": (512, 8), "100m": (1024, 8)}  # width, layers
-NAMES = ("dd", "layerzero", "dcp", "dcp_fully_shard")
+NAMES = ("dd", "memory", "layerzero", "dcp", "dcp_fully_shard")
 BARS = {"of_dd": 0.8, "of_dcp": 0.5}
 
 
@@ -85,6 +86,7 @@ def measure(config: Config) -> dict[str, Any]:
     nbytes = 3 * 4 * weights  # and two moments
     contenders = {
         "dd": Contender(lambda path: dd_write(path, nbytes), dd_read),
+        "memory": Contender(os.makedirs, lambda path: touch_memory(nbytes)),
         "layerzero": Contender(
             lambda path: checkpoint.save(path, model, optimizer),
             lambda path: checkpoint.load(path, model, new_optimizer(model)),
@@ -189,6 +191,13 @@ def dd_read(path: str) -> None:
     dist.barrier()
 
 
+def touch_memory(nbytes: int) -> None:
+    """Each rank touches its share of fresh memory, as whoever loads into new tensors must."""
+    fresh = torch.empty(nbytes // dist.get_world_size(), dtype=torch.uint8)
+    for part in fresh.split(8 << 20):
+        part.fill_(1)
+
+
 def drop_from_cache(path: str) -> None:
     """What is on the disk already leaves memory, so that the next read is of the disk."""
     for file in Path(path).rglob("*"):
@@ -206,6 +215,8 @@ def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
     for verb in ("save", "load"):
         took = results[verb]
         for name in NAMES:
+            if (verb, name) == ("save", "memory"):
+                continue
             speed = Spread.of([nbytes / 1e9 / each for each in took[name]])
             of_dd = ratio(took["dd"], took[name])  # of its bytes per second
             of_dcp = ratio(took[name], took["dcp"])  # of its time

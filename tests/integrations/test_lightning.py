@@ -415,7 +415,18 @@ def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
         ),
         ({"parallel_devices": [torch.device("mps")]}, ValueError, "use accelerator='cpu'"),
     ],
-    ids=str,
+    ids=[
+        "state_dict_type",
+        "misspelt",
+        "process_group",
+        "device",
+        "plan and policy",
+        "plan and outer",
+        "plan",
+        "precision_plugin",
+        "devices of two types",
+        "mps",
+    ],
 )
 def test_a_bad_argument_is_named_with_what_to_use(
     arguments: dict[str, Any], error: type[Exception], text: str
