@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ def load(
     *,
     scheduler: Stateful | None = None,
     strict: bool = True,
+    rename: Callable[[str], str | None] | None = None,
     progress: ProgressOption = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
@@ -62,6 +63,8 @@ def load(
         scheduler: gets its state, after the optimizer.
         strict: False: load what is there, and log a warning with the names that were missing or
             unexpected.
+        rename: what the model calls a tensor of the checkpoint, given its name there; None: it is
+            left out. For weights of another source, without an optimizer; the same on all ranks.
         progress, process_group: as for `save`.
 
     Returns:
@@ -76,6 +79,8 @@ def load(
         RuntimeError: the model is in backward.
     """
     check_progress(progress)
+    if rename is not None and optimizer is not None:
+        raise ValueError("rename: expected no optimizer with it; only weights get other names")
     state = root_state_of(model, "load")
     together = participants_of(state, process_group)
     source = Source.from_bytes(
@@ -84,6 +89,8 @@ def load(
             lambda: open_source(Path(path), with_optimizer=optimizer is not None).to_bytes(),
         )
     )
+    if rename is not None:
+        source = source.renamed(rename)
     matcher = Matcher(source, model, strict)
     match = matcher.match
 

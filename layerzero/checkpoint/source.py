@@ -8,8 +8,8 @@ and `.json` files are ever opened, and nothing in them is executed.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerzero.checkpoint.crc import combine, crc32
@@ -59,6 +59,24 @@ class Source:
             if name in tensors:
                 return name, tensors[name]
         return None
+
+    def renamed(self, rename: Callable[[str], str | None]) -> Source:
+        """The same weights under other names; those without one (None) are left out.
+
+        Raises:
+            CheckpointError: two tensors would have one name.
+        """
+        places: dict[str, Place] = {}
+        for old, place in self.tensors[MODEL].items():
+            new = rename(old)
+            if new is None:
+                continue
+            if new in places:
+                raise CheckpointError(f"{self.folder}: {old!r} would be the second {new!r}")
+            places[new] = place
+        renames = {alias: (rename(alias), rename(name)) for alias, name in self.aliases.items()}
+        aliases = {alias: name for alias, name in renames.values() if alias and name}
+        return replace(self, tensors={**self.tensors, MODEL: places}, aliases=aliases)
 
     def to_bytes(self) -> bytes:
         tensors = {

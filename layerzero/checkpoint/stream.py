@@ -9,8 +9,8 @@ Two buckets exist at a time: the one whose tensors are being used, and the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ def stream_full(
     bucket_bytes: int | str = "1GB",
     *,
     dtype: torch.dtype | None = None,
+    only: Container[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor) of every parameter and persistent buffer, on every rank.
 
@@ -68,6 +69,8 @@ def stream_full(
             the bucket). Two of the largest parameter are needed in any case.
         dtype: to cast floating-point parameters to, before they are gathered; None: that of the
             main weights. Buffers stay as they are.
+        only: names to yield, the same on all ranks; None: all. What lies in a flat parameter with
+            none of them is not gathered.
 
     Yields:
         Names as in `named_parameters()`, a tied parameter under its first name; tensors of the
@@ -82,25 +85,41 @@ def stream_full(
     if nbytes < 1:
         raise ValueError(f"bucket_bytes: expected at least 1, got {bucket_bytes!r}")
     state = root_state_of(model, "stream_full")
-    return _stream_model(state, model, nbytes, dtype)
+    return _stream_model(state, model, nbytes, dtype, only)
 
 
 def _stream_model(
-    state: RootState, model: nn.Module, nbytes: int, dtype: torch.dtype | None
+    state: RootState,
+    model: nn.Module,
+    nbytes: int,
+    dtype: torch.dtype | None,
+    only: Container[str] | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     names = Names(model)
-    sources = [source_of_weights(handle, dtype) for handle in names.handles]
-    for source, index, full in stream_sources(state, sources, nbytes):
-        found = names.of(source.handle.sharded_params[index])
+
+    def name_of(parameter: torch.Tensor) -> str:
+        found = names.of(parameter)
         assert found is not None, "handles are those of the model"
-        yield found[0], full
+        return found[0]
+
+    def is_wanted(name: str) -> bool:
+        return only is None or name in only
+
+    sources = []
+    for handle in names.handles:
+        of_all = source_of_weights(handle, dtype)
+        wanted = [i for i in of_all.present if is_wanted(name_of(handle.sharded_params[i]))]
+        sources.append(replace(of_all, present=wanted))
+    for source, index, full in stream_sources(state, sources, nbytes):
+        yield name_of(source.handle.sharded_params[index]), full
     del full
     sharded = {id(p) for handle in names.handles for p in handle.sharded_params}
     for parameter, found in names.parameters:
-        if id(parameter) not in sharded:
+        if id(parameter) not in sharded and is_wanted(found[0]):
             yield found[0], parameter.detach()
     for buffer, found in named_buffers(model):
-        yield found[0], buffer.detach()
+        if is_wanted(found[0]):
+            yield found[0], buffer.detach()
 
 
 def source_of_weights(handle: FlatParamHandle, dtype: torch.dtype | None = None) -> FlatSource:

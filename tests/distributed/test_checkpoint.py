@@ -463,6 +463,17 @@ def _foreign(root: str) -> None:
     load(Path(root) / "foreign-0", model, optimizer, strict=False)
     assert_same_parameters(get_model_state_dict(model, full=True), plain)
 
+    others = {f"old.{name}": plain[name] + 2 for name in names} | {"head": torch.ones(3)}
+    save_file(others, single)
+    renames = {name: name.removeprefix("old.") for name in others} | {"head": None}
+    load(Path(root) / "single-0.safetensors", model, rename=renames.__getitem__)
+    expected = {name: value + 2 for name, value in plain.items()}
+    assert_same_parameters(get_model_state_dict(model, full=True), expected)
+    with pytest.raises(CheckpointError, match="would be the second 'one'"):
+        load(Path(root) / "single-0.safetensors", model, rename=lambda name: "one")
+    with pytest.raises(ValueError, match="rename: expected no optimizer"):
+        load(Path(root) / "single-0.safetensors", model, optimizer, rename=str)
+
 
 def test_safetensors_of_another_source_load(tmp_path: Path) -> None:
     run_ranks(2, _foreign, str(tmp_path))

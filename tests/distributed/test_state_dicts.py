@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 from torch.distributed.fsdp import fully_shard
 
-from layerzero import ZeRO3
+from layerzero import ZeRO3, units
 from layerzero.checkpoint import (
     CheckpointError,
     ParameterShard,
@@ -40,6 +40,7 @@ from tests.harness.models import (
     loss_of,
 )
 from tests.harness.ranks import run_ranks
+from tests.harness.recording import recorded_operations
 
 State = dict[str, Any]
 
@@ -381,6 +382,12 @@ def _streams() -> None:
                 if name in shown and expected[name].is_floating_point():
                     assert_bitwise(value, expected[name].bfloat16(), name)
     model, optimizer = _ours(0, Mlp)
+    name, parameter = next(iter(model.named_parameters()))
+    with recorded_operations(model) as operations:
+        ((found, value),) = stream_full(model, only={name})
+    assert found == name and value.shape == parameter.layerzero.shape
+    unit = next(unit for unit in units(model) if any(name in h.fqns for h in unit.handles))
+    assert {operation.unit for operation in operations} <= {h.fqns[0] for h in unit.handles}
     next(stream_full(model, 1))  # stopped early
     _train(model, optimizer)
 
@@ -413,10 +420,10 @@ def _peak_of_stream() -> None:
         return full, work
 
     stream._gather = noted
-    for units in ({nn.Linear}, None):  # buckets of a unit, and of a part of one
+    for policy in ({nn.Linear}, None):  # buckets of a unit, and of a part of one
         made.clear()
         layers = [nn.Linear(64, 64, bias=False) for _ in range(16)]
-        model = ZeRO3(nn.Sequential(*layers), auto_wrap_policy=units)
+        model = ZeRO3(nn.Sequential(*layers), auto_wrap_policy=policy)
         peak = 0
         most = 0
         for _, value in stream_full(model, 5 * one):
