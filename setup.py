@@ -27,7 +27,8 @@ from setuptools.command.build_ext import build_ext
 
 PLANS = ["pyyaml"]
 # The newest transformers is for Python 3.11 on; tests that need it are skipped without.
-MODELS = ["transformers>=5; python_version >= '3.11'", "peft; python_version >= '3.11'"]
+HF = ["transformers>=5.23; python_version >= '3.11'", "accelerate>=1.15; python_version >= '3.11'"]
+MODELS = [*HF, "peft; python_version >= '3.11'"]
 LIGHTNING = ["lightning>=2.6,<2.7", "finetuning-scheduler>=2.14", *PLANS]
 TEST = ["pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4", *PLANS, *MODELS, *LIGHTNING]
 HERE = Path(__file__).resolve().parent
@@ -222,6 +223,7 @@ setup(
         "checkpoint": ["tqdm"],
         "plans": PLANS,
         "lightning": LIGHTNING,
+        "hf": HF,
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy"],
     },

@@ -1,1 +1,1 @@
-"""Adapters to other frameworks, imported on demand (docs/lightning.md)."""
+"""Adapters to other frameworks, imported on demand (docs/lightning.md, docs/transformers.md)."""

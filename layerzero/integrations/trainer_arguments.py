@@ -1,0 +1,104 @@
+"""Which TrainingArguments do not go with a sharded model, and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from layerzero.zero3 import ZeRO3
+
+_ELEMENTWISE = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_anyprecision",
+    "sgd",
+    "adagrad",
+    "rmsprop",
+    "schedule_free_adamw",
+    "schedule_free_sgd",
+)
+"""Optimizers that treat each element by itself, as pieces of parameters need."""
+
+_REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "fsdp",
+        lambda args: bool(args.fsdp),
+        "ZeRO3 shards in its place: give its options as zero3={...}, such as "
+        "reshard_after_forward or offload",
+    ),
+    (
+        "deepspeed",
+        lambda args: bool(args.deepspeed),
+        "ZeRO3 shards in its place: leave it out, give options as zero3={...} and the optimizer "
+        "as optim=",
+    ),
+    (
+        "parallelism_config",
+        lambda args: args.parallelism_config is not None,
+        "give a mesh with zero3={'process_group': mesh}, or shard a model that "
+        "parallelize_module split (docs/parallelism.md) and pass that as model",
+    ),
+    (
+        "fp16",
+        lambda args: args.fp16,
+        "use bf16=True; float16 needs layerzero.GradScaler, whose ranks agree on overflow, in a "
+        "loop of your own",
+    ),
+    (
+        "fp16_full_eval or bf16_full_eval",
+        lambda args: args.fp16_full_eval or args.bf16_full_eval,
+        "they cast the main weights; use bf16=True, or give zero3={'mixed_precision': ...}",
+    ),
+    (
+        "use_liger_kernel",
+        lambda args: args.use_liger_kernel,
+        "it replaces methods that gather parameters; apply liger's kernels to the model before it "
+        "is sharded",
+    ),
+    (
+        "auto_find_batch_size",
+        lambda args: args.auto_find_batch_size,
+        "one rank that is out of memory would start again alone; set per_device_train_batch_size",
+    ),
+]
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse arguments, before the model is touched.
+
+    Raises:
+        ValueError: what was set, why it does not go, and what to use instead.
+    """
+    for name, is_set, instead in _REFUSED:
+        if is_set(args):
+            raise ValueError(f"ZeRO3Trainer: {name} was set: {instead}")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"ZeRO3Trainer: one process has {args.n_gpu} GPUs, which is DataParallel; start one "
+            f"for each GPU: torchrun --nproc-per-node {args.n_gpu} your_script.py"
+        )
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in _ELEMENTWISE:
+        raise ValueError(
+            f"ZeRO3Trainer: optim={optim!r} needs whole parameters; expected one that treats each "
+            f"element by itself: {', '.join(_ELEMENTWISE)}"
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: ZeRO3) -> None:
+    """Refuse an optimizer that was made before the model was sharded.
+
+    Raises:
+        ValueError: it has parameters that are not the model's pieces.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if strangers:
+        raise ValueError(
+            f"ZeRO3Trainer: optimizers=: {len(strangers)} parameters of {type(optimizer).__name__} "
+            "are not the sharded model's; pass a model that is sharded already (shard, "
+            "load_pretrained) and an optimizer over its parameters(), or use "
+            "optimizer_cls_and_kwargs="
+        )

@@ -1,0 +1,552 @@
+"""transformers and accelerate with the engine inside, beside the same without it on one process.
+
+Two ranks see what one process sees as two micro-batches of a step: losses are then sums of the same
+numbers in the same order, and equal bit for bit, as long as nothing is clipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero import ZeRO3, checkpoint, units
+from tests.harness.checks import assert_bitwise, assert_close, assert_same_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import recorded_operations, reduced
+
+pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("accelerate")
+
+VOCAB = 37
+SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {**SIZES, "hidden_size": 24, "intermediate_size": 40, "num_key_value_heads": 1}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 32}
+TOKENS = {"bos_token_id": None, "eos_token_id": None}
+
+
+def build(kind: str, dropout: float = 0.0, **changes: Any) -> Any:
+    """A tiny model, the same on every call."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        drops = {f"{place}_pdrop": dropout for place in ("resid", "embd", "attn")}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, **TOKENS, **drops))
+    if kind == "qwen2":
+        return hf.Qwen2ForCausalLM(
+            hf.Qwen2Config(**LLAMA, **TOKENS, tie_word_embeddings=True, **changes)
+        )
+    if kind == "mixtral":
+        return hf.MixtralForCausalLM(
+            hf.MixtralConfig(**LLAMA, **TOKENS, num_local_experts=4, **changes)
+        )
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, **TOKENS, **changes))
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Any]]):
+    """Random tokens, and a column that no model knows."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = torch.randint(VOCAB, (9,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids, "source": index}
+
+
+def arguments(folder: str | Path, **changes: Any) -> Any:
+    from transformers import TrainingArguments
+
+    chosen = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1e3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(output_dir=str(folder), **{**chosen, **changes})
+
+
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def as_if_launched(launched: bool) -> None:
+    """What torchrun would have told this rank; or nothing, for a process on its own."""
+    from accelerate.state import AcceleratorState
+
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    numbers = (dist.get_rank(), dist.get_rank(), dist.get_world_size(), dist.get_world_size())
+    for name, number in zip(LAUNCHED, numbers, strict=True):
+        os.environ.pop(name, None)
+        if launched and dist.get_world_size() > 1:
+            os.environ[name] = str(number)
+    AcceleratorState._reset_state(True)
+
+
+def plain_trainer(model: nn.Module | None, args: Callable[[], Any], **named: Any) -> Any:
+    from transformers import Trainer
+
+    as_if_launched(False)
+    return Trainer(model, args(), train_dataset=Sentences(), **named)
+
+
+def sharded_trainer(model: nn.Module | None, args: Callable[[], Any], **named: Any) -> Any:
+    from layerzero.integrations.transformers import ZeRO3Trainer
+
+    as_if_launched(True)
+    return ZeRO3Trainer(model, args(), train_dataset=Sentences(), **named)
+
+
+def logged(trainer: Any, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def weights_of(model: ZeRO3) -> dict[str, Tensor]:
+    return checkpoint.get_model_state_dict(model, full=True)
+
+
+# Training --------------------------------------------------------------------------------------
+
+
+def _trains(folder: str) -> None:
+    for kind in ("llama", "qwen2", "gpt2"):
+        plain = plain_trainer(build(kind), lambda: arguments(folder, gradient_accumulation_steps=2))
+        plain.train()
+        ours = sharded_trainer(build(kind), lambda: arguments(folder))
+        ours.train()
+        assert type(ours.model) is type(plain.model) and len(units(ours.sharded_model)) == 3
+        assert logged(ours, "loss") == logged(plain, "loss"), kind
+        assert logged(ours, "total_flos") == logged(plain, "total_flos")
+        assert_same_parameters(weights_of(ours.sharded_model), plain.model.state_dict())
+        assert ours.label_names == plain.label_names == ["labels"]
+        names = {id(p): n for n, p in ours.sharded_model.named_parameters()}
+        plain_names = {id(p): n for n, p in plain.model.named_parameters()}
+        for own, group in zip(
+            ours.optimizer.param_groups, plain.optimizer.param_groups, strict=True
+        ):
+            assert own["weight_decay"] == group["weight_decay"]
+            listed = [plain_names[id(p)] for p in group["params"]]
+            assert [names[id(p)] for p in own["params"]] == listed
+        if kind == "llama":
+            _computes_otherwise(folder, logged(ours, "loss"))
+
+
+def _computes_otherwise(folder: str, losses: list[float]) -> None:
+    """Compiled, and made by the trainer, with equal losses; then in bfloat16."""
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    ours = sharded_trainer(build("llama"), lambda: arguments(folder, **compiled))
+    ours.train()
+    assert logged(ours, "loss") == losses
+    made = {"model_init": lambda: build("llama")}  # seeds once more, hence another order of data
+    plain = plain_trainer(None, lambda: arguments(folder, gradient_accumulation_steps=2), **made)
+    plain.train()
+    ours = sharded_trainer(None, lambda: arguments(folder), **made)
+    ours.train()
+    assert logged(ours, "loss") == logged(plain, "loss")
+    assert len(units(ours.sharded_model)) == 3
+    module = build("llama")
+    seen = set()
+    module.lm_head.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
+    ours = sharded_trainer(module, lambda: arguments(folder, bf16=True))
+    ours.train()
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in ours.sharded_model.parameters()} == {torch.float32}
+    # Three steps of a loss near log(37), computed with 8 bits.
+    assert max(abs(a - b) for a, b in zip(logged(ours, "loss"), losses, strict=True)) < 2**-8 * 4
+
+
+def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path) -> None:
+    run_ranks(2, _trains, str(tmp_path), timeout=120)
+
+
+def _clips_and_accumulates(folder: str) -> None:
+    steps, micro_batches = 3, 2
+    args = {"max_grad_norm": 0.5, "max_steps": steps, "label_smoothing_factor": 0.1}
+    plain = plain_trainer(
+        build("llama"),
+        lambda: arguments(folder, gradient_accumulation_steps=2 * micro_batches, **args),
+        eval_dataset=Sentences(),
+    )
+    plain.train()
+    ours = sharded_trainer(
+        build("llama"),
+        lambda: arguments(
+            folder,
+            gradient_accumulation_steps=micro_batches,
+            activation_checkpointing=True,
+            **args,
+        ),
+        eval_dataset=Sentences(),
+    )
+    with recorded_operations(ours.sharded_model) as operations:
+        ours.train()
+    assert len(reduced(operations)) == steps * len(units(ours.sharded_model))
+    norms = torch.tensor([logged(ours, "grad_norm"), logged(plain, "grad_norm")])
+    assert bool((norms > 0.5).all())
+    # The norm is a sum over other parts, gradients one over four micro-batches in another order;
+    # Adam divides by what is left of a gradient, so its errors count in units of the step.
+    assert_close(norms[0], norms[1], roundings=64, what="gradient norm")
+    losses = torch.tensor([logged(ours, "loss"), logged(plain, "loss")])
+    assert_bitwise(losses[0][:1], losses[1][:1], "first loss")
+    assert_close(losses[0], losses[1], roundings=64, what="loss")
+    evaluated = [trainer.evaluate()["eval_loss"] for trainer in (ours, plain)]
+    assert_close(*(torch.tensor([value]) for value in evaluated), roundings=64, what="eval loss")
+    predicted = ours.predict(Sentences())
+    assert predicted.predictions.shape == (32, 9, VOCAB)
+
+
+def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path: Path) -> None:
+    run_ranks(2, _clips_and_accumulates, str(tmp_path), timeout=120)
+
+
+def _example(folder: str) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    import train_hf
+
+    as_if_launched(True)
+    answer = train_hf.train(Path(folder), 40, use_cpu=True)
+    assert len(answer) == 5 and (Path(folder) / "checkpoint-40" / "training_args.json").exists()
+
+
+def test_the_example_trains_resumes_saves_and_loads(tmp_path: Path) -> None:
+    run_ranks(2, _example, str(tmp_path), timeout=120)
+
+
+# Checkpoints -----------------------------------------------------------------------------------
+
+
+def _resumes(folder: str) -> None:
+    root = Path(folder)
+    tied = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    straight = sharded_trainer(build("gpt2", dropout=0.2), lambda: arguments(root / "a", **tied))
+    straight.train()
+    expected = weights_of(straight.sharded_model)
+    saved = root / "a" / "checkpoint-2"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (root / "a" / "checkpoint-3").mkdir()  # killed while it was written
+        (root / "a" / "checkpoint-4" / "trainer_state.json").unlink()
+    dist.barrier()
+    assert not [path for path in saved.rglob("*") if path.suffix in (".pt", ".pth", ".bin")]
+    weights = saved / "model.safetensors"
+    assert weights.samefile(saved / "layerzero" / "step-00000002" / "model.safetensors")
+    other = build("gpt2", dropout=0.2)
+    with torch.no_grad():
+        other.transformer.wte.weight.zero_()
+    resumed = sharded_trainer(other, lambda: arguments(root / "a", **tied))
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(straight, "loss")
+    assert_same_parameters(weights_of(resumed.sharded_model), expected)
+    # Another folder, for one process; no dropout, whose masks are other ones there.
+    two = sharded_trainer(build("llama"), lambda: arguments(root / "b", **tied))
+    two.train()
+
+
+def _goes_on_alone(folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    changes = {"per_device_train_batch_size": 4, "max_steps": 4}
+    one = sharded_trainer(build("llama"), lambda: arguments(Path(folder, "c"), **changes))
+    one.train(resume_from_checkpoint=str(Path(folder, "b", "checkpoint-2")))
+    return logged(one, "loss"), weights_of(one.sharded_model)
+
+
+def test_a_run_resumes_exactly_and_at_another_world_size(tmp_path: Path) -> None:
+    run_ranks(2, _resumes, str(tmp_path), timeout=120)
+    ((losses, weights),) = run_ranks(1, _goes_on_alone, str(tmp_path), timeout=120)
+    state = (tmp_path / "b" / "checkpoint-4" / "trainer_state.json").read_text()
+    logs = json.loads(state)["log_history"]
+    expected = [entry["loss"] for entry in logs if "loss" in entry]
+    assert losses[:2] == expected[:2]
+    # A mean over four rows at once is another order of sums.
+    assert_close(torch.tensor(losses), torch.tensor(expected), roundings=64, what="loss")
+    stored = safetensors_of(tmp_path / "b" / "checkpoint-4" / "model.safetensors")
+    assert sorted(stored) == sorted(weights)
+
+
+def _best(folder: str) -> None:
+    changes = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # so that it is not the last one
+        "learning_rate": 1e-3,
+        "save_total_limit": 1,
+    }
+    for save_only_model in (False, True):
+        root = Path(folder, str(save_only_model))
+        ours = sharded_trainer(
+            build("qwen2"),
+            lambda root=root, only=save_only_model: arguments(
+                root, save_only_model=only, **changes
+            ),
+            eval_dataset=Sentences(),
+        )
+        ours.train()
+        best = Path(ours.state.best_model_checkpoint)
+        assert best.name == "checkpoint-2"
+        found = weights_of(ours.sharded_model)
+        for name, value in safetensors_of(best / "model.safetensors").items():
+            assert_bitwise(found[name], value, name)
+    with pytest.raises(ValueError, match="has no layerzero, the optimizer state"):
+        ours.train(resume_from_checkpoint=str(best))
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    run_ranks(2, _best, str(tmp_path), timeout=120)
+
+
+def safetensors_of(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+# Folders ---------------------------------------------------------------------------------------
+
+
+def _folders(folder: str) -> None:
+    import transformers as hf
+
+    from layerzero.integrations.transformers import load_pretrained, save_pretrained, shard
+
+    as_if_launched(True)
+    ids = torch.arange(12).view(2, 6)
+    for kind in ("llama", "qwen2", "gpt2", "mixtral"):
+        root = Path(folder, kind)
+        plain = build(kind).eval()
+        if dist.get_rank() == 0:
+            plain.save_pretrained(root / "plain")
+        model = shard(build(kind))
+        with recorded_operations(model) as operations:
+            save_pretrained(model, root / "ours")
+        assert {operation.verb for operation in operations} == {"stream"}
+        model.module.save_pretrained(root / "own")
+        save_pretrained(model, root / "pieces", max_file_size="10KB")
+        save_pretrained(model, root / "pieces", max_file_size="20KB")
+        expected = safetensors_of(root / "plain" / "model.safetensors")
+        for name in ("ours", "own"):
+            assert_same_parameters(
+                dict(sorted(safetensors_of(root / name / "model.safetensors").items())),
+                dict(sorted(expected.items())),
+            )
+            for config in ("config.json", "generation_config.json"):
+                text = (root / name / config).read_text()
+                assert text == (root / "plain" / config).read_text()
+        index = json.loads((root / "pieces" / "model.safetensors.index.json").read_text())
+        files = {path.name for path in (root / "pieces").glob("*.safetensors")}
+        assert files == set(index["weight_map"].values()) and len(files) > 1
+        again = type(plain).from_pretrained(root / "pieces")
+        assert_same_parameters(again.state_dict(), plain.state_dict())
+        source = root / "plain"
+        if kind == "mixtral":
+            with pytest.raises(NotImplementedError, match="merges or splits tensors"):
+                load_pretrained(type(plain), source)
+            source = root / "merged"
+            if dist.get_rank() == 0:
+                plain.save_pretrained(source, save_original_format=False)
+            dist.barrier()
+        loaded = load_pretrained(hf.AutoModelForCausalLM, source)
+        with torch.no_grad():
+            assert_bitwise(loaded(input_ids=ids).logits, plain(input_ids=ids).logits, kind)
+        assert_same_parameters(dict(loaded.named_buffers()), dict(plain.named_buffers()))
+    # Of the model without its head, whose names lack the prefix; the head is tied to what is there.
+    bare = build("gpt2").transformer
+    if dist.get_rank() == 0:
+        bare.save_pretrained(Path(folder, "bare"))
+    dist.barrier()
+    loaded = load_pretrained(hf.GPT2LMHeadModel, Path(folder, "bare"))
+    assert_same_parameters(weights_of(loaded), build("gpt2").state_dict())
+    # Ranks have prompts of other lengths, and stop at other times.
+    prompt = torch.arange(1, 4 + dist.get_rank()).view(1, -1)
+    chosen = {"max_new_tokens": 6 + 3 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
+    generated = loaded.module.generate(prompt, **chosen)
+    assert torch.equal(generated, build("gpt2").eval().generate(prompt, **chosen))
+
+
+def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path) -> None:
+    run_ranks(2, _folders, str(tmp_path), timeout=120)
+
+
+# accelerate ------------------------------------------------------------------------------------
+
+
+def _loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, steps: int) -> list[float]:
+    losses = []
+    for _, batch in zip(range(steps), loader, strict=False):
+        with accelerator.accumulate(model):
+            loss = model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1e3)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _accelerate(folder: str) -> None:
+    from accelerate import Accelerator
+
+    from layerzero.integrations.accelerate import prepare
+
+    def parts(model: Any) -> tuple[Any, Any]:
+        loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+        return torch.optim.AdamW(model.parameters(), 1e-2), loader
+
+    as_if_launched(False)
+    plain = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    reference = build("llama")
+    model, optimizer, loader = plain.prepare(reference, *parts(reference))
+    all_losses = _loop(plain, model, optimizer, loader, 8)
+
+    as_if_launched(True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    module = build("llama")
+    model, optimizer, loader = prepare(accelerator, module, *parts(module))
+    assert isinstance(model, ZeRO3) and accelerator.unwrap_model(model) is module
+    with recorded_operations(model) as operations:
+        losses = _loop(accelerator, model, optimizer, loader, 4)
+    assert len(reduced(operations)) == 2 * len(units(model))
+    # Micro-batches 0, 2 | 1, 3 instead of 0, 1, 2, 3: of the first step no weight has changed.
+    assert losses[:2] == all_losses[dist.get_rank() : 4 : 2]
+    expected = torch.tensor(all_losses[4 + dist.get_rank() :: 2])
+    assert_close(torch.tensor(losses[2:]), expected, roundings=64, what="loss")
+    everything = accelerator.get_state_dict(model)
+    assert bool(everything) == accelerator.is_main_process
+    module.save_pretrained(
+        Path(folder, "model"), is_main_process=accelerator.is_main_process, state_dict=everything
+    )
+    with pytest.raises(ValueError, match="expected all parameters of the sharded model"):
+        accelerator.clip_grad_norm_([next(model.parameters())], 1.0)
+
+    shuffled, scheduler = accelerator.prepare(
+        torch.utils.data.DataLoader(Sentences(), batch_size=2, shuffle=True),
+        torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
+    )
+
+    def go_on() -> tuple[Any, ...]:
+        losses = _loop(accelerator, model, optimizer, loader, 2)
+        order = [batch["source"].tolist() for batch in shuffled]
+        scheduler.step()
+        return losses, order, scheduler.get_last_lr(), torch.rand(3).tolist()
+
+    first = go_on()
+    accelerator.save_state(str(Path(folder, "state")))
+    before = weights_of(model)
+    second = go_on()
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    accelerator.load_state(str(Path(folder, "state")))
+    assert_same_parameters(weights_of(model), before)
+    for what, got, expected in zip(("loss", "order", "rate", "draw"), go_on(), second, strict=True):
+        assert got == expected, f"{what}: {got}, {expected}"
+
+    stepped = parts(other := build("llama"))[0]
+    other(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    stepped.step()
+    with pytest.raises(ValueError, match="AdamW has state of whole parameters"):
+        prepare(accelerator, other, stepped)
+    with pytest.raises(ValueError, match="is not the model's"):
+        prepare(accelerator, build("llama"), parts(build("llama"))[0])
+    as_if_launched(False)
+    with pytest.raises(ValueError, match="accelerate sees 1 processes"):
+        prepare(Accelerator(cpu=True), build("llama"))
+
+
+def _refuses(folder: str) -> None:
+    from layerzero.integrations.transformers import ZeRO3Trainer, load_pretrained, shard
+
+    as_if_launched(False)
+    with pytest.raises(ValueError, match="accelerate sees 1 processes"):
+        ZeRO3Trainer(build("llama"), arguments(folder))
+    as_if_launched(True)
+    for changes, message in (
+        ({"optim": "adafactor"}, "needs whole parameters; expected one that treats each element"),
+        ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
+        ({"bf16_full_eval": True}, "use bf16=True"),
+        ({"fsdp": True}, "give its options as zero3="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ZeRO3Trainer(build("llama"), arguments(folder, **changes))
+    with pytest.raises(ValueError, match="pass auto_wrap_policy"):
+        ZeRO3Trainer(nn.Linear(2, 2), arguments(folder))
+    with pytest.raises(ValueError, match="the model is sharded"):
+        ZeRO3Trainer(shard(build("llama")), arguments(folder), zero3={"forward_prefetch": 2})
+    module = build("llama")
+    adam = torch.optim.AdamW(module.parameters())
+    with pytest.raises(ValueError, match="are not the sharded model's"):
+        ZeRO3Trainer(module, arguments(folder), optimizers=(adam, None))
+    trainer = ZeRO3Trainer(build("llama"), arguments(folder))
+    with pytest.raises(NotImplementedError, match="start one run of all ranks for each trial"):
+        trainer.hyperparameter_search()
+    with pytest.raises(ValueError, match="expected checkpoint-N"):
+        trainer.train(resume_from_checkpoint=True)
+    quantized = build("llama")
+    quantized.is_quantized = True
+    with pytest.raises(ValueError, match="is quantized"):
+        shard(quantized)
+    with pytest.raises(ValueError, match="snapshot_download"):
+        load_pretrained(type(quantized), "meta-llama/Llama-3.1-8B")
+
+
+def _accelerate_and_refuses(folder: str) -> None:
+    _accelerate(folder)
+    _refuses(folder)
+
+
+def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
+    run_ranks(2, _accelerate_and_refuses, str(tmp_path), timeout=120)
+
+
+# peft ------------------------------------------------------------------------------------------
+
+
+def _lora(folder: str) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def adapted() -> Any:
+        config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return get_peft_model(build("llama"), config)
+
+    plain = plain_trainer(adapted(), lambda: arguments(folder, gradient_accumulation_steps=2))
+    plain.train()
+    ours = sharded_trainer(
+        adapted(), lambda: arguments(folder, save_strategy="steps", save_steps=2)
+    )
+    ours.train()
+    assert logged(ours, "loss") == logged(plain, "loss")
+    with recorded_operations(ours.sharded_model) as operations:
+        ours.save_model(str(Path(folder, "adapters")))
+    assert {operation.unit for operation in operations} == {
+        handle.fqns[0]
+        for unit in units(ours.sharded_model)
+        for handle in unit.handles
+        if "lora_" in handle.fqns[0]
+    }
+    again = PeftModel.from_pretrained(build("llama"), Path(folder, "adapters"))
+    assert_same_parameters(again.state_dict(), plain.model.state_dict())
+    resumed = sharded_trainer(adapted(), lambda: arguments(folder))
+    resumed.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
+    assert logged(resumed, "loss") == logged(ours, "loss")
+
+
+def test_adapters_of_peft_train_and_are_saved_alone(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run_ranks(2, _lora, str(tmp_path), timeout=120)
