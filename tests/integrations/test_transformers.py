@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import ZeRO3, checkpoint, units
+from layerzero.checkpoint import CheckpointError
 from tests.harness.checks import assert_bitwise, assert_close, assert_same_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import recorded_operations, reduced
@@ -367,6 +368,7 @@ def _folders(folder: str) -> None:
         with torch.no_grad():
             assert_bitwise(loaded(input_ids=ids).logits, plain(input_ids=ids).logits, kind)
         assert_same_parameters(dict(loaded.named_buffers()), dict(plain.named_buffers()))
+    _fails_on_all_ranks(shard(build("llama")), Path(folder))
     # Of the model without its head, whose names lack the prefix; the head is tied to what is there.
     bare = build("gpt2").transformer
     if dist.get_rank() == 0:
@@ -379,6 +381,24 @@ def _folders(folder: str) -> None:
     chosen = {"max_new_tokens": 6 + 3 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
     generated = loaded.module.generate(prompt, **chosen)
     assert torch.equal(generated, build("gpt2").eval().generate(prompt, **chosen))
+
+
+def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
+    """The first rank alone writes; what it meets is an error everywhere, and leaves nothing."""
+    from layerzero.integrations import pretrained_saving
+
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        pretrained_saving.save_pretrained(model, folder / "llama" / "plain" / "config.json" / "in")
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    write, pretrained_saving._FolderWriter._write = pretrained_saving._FolderWriter._write, full
+    with pytest.raises(CheckpointError, match="rank 0: No space left on device"):
+        pretrained_saving.save_pretrained(model, folder / "full")
+    dist.barrier()
+    assert not list((folder / "full").iterdir())
+    pretrained_saving._FolderWriter._write = write
 
 
 def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path) -> None:
