@@ -19,7 +19,7 @@ help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
 	@echo 'make check   ruff and mypy'
-	@echo 'make bench   pad-copy beside memcpy; host overhead, step time, layered ZeRO beside other engines'
+	@echo 'make bench   pad-copy beside memcpy; host overhead, step time, layered ZeRO, checkpoints beside others'
 	@echo 'make clean   remove the environment, builds and caches, but no results'
 	@echo
 	@echo 'The first of them sets up .venv and builds the kernels of csrc/ where a compiler is;'
@@ -51,6 +51,7 @@ bench: $(INSTALLED)
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_host_overhead.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
 	$(BIN)/python benchmarks/bench_layered.py --plot ""
+	$(BIN)/python benchmarks/bench_checkpoint.py
 
 # torch comes first because the package builds against the one that is installed, not in isolation;
 # pip before 23.1 would isolate an editable build all the same unless told to go by PEP 517.

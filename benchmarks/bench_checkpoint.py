@@ -86,7 +86,9 @@ def measure(config: Config) -> dict[str, Any]:
     nbytes = 3 * 4 * weights  # and two moments
     contenders = {
         "dd": Contender(lambda path: dd_write(path, nbytes), dd_read),
-        "memory": Contender(os.makedirs, lambda path: touch_memory(nbytes)),
+        "memory": Contender(
+            lambda path: os.makedirs(path, exist_ok=True), lambda path: touch_memory(nbytes)
+        ),
         "layerzero": Contender(
             lambda path: checkpoint.save(path, model, optimizer),
             lambda path: checkpoint.load(path, model, new_optimizer(model)),
