@@ -407,6 +407,17 @@ def test_a_plan_says_which_units_are_experts() -> None:
     run_ranks(4, _trains_by_a_plan)
 
 
+def _trains_compiled() -> None:
+    model = wrapped(2)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    train(model, seeded(Model), 2)
+
+
+def test_layers_with_experts_train_compiled() -> None:
+    run_ranks(4, _trains_compiled)
+
+
 def _trains_by_the_manager() -> None:
     plan = ShardingPlan(
         apply_modules=["layers.{*}", "layers.{*}.experts"], ep_plan=["layers.{*}.experts"]

@@ -190,6 +190,19 @@ def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step(kinds: tuple[str, 
     run_ranks(4, _trains, kinds)
 
 
+def _trains_compiled() -> None:
+    pipeline = Pipeline(_mesh(), "1f1b", ZeRO3PipelineStage)
+    for model in pipeline.models:
+        for module in model.modules():
+            if isinstance(module, Block):
+                module.compile(backend="aot_eager")
+    pipeline.train(steps=2)
+
+
+def test_the_blocks_of_a_stage_may_be_compiled() -> None:
+    run_ranks(4, _trains_compiled)
+
+
 def _plain_stage_trains() -> None:
     mesh = _mesh()
     # A unit fewer wherever one stays from a forward to the backward that follows at once.
