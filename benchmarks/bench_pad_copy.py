@@ -5,7 +5,8 @@ Per case: the kernel through `layerzero.ops`, a memory copy that moves the same 
 take turns in each round; ratios are medians of the ratios within a round.
 
     L   a layer of a 1 B Llama: 9 tensors, 60.8 M elements
-    S   2000 tensors of 4 KB
+    S   2000 tensors of 4 KB, where the allocator puts them; with --gap, that many bytes between
+        the end of one and the begin of the next, on which the time depends (docs/pad_copy.md)
 
 On a GPU times are CUDA events, with 20 rounds to warm up and 100 that count.
 """
@@ -13,6 +14,7 @@ On a GPU times are CUDA events, with 20 rounds to warm up and 100 that count.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -59,12 +61,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=100 if on_gpu else 21)
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--gap", type=int, help="bytes between the tensors of S, a multiple of 64")
     args = parser.parse_args()
+    if args.gap is not None and (args.gap < 0 or args.gap % 64):
+        parser.error(f"--gap takes a multiple of 64, as allocations are aligned, got {args.gap}")
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     print(f"{device}, {args.threads} threads, native: {native_status()}")
     results = []
-    for make in cases():
+    for make in cases(args.gap):
         case = make(device)
         if args.only in case.name:
             results.append(measure(case, device, args.rounds))
@@ -91,6 +96,7 @@ def main() -> None:
             "device": str(device),
             "threads": args.threads,
             "rounds": args.rounds,
+            "gap_nbytes": args.gap,
             "native": asdict(native_status()),
             "cases": results,
             "environment": environment(),
@@ -149,11 +155,12 @@ def _event_ms(run: Callable[[], object], repeats: int) -> float:
     return start.elapsed_time(end) / repeats
 
 
-def cases() -> list[Callable[[torch.device], Case]]:
+def cases(gap_nbytes: int | None = None) -> list[Callable[[torch.device], Case]]:
     small = [1024] * 2000
 
     def pack_case(name: str, numels: Sequence[int], *args: Any, **named: Any) -> Any:
-        return lambda device: _pack_case(device, name, numels, *args, **named)
+        gap = None if numels is LAYER else gap_nbytes
+        return lambda device: _pack_case(device, name, numels, *args, gap_nbytes=gap, **named)
 
     return [
         pack_case("flatten L float32 -> bfloat16", LAYER, FLOAT32, BFLOAT16, target=Target(1.15)),
@@ -200,11 +207,15 @@ def _pack_case(
     missing: int = 0,
     transposed: bool = False,
     target: Target = Target(),
+    gap_nbytes: int | None = None,
 ) -> Case:
-    """Each source is an allocation of its own, as parameters and gradients are."""
+    """Each source is an allocation of its own, as parameters are, unless a gap is asked for."""
     segs = Segments.concatenate(numels, ALIGNMENT, RANKS * ALIGNMENT)
     out = torch.zeros(segs.numel, dtype=dtype, device=device)
-    srcs = [torch.randn(numel, device=device).to(src_dtype) for numel in numels]
+    if gap_nbytes is None:
+        srcs = [torch.randn(numel, device=device).to(src_dtype) for numel in numels]
+    else:
+        srcs = _spaced(numels, src_dtype, device, gap_nbytes)
     if transposed:
         srcs = [src.view(-1, WIDTH).t() for src in srcs]
     if missing:
@@ -229,6 +240,15 @@ def _pack_case(
 
     nbytes = sum(src.nbytes for src in srcs) + out.nbytes
     return Case(name, lambda: pack_(out, srcs, segs, scale), torch_way, nbytes, target)
+
+
+def _spaced(
+    numels: Sequence[int], dtype: torch.dtype, device: torch.device, gap_nbytes: int
+) -> list[torch.Tensor]:
+    gap = gap_nbytes // dtype.itemsize
+    ends = list(itertools.accumulate(numel + gap for numel in numels))
+    memory = torch.randn(ends[-1], device=device).to(dtype)
+    return [memory[end - gap - numel : end - gap] for end, numel in zip(ends, numels, strict=True)]
 
 
 def _shard_case(device: torch.device) -> Case:

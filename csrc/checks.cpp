@@ -51,10 +51,17 @@ bool is_contiguous(const Handle& tensor) {
   return result;
 }
 
-void* data_of(const Handle& tensor) {
-  void* data = nullptr;
-  check_call(aoti_torch_get_data_ptr(tensor.get(), &data), "data_ptr");
+// Of a tensor that is only read: asking for memory to write would copy one that is shared lazily.
+const void* data_of(const Handle& tensor) {
+  const void* data = nullptr;
+  check_call(torch_get_const_data_ptr(tensor.get(), &data), "const_data_ptr");
   return data;
+}
+
+int32_t scalar_type_of(const Handle& tensor) {
+  int32_t scalar_type = 0;
+  check_call(aoti_torch_get_dtype(tensor.get(), &scalar_type), "dtype");
+  return scalar_type;
 }
 
 // A view outlives its bytes when the storage is resized, which the engine does all the time.
@@ -91,7 +98,14 @@ TensorList::~TensorList() {
   const bool python = PyGILState_Ensure != nullptr && Py_IsInitialized();
   const int state = python ? PyGILState_Ensure() : 0;
   copies.clear();
-  tensors.clear();
+  // Handles lie where the allocator had room, and packing has driven them and what they point at out of
+  // the near caches. A handle is the address of a torch::Tensor, whose one member is the address of
+  // its reference count; were it not, useless lines would be fetched and nothing else happen.
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (i + 24 < tensors.size()) __builtin_prefetch(tensors[i + 24].get(), 1);
+    if (i + 12 < tensors.size()) __builtin_prefetch(*reinterpret_cast<void* const*>(tensors[i + 12].get()), 1);
+    tensors[i].reset();
+  }
   torch_delete_list(list_);
   if (python) PyGILState_Release(state);
 }
@@ -142,11 +156,11 @@ int64_t numel_of(const Handle& tensor) {
 layerzero_dtype dtype_of(const Handle& tensor, const char* op, const char* noun, int64_t index) {
   static const int32_t codes[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float16(),
                                   aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float64()};
-  int32_t dtype = 0;
-  check_call(aoti_torch_get_dtype(tensor.get(), &dtype), "dtype");
+  const int32_t scalar_type = scalar_type_of(tensor);
   for (int i = 0; i < 4; ++i)
-    if (dtype == codes[i]) return static_cast<layerzero_dtype>(i);
-  refuse(op, ": ", numbered(noun, index), " must be float32, float16, bfloat16 or float64, got scalar type ", dtype);
+    if (scalar_type == codes[i]) return static_cast<layerzero_dtype>(i);
+  refuse(op, ": ", numbered(noun, index), " must be float32, float16, bfloat16 or float64, got scalar type ",
+         scalar_type);
 }
 
 Output check_output(const Handle& out, const char* op) {
@@ -156,7 +170,7 @@ Output check_output(const Handle& out, const char* op) {
   result.numel = numel_of(out);
   if (!is_contiguous(out)) refuse(op, ": out must be contiguous; pass a contiguous buffer");
   if (result.numel > 0) check_storage(out, result.nbytes(), size_of(result.dtype), op, "out", -1);
-  result.data = data_of(out);
+  check_call(aoti_torch_get_data_ptr(out.get(), &result.data), "data_ptr");
   return result;
 }
 
@@ -164,6 +178,8 @@ Sources check_sources(TensorList& list, const Output& out, const SourceRules& ru
   Sources sources;
   sources.items.resize(list.tensors.size());
   int64_t first = -1;
+  int32_t scalar_type = 0;
+  int64_t itemsize = 0;
   const char* const out_begin = static_cast<const char*>(out.data);
   const char* const out_end = out_begin + out.nbytes();
   for (size_t i = 0; i < list.tensors.size(); ++i) {
@@ -177,22 +193,23 @@ Sources check_sources(TensorList& list, const Output& out, const SourceRules& ru
     if (!(device == out.device))
       refuse(rules.op, ": ", rules.noun, " ", i, " is on ", name_of(device), ", out is on ",
              name_of(out.device), "; move it first");
-    const layerzero_dtype dtype = dtype_of(tensor, rules.op, rules.noun, i);
     if (first < 0) {
       first = static_cast<int64_t>(i);
-      sources.dtype = dtype;
-    } else if (dtype != sources.dtype) {
+      scalar_type = scalar_type_of(tensor);
+      sources.dtype = dtype_of(tensor, rules.op, rules.noun, i);
+      itemsize = size_of(sources.dtype);
+    } else if (scalar_type_of(tensor) != scalar_type) {
+      const layerzero_dtype dtype = dtype_of(tensor, rules.op, rules.noun, i);
       refuse(rules.op, ": one call takes one source dtype, got ", name_of(sources.dtype), " (", rules.noun,
              " ", first, ") and ", name_of(dtype), " (", rules.noun, " ", i, "); call once for each dtype");
     }
     const bool in_order = is_contiguous(tensor);
-    const int64_t itemsize = size_of(dtype);
     const int64_t extent = in_order ? source.numel * itemsize : extent_nbytes(tensor, itemsize);
     check_storage(tensor, extent, itemsize, rules.op, rules.noun, i);
     source.data = data_of(tensor);
     const char* const begin = static_cast<const char*>(source.data);
     if (begin < out_end && out_begin < begin + extent) {
-      const bool same = rules.may_be_output && in_order && begin == out_begin && dtype == out.dtype;
+      const bool same = rules.may_be_output && in_order && begin == out_begin && sources.dtype == out.dtype;
       if (!same)
         refuse(rules.op, ": out overlaps ", rules.noun, " ", i, ": bytes [", static_cast<const void*>(out_begin),
                ", ", static_cast<const void*>(out_end), ") and [", source.data, ", ",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import random
 from collections.abc import Sequence
 
@@ -96,6 +98,62 @@ def test_values_between_two_16_bit_values_round_to_even(
     src = torch.cat([exact, exact.nextafter(infinity), exact.nextafter(-infinity)])
     src = torch.cat([src, -src])
     check(implementation, [src], Segments.concatenate([src.numel()]).table, dtype, 1.0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("src_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_any_kind_follow_each_other(
+    implementation: str, src_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """The kernel fetches the next row while it converts one: longer, shorter, elsewhere, none."""
+    generator = random.Random(2)
+    numels = [5000, 3, 0, 1024, 1024, 1023, 20_000, 64, 0, 0, 0, 2048, 6144, 1]
+    for _ in range(8):
+        generator.shuffle(numels)
+        srcs = [torch.randn(numel).to(src_dtype) for numel in numels]
+        turned = numels.index(6144)
+        srcs[turned] = srcs[turned].view(64, 96).t()
+        for alignment in (1, 32):
+            segs = Segments.concatenate(numels, alignment, 64).table
+            scale, nt = generator.choice(SCALES), generator.random() < 0.5
+            shift = generator.randrange(3)
+            check(implementation, srcs, segs, dtype, scale, out_offset=shift, nt=nt)
+    # Rows without elements, which Segments drops, before, between and behind the others.
+    rows = [(0, 0, 0), (0, 0, 0), (-1, 0, 5), (0, 5, 5), (0, 5, 8), (1, 0, 8), (1, 0, 10)]
+    segs = torch.tensor([*rows, (-1, 0, 10)], dtype=torch.int64)
+    srcs = [torch.randn(numel).to(src_dtype) for numel in (8, 2)]
+    check(implementation, srcs, segs, dtype, 1.0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nothing_is_read_past_the_end_of_a_source(implementation: str) -> None:
+    """Sources that end where memory ends: a load past it, unlike a prefetch, ends the process."""
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    maps = [mmap.mmap(-1, 2 * page) for _ in range(3)]
+    srcs = []
+    for number, (memory, numel) in enumerate(zip(maps, (3, page // 4, 17), strict=True)):
+        behind = torch.frombuffer(memory, dtype=torch.uint8, offset=page)
+        # 0: no access at all.
+        assert libc.mprotect(ctypes.c_void_p(behind.data_ptr()), page, 0) == 0
+        src = torch.frombuffer(memory, dtype=torch.float32, count=numel, offset=page - 4 * numel)
+        srcs.append(src.fill_(number + 0.5))
+    for order in itertools.permutations(srcs):
+        segs = Segments.concatenate([src.numel() for src in order], alignment=8).table
+        for dtype in (torch.float32, torch.bfloat16):
+            for nt in (False, True):
+                check(implementation, order, segs, dtype, 1.0, nt=nt)
+
+
+# The reference asks for addresses in Python, which knows of no other than one to write.
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_a_source_that_shares_its_memory_lazily_goes_on_sharing(implementation: str) -> None:
+    """A source is only read: asking for its memory to write would copy it."""
+    segs = Segments.concatenate([100]).table
+    src = torch._lazy_clone(torch.ones(100))
+    out = torch.zeros(100)
+    call(implementation, "pack_", out, [src], segs, 2.0, False)
+    assert torch._C._is_cow_tensor(src) and (out == 2).all()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
