@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+pytest_plugins = ["tests.harness.skips"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs an accelerator; skipped where there is none")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
 
 

@@ -15,6 +15,8 @@ import torch
 from layerzero.ops import Segments, ordered_sum_, pack_, reference
 from tests.ops.truth import DTYPES, assert_same_bits
 
+pytestmark = pytest.mark.gpu
+
 CANARY = 7.0
 SCALES = [1.0, 0.25, -1.5, 0.3]
 SLEEP_CYCLES = 1_000_000_000

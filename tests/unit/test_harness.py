@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -213,3 +215,33 @@ def test_checks_name_the_parameter_and_the_place() -> None:
         assert_bitwise(value, value.double())
     with pytest.raises(AssertionError, match="differs by more"):
         assert_close(torch.tensor([float("nan")]), torch.tensor([1.0]), roundings=5)
+
+
+SKIPPED_TESTS = """
+import pytest
+
+def test_runs(): pass
+
+@pytest.mark.gpu
+def test_needs_a_gpu(): pytest.skip("no GPU")
+"""
+
+
+def _pytest_on(folder: Path, *args: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-p", "tests.harness.skips", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, "--rootdir", str(folder), *args, str(folder)], capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_strict_skips_fail_what_is_skipped_without_need(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(SKIPPED_TESTS)
+    expected = int(torch.accelerator.is_available())
+    assert _pytest_on(tmp_path, "--strict-skips")[0] == expected
+    (tmp_path / "test_b.py").write_text("import pytest\npytest.importorskip('nonesuch')\n")
+    (tmp_path / "test_c.py").write_text("import pytest\ndef test(): pytest.skip('dislike')\n")
+    code, text = _pytest_on(tmp_path, "--strict-skips", "-n", "1")
+    assert code == 1
+    assert "unexpected skip: test_b.py: Skipped: could not import 'nonesuch'" in text
+    assert "unexpected skip: test_c.py::test: Skipped: dislike" in text

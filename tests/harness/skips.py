@@ -1,0 +1,53 @@
+"""With --strict-skips, a test that was skipped and had no need to be is a failure.
+
+A machine without an accelerator skips what needs one. Everything else is there where the whole
+suite is meant to run: a framework that is no longer found must not pass for one that works.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--strict-skips",
+        action="store_true",
+        help="fail when a test is skipped that does not need an accelerator",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an accelerator; skipped where there is none")
+    if not hasattr(config, "workerinput"):  # with pytest-xdist: the process that sees all reports
+        config.pluginmanager.register(_Skips(), "layerzero-skips")
+
+
+class _Skips:
+    def __init__(self) -> None:
+        self._unexpected: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self._note(report, "gpu" in report.keywords)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self._note(report, needs_gpu=False)
+
+    def _note(self, report: Any, needs_gpu: bool) -> None:
+        _, _, reason = report.longrepr
+        if not needs_gpu or torch.accelerator.is_available():
+            self._unexpected.add(f"{report.nodeid}: {reason}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._unexpected and session.config.getoption("--strict-skips"):
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        if config.getoption("--strict-skips"):
+            for each in sorted(self._unexpected):
+                terminalreporter.write_line(f"unexpected skip: {each}", red=True)
