@@ -9,8 +9,10 @@ Note [Checksums add up]
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from layerzero import ops
 
 _WORTH_A_CALL_NBYTES = 1 << 14
 """From here on the kernel of csrc/ is faster than zlib, whose call is cheaper."""
-_POLYNOMIAL = np.uint32(0xEDB88320)
+_POLYNOMIAL = 0xEDB88320
 _ONE = np.uint32(1)
 _Crcs = NDArray[np.uint32]
 
@@ -41,13 +43,12 @@ def placed(crcs: Sequence[int], behind: Sequence[int]) -> _Crcs:
     """
     result = np.asarray(crcs, dtype=np.uint32)
     remaining = np.asarray(behind, dtype=np.int64)
-    # x ** 8, then its square, and so on: one power for each bit of the byte count.
-    power = np.array([0x00800000], dtype=np.uint32)
-    while remaining.any():
+    for power in _powers():
+        if not remaining.any():
+            break
         odd = (remaining & 1).astype(bool)
         if odd.any():
-            result[odd] = _multiply(result[odd], power)
-        power = _multiply(power, power)
+            result[odd] = _multiply(result[odd], np.uint32(power))
         remaining = remaining >> 1
     return result
 
@@ -60,11 +61,19 @@ def combine(crcs: Sequence[int], nbytes: Sequence[int]) -> int:
     return int(np.bitwise_xor.reduce(placed(crcs, list(ends[-1] - ends))))
 
 
-def _multiply(a: _Crcs, b: _Crcs) -> _Crcs:
-    """Products modulo the polynomial; bit 31 is the coefficient of x ** 0."""
-    product = np.zeros(np.broadcast(a, b).shape, dtype=np.uint32)
-    b = np.broadcast_to(b, product.shape).copy()
+@functools.cache
+def _powers() -> list[int]:
+    """x ** 8, its square, the square of that, and so on: one for each bit of a byte count."""
+    powers = [0x00800000]
+    while len(powers) < 63:
+        powers.append(int(_multiply(np.uint32(powers[-1]), np.uint32(powers[-1]))))
+    return powers
+
+
+def _multiply(a: Any, b: np.uint32) -> Any:
+    """Products of each of `a` with `b`, modulo the polynomial; bit 31 stands for x ** 0."""
+    factor, product = int(b), a & np.uint32(0)
     for bit in range(31, -1, -1):
-        product ^= np.where((a >> np.uint32(bit)) & _ONE, b, np.uint32(0))
-        b = (b >> _ONE) ^ np.where(b & _ONE, _POLYNOMIAL, np.uint32(0))
+        product = product ^ ((a >> np.uint32(bit)) & _ONE) * np.uint32(factor)
+        factor = factor >> 1 ^ (_POLYNOMIAL if factor & 1 else 0)
     return product

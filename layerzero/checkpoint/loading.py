@@ -27,6 +27,7 @@ from layerzero.checkpoint.errors import CheckpointError, some
 from layerzero.checkpoint.handle import root_state_of
 from layerzero.checkpoint.inventory import MODEL
 from layerzero.checkpoint.match import Match, Matcher
+from layerzero.checkpoint.memory import in_memory
 from layerzero.checkpoint.optimizer_state import put_state
 from layerzero.checkpoint.participants import Participants, participants_of
 from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
@@ -34,6 +35,8 @@ from layerzero.checkpoint.save_plan import Stateful
 from layerzero.checkpoint.source import Source, open_source
 from layerzero.checkpoint.transfer import Tally, pack_tallies, read_pieces, sum_tallies
 
+_OWN_NBYTES = 64 << 10
+"""State below it gets memory of its own: one number shall not keep what was read beside it."""
 _logger = logging.getLogger(__name__)
 
 
@@ -108,6 +111,7 @@ def load(
     tallies: list[Tally] = []
 
     def read() -> bytes:
+        match.transfers = in_memory(match.transfers, match.lives)
         tallies.extend(read_pieces(source.folder, match.transfers, report))
         pieces = zip(tallies, match.transfers, strict=True)
         return pack_tallies([tally for tally, t in pieces if not t.entry.is_whole])
@@ -178,7 +182,7 @@ def _apply(
 ) -> bytes:
     with torch.no_grad():
         for part in match.model_parts:
-            part.target.copy_(part.memory.view(part.target.shape))
+            part.target.copy_(match.memory(part.transfer).view(part.target.shape))
     for module, value in match.extra_states:
         module.set_extra_state(value)
     if optimizer is not None and match.options is not None:
@@ -196,8 +200,11 @@ def _apply_to_optimizer(
     for parameter, values in match.state_values:
         states.setdefault(parameter, {}).update(values)
     for part in match.state_parts:
-        states.setdefault(part.parameter, {})[part.key] = part.memory
-        if part.memory.shape == part.parameter.shape and not part.follows_parameter:
+        memory = match.memory(part.transfer).view(part.shape)
+        if memory.nbytes < _OWN_NBYTES:
+            memory = memory.clone()
+        states.setdefault(part.parameter, {})[part.key] = memory
+        if part.shape == part.parameter.shape and not part.follows_parameter:
             # Of another dtype than the parameter on purpose.
             keeps_dtype.add((part.parameter, part.key))
     put_state(optimizer, options, states, keeps_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,19 +30,21 @@ from layerzero.checkpoint.transfer import Transfer
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A piece of a parameter, or a buffer, and the memory its new values are read into."""
+    """A piece of a parameter, or a buffer."""
 
     target: torch.Tensor
-    memory: torch.Tensor
+    transfer: int
+    """That brings its new values: its place among the match's."""
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """A piece of optimizer state; it is the memory it is read into."""
+    """A piece of optimizer state."""
 
     parameter: nn.Parameter
     key: str
-    memory: torch.Tensor
+    shape: torch.Size
+    transfer: int
     follows_parameter: bool
     """Whether it was saved in the dtype of the parameter, and so gets that of the new one."""
 
@@ -53,6 +56,9 @@ class Match:
     model_parts: list[ModelPart] = field(default_factory=list)
     state_parts: list[StatePart] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
+    """Their pieces are on meta until there is memory for them."""
+    lives: list[Hashable] = field(default_factory=list)
+    """Of each transfer's memory: what is equal here is freed at the same time."""
     options: list[dict[str, Any]] | None = None
     """Of each of the optimizer's groups; None: the optimizer is left alone."""
     state_values: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
@@ -62,6 +68,10 @@ class Match:
     wanted: set[str] = field(default_factory=set)
     """Names under which the model knows its parameters and buffers."""
     missing: list[str] = field(default_factory=list)
+
+    def memory(self, transfer: int) -> torch.Tensor:
+        """1-D, on the CPU; on meta before there is any."""
+        return self.transfers[transfer].entry.tensor
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +114,8 @@ class Matcher:
             if place.entry.shape != entry.extent.shape:
                 misfits.append(f"{name} is {place.entry.shape}, in the model {entry.extent.shape}")
             else:
-                match.model_parts.append(ModelPart(target, self._plan_read(MODEL, name, entry)))
+                transfer = self._plan_read(MODEL, name, entry, MODEL)
+                match.model_parts.append(ModelPart(target, transfer))
         if misfits:
             raise CheckpointError(f"{self._source.folder}: shapes differ: {some(misfits)}")
         manifest = self._source.manifest
@@ -172,24 +183,24 @@ class Matcher:
                 f"{self._source.folder}: the optimizer's state {name} is {shape}, in the model "
                 f"{entry.extent.shape}"
             )
-        memory = self._plan_read(OPTIMIZER, name, entry)
+        dtype = self._source.tensors[OPTIMIZER][name].entry.dtype
         main = self._source.tensors[MODEL].get(parameter_name)
-        follows = main is not None and main.entry.dtype == memory.dtype
-        self.match.state_parts.append(
-            StatePart(parameter, key, memory.view(like.shape), follows and not is_scalar)
-        )
+        follows = main is not None and main.entry.dtype == dtype and not is_scalar
+        # On the CPU, what is read is the state from then on; else it is copied from there.
+        transfer = self._plan_read(OPTIMIZER, name, entry, (OPTIMIZER, parameter.device))
+        self.match.state_parts.append(StatePart(parameter, key, like.shape, transfer, follows))
 
-    def _plan_read(self, kind: str, name: str, entry: Entry) -> torch.Tensor:
+    def _plan_read(self, kind: str, name: str, entry: Entry, life: Hashable) -> int:
         place = self._source.tensors[kind][name]
-        memory = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype)
-        if memory.numel():
-            entry = replace(entry, name=name, tensor=memory)
-            # One that was tied when it was saved may be read more than once: numbers tell apart.
-            times = self._times_read.get((kind, name), 0)
-            self._times_read[kind, name] = times + 1
-            number = self._numbers[kind, name] + times * len(self._numbers)
-            self.match.transfers.append(Transfer(place.file, place.entry, number, entry))
-        return memory
+        piece = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype, device="meta")
+        # One that was tied when it was saved may be read more than once: numbers tell apart.
+        times = self._times_read.get((kind, name), 0)
+        self._times_read[kind, name] = times + 1
+        number = self._numbers[kind, name] + times * len(self._numbers)
+        entry = replace(entry, name=name, tensor=piece)
+        self.match.transfers.append(Transfer(place.file, place.entry, number, entry))
+        self.match.lives.append(life)
+        return len(self.match.transfers) - 1
 
     def _lacks(self, what: str) -> None:
         if self._strict:

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from layerzero.checkpoint.crc import crc32, placed
+from layerzero.checkpoint.direct import FileReader, rest_of
 from layerzero.checkpoint.inventory import Entry
 from layerzero.checkpoint.safetensors_file import TensorEntry
 
 _BATCH_NBYTES = 8 << 20
-"""Of one call: small enough that what was just checksummed is in the cache."""
+"""Files are moved in windows of this size: what was just checksummed is still in the cache."""
 _NUM_THREADS = 4
 _MAX_VIEWS = 512
 """Of one call; systems allow 1024."""
 
+File = TypeVar("File")
 Progress = Callable[[int], None]
 """Told of bytes as they are written or read."""
 
@@ -63,7 +65,7 @@ def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress
 
     def write(descriptor: int, batch: list[_Slice]) -> list[int]:
         crcs = [crc32(each.data) for each in batch]
-        _move_all(batch, lambda views, offset: os.pwritev(descriptor, views, offset))
+        _write_all(descriptor, [each.data for each in batch], batch[0].offset)
         # Begin to bring it to the disk now, beside the next batches, and not all at the end; nor
         # should a checkpoint push other files out of the cache.
         with contextlib.suppress(OSError, AttributeError):  # not every system takes advice
@@ -71,35 +73,38 @@ def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress
             os.posix_fadvise(descriptor, batch[0].offset, nbytes, os.POSIX_FADV_DONTNEED)
         return crcs
 
-    return _move(folder, transfers, os.O_WRONLY, write, os.fsync, progress)
+    return _move(folder, transfers, _to_write, write, progress)
+
+
+@contextlib.contextmanager
+def _to_write(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
-    """Fill pieces (on the CPU).
+    """Fill pieces (on the CPU); fastest where they lie in memory as in the file (memory.py).
 
     Raises:
         OSError: the file is shorter than it was.
     """
 
-    def read(descriptor: int, batch: list[_Slice]) -> list[int]:
-        def preadv(views: list[memoryview], offset: int) -> int:
-            moved = os.preadv(descriptor, views, offset)
-            if moved == 0:
-                raise OSError(f"ends at byte {offset}, shorter than it was a moment ago")
-            return moved
-
-        _move_all(batch, preadv)
+    def read(file: FileReader, batch: list[_Slice]) -> list[int]:
+        file.read([each.data for each in batch], batch[0].offset)
         return [crc32(each.data) for each in batch]
 
-    return _move(folder, transfers, os.O_RDONLY, read, lambda descriptor: None, progress)
+    return _move(folder, transfers, FileReader, read, progress)
 
 
 def _move(
     folder: Path,
     transfers: Sequence[Transfer],
-    flags: int,
-    move: Callable[[int, list[_Slice]], list[int]],
-    finish: Callable[[int], None],
+    open_file: Callable[[Path], contextlib.AbstractContextManager[File]],
+    move: Callable[[File, list[_Slice]], list[int]],
     progress: Progress,
 ) -> list[Tally]:
     """Move all pieces, file by file, in several threads; `move` returns the CRC of each slice."""
@@ -110,28 +115,26 @@ def _move(
     done: list[_Slice] = []
     # The disk is asked for the next batches while one is copied and checksummed.
     with ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer") as pool:
-        for file, indices in by_file.items():
+        for name, indices in by_file.items():
             slices = sorted(
                 (each for index in indices for each in _slices(transfers[index], index)),
                 key=lambda each: each.offset,
             )
             try:
-                descriptor = os.open(folder / file, flags)
-                under_way: list[Future[list[int]]] = []
-                try:
-                    batches = list(_batches(slices))
-                    under_way += [pool.submit(move, descriptor, batch) for batch in batches]
-                    for batch, future in zip(batches, under_way, strict=True):
-                        crcs.extend(future.result())
-                        progress(sum(len(each.data) for each in batch))
-                    finish(descriptor)
-                finally:
-                    for future in under_way:
-                        future.cancel()
-                    wait(under_way)  # after an error; its number may be another file's soon
-                    os.close(descriptor)
+                with open_file(folder / name) as file:
+                    under_way: list[Future[list[int]]] = []
+                    try:
+                        batches = list(_batches(slices))
+                        under_way += [pool.submit(move, file, batch) for batch in batches]
+                        for batch, future in zip(batches, under_way, strict=True):
+                            crcs.extend(future.result())
+                            progress(sum(len(each.data) for each in batch))
+                    finally:
+                        for future in under_way:
+                            future.cancel()
+                        wait(under_way)  # after an error; the file is closed next
             except OSError as error:
-                raise OSError(f"{folder / file}: {error}") from error
+                raise OSError(f"{folder / name}: {error}") from error
             done.extend(slices)
     return _tallies(transfers, done, crcs)
 
@@ -147,11 +150,13 @@ def _slices(transfer: Transfer, index: int) -> Iterable[_Slice]:
     for run in entry.runs():
         begin, end = run.local * width, (run.local + run.numel) * width
         offset = run.start * width
-        for start in range(begin, end, _BATCH_NBYTES):
-            stop = min(start + _BATCH_NBYTES, end)
+        start = begin
+        while start < end:
             at = offset + start - begin
+            stop = min(end, start + _BATCH_NBYTES - (place.begin + at) % _BATCH_NBYTES)
             behind = place.nbytes - at - (stop - start)
             yield _Slice(place.begin + at, data[start:stop], index, behind)
+            start = stop
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -161,32 +166,26 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _batches(slices: Sequence[_Slice]) -> Iterable[list[_Slice]]:
-    """Slices that follow each other in the file, up to the size of one call."""
+    """Slices that follow each other in one window of the file."""
     batch: list[_Slice] = []
-    nbytes = end = 0
+    end = 0
     for each in slices:
-        full = nbytes + len(each.data) > _BATCH_NBYTES or len(batch) == _MAX_VIEWS
+        full = each.offset % _BATCH_NBYTES == 0 or len(batch) == _MAX_VIEWS
         if batch and (full or each.offset != end):
             yield batch
-            batch, nbytes = [], 0
+            batch = []
         batch.append(each)
-        nbytes += len(each.data)
         end = _end(each)
     if batch:
         yield batch
 
 
-def _move_all(batch: list[_Slice], move: Callable[[list[memoryview], int], int]) -> None:
-    """One call, or more where the system moved less than asked."""
-    offset = batch[0].offset
-    views = [each.data for each in batch]
+def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
+    """One call, or more where the system took less."""
     while views:
-        moved = move(views, offset)
+        moved = os.pwritev(descriptor, views, offset)
         offset += moved
-        while views and moved >= len(views[0]):
-            moved -= len(views.pop(0))
-        if views and moved:
-            views[0] = views[0][moved:]
+        views = rest_of(views, moved)
 
 
 def _tallies(

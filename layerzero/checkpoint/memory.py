@@ -1,0 +1,94 @@
+"""Host memory for what is read: it lies as the file does, on large pages.
+
+Pieces that follow each other in a file follow each other in memory, at addresses that are equal to
+their places in the file but for whole pages. So direct.py can read many pieces at once, from the
+disk into place, without the page cache between; and on large pages (Linux), touching memory for the
+first time, which is as slow as reading it, happens 512 times less often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import torch
+
+from layerzero.checkpoint.direct import PAGE_NBYTES
+from layerzero.checkpoint.transfer import Transfer
+
+_MIN_NBYTES = 1 << 20
+"""Of a region; a smaller one is not worth a mapping."""
+
+
+def in_memory(transfers: Sequence[Transfer], kinds: Sequence[Hashable]) -> list[Transfer]:
+    """The same transfers, each with memory of its own for its piece.
+
+    Args:
+        transfers: their pieces' tensors only tell numel and dtype (they may be on meta).
+        kinds: of each; pieces of different kinds share no storage, so that one kind can be freed.
+    """
+    placed = list(transfers)
+    for region in _regions(transfers, kinds):
+        begin, end = _place(transfers[region[0]])[0], _place(transfers[region[-1]])[1]
+        shift = begin % PAGE_NBYTES
+        memory = _pages(shift + end - begin)
+        for index in region:
+            start, stop = (shift + place - begin for place in _place(transfers[index]))
+            dtype = transfers[index].entry.tensor.dtype
+            placed[index] = _with(transfers[index], memory[start:stop].view(dtype))
+    for index, each in enumerate(placed):
+        if each.entry.tensor.is_meta:
+            own = torch.empty(each.entry.tensor.shape, dtype=each.entry.tensor.dtype)
+            placed[index] = _with(each, own)
+    return placed
+
+
+def _with(transfer: Transfer, tensor: torch.Tensor) -> Transfer:
+    return transfer._replace(entry=replace(transfer.entry, tensor=tensor))
+
+
+def _place(transfer: Transfer) -> tuple[int, int]:
+    """Where its first run begins in the file, and where the piece would end as one run."""
+    width = transfer.place.dtype.itemsize
+    begin = transfer.place.begin + next(iter(transfer.entry.runs())).start * width
+    return begin, begin + transfer.entry.tensor.nbytes
+
+
+def _regions(transfers: Sequence[Transfer], kinds: Sequence[Hashable]) -> list[list[int]]:
+    """Transfers that lie side by side in a file, in the file's order."""
+    by_file: dict[tuple[str, Hashable], list[tuple[int, int, int]]] = {}
+    for index, (transfer, kind) in enumerate(zip(transfers, kinds, strict=True)):
+        if transfer.entry.tensor.numel() and len(list(transfer.entry.runs())) == 1:
+            begin, end = _place(transfer)
+            # A file that we did not write may have tensors where no tensor can be.
+            if begin % transfer.place.dtype.itemsize == 0:
+                by_file.setdefault((transfer.file, kind), []).append((begin, end, index))
+    found: list[list[int]] = []
+    for places in by_file.values():
+        region: list[int] = []
+        first = last = -1
+        for begin, end, index in sorted(places):
+            if begin != last:
+                if last - first >= _MIN_NBYTES:
+                    found.append(region)
+                region, first = [], begin
+            region.append(index)
+            last = end
+        if last - first >= _MIN_NBYTES:
+            found.append(region)
+    return found
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """[nbytes] uint8 that begins at a page's begin."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
+        memory = torch.empty(nbytes + PAGE_NBYTES, dtype=torch.uint8)
+        shift = -memory.data_ptr() % PAGE_NBYTES
+        return memory[shift : shift + nbytes]
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
