@@ -17,12 +17,12 @@ from typing import BinaryIO
 
 import torch
 
+from layerzero.checkpoint.direct import bytes_of
 from layerzero.checkpoint.errors import CheckpointError, some
 from layerzero.checkpoint.file_plan import Announcement, FilePlan, plan_files
 from layerzero.checkpoint.folder import sync_folder, write_durably
 from layerzero.checkpoint.inventory import MODEL
 from layerzero.checkpoint.source import Place, Source
-from layerzero.checkpoint.transfer import bytes_of
 from layerzero.checkpoint.verified_read import read_verified
 
 

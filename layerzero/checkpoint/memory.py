@@ -1,25 +1,21 @@
-"""Host memory for what is read: it lies as the file does, on large pages.
+"""Host memory for what is read: it lies as the file does.
 
 Pieces that follow each other in a file follow each other in memory, at addresses that are equal to
-their places in the file but for whole pages. So direct.py can read many pieces at once, from the
-disk into place, without the page cache between; and on large pages (Linux), touching memory for the
-first time, which is as slow as reading it, happens 512 times less often.
+their places in the file but for whole pages: direct.py reads many of them at once into place.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
 
-from layerzero.checkpoint.direct import PAGE_NBYTES
+from layerzero.checkpoint.direct import PAGE_NBYTES, pages
 from layerzero.checkpoint.transfer import Transfer
 
 _MIN_NBYTES = 1 << 20
-"""Of a region; a smaller one is not worth a mapping."""
+"""Of what lies side by side; less is not worth a mapping."""
 
 
 def in_memory(transfers: Sequence[Transfer], kinds: Sequence[Hashable]) -> list[Transfer]:
@@ -33,7 +29,7 @@ def in_memory(transfers: Sequence[Transfer], kinds: Sequence[Hashable]) -> list[
     for region in _regions(transfers, kinds):
         begin, end = _place(transfers[region[0]])[0], _place(transfers[region[-1]])[1]
         shift = begin % PAGE_NBYTES
-        memory = _pages(shift + end - begin)
+        memory = pages(shift + end - begin)
         for index in region:
             start, stop = (shift + place - begin for place in _place(transfers[index]))
             dtype = transfers[index].entry.tensor.dtype
@@ -79,16 +75,3 @@ def _regions(transfers: Sequence[Transfer], kinds: Sequence[Hashable]) -> list[l
         if last - first >= _MIN_NBYTES:
             found.append(region)
     return found
-
-
-def _pages(nbytes: int) -> torch.Tensor:
-    """[nbytes] uint8 that begins at a page's begin."""
-    if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
-        memory = torch.empty(nbytes + PAGE_NBYTES, dtype=torch.uint8)
-        shift = -memory.data_ptr() % PAGE_NBYTES
-        return memory[shift : shift + nbytes]
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -7,22 +7,20 @@ call. Nothing here is collective.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from layerzero.checkpoint.crc import crc32, placed
-from layerzero.checkpoint.direct import FileReader, rest_of
+from layerzero.checkpoint.direct import FileReader, FileWriter, bytes_of
 from layerzero.checkpoint.inventory import Entry
 from layerzero.checkpoint.safetensors_file import TensorEntry
 
-_BATCH_NBYTES = 8 << 20
+_WINDOW_NBYTES = 8 << 20
 """Files are moved in windows of this size: what was just checksummed is still in the cache."""
 _NUM_THREADS = 4
 _MAX_VIEWS = 512
@@ -63,27 +61,15 @@ class _Slice(NamedTuple):
 def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
     """Write pieces (on the CPU) into files that exist, and bring them to the disk."""
 
-    def write(descriptor: int, batch: list[_Slice]) -> list[int]:
+    def write(file: FileWriter, batch: list[_Slice]) -> list[int]:
         crcs = [crc32(each.data) for each in batch]
-        _write_all(descriptor, [each.data for each in batch], batch[0].offset)
-        # Begin to bring it to the disk now, beside the next batches, and not all at the end; nor
-        # should a checkpoint push other files out of the cache.
-        with contextlib.suppress(OSError, AttributeError):  # not every system takes advice
-            nbytes = _end(batch[-1]) - batch[0].offset
-            os.posix_fadvise(descriptor, batch[0].offset, nbytes, os.POSIX_FADV_DONTNEED)
+        file.write([each.data for each in batch], batch[0].offset)
         return crcs
 
-    return _move(folder, transfers, _to_write, write, progress)
+    def open_file(path: Path) -> FileWriter:
+        return FileWriter(path, _WINDOW_NBYTES)
 
-
-@contextlib.contextmanager
-def _to_write(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        yield descriptor
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return _move(folder, transfers, open_file, write, progress)
 
 
 def read_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
@@ -153,16 +139,10 @@ def _slices(transfer: Transfer, index: int) -> Iterable[_Slice]:
         start = begin
         while start < end:
             at = offset + start - begin
-            stop = min(end, start + _BATCH_NBYTES - (place.begin + at) % _BATCH_NBYTES)
+            stop = min(end, start + _WINDOW_NBYTES - (place.begin + at) % _WINDOW_NBYTES)
             behind = place.nbytes - at - (stop - start)
             yield _Slice(place.begin + at, data[start:stop], index, behind)
             start = stop
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous 1-D tensor on the CPU."""
-    data: Any = tensor.view(torch.uint8).numpy()
-    return memoryview(data)
 
 
 def _batches(slices: Sequence[_Slice]) -> Iterable[list[_Slice]]:
@@ -170,7 +150,7 @@ def _batches(slices: Sequence[_Slice]) -> Iterable[list[_Slice]]:
     batch: list[_Slice] = []
     end = 0
     for each in slices:
-        full = each.offset % _BATCH_NBYTES == 0 or len(batch) == _MAX_VIEWS
+        full = each.offset % _WINDOW_NBYTES == 0 or len(batch) == _MAX_VIEWS
         if batch and (full or each.offset != end):
             yield batch
             batch = []
@@ -178,14 +158,6 @@ def _batches(slices: Sequence[_Slice]) -> Iterable[list[_Slice]]:
         end = _end(each)
     if batch:
         yield batch
-
-
-def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
-    """One call, or more where the system took less."""
-    while views:
-        moved = os.pwritev(descriptor, views, offset)
-        offset += moved
-        views = rest_of(views, moved)
 
 
 def _tallies(

@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from layerzero.checkpoint.direct import bytes_of
 from layerzero.checkpoint.file_plan import Announcement, plan_files
 from layerzero.checkpoint.folder import sync_folder, write_durably
 from layerzero.checkpoint.handle import refuse_experts, root_state_of
 from layerzero.checkpoint.inventory import MODEL, Names, named_buffers
 from layerzero.checkpoint.participants import participants_of
 from layerzero.checkpoint.stream import stream_full
-from layerzero.checkpoint.transfer import bytes_of
 from layerzero.config import parse_nbytes
 from layerzero.core.parameter_info import get_info
 from layerzero.zero3 import ZeRO3
