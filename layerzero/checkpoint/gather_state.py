@@ -93,10 +93,12 @@ def get_model_state_dict(
     state = root_state_of(model, "get_model_state_dict")
     entries = {clean_name(name): value for name, value in model.state_dict().items()}
     names = Names(model)
+    names_of = names.in_state_dict(model)
     if choice.ignore_frozen:
-        for parameter, found in names.parameters:
+        for parameter, _ in names.parameters:
             if not parameter.requires_grad:
-                entries = {name: value for name, value in entries.items() if name not in found}
+                for name in names_of.get(id(parameter), ()):
+                    entries.pop(name, None)
     if not choice.full:
         return choice.moved(entries)
     if choice.rank0_only:
@@ -109,8 +111,8 @@ def get_model_state_dict(
     }
     sources = [source_of_weights(handle) for handle in names.handles]
     for source, index, value in stream_sources(state, sources, _BUCKET_NBYTES):
-        all_names = names.of(source.handle.sharded_params[index]) or ()
-        wanted = [name for name in all_names if name in entries]
+        found = names_of.get(id(source.handle.sharded_params[index]), ())
+        wanted = [name for name in found if name in entries]
         if keeps and wanted:
             result.update(dict.fromkeys(wanted, choice.copied(value)))
     return result if keeps else {}

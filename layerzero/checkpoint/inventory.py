@@ -60,14 +60,14 @@ class Names:
         """Pieces, or whole parameters that are not sharded, with all their names."""
         self.handles = _handles_of(model)
         self.tensor_parallel_groups = _tensor_parallel_groups_of(model)
-        pieces = {
+        self._pieces = {
             id(shown): sharded
             for handle in self.handles
             for shown, sharded in zip(handle.full_params, handle.sharded_params, strict=True)
         }
         names: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            parameter = pieces.get(id(parameter), parameter)
+            parameter = self._pieces.get(id(parameter), parameter)
             names.setdefault(id(parameter), (parameter, []))[1].append(clean_name(name))
         for parameter, found in names.values():
             self.parameters.append((parameter, tuple(dict.fromkeys(found))))
@@ -76,6 +76,14 @@ class Names:
     def of(self, parameter: torch.Tensor) -> tuple[str, ...] | None:
         """All names of a parameter of the model; None for any other."""
         return self._by_id.get(id(parameter))
+
+    def in_state_dict(self, model: nn.Module) -> dict[int, list[str]]:
+        """By a parameter's id, its names in `model.state_dict()`, which modules may choose."""
+        found: dict[int, list[str]] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            parameter = self._pieces.get(id(value), value)
+            found.setdefault(id(parameter), []).append(clean_name(name))
+        return found
 
 
 def clean_name(name: str) -> str:

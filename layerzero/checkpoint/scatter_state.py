@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -58,9 +59,25 @@ def set_model_state_dict(
         names = Names(model)
         pieces = {(name,): p for p, found in names.parameters for name in found}
         model_state_dict = _from_first(state, model_state_dict, pieces)
-    own_names = {clean_name(name): name for name in model.state_dict()}
+    own_names = _names_to_load(model)
     renamed = {own_names.get(name, name): value for name, value in model_state_dict.items()}
     return model.load_state_dict(renamed, strict=strict)
+
+
+def _names_to_load(model: nn.Module) -> dict[str, str]:
+    """By names in `model.state_dict()`, which modules may choose, those that `load_state_dict`
+    of the wrapper looks for: where things are."""
+    places: dict[int, list[str]] = {}
+    tensors = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    for name, tensor in tensors:
+        places.setdefault(id(tensor), []).append(name)
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        own = places.get(id(value))
+        found[clean_name(name)] = own.pop(0) if own else name
+    return found
 
 
 def set_optimizer_state_dict(

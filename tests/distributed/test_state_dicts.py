@@ -85,6 +85,44 @@ def _same_optimizer_state(actual: State, expected: State) -> None:
         assert_same_parameters(actual["state"][name], state, what=f"state of {name}")
 
 
+class Renamed(nn.Module):
+    """Leaves itself out of the names in its state dict, as Megatron's Float16Module does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = FrozenParts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+    def state_dict(self, *, prefix: str = "", **options: Any) -> Any:  # type: ignore[override]
+        return self.module.state_dict(prefix=prefix, **options)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        return self.module.load_state_dict(state_dict, *args, **options)
+
+
+def _names_of_its_own() -> None:
+    model, optimizer = _wrapped(Renamed)
+    _train(model, optimizer)
+    expected = {name.removeprefix("module."): value for name, value in _full(model).items()}
+    full = get_model_state_dict(model, full=True)
+    assert_same_parameters(full, expected)
+    trained = {
+        name.removeprefix("module.") for name, p in model.named_parameters() if p.requires_grad
+    }
+    options = torch_helpers.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    assert get_model_state_dict(model, options=options).keys() == trained
+    FrozenParts().load_state_dict(full)
+    other, _ = _wrapped(Renamed, seed=1)
+    set_model_state_dict(other, full)
+    assert_same_parameters(_full(other), _full(model))
+
+
+def test_a_model_may_name_things_otherwise_in_its_state_dict() -> None:
+    run_ranks(2, _names_of_its_own)
+
+
 MODELS = [Tagged, TiedAcrossUnits, OddShapes, FrozenParts, MixedDtypes]
 
 
