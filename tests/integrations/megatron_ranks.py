@@ -1,0 +1,163 @@
+"""Megatron's GPTModel on the CPU, on the ranks of `run_ranks`: what it needs of CUDA, stood in for.
+
+Megatron makes tensors on "cuda" by name. A `TorchFunctionMode` sends them to the CPU; what asks
+`torch.cuda` itself is patched, in processes that end with the test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from layerzero import ZeRO3
+
+CPU = torch.device("cpu")
+VOCABULARY = 64
+LENGTH = 8
+BATCH = 4  # rows in a step, over all data-parallel ranks
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.")  # its optimizers look for that
+        return func(*args, **kwargs)
+
+
+def _stand_in_for_cuda() -> None:
+    stand_ins: dict[str, Any] = dict(
+        current_device=lambda: CPU,
+        synchronize=lambda *_: None,
+        get_rng_state=lambda *_: torch.get_rng_state(),
+        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+        manual_seed=lambda seed: torch.manual_seed(seed),
+    )
+    for name, function in stand_ins.items():
+        setattr(torch.cuda, name, function)
+    torch._dynamo.config.disable = True  # Megatron compiles small functions
+    # A save forks writers, which a daemon, as ranks are, may not; they answer this process.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    filesystem_async._results_queue = queue.Queue()
+    filesystem_async._process_memory = lambda: 0  # for a log line; without psutil a save hangs
+    tensor_parallel.random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    tensor_parallel.random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+@contextmanager
+def megatron_on_cpu(tensor_parallel_size: int = 1, pipeline_size: int = 1) -> Iterator[None]:
+    """Inside, this rank is one of Megatron's."""
+    _stand_in_for_cuda()
+    with ExitStack() as stack:
+        stack.enter_context(_OnCpu())
+        parallel_state.initialize_model_parallel(tensor_parallel_size, pipeline_size)
+        stack.callback(parallel_state.destroy_model_parallel)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        yield
+
+
+def gpt(seed: int = 0, **overrides: Any) -> GPTModel:
+    """Two layers of a small model, this rank's part; equal on data-parallel ranks."""
+    options: dict[str, Any] = dict(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        ffn_hidden_size=24,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        transformer_impl="local",
+    )
+    untied = overrides.pop("untied", False)
+    config = TransformerConfig(**{**options, **overrides})
+    torch.manual_seed(seed)
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not untied,
+    )
+
+
+def ddp(module: GPTModel, **options: Any) -> DistributedDataParallel:
+    """Megatron's own data parallelism."""
+    return DistributedDataParallel(
+        module.config,
+        DistributedDataParallelConfig(gradient_reduce_div_fusion=False, **options),
+        module,
+    )
+
+
+def zero3(module: nn.Module, **options: Any) -> ZeRO3:
+    return ZeRO3(
+        module,
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        auto_wrap_policy={TransformerLayer},
+        **options,
+    )
+
+
+def batch(step: int) -> Tensor:
+    """[rows of this rank, LENGTH + 1] tokens; all ranks together have the same at any size."""
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(100 + step)
+    )
+    size = parallel_state.get_data_parallel_world_size()
+    return tokens.chunk(size)[parallel_state.get_data_parallel_rank()]
+
+
+def loss_of(model: Callable[..., Tensor], tokens: Tensor) -> Tensor:
+    """Mean over this rank's tokens. A model in one pipeline stage."""
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    positions = torch.arange(LENGTH).expand_as(inputs)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+    return model(inputs, positions, mask, labels=labels).float().mean()
+
+
+def train(model: ZeRO3, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Losses averaged over the data-parallel ranks."""
+    losses = []
+    group = parallel_state.get_data_parallel_group()
+    for step in steps:
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=group)
+        losses.append(mean.item() / group.size())
+    return losses

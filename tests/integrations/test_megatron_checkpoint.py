@@ -1,0 +1,436 @@
+"""Megatron's distributed checkpoints: the same of a sharded model as of Megatron's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+    load_sharded_metadata,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from layerzero import ZeRO3
+from layerzero.checkpoint import CheckpointError, get_model_state_dict, get_optimizer_state_dict
+from layerzero.integrations.megatron_checkpoint import (
+    load_model_state_dict,
+    load_optimizer_state_dict,
+    optimizer_sharded_state_dict,
+    sharded_state_dict,
+)
+from tests.harness.checks import assert_bitwise
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import full_nbytes, recorded_operations
+from tests.harness.traffic import SentBytes
+from tests.integrations.megatron_ranks import (
+    batch,
+    ddp,
+    gpt,
+    loss_of,
+    megatron_on_cpu,
+    train,
+    zero3,
+)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied, gated, layers by name": dict(
+        untied=True,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        hetereogenous_dist_checkpoint=True,
+    ),
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "one shard group": {},
+    "layered": dict(zero3_size=1),
+    "replicated": dict(zero3_size=1, outer="replicate"),
+}
+
+
+def _folder(root: str, name: str) -> str:
+    """A new folder, for all ranks."""
+    folder = Path(root) / name.replace(" ", "-").replace(",", "")
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    return str(folder)
+
+
+def _full(model: ZeRO3 | nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, ZeRO3):
+        state = get_model_state_dict(model, full=True)
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_bitwise(got[name], value, name)
+
+
+def _load_model(model: ZeRO3, folder: str, strategy: Any = None) -> None:
+    wanted = {"model": sharded_state_dict(model)}
+    loaded = dist_checkpointing.load(wanted, folder, strategy)
+    load_model_state_dict(model, loaded["model"])
+
+
+def _entries(
+    model: ZeRO3, optimizer: torch.optim.Optimizer, is_loading: bool = False
+) -> dict[str, Any]:
+    own = sharded_state_dict(model)
+    state = optimizer_sharded_state_dict([model], optimizer, {"model": own}, is_loading)
+    return {"model": own, "optimizer": state, "iteration": 7}
+
+
+def _resume(
+    model: ZeRO3, optimizer: torch.optim.Optimizer, folder: str, strategy: Any = None
+) -> None:
+    wanted = _entries(model, optimizer, is_loading=True)
+    loaded = dist_checkpointing.load(wanted, folder, strategy)
+    assert loaded["iteration"] == 7
+    load_model_state_dict(model, loaded["model"])
+    load_optimizer_state_dict([model], optimizer, loaded["optimizer"])
+
+
+def _moments(model: ZeRO3, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = get_optimizer_state_dict(model, optimizer, full=True)["state"]
+    return {f"{name}/{key}": v for name, own in state.items() for key, v in own.items()}
+
+
+# Parameters --------------------------------------------------------------------------------
+
+
+def _to_and_fro(root: str) -> None:
+    with megatron_on_cpu():
+        for kind, options in MODELS.items():
+            theirs = ddp(gpt(seed=3, **options)).module
+            before = _folder(root, kind)
+            dist_checkpointing.save({"model": theirs.sharded_state_dict()}, before)
+            for way, engine_options in ENGINES.items():
+                model = zero3(gpt(seed=4, **options), **engine_options)
+                _load_model(model, before)
+                _assert_same(_full(model), _full(theirs))
+
+                model = zero3(gpt(seed=5, **options), **engine_options)
+                after = _folder(root, f"{kind} {way}")
+                dist_checkpointing.save({"model": sharded_state_dict(model)}, after)
+                assert _described(after) == _described(before)
+                back = ddp(gpt(seed=4, **options)).module
+                wanted = {"model": back.sharded_state_dict()}
+                back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
+                _assert_same(_full(back), _full(model))
+
+
+def _described(folder: str) -> dict[str, Any]:
+    """What a checkpoint holds: names, shapes and dtypes."""
+    found = load_sharded_metadata(folder)
+    return {
+        name: (each.global_shape, each.dtype) if isinstance(each, ShardedTensor) else None
+        for name, each in found.items()
+    }
+
+
+def test_a_checkpoint_of_megatrons_own_data_parallelism_loads_and_the_other_way_round(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, _to_and_fro, str(tmp_path))
+
+
+def _build_without_network() -> None:
+    with megatron_on_cpu():
+        model = zero3(gpt())
+        optimizer = torch.optim.AdamW(model.parameters())
+        resident = full_nbytes(model)
+        with SentBytes() as sent, recorded_operations(model) as operations:
+            entries = _entries(model, optimizer)
+        assert (sent.nbytes, operations) == (0, [])
+        assert full_nbytes(model) == resident == dict.fromkeys(resident, 0)
+        # And the modules show the pieces again.
+        assert all(not parameter.is_meta for parameter in model.parameters())
+        assert entries["model"].keys() >= dict(model.named_parameters()).keys()
+        train(model, optimizer, range(1))
+
+
+def test_building_the_sharded_state_dict_sends_and_gathers_nothing() -> None:
+    run_ranks(2, _build_without_network)
+
+
+# Optimizers --------------------------------------------------------------------------------
+
+
+def _groups(model: ZeRO3) -> list[dict[str, Any]]:
+    """As Megatron makes them: weights decay, biases and norms do not."""
+    same = dict(lr_mult=1.0, is_expert_parallel=False, is_decoupled_lr=False)
+    decayed = [p for p in model.parameters() if len(p.layerzero.shape) > 1]
+    others = [p for p in model.parameters() if len(p.layerzero.shape) == 1]
+    return [
+        {"params": decayed, "weight_decay": 0.01, "wd_mult": 1.0, **same},
+        {"params": others, "weight_decay": 0.0, "wd_mult": 0.0, **same},
+    ]
+
+
+def _adamw(model: ZeRO3, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_groups(model), lr=lr)
+
+
+def _sgd(model: ZeRO3, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def _stop_and_go_on(root: str) -> None:
+    with megatron_on_cpu():
+        for make in (_adamw, _sgd):
+            for steps in (0, 2):
+                model = zero3(gpt())
+                optimizer = make(model)
+                train(model, optimizer, range(steps))
+                parameters, moments = _full(model), _moments(model, optimizer)
+                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+                plain = _folder(root, f"{make.__name__} {steps}")
+                dist_checkpointing.save(_entries(model, optimizer), plain)
+                parallel = _folder(root, f"{make.__name__} {steps} parallel")
+                saving = FullyParallelSaveStrategyWrapper(
+                    get_default_save_sharded_strategy(), group, True
+                )
+                dist_checkpointing.save(_entries(model, optimizer), parallel, saving)
+                loading = FullyParallelLoadStrategyWrapper(
+                    get_default_load_sharded_strategy(parallel), group
+                )
+                losses = train(model, optimizer, range(steps, steps + 2))
+
+                for folder, strategy in ((plain, None), (parallel, loading)):
+                    resumed = zero3(gpt(seed=1))
+                    again = make(resumed, lr=1.0)
+                    _resume(resumed, again, folder, strategy)
+                    _assert_same(_full(resumed), parameters)
+                    if steps:
+                        _assert_same(_moments(resumed, again), moments)
+                    assert train(resumed, again, range(steps, steps + 2)) == losses
+
+
+def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+    run_ranks(2, _stop_and_go_on, str(tmp_path))
+
+
+class _Megatrons:
+    """Megatron's own data parallelism and optimizer."""
+
+    def __init__(self, seed: int, is_distributed: bool) -> None:
+        self.wrapped = ddp(gpt(seed=seed), use_distributed_optimizer=is_distributed)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.01,
+            clip_grad=0.0,
+            use_distributed_optimizer=is_distributed,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self.wrapped])
+        self._metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+    def entries(self, is_loading: bool = False) -> dict[str, Any]:
+        own = self.wrapped.module.sharded_state_dict(metadata=dict(self._metadata))
+        state = self.optimizer.sharded_state_dict(own, is_loading, metadata=self._metadata)
+        return {"model": own, "optimizer": state, "iteration": 7}
+
+    def train(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            self.wrapped.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            loss = loss_of(self.wrapped, batch(step))
+            loss.backward()
+            self.wrapped.finish_grad_sync()
+            self.optimizer.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / dist.get_world_size())
+        return losses
+
+
+def _change_optimizers(root: str) -> None:
+    with megatron_on_cpu():
+        for is_distributed in (False, True):
+            theirs = _Megatrons(3, is_distributed)
+            theirs.train(range(2))
+            folder = _folder(root, f"distributed {is_distributed}")
+            dist_checkpointing.save(theirs.entries(), folder)
+            model = zero3(gpt(seed=4))
+            optimizer = _adamw(model, lr=1.0)
+            _resume(model, optimizer, folder)
+            assert train(model, optimizer, range(2, 4)) == theirs.train(range(2, 4))
+
+        folder = _folder(root, "back")
+        dist_checkpointing.save(_entries(model, optimizer), folder)
+        theirs = _Megatrons(5, is_distributed=False)
+        loaded = dist_checkpointing.load(theirs.entries(is_loading=True), folder)
+        theirs.wrapped.module.load_state_dict(loaded["model"])
+        theirs.optimizer.load_state_dict(loaded["optimizer"])
+        assert theirs.train(range(4, 6)) == train(model, optimizer, range(4, 6))
+
+
+def test_the_state_of_megatrons_optimizers_loads_and_the_other_way_round(tmp_path: Path) -> None:
+    run_ranks(2, _change_optimizers, str(tmp_path))
+
+
+# Other sizes -------------------------------------------------------------------------------
+
+Values = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def _train_and_save(root: str) -> Values:
+    with megatron_on_cpu():
+        model = zero3(gpt())
+        optimizer = _adamw(model)
+        train(model, optimizer, range(2))
+        dist_checkpointing.save(_entries(model, optimizer), _folder(root, "dp2"))
+        return _full(model), _moments(model, optimizer)
+
+
+def _resize(root: str, expected: Values) -> None:
+    with megatron_on_cpu():
+        for way in (dict(zero3_size=2), dict(zero3_size=2, outer="replicate")):
+            model = zero3(gpt(seed=1), **way)
+            optimizer = _adamw(model, lr=1.0)
+            _resume(model, optimizer, f"{root}/dp2")
+            _assert_same(_full(model), expected[0])
+            _assert_same(_moments(model, optimizer), expected[1])
+    with megatron_on_cpu(tensor_parallel_size=2):
+        model = zero3(gpt(seed=1))
+        optimizer = _adamw(model, lr=1.0)
+        _resume(model, optimizer, f"{root}/dp2")
+        whole = gpt(seed=2)
+        wanted = {"model": whole.sharded_state_dict()}
+        whole.load_state_dict(dist_checkpointing.load(wanted, f"{root}/dp2")["model"])
+        _assert_same(_full(model), _full(whole))
+        dist_checkpointing.save(_entries(model, optimizer), _folder(root, "dp2 tp2"))
+
+
+def _load_on_one_rank(root: str) -> list[Values]:
+    values = []
+    with megatron_on_cpu():
+        for name in ("dp2", "dp2-tp2"):
+            model = zero3(gpt(seed=1))
+            optimizer = _adamw(model, lr=1.0)
+            _resume(model, optimizer, f"{root}/{name}")
+            values.append((_full(model), _moments(model, optimizer)))
+    return values
+
+
+def test_a_checkpoint_loads_at_other_sizes_of_data_and_tensor_parallel_groups(
+    tmp_path: Path,
+) -> None:
+    expected = run_ranks(2, _train_and_save, str(tmp_path))[0]
+    run_ranks(4, _resize, str(tmp_path), expected)
+    for parameters, moments in run_ranks(1, _load_on_one_rank, str(tmp_path))[0]:
+        _assert_same(parameters, expected[0])
+        _assert_same(moments, expected[1])
+
+
+def _stages(root: str) -> None:
+    with megatron_on_cpu(pipeline_size=2):
+        stage = zero3(gpt(seed=3))
+        theirs = gpt(seed=4)
+        dist_checkpointing.save({"model": sharded_state_dict(stage)}, _folder(root, "ours"))
+        dist_checkpointing.save({"model": theirs.sharded_state_dict()}, _folder(root, "theirs"))
+    with megatron_on_cpu():
+        whole = zero3(gpt(seed=5))
+        _load_model(whole, f"{root}/theirs")
+        plain = gpt(seed=6)
+        wanted = {"model": plain.sharded_state_dict()}
+        plain.load_state_dict(dist_checkpointing.load(wanted, f"{root}/theirs")["model"])
+        _assert_same(_full(whole), _full(plain))
+        _load_model(whole, f"{root}/ours")
+        dist_checkpointing.save({"model": sharded_state_dict(whole)}, _folder(root, "whole"))
+    with megatron_on_cpu(pipeline_size=2):
+        again = zero3(gpt(seed=7))
+        _load_model(again, f"{root}/whole")
+        tied = {"output_layer.weight"}  # the last stage's copy of what the first stage saves
+        expected, got = _full(stage), _full(again)
+        _assert_same(
+            {name: value for name, value in got.items() if name not in tied},
+            {name: value for name, value in expected.items() if name not in tied},
+        )
+
+
+def test_pipeline_stages_load_into_one_and_the_other_way_round(tmp_path: Path) -> None:
+    run_ranks(2, _stages, str(tmp_path))
+
+
+# What does not fit -------------------------------------------------------------------------
+
+
+class _Rearranged(nn.Linear):
+    """Saves its weight transposed, as a new tensor."""
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        key = f"{prefix}weight"
+        weight = self.weight.t().contiguous()
+        return {
+            key: ShardedTensor.from_rank_offsets(key, weight, replica_id=(0, 0, dist.get_rank()))
+        }
+
+
+def _refusals() -> None:
+    with megatron_on_cpu(tensor_parallel_size=2):
+        everyone = ZeRO3(gpt(), dist.group.WORLD)
+        with pytest.raises(ValueError, match=r"sharded over ranks \[0, 1\], expected .* \[\d\]"):
+            sharded_state_dict(everyone)
+    with megatron_on_cpu():
+        with pytest.raises(NotImplementedError, match="weight: its module makes a new tensor"):
+            sharded_state_dict(zero3(_Rearranged(4, 6)))
+        model = zero3(gpt())
+        with (
+            model.summon_full_params(),
+            pytest.raises(RuntimeError, match="inside summon_full_params"),
+        ):
+            sharded_state_dict(model)
+        optimizer = _adamw(model)
+        train(model, optimizer, range(1))
+        own = sharded_state_dict(model)
+        with pytest.raises(CheckpointError, match="is not in the model's sharded state dict"):
+            optimizer_sharded_state_dict([model], optimizer, {})
+        with pytest.raises(CheckpointError, match=r"parameter 0, of shape .* is none of the model"):
+            optimizer_sharded_state_dict([zero3(gpt())], optimizer, own)
+        state = optimizer_sharded_state_dict([model], optimizer, own)
+        groups = state["param_groups"]
+        with pytest.raises(CheckpointError, match=r"optimizer state .*'exp_avg'.* is not in what"):
+            load_optimizer_state_dict([model], optimizer, {"state": {}, "param_groups": groups})
+        found = next(p for p in model.parameters() if p.numel())
+        optimizer.state[found]["step"] += 1
+        with pytest.raises(CheckpointError, match=r"made 2 steps on .* and 1 on|made 1 steps on"):
+            optimizer_sharded_state_dict([model], optimizer, own)
+        optimizer.state[found]["step"] -= 1
+        optimizer.state[found]["rows"] = torch.zeros(2, 2)
+        with pytest.raises(CheckpointError, match=r"'rows' of .* got shape \(2, 2\)"):
+            optimizer_sharded_state_dict([model], optimizer, own)
+        for number, group in enumerate(groups):
+            group["wd_mult"] = 5.0 + number
+        loadable = {number: dict(optimizer.state[p]) for number, p in _numbered(optimizer)}
+        with pytest.raises(CheckpointError, match=r"group 0, .* is none of the checkpoint's"):
+            load_optimizer_state_dict(
+                [model], optimizer, {"state": loadable, "param_groups": groups}
+            )
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
+    return list(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+
+def test_what_cannot_be_saved_or_loaded_is_an_error_that_names_it() -> None:
+    run_ranks(2, _refusals)
