@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.config import (
     Accumulation,
+    BackwardPrefetch,
     MixedPrecision,
     OffloadPolicy,
     ReshardAfterForward,
@@ -112,11 +113,24 @@ def check_group(
     Raises:
         ValueError, TypeError: a group, a size or a mode that does not exist.
     """
-    if outer not in ("zero1", "replicate", "shard"):
-        raise ValueError(f"outer: expected 'zero1', 'replicate' or 'shard', got {outer!r}")
-    if zero3_size is not None and not isinstance(zero3_size, int):
-        raise TypeError(f"zero3_size: expected an int or None, got {zero3_size!r}")
+    check_outer(outer)
+    check_zero3_size(zero3_size)
     return resolve_process_groups(process_group)[0]
+
+
+def check_outer(value: object) -> None:
+    if value not in _OUTER:
+        raise ValueError(f"outer: expected 'zero1', 'replicate' or 'shard', got {value!r}")
+
+
+def check_zero3_size(value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"zero3_size: expected an int or None, got {value!r}")
+
+
+def check_backward_prefetch(value: object) -> None:
+    if value is not None and not isinstance(value, BackwardPrefetch):
+        raise TypeError(f"backward_prefetch: expected a BackwardPrefetch or None, got {value!r}")
 
 
 def check_agreement(

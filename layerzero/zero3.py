@@ -19,6 +19,7 @@ from layerzero.arguments import (
     UnitArguments,
     check_accumulation,
     check_agreement,
+    check_backward_prefetch,
     check_gradient_reduction,
     check_group,
     check_mixed_precision,
@@ -136,10 +137,7 @@ class ZeRO3(nn.Module):
     ) -> None:
         super().__init__()
         check_module(module)
-        if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
-            raise TypeError(
-                f"backward_prefetch: expected a BackwardPrefetch or None, got {backward_prefetch!r}"
-            )
+        check_backward_prefetch(backward_prefetch)
         check_mixed_precision(mixed_precision)
         check_gradient_reduction(gradient_reduction)
         forward_depth = prefetch_depth(forward_prefetch, "forward_prefetch")

@@ -17,8 +17,11 @@ import torch
 
 from layerzero.arguments import (
     check_accumulation,
+    check_backward_prefetch,
     check_gradient_reduction,
+    check_outer,
     check_reshard_after_forward,
+    check_zero3_size,
 )
 from layerzero.config import (
     BackwardPrefetch,
@@ -157,10 +160,16 @@ def _read_value(name: str, value: Any) -> Any:
         GatherBudget.parse(value, default_units=1)
     if name == "accumulation":
         check_accumulation(value)
-    if name == "backward_prefetch" and isinstance(value, str):
+    if name == "backward_prefetch":
         return _read_backward_prefetch(value)
-    if name == "timeout" and isinstance(value, (int, float)):
-        return timedelta(seconds=value)
+    if name == "timeout":
+        return _read_timeout(value)
+    if name == "zero3_size":
+        check_zero3_size(value)
+    if name == "outer":
+        check_outer(value)
+    if name in ("deterministic", "sync_module_states"):
+        read_bool(name, value)
     return value
 
 
@@ -253,12 +262,23 @@ def read_act_ckpt(value: Any) -> ActivationCheckpointing | None:
     )
 
 
-def _read_backward_prefetch(value: str) -> BackwardPrefetch:
+def _read_backward_prefetch(value: Any) -> BackwardPrefetch | None:
+    if not isinstance(value, str):
+        check_backward_prefetch(value)
+        return value
     try:
         return BackwardPrefetch(value.lower())
     except ValueError:
         known = [each.value for each in BackwardPrefetch]
         raise ValueError(f"backward_prefetch: expected one of {known}, got {value!r}") from None
+
+
+def _read_timeout(value: Any) -> timedelta | None:
+    if value is None or isinstance(value, timedelta):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise ValueError(f"timeout: expected seconds > 0, a timedelta or None, got {value!r}")
+    return timedelta(seconds=value)
 
 
 def _refuse_said_twice(where: str, options: Mapping[str, Any]) -> None:

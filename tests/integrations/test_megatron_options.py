@@ -1,0 +1,205 @@
+"""What the YAML of options for Megatron's models may say, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, units
+from layerzero.core.parameter_info import get_info
+from layerzero.integrations.megatron_options import OPTIONS, for_module, read_options
+from layerzero.plan.options import ZERO3_OPTIONS
+from tests.harness.models import WIDTH, Block
+from tests.harness.ranks import run_ranks
+
+
+class DeepBlock(Block):
+    """A layer of another class."""
+
+
+class Chunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Block(), DeepBlock(), Block()])
+        self.vision_model = nn.Linear(WIDTH, WIDTH)
+
+
+class Around(nn.Module):
+    """As Megatron's Float16Module: names inside begin with "module."."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Chunk()
+
+
+def _units(options: dict[str, Any], model: nn.Module) -> list[str]:
+    policy = for_module(options, model)["auto_wrap_policy"]
+    return [fqn for fqn, module in model.named_modules() if fqn and policy(module, fqn)]
+
+
+def test_a_file_becomes_arguments_of_zero3(tmp_path: Path) -> None:
+    pytest.importorskip("yaml", reason="PyYAML is not installed")
+    path = tmp_path / "zero3.yaml"
+    path.write_text(
+        "zero3_size: 2\n"
+        "outer: replicate\n"
+        "forward_prefetch: 3\n"
+        "backward_prefetch: BACKWARD_POST\n"
+        "limit_all_gathers: 2GB\n"
+        "param_dtype: bf16\n"
+        "reduce_dtype: torch.float32\n"
+        "cast_forward_inputs: false\n"
+        "offload: {grads: true}\n"
+        "deterministic: true\n"
+        "accumulation: sharded\n"
+        "timeout: 90\n"
+    )
+    assert (
+        read_options(path)
+        == read_options(str(path))
+        == {
+            "zero3_size": 2,
+            "outer": "replicate",
+            "forward_prefetch": 3,
+            "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+            "limit_all_gathers": "2GB",
+            "mixed_precision": MixedPrecision(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+            "offload": OffloadPolicy(grads=True),
+            "deterministic": True,
+            "accumulation": "sharded",
+            "timeout": timedelta(seconds=90),
+        }
+    )
+    path.write_text("# nothing said\n")
+    assert read_options(path) == {}
+
+
+def test_a_mapping_may_say_the_same() -> None:
+    read = read_options({"cpu_offload": True, "mixed_precision": {"param_dtype": "fp16"}})
+    assert read == {
+        "offload": OffloadPolicy(params=True),
+        "mixed_precision": MixedPrecision(param_dtype=torch.float16),
+    }
+    assert read_options({"backward_prefetch": None}) == {"backward_prefetch": None}
+
+
+@pytest.mark.parametrize(
+    "layers, expected",
+    [
+        (["Block"], ["layers.0", "layers.1", "layers.2"]),
+        ("DeepBlock", ["layers.1"]),
+        (["layers.{*}"], ["layers.0", "layers.1", "layers.2"]),
+        (["layers.{1-2}", "embedding"], ["embedding", "layers.1", "layers.2"]),
+    ],
+)
+def test_layers_are_named_by_class_or_by_pattern(layers: Any, expected: list[str]) -> None:
+    options = read_options({"transformer_layers": layers})
+    assert _units(options, Chunk()) == expected
+    assert _units(options, Around()) == [f"module.{fqn}" for fqn in expected]
+
+
+def test_a_list_of_layers_is_no_unit_because_nothing_calls_it() -> None:
+    found = _units(read_options({"transformer_layers": ["layers*"]}), Chunk())
+    assert "layers.0" in found and "layers" not in found
+
+
+def _sharded() -> list[str]:
+    options = read_options(
+        {"transformer_layers": ["Block"], "ignored_modules": ["vision_model"], "zero3_size": 1}
+    )
+    model = Chunk()
+    sharded = ZeRO3(model, **for_module(options, model))
+    assert get_info(model.vision_model.weight) is None
+    return [unit.fqn for unit in units(sharded)]
+
+
+def test_zero3_takes_them() -> None:
+    assert run_ranks(1, _sharded) == [["", "layers.0", "layers.1", "layers.2"]]
+
+
+def test_ignored_modules_and_parameters_are_found_by_name() -> None:
+    options = read_options(
+        {"ignored_modules": ["vision*"], "ignored_parameters": ["layers.{*}.*.bias"]}
+    )
+    for model in (Chunk(), Around()):
+        chunk = model.module if isinstance(model, Around) else model
+        found = for_module(options, model)
+        assert found["ignored_modules"] == [chunk.vision_model]
+        biases = [p for name, p in chunk.layers.named_parameters() if name.endswith("bias")]
+        assert [id(p) for p in found["ignored_parameters"]] == [id(p) for p in biases]
+        assert biases
+
+
+def test_a_name_that_matches_nothing_is_a_warning_with_near_ones() -> None:
+    options = read_options({"transformer_layers": ["Blok"], "ignored_modules": ["vision_modle"]})
+    with pytest.warns(UserWarning) as caught:
+        for_module(options, Chunk())
+    texts = [str(each.message) for each in caught]
+    assert re.match(r"transformer_layers: 'Blok' matches nothing .*near matches: 'Block'", texts[0])
+    assert re.match(r"ignored_modules: 'vision_modle' .*near matches: 'vision_model'", texts[1])
+
+
+@pytest.mark.parametrize(
+    "given, kind, message",
+    [
+        ({"zero3_sizes": 2}, ValueError, "unknown option 'zero3_sizes' .*near matches: 'zero3_siz"),
+        ({"transformer_layer": []}, ValueError, "near matches: 'transformer_layers'"),
+        ({"zero3_size": "2"}, TypeError, "zero3_size: expected an int or None, got '2'"),
+        ({"zero3_size": True}, TypeError, "zero3_size: expected an int or None, got True"),
+        ({"outer": "zero2"}, ValueError, "outer: expected 'zero1', 'replicate' or 'shard', got"),
+        ({"forward_prefetch": "yes"}, ValueError, "forward_prefetch: expected a bool or a depth"),
+        ({"backward_prefetch": "pre"}, ValueError, r"expected one of \['backward_pre', 'backw"),
+        ({"backward_prefetch": True}, TypeError, "expected a BackwardPrefetch or None, got True"),
+        ({"limit_all_gathers": "2 apples"}, ValueError, "expected a size such as '512MB'"),
+        ({"param_dtype": "int8"}, ValueError, "param_dtype: expected a floating-point dtype"),
+        ({"deterministic": 1}, TypeError, "deterministic: expected True or False, got 1"),
+        ({"timeout": -1}, ValueError, "timeout: expected seconds > 0"),
+        ({"offload": {"param": True}}, ValueError, "unknown argument 'param'; near matches: 'para"),
+        ({"ignored_modules": {"a": 1}}, TypeError, "ignored_modules: expected a list of names"),
+        ({"transformer_layers": [3]}, TypeError, "transformer_layers: pattern: expected a string"),
+        ({"process_group": 0}, ValueError, "it is Megatron's data-parallel group; use zero3_size"),
+        ({"auto_wrap_policy": 0}, ValueError, "say which modules become units in transformer_la"),
+        ({"act_ckpt": "wrapped"}, ValueError, "use recompute_granularity of the TransformerConfig"),
+        (
+            {"mixed_precision": {}, "param_dtype": "bf16"},
+            ValueError,
+            "mixed_precision=.* and param_dtype=.* are both given",
+        ),
+    ],
+)
+def test_a_mistake_is_named_with_file_and_key(
+    given: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=f"^options: .*{message}"):
+        read_options(given)
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    path = tmp_path / "zero3.yaml"
+    path.write_text(yaml.safe_dump(given))
+    with pytest.raises(kind, match=f"^{re.escape(str(path))}: .*{message}"):
+        read_options(path)
+
+
+def test_what_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("yaml", reason="PyYAML is not installed")
+    path = tmp_path / "zero3.yaml"
+    path.write_text("- zero3_size\n")
+    with pytest.raises(TypeError, match=r"zero3\.yaml: expected a mapping of options, got \["):
+        read_options(path)
+    path.write_text("zero3_size: 2\nzero3_size: 4\n")
+    with pytest.raises(ValueError, match="line 2: the key 'zero3_size' is there twice"):
+        read_options(path)
+
+
+def test_every_argument_of_zero3_can_be_said_or_is_refused_with_a_reason() -> None:
+    for name in set(ZERO3_OPTIONS) - set(OPTIONS):
+        with pytest.raises(ValueError, match=f"options: {name}=None cannot be an option: "):
+            read_options({name: None})
