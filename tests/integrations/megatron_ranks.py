@@ -78,8 +78,12 @@ def megatron_on_cpu(tensor_parallel_size: int = 1, pipeline_size: int = 1) -> It
         yield
 
 
-def gpt(seed: int = 0, **overrides: Any) -> GPTModel:
-    """Two layers of a small model, this rank's part; equal on data-parallel ranks."""
+def gpt(seed: int = 0, untied: bool = False, **overrides: Any) -> GPTModel:
+    """Two layers of a small model, this rank's part; equal on data-parallel ranks.
+
+    Args:
+        **overrides: of the TransformerConfig.
+    """
     options: dict[str, Any] = dict(
         num_layers=2,
         hidden_size=16,
@@ -99,12 +103,11 @@ def gpt(seed: int = 0, **overrides: Any) -> GPTModel:
         apply_rope_fusion=False,
         transformer_impl="local",
     )
-    untied = overrides.pop("untied", False)
     config = TransformerConfig(**{**options, **overrides})
     torch.manual_seed(seed)
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False),
         VOCABULARY,
         LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
 
-from layerzero import ZeRO3
-from layerzero.checkpoint import CheckpointError, get_model_state_dict, get_optimizer_state_dict
+from layerzero import MixedPrecision, ZeRO3
+from layerzero.checkpoint import CheckpointError, get_optimizer_state_dict
 from layerzero.integrations.megatron_checkpoint import (
+    load_main_parameters,
     load_model_state_dict,
     load_optimizer_state_dict,
     optimizer_sharded_state_dict,
@@ -55,6 +59,12 @@ MODELS: dict[str, dict[str, Any]] = {
         add_bias_linear=False,
         hetereogenous_dist_checkpoint=True,
     ),
+    "experts": dict(
+        num_moe_experts=2,
+        moe_ffn_hidden_size=24,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+    ),
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "one shard group": {},
@@ -71,11 +81,10 @@ def _folder(root: str, name: str) -> str:
     return str(folder)
 
 
-def _full(model: ZeRO3 | nn.Module) -> dict[str, Tensor]:
-    if isinstance(model, ZeRO3):
-        state = get_model_state_dict(model, full=True)
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+def _full(model: nn.Module) -> dict[str, Tensor]:
+    whole = model.summon_full_params(writeback=False) if isinstance(model, ZeRO3) else nullcontext()
+    with whole:
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def _assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -231,20 +240,26 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> N
 class _Megatrons:
     """Megatron's own data parallelism and optimizer."""
 
-    def __init__(self, seed: int, is_distributed: bool) -> None:
-        self.wrapped = ddp(gpt(seed=seed), use_distributed_optimizer=is_distributed)
+    def __init__(self, seed: int, is_distributed: bool, bf16: bool = False) -> None:
+        module = gpt(seed=seed, bf16=bf16)
+        self.model = module
+        self.wrapped = ddp(
+            Float16Module(module.config, module) if bf16 else module,
+            use_distributed_optimizer=is_distributed,
+        )
         config = OptimizerConfig(
             optimizer="adam",
             lr=1e-2,
             weight_decay=0.01,
             clip_grad=0.0,
+            bf16=bf16,
             use_distributed_optimizer=is_distributed,
         )
         self.optimizer = get_megatron_optimizer(config, [self.wrapped])
         self._metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
 
     def entries(self, is_loading: bool = False) -> dict[str, Any]:
-        own = self.wrapped.module.sharded_state_dict(metadata=dict(self._metadata))
+        own = self.model.sharded_state_dict(metadata=dict(self._metadata))
         state = self.optimizer.sharded_state_dict(own, is_loading, metadata=self._metadata)
         return {"model": own, "optimizer": state, "iteration": 7}
 
@@ -279,13 +294,75 @@ def _change_optimizers(root: str) -> None:
         dist_checkpointing.save(_entries(model, optimizer), folder)
         theirs = _Megatrons(5, is_distributed=False)
         loaded = dist_checkpointing.load(theirs.entries(is_loading=True), folder)
-        theirs.wrapped.module.load_state_dict(loaded["model"])
+        theirs.model.load_state_dict(loaded["model"])
         theirs.optimizer.load_state_dict(loaded["optimizer"])
         assert theirs.train(range(4, 6)) == train(model, optimizer, range(4, 6))
 
 
 def test_the_state_of_megatrons_optimizers_loads_and_the_other_way_round(tmp_path: Path) -> None:
     run_ranks(2, _change_optimizers, str(tmp_path))
+
+
+def _sixteen_bits(root: str) -> None:
+    with megatron_on_cpu():
+        for is_distributed in (False, True):
+            theirs = _Megatrons(3, is_distributed, bf16=True)
+            theirs.train(range(2))
+            folder = _folder(root, f"distributed {is_distributed}")
+            dist_checkpointing.save(theirs.entries(), folder)
+            expected = {
+                name: _their_values(folder, f"optimizer.state.{name}.")
+                for name in ("param" if is_distributed else "fp32_param", "exp_avg")
+            }
+
+            module = Float16Module(theirs.wrapped.config, gpt(seed=4, bf16=True)).float()
+            model = zero3(module, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+            optimizer = _adamw(model, lr=1.0)
+            _resume(model, optimizer, folder)
+            main, average = expected.values()
+            assert any(not value.equal(_narrowed(main)[name]) for name, value in main.items())
+            _assert_same(_without_prefix(_full(model)), _narrowed(main))
+            assert load_main_parameters(model, folder)
+            _assert_same(_without_prefix(_full(model)), main)
+            moments = _without_prefix(_moments(model, optimizer))
+            _assert_same({name: moments[f"{name}/exp_avg"] for name in main}, average)
+            assert {float(v) for name, v in moments.items() if name.endswith("/step")} == {2.0}
+            train(model, optimizer, range(2, 3))
+
+        folder = _folder(root, "back")
+        dist_checkpointing.save({"model": sharded_state_dict(model)}, folder)
+        assert not load_main_parameters(model, folder)
+        narrow = gpt(seed=5, bf16=True).bfloat16()
+        wanted = {"model": narrow.sharded_state_dict()}
+        narrow.load_state_dict(dist_checkpointing.load(wanted, folder)["model"])
+        _assert_same(_full(narrow), _narrowed(_without_prefix(_full(model)), torch.bfloat16))
+
+
+def _their_values(folder: str, prefix: str) -> dict[str, Tensor]:
+    """Full values saved under a prefix, by way of an unsharded model."""
+    plain = gpt(seed=9)
+    wanted = {
+        name: entry
+        for name, entry in plain.sharded_state_dict().items()
+        if isinstance(entry, ShardedTensor)
+    }
+    add_prefix_for_sharding(wanted, prefix)
+    return dict(dist_checkpointing.load({"values": wanted}, folder)["values"])
+
+
+def _without_prefix(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): value for name, value in values.items()}
+
+
+def _narrowed(values: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """What 16 bits hold of them."""
+    return {name: value.bfloat16().to(dtype) for name, value in values.items()}
+
+
+def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, _sixteen_bits, str(tmp_path))
 
 
 # Other sizes -------------------------------------------------------------------------------
