@@ -96,8 +96,8 @@ def load_optimizer_state_dict(
     distributed one in its "fully_reshardable" format.
 
     Groups get the options that the saved group of the same `wd_mult`, `lr_mult`,
-    `is_expert_parallel` and `is_decoupled_lr` had, in whatever order; groups without these, those
-    of the same number.
+    `is_expert_parallel` and `is_decoupled_lr` had; of several that are the same, or have none of
+    these, in their order.
 
     Raises:
         CheckpointError: state of a parameter is missing, or a group fits no saved one.
@@ -228,21 +228,25 @@ def _options(
     optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """For each of the optimizer's groups the options of the saved one that is the same."""
-    by_key = {_group_key(number, group): group for number, group in enumerate(saved)}
+    by_key = dict(zip(_group_keys(saved), saved, strict=True))
     options: list[Mapping[str, Any]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        found = by_key.get(_group_key(number, group))
-        if found is None:
+    for number, key in enumerate(_group_keys(optimizer.param_groups)):
+        if key not in by_key:
             raise CheckpointError(
-                f"the optimizer's group {number}, {_GROUP_KEYS} = {_group_key(number, group)}, is "
-                f"none of the checkpoint's {list(by_key)}; build the groups as they were"
+                f"the optimizer's group {number} is none of the checkpoint's; "
+                f"{_GROUP_KEYS} and which one of these: expected one of {list(by_key)}, got {key}. "
+                "Build the groups as they were"
             )
-        known = [key for key in group if key in found and key != "params"]
-        options.append({key: found[key] for key in known})
+        found, group = by_key[key], optimizer.param_groups[number]
+        options.append({k: found[k] for k in group if k in found and k != "params"})
     return options
 
 
-def _group_key(number: int, group: Mapping[str, Any]) -> tuple[Any, ...]:
-    # Others spell them with a prefix (NeMo).
-    key = tuple(group.get(name, group.get(f"pre_{name}")) for name in _GROUP_KEYS)
-    return key if any(part is not None for part in key) else (number,)
+def _group_keys(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """What each group is, and how many of these came before it."""
+    keys: list[tuple[Any, ...]] = []
+    for group in groups:
+        # Others spell them with a prefix (NeMo).
+        own = tuple(group.get(name, group.get(f"pre_{name}")) for name in _GROUP_KEYS)
+        keys.append((*own, sum(key[:-1] == own for key in keys)))
+    return keys

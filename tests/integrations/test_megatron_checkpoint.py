@@ -131,7 +131,7 @@ def _to_and_fro(root: str) -> None:
             theirs = ddp(gpt(seed=3, **options)).module
             before = _folder(root, kind)
             dist_checkpointing.save({"model": theirs.sharded_state_dict()}, before)
-            for way, engine_options in ENGINES.items():
+            for way, engine_options in ENGINES.items() if kind == "tied" else [("", {})]:
                 model = zero3(gpt(seed=4, **options), **engine_options)
                 _load_model(model, before)
                 _assert_same(_full(model), _full(theirs))
@@ -199,7 +199,10 @@ def _adamw(model: ZeRO3, lr: float = 1e-2) -> torch.optim.Optimizer:
 
 
 def _sgd(model: ZeRO3, lr: float = 1e-2) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    """Groups that nothing but their order tells apart."""
+    pieces = list(model.parameters())
+    groups = [{"params": pieces[:5], "lr": lr / 2}, {"params": pieces[5:]}]
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
 
 def _stop_and_go_on(root: str) -> None:
@@ -499,7 +502,7 @@ def _refusals() -> None:
         for number, group in enumerate(groups):
             group["wd_mult"] = 5.0 + number
         loadable = {number: dict(optimizer.state[p]) for number, p in _numbered(optimizer)}
-        with pytest.raises(CheckpointError, match=r"group 0, .* is none of the checkpoint's"):
+        with pytest.raises(CheckpointError, match=r"group 0 is none of .* expected one of \[\(5"):
             load_optimizer_state_dict(
                 [model], optimizer, {"state": loadable, "param_groups": groups}
             )
