@@ -21,9 +21,10 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import nn
 
 from layerzero import ZeRO3
-from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.errors import CheckpointError, some
 from layerzero.checkpoint.inventory import Names
 from layerzero.checkpoint.optimizer_state import put_state, state_template
+from layerzero.integrations.megatron_pieces import NoPiece
 
 StateDict = dict[str, Any]
 
@@ -55,7 +56,8 @@ def optimizer_sharded_state_dict(
 
     Raises:
         CheckpointError: a parameter is none of the model's, or a state is neither shaped like its
-            parameter nor the step, or steps differ.
+            parameter nor the step, or steps differ; or some layers have no state, and share their
+            names with others that have.
     """
     if optimizer is None:
         return {}
@@ -63,7 +65,7 @@ def optimizer_sharded_state_dict(
     places = {
         id(value.data): value
         for value in nested_values(model_sharded_state_dict)
-        if isinstance(value, (ShardedTensor, ShardedTensorFactory))
+        if isinstance(value, (ShardedTensor, ShardedTensorFactory, NoPiece))
     }
     made, lacking = _states(optimizer, is_loading)
     entries: dict[Any, Any] = {}
@@ -77,6 +79,7 @@ def optimizer_sharded_state_dict(
         }
         if own:
             entries[number] = own
+    _check_layers(places, {id(parameter) for parameter in (*made, *lacking)}, names)
     step = _same_step(made or lacking, names)
     if step is not None:
         entries[_COMMON_STEP] = step
@@ -202,6 +205,22 @@ def _state_entry(
     if isinstance(place, ShardedTensor):  # of a parameter that is not sharded
         changed["dtype"] = value.dtype
     return replace(place, **changed)
+
+
+def _check_layers(
+    places: Mapping[int, Any], with_state: set[int], names: Mapping[int, str]
+) -> None:
+    """Megatron saves the layers of a model as one tensor, and takes none with holes."""
+    keys = {places[number].key for number in with_state if number in places}
+    others = [number for number in names if number in places and number not in with_state]
+    frozen = [names[number] for number in others if places[number].key in keys]
+    if frozen:
+        raise CheckpointError(
+            f"the optimizer has no state of {some(frozen)}, but of the same parameter of other "
+            "layers, and Megatron saves all layers as one tensor: give each a name of its own, "
+            "with metadata={'non_homogeneous_layers': True} for sharded_state_dict, or with "
+            "hetereogenous_dist_checkpoint=True in the TransformerConfig"
+        )
 
 
 def _same_step(states: _States, names: Mapping[int, str]) -> torch.Tensor | None:

@@ -49,6 +49,20 @@ class Piece:
         return torch.empty(self.shape, dtype=dtype, device="meta")
 
 
+class NoPiece(LocalNonpersistentObject):
+    """In place of a parameter of which this rank has nothing: not saved, and loaded as it is.
+
+    Attributes:
+        key: what it is called where a rank has something of it.
+        data: the empty piece, as in entries of others.
+    """
+
+    def __init__(self, key: str, data: nn.Parameter) -> None:
+        super().__init__(data.detach())
+        self.key = key
+        self.data = data
+
+
 Pieces = dict[int, Piece]
 """By the address of the stand-in's storage."""
 
@@ -108,7 +122,7 @@ def entry_of_piece(entry: Any, pieces: Pieces) -> Any:
             )
         return entry  # a buffer, or a parameter that is not sharded
     if not piece.parameter.numel():
-        return LocalNonpersistentObject(piece.parameter.detach())
+        return NoPiece(entry.key, piece.parameter)
     # The last number tells data-parallel ranks apart, which here have different pieces.
     replica_id = (*entry.replica_id[:-1], piece.replica)
     build = functools.partial(_build, _whole_of(entry, piece), piece)

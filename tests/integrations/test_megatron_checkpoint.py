@@ -135,6 +135,9 @@ def _to_and_fro(root: str) -> None:
                 model = zero3(gpt(seed=4, **options), **engine_options)
                 _load_model(model, before)
                 _assert_same(_full(model), _full(theirs))
+                model = zero3(gpt(seed=5, **options), **engine_options)
+                load_model_state_dict(model, theirs.state_dict())  # full tensors
+                _assert_same(_full(model), _full(theirs))
 
                 model = zero3(gpt(seed=5, **options), **engine_options)
                 after = _folder(root, f"{kind} {way}")
@@ -205,39 +208,56 @@ def _sgd(model: ZeRO3, lr: float = 1e-2) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
 
+def _frozen(model: ZeRO3, lr: float = 1e-2) -> torch.optim.Optimizer:
+    """AdamW over a part of the model, and over all of it that is trained."""
+    for name, piece in model.named_parameters():
+        piece.requires_grad_(not name.startswith("decoder.layers.0."))
+    return torch.optim.AdamW(_groups(model), lr=lr)
+
+
 def _stop_and_go_on(root: str) -> None:
     with megatron_on_cpu():
-        for make in (_adamw, _sgd):
-            for steps in (0, 2):
-                model = zero3(gpt())
-                optimizer = make(model)
-                train(model, optimizer, range(steps))
-                parameters, moments = _full(model), _moments(model, optimizer)
-                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-                plain = _folder(root, f"{make.__name__} {steps}")
-                dist_checkpointing.save(_entries(model, optimizer), plain)
-                parallel = _folder(root, f"{make.__name__} {steps} parallel")
-                saving = FullyParallelSaveStrategyWrapper(
-                    get_default_save_sharded_strategy(), group, True
-                )
-                dist_checkpointing.save(_entries(model, optimizer), parallel, saving)
-                loading = FullyParallelLoadStrategyWrapper(
-                    get_default_load_sharded_strategy(parallel), group
-                )
-                losses = train(model, optimizer, range(steps, steps + 2))
-
-                for folder, strategy in ((plain, None), (parallel, loading)):
-                    resumed = zero3(gpt(seed=1))
-                    again = make(resumed, lr=1.0)
-                    _resume(resumed, again, folder, strategy)
-                    _assert_same(_full(resumed), parameters)
-                    if steps:
-                        _assert_same(_moments(resumed, again), moments)
-                    assert train(resumed, again, range(steps, steps + 2)) == losses
+        for make, steps in ((_adamw, 0), (_adamw, 2), (_sgd, 2), (_frozen, 2)):
+            options = dict(hetereogenous_dist_checkpoint=make is _frozen)
+            model = zero3(gpt(**options))
+            optimizer = make(model)
+            train(model, optimizer, range(steps))
+            parameters, moments = _full(model), _moments(model, optimizer)
+            folder = _folder(root, f"{make.__name__} {steps}")
+            dist_checkpointing.save(_entries(model, optimizer), folder)
+            losses = train(model, optimizer, range(steps, steps + 2))
+            # The one that went on, with weights gathered; and a new one.
+            for seed, resumed in ((0, model), (1, zero3(gpt(seed=1, **options)))):
+                again = optimizer if seed == 0 else make(resumed, lr=1.0)
+                _resume(resumed, again, folder)
+                _assert_same(_full(resumed), parameters)
+                if steps:
+                    _assert_same(_moments(resumed, again), moments)
+                assert train(resumed, again, range(steps, steps + 2)) == losses
 
 
 def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     run_ranks(2, _stop_and_go_on, str(tmp_path))
+
+
+def _save_and_load_in_parallel(root: str) -> None:
+    with megatron_on_cpu():
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        model = zero3(gpt())
+        optimizer = _adamw(model)
+        train(model, optimizer, range(1))
+        saving = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group, True)
+        dist_checkpointing.save(_entries(model, optimizer), root, saving)
+        loading = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(root), group)
+        resumed = zero3(gpt(seed=1))
+        again = _adamw(resumed, lr=1.0)
+        _resume(resumed, again, root, loading)
+        _assert_same(_full(resumed), _full(model))
+        _assert_same(_moments(resumed, again), _moments(model, optimizer))
+
+
+def test_megatrons_fully_parallel_strategies_save_and_load(tmp_path: Path) -> None:
+    run_ranks(2, _save_and_load_in_parallel, str(tmp_path))
 
 
 class _Megatrons:
@@ -480,6 +500,8 @@ def _refusals() -> None:
             pytest.raises(RuntimeError, match="inside summon_full_params"),
         ):
             sharded_state_dict(model)
+        with pytest.raises(RuntimeError, match=r"Missing key.*word_embeddings"):
+            load_model_state_dict(model, {})
         optimizer = _adamw(model)
         train(model, optimizer, range(1))
         own = sharded_state_dict(model)
@@ -489,6 +511,11 @@ def _refusals() -> None:
             optimizer_sharded_state_dict([zero3(gpt())], optimizer, own)
         state = optimizer_sharded_state_dict([model], optimizer, own)
         groups = state["param_groups"]
+        some_model = zero3(gpt())
+        with pytest.raises(
+            CheckpointError, match=r"no state of decoder\.layers\.0\..*non_homogene"
+        ):
+            _entries(some_model, _frozen(some_model))
         with pytest.raises(CheckpointError, match=r"optimizer state .*'exp_avg'.* is not in what"):
             load_optimizer_state_dict([model], optimizer, {"state": {}, "param_groups": groups})
         found = next(p for p in model.parameters() if p.numel())
