@@ -14,7 +14,11 @@ from torch import Tensor, nn
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -141,12 +145,24 @@ def _to_and_fro(root: str) -> None:
 
                 model = zero3(gpt(seed=5, **options), **engine_options)
                 after = _folder(root, f"{kind} {way}")
-                dist_checkpointing.save({"model": sharded_state_dict(model)}, after)
+                entries = sharded_state_dict(model)
+                assert _num_written(entries) == sum(p.numel() for p in theirs.parameters())
+                dist_checkpointing.save({"model": entries}, after)
                 assert _described(after) == _described(before)
                 back = ddp(gpt(seed=4, **options)).module
                 wanted = {"model": back.sharded_state_dict()}
                 back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
                 _assert_same(_full(back), _full(model))
+
+
+def _num_written(entries: dict[str, Any]) -> int:
+    """Elements that all ranks together write."""
+    written = torch.tensor(0)
+    for entry in entries.values():
+        for box in entry.build() if isinstance(entry, ShardedTensorFactory) else ():
+            written += box.data.numel() if is_main_replica(box.replica_id) else 0
+    dist.all_reduce(written)
+    return int(written)
 
 
 def _described(folder: str) -> dict[str, Any]:
@@ -176,7 +192,17 @@ def _build_without_network() -> None:
         # And the modules show the pieces again.
         assert all(not parameter.is_meta for parameter in model.parameters())
         assert entries["model"].keys() >= dict(model.named_parameters()).keys()
+        assert not optimizer.state
+        _entries(model, optimizer, is_loading=True)
+        assert optimizer.state.keys() == set(model.parameters())
         train(model, optimizer, range(1))
+
+        model.unshard()
+        whole = {name: id(parameter) for name, parameter in model.named_parameters()}
+        assert model.get_parameter("decoder.final_layernorm.weight").shape == (16,)
+        _entries(model, optimizer)
+        assert whole == {name: id(parameter) for name, parameter in model.named_parameters()}
+        model.reshard()
 
 
 def test_building_the_sharded_state_dict_sends_and_gathers_nothing() -> None:
