@@ -117,7 +117,7 @@ def load_main_parameters(engine: ZeRO3, checkpoint_dir: str) -> bool:
             if key in saved or f"{key}_w" in saved:  # of halves saved apart (gated layers)
                 wanted[name] = replace(place, key=key)
     loaded = dist_checkpointing.load({_WANTED: wanted}, checkpoint_dir)
-    load_model_state_dict(engine, loaded[_WANTED], strict=False)
+    load_model_state_dict(engine, loaded.get(_WANTED, {}), strict=False)
     return True
 
 

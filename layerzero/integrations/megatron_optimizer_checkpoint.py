@@ -115,7 +115,7 @@ def load_optimizer_state_dict(
         expected = made.get(parameter, lacking.get(parameter, {}))
         if not expected:
             continue
-        loaded = dict(state["state"].get(number, {}))
+        loaded = dict(state.get("state", {}).get(number, {}))
         if _STEP in expected and step is not None:
             loaded[_STEP] = _as_step(expected[_STEP], step)
         missing = sorted(set(expected) - set(loaded))
@@ -193,14 +193,14 @@ def _state_entry(
             f"{tuple(parameter.shape)}, got {got}; Megatron's checkpoints hold element-wise state "
             "and one step"
         )
-    if not parameter.numel():
-        return LocalNonpersistentObject(value)
     place = places.get(id(parameter))
     if place is None:
         raise CheckpointError(
             f"optimizer state {key!r} of {name}: its parameter is not in the model's sharded state "
             "dict; pass what sharded_state_dict(engine) gave, before it was saved"
         )
+    if not parameter.numel():
+        return LocalNonpersistentObject(value)
     changed: StateDict = {"key": f"optimizer.state.{key}.{place.key}", "data": value}
     if isinstance(place, ShardedTensor):  # of a parameter that is not sharded
         changed["dtype"] = value.dtype

@@ -121,12 +121,20 @@ def entry_of_piece(entry: Any, pieces: Pieces) -> Any:
                 "of which a rank with pieces does not know its part; use layerzero.checkpoint.save"
             )
         return entry  # a buffer, or a parameter that is not sharded
+    build = _whole_of(entry, piece)
+    # On every rank, with a piece or not: one that failed alone, when it saves, would hang the rest.
+    _parts(build, piece, entry.key, piece.parameter.dtype, entry.replica_id)
     if not piece.parameter.numel():
         return NoPiece(entry.key, piece.parameter)
     # The last number tells data-parallel ranks apart, which here have different pieces.
-    replica_id = (*entry.replica_id[:-1], piece.replica)
-    build = functools.partial(_build, _whole_of(entry, piece), piece)
-    return ShardedTensorFactory(entry.key, piece.parameter, build, _join, replica_id)
+    others = entry.replica_id[:-1] if isinstance(entry.replica_id, tuple) else ()
+    return ShardedTensorFactory(
+        entry.key,
+        piece.parameter,
+        functools.partial(_build, build, piece),
+        _join,
+        (*others, piece.replica),
+    )
 
 
 _Whole = Callable[[str, torch.Tensor, Any], list[ShardedTensor]]
@@ -143,16 +151,41 @@ def _whole_of(entry: Any, piece: Piece) -> _Whole:
 
         return build_all
     if entry.data.shape != piece.shape:
-        raise NotImplementedError(
-            f"sharded_state_dict: {entry.key}: its module saves a part of {piece.info.fqn}; "
-            "use layerzero.checkpoint.save"
-        )
+        raise _refusal(entry.key, piece, "saves a part of")
     template = entry.without_data()
 
     def build_one(key: str, whole: torch.Tensor, replica_id: Any) -> list[ShardedTensor]:
         return [replace(template, key=key, data=whole, dtype=whole.dtype, replica_id=replica_id)]
 
     return build_one
+
+
+def _parts(
+    build_whole: _Whole, piece: Piece, key: str, dtype: torch.dtype, replica_id: Any
+) -> list[tuple[int, ShardedTensor]]:
+    """What an unsharded rank saves of the parameter, and where in it flattened that begins."""
+    whole = piece.meta(dtype)
+    parts: list[tuple[int, ShardedTensor]] = []
+    for tensor in build_whole(key, whole, replica_id):
+        if _storage(tensor.data) != _storage(whole) or not tensor.data.is_contiguous():
+            raise _refusal(key, piece, "rearranges")
+        parts.append((tensor.data.storage_offset(), tensor))
+    parts.sort(key=lambda part: part[0])
+    end = 0
+    for first, tensor in parts:
+        if first != end:
+            raise _refusal(key, piece, "does not save each element once of")
+        end += tensor.data.numel()
+    if end != whole.numel():
+        raise _refusal(key, piece, "does not save all of")
+    return parts
+
+
+def _refusal(key: str, piece: Piece, does: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"sharded_state_dict: {key}: its module {does} {piece.info.fqn}, and a rank with a piece "
+        "does not know its part; use layerzero.checkpoint.save"
+    )
 
 
 def _build(
@@ -164,28 +197,18 @@ def _build(
     flattened_range: slice | None,
 ) -> list[ShardedTensor]:
     """Cut `data`, of the piece's shape, into boxes; see Note [Boxes of named tensors]."""
-    whole = piece.meta(data.dtype)
     start, stop = piece.info.range
-    found: list[tuple[int, ShardedTensor]] = []
-    for tensor in build_whole(key, whole, replica_id):
-        view = tensor.data
-        if _storage(view) != _storage(whole) or not view.is_contiguous():
-            raise NotImplementedError(
-                f"sharded_state_dict: {key}: its module saves {piece.info.fqn} rearranged, and a "
-                "rank with a piece does not know its part; use layerzero.checkpoint.save"
-            )
-        first = view.storage_offset()
-        begin, end = max(start, first), min(stop, first + view.numel())
+    found: list[ShardedTensor] = []
+    for first, tensor in _parts(build_whole, piece, key, data.dtype, replica_id):
+        begin, end = max(start, first), min(stop, first + tensor.data.numel())
         # One dimension for each of the global tensor's, as for the layers of a model.
-        sizes = (1,) * tensor.prepend_axis_num + tuple(view.shape)
+        sizes = (1,) * tensor.prepend_axis_num + tuple(tensor.data.shape)
         extent = Extent(tuple(tensor.global_shape), sizes, tuple(tensor.global_offset))
         for box in boxes(extent, begin - first, end - first):
             at = begin - start + box.local
             numel = torch.Size(box.sizes).numel()
-            found.append((at, _of_box(tensor, box, data.detach()[at : at + numel])))
-    found.sort(key=lambda each: each[0])
-    assert sum(box.data.numel() for _, box in found) == data.numel(), "they are a partition"
-    return [box for _, box in found]
+            found.append(_of_box(tensor, box, data.detach()[at : at + numel]))
+    return found
 
 
 def _of_box(tensor: ShardedTensor, box: Box, data: torch.Tensor) -> ShardedTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -501,15 +502,27 @@ def test_pipeline_stages_load_into_one_and_the_other_way_round(tmp_path: Path) -
 # What does not fit -------------------------------------------------------------------------
 
 
-class _Rearranged(nn.Linear):
-    """Saves its weight transposed, as a new tensor."""
+class _Odd(nn.Linear):
+    """Saves its weight in ways of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(4, 6)
+        self.way = way
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        key = f"{prefix}weight"
-        weight = self.weight.t().contiguous()
-        return {
-            key: ShardedTensor.from_rank_offsets(key, weight, replica_id=(0, 0, dist.get_rank()))
-        }
+        key, replica_id = f"{prefix}weight", (0, 0, dist.get_rank())
+        as_entry = functools.partial(ShardedTensor.from_rank_offsets, replica_id=replica_id)
+
+        def build(key: str, weight: Tensor, *_: Any) -> list[ShardedTensor]:
+            if self.way == "columns":
+                return [as_entry(key + str(n), half) for n, half in enumerate(weight.split(2, 1))]
+            return [as_entry(key, weight[1:])]
+
+        if self.way == "transposed":
+            return {key: as_entry(key, self.weight.t().contiguous())}
+        if self.way == "rows":
+            return {key: as_entry(key, self.weight[:3])}
+        return {key: ShardedTensorFactory(key, self.weight, build, torch.cat, replica_id)}
 
 
 def _refusals() -> None:
@@ -518,8 +531,14 @@ def _refusals() -> None:
         with pytest.raises(ValueError, match=r"sharded over ranks \[0, 1\], expected .* \[\d\]"):
             sharded_state_dict(everyone)
     with megatron_on_cpu():
-        with pytest.raises(NotImplementedError, match="weight: its module makes a new tensor"):
-            sharded_state_dict(zero3(_Rearranged(4, 6)))
+        for way, message in (
+            ("transposed", "weight: its module makes a new tensor"),
+            ("rows", "weight: its module saves a part of weight"),
+            ("columns", "weight: its module rearranges weight"),
+            ("less", "weight: its module does not save each element once of weight"),
+        ):
+            with pytest.raises(NotImplementedError, match=message):
+                sharded_state_dict(zero3(_Odd(way)))
         model = zero3(gpt())
         with (
             model.summon_full_params(),
