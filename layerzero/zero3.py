@@ -320,6 +320,18 @@ class ZeRO3(nn.Module):
         """`no_sync` as a switch: False until set to True again."""
         self._root_state.reducer.requires_sync = bool(requires_gradient_sync)
 
+    def reduce_gradients(self) -> None:
+        """Reduce the sum that micro-batches inside `no_sync` left, without another backward.
+
+        For loops that learn afterwards which micro-batch was the last. Collective over
+        `process_group`; nothing happens where no gradient waits. The whole model this module
+        belongs to is reduced.
+
+        Raises:
+            RuntimeError: inside forward or backward.
+        """
+        self._root_state.reduce_waiting()
+
     def step_in_backward(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Run `optimizer` on each unit as soon as its gradients are there, in `backward()`.
 

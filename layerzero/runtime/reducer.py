@@ -72,9 +72,13 @@ class GradientReducer:
         """A backward pass of the whole model is over and delivered."""
         self._num_waiting += 1
         if self.requires_sync:
-            if self._num_waiting > 1:
-                self._num_micro_batches = self._num_waiting
-            self._num_waiting = 0
+            self.end_accumulation()
+
+    def end_accumulation(self) -> None:
+        """The sum over micro-batches is delivered."""
+        if self._num_waiting > 1:
+            self._num_micro_batches = self._num_waiting
+        self._num_waiting = 0
 
     def reduce(self, root: RootState, unit: Unit) -> None:
         """Take the unit's gradients, and start reducing them as far as they are to be reduced."""

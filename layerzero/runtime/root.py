@@ -661,6 +661,34 @@ class RootState:
             if unit not in ended.touched and any(h.gradients.is_waiting for h in unit.handles):
                 self._reduce(unit)
 
+    @remembers_failure
+    def reduce_waiting(self) -> None:
+        """Reduce, outside a backward pass, what micro-batches inside `no_sync` left.
+
+        Every unit takes part that could have gradients: which ones wait may differ between ranks.
+        """
+        self._refuse_after_failure()
+        self.clear_abandoned()
+        if self._passes or self._call_depth:
+            raise RuntimeError(
+                "reduce_gradients inside forward or backward: call it between them, or leave "
+                "no_sync before the last backward"
+            )
+        if not self.reducer.adds_up:
+            return
+        syncs, self.reducer.requires_sync = self.reducer.requires_sync, True
+        try:
+            for unit in reversed(self.units):
+                if unit.is_trainable:
+                    self._reduce(unit)
+            self.reducer.deliver(self)
+            self.reducer.end_accumulation()
+        except BaseException as error:
+            self.abort(error)
+            raise
+        finally:
+            self.reducer.requires_sync = syncs
+
     def abort(self, error: BaseException | None = None) -> None:
         """Back to the state between steps, after an error or an interrupt.
 

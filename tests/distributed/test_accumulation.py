@@ -63,6 +63,13 @@ def _no_sync_each(model: nn.Module, micro_batches: Micro) -> Tensor:
     return torch.stack(losses)
 
 
+def _all_inside(model: nn.Module, micro_batches: Micro) -> Tensor:
+    with model.no_sync():  # type: ignore[operator]
+        losses = [forward_backward(model, batch) for batch in micro_batches]
+    model.reduce_gradients()  # type: ignore[operator]
+    return torch.stack(losses)
+
+
 def _in_turn(model: nn.Module, micro_batches: Micro) -> Tensor:
     return torch.stack([forward_backward(model, batch) for batch in micro_batches])
 
@@ -71,6 +78,7 @@ UNSHARDED: dict[str, Callable[[nn.Module, Micro], Tensor]] = {
     "no_sync": _no_sync,
     "set_requires_gradient_sync": _switched,
     "no_sync for each": _no_sync_each,
+    "reduce_gradients": _all_inside,
 }
 
 
@@ -174,6 +182,18 @@ def _used_in_one_micro_batch_only() -> None:
 
 def test_what_only_an_earlier_micro_batch_used_is_reduced_too() -> None:
     run_ranks(2, _used_in_one_micro_batch_only)
+
+
+def _inside_forward() -> None:
+    model = sharded(CASES["mlp"])
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    model.module.register_forward_pre_hook(lambda *_: model.reduce_gradients())
+    with pytest.raises(RuntimeError, match="inside forward or backward"):
+        model(batch)
+
+
+def test_reducing_what_waits_inside_a_forward_is_an_error() -> None:
+    run_ranks(1, _inside_forward)
 
 
 def _bytes_of_a_micro_batch(sync: bool) -> int:
