@@ -30,7 +30,14 @@ PLANS = ["pyyaml"]
 HF = ["transformers>=5.23; python_version >= '3.11'", "accelerate>=1.15; python_version >= '3.11'"]
 MODELS = [*HF, "peft; python_version >= '3.11'"]
 LIGHTNING = ["lightning>=2.6,<2.7", "finetuning-scheduler>=2.14", *PLANS]
-TEST = ["pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4", *PLANS, *MODELS, *LIGHTNING]
+# Megatron's wheels are for Linux; elsewhere it is built, and tests that need it are skipped. Its
+# distributed checkpoints want psutil, which it does not ask for: without, saving one hangs.
+MEGATRON = ["megatron-core>=0.16.1", "psutil", *PLANS]
+MEGATRON_TEST = [f"{name}; sys_platform == 'linux'" for name in MEGATRON]
+TEST = [
+    *("pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4"),
+    *(*PLANS, *MODELS, *LIGHTNING, *MEGATRON_TEST),
+]
 HERE = Path(__file__).resolve().parent
 WANTED = os.environ.get("LAYERZERO_BUILD_EXT", "")
 # The oldest torch whose stable ABI is used, hence the oldest that the binary runs with.
@@ -223,6 +230,7 @@ setup(
         "checkpoint": ["tqdm"],
         "plans": PLANS,
         "lightning": LIGHTNING,
+        "megatron": MEGATRON,
         "hf": HF,
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy"],

@@ -1,1 +1,4 @@
-"""Adapters to other frameworks, imported on demand (docs/lightning.md, docs/transformers.md)."""
+"""Adapters to other frameworks, imported on demand.
+
+See docs/lightning.md, docs/megatron.md and docs/transformers.md.
+"""

@@ -1,0 +1,119 @@
+"""megatron-core on CPU ranks: what it asks of CUDA is answered by the CPU inside `emulation()`.
+
+For trying things out and for tests; nothing of it is part of the package, and nothing of torch or
+Megatron stays changed outside the context.
+"""
+
+import copy
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer import torch_norm
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils
+from torch.overrides import TorchFunctionMode
+
+# Modules of megatron that make a norm from the class by another name for it.
+_NORM = torch_norm.WrappedTorchNorm
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Tensors asked for on CUDA are made on the CPU; those there call themselves CUDA tensors."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        result = function(*args, **kwargs)
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron's own optimizers accept 'torch.cuda.FloatTensor' alone.
+            result = result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+class _Stream:
+    """A stream, or an event: on the CPU everything is in order already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+_CUDA = {
+    "current_device": lambda: torch.device("cpu"),
+    "synchronize": lambda *args: None,
+    "empty_cache": lambda: None,
+    "manual_seed": torch.manual_seed,
+    "get_rng_state": lambda *args: torch.get_rng_state(),
+    "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+    "Stream": _Stream,
+    "Event": _Stream,
+    "current_stream": lambda *args: _Stream(),
+    "stream": lambda stream: nullcontext(),
+}
+
+
+def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+    """What `WrappedTorchNorm` makes, for sequence-parallel models too."""
+    made = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    norm = made(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
+@contextmanager
+def emulation() -> Iterator[None]:
+    """Inside it, Megatron's models, schedules and optimizers run on the CPU."""
+    with ExitStack() as stack:
+        # Megatron compiles small functions.
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
+        stack.enter_context(mock.patch.multiple(torch.cuda, **_CUDA))
+        states = {
+            "_get_cuda_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+            "_set_cuda_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+        }
+        stack.enter_context(mock.patch.multiple(megatron_random, **states))
+        stack.enter_context(mock.patch.object(_NORM, "__new__", _norm))
+        # Of Transformer Engine, without which its name is not even defined.
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        stack.enter_context(_CpuForCuda())
+        yield
+
+
+class ContextParallelAttention(DotProductAttention):  # type: ignore[misc]
+    """Megatron's attention in plain torch, whose keys and values come from all ranks.
+
+    Each context-parallel rank has a contiguous part of the sequence; the mask is that of its
+    queries [1, 1, local, whole]. (Megatron's own way needs Transformer Engine.)
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        super().__init__(alone, *args, **kwargs)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        parallel_state = importlib.import_module("megatron.core.parallel_state")
+        group = parallel_state.get_context_parallel_group()
+        whole = [
+            gather_from_sequence_parallel_region(each.contiguous(), group=group)
+            for each in (key, value)
+        ]
+        return super().forward(query, *whole, *args, **kwargs)

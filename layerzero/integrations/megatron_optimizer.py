@@ -1,0 +1,326 @@
+"""get_zero3_optimizer: a MegatronOptimizer that updates this rank's pieces (docs/megatron.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+from megatron.core.optimizer.grad_scaler import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    MegatronGradScaler,
+)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import nn
+
+from layerzero.core.groups import make_shard_group
+from layerzero.core.parameter_info import copy_attributes, get_info
+from layerzero.integrations.megatron_arguments import check_chunks, check_optimizer_config
+from layerzero.integrations.megatron_data_parallel import ZeRO3DataParallel
+from layerzero.integrations.megatron_ranks import Totals
+from layerzero.zero3 import ZeRO3
+
+_PIECES = "pieces"
+"""Under which the state of this rank's pieces is; Megatron's formats have no such key."""
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def get_zero3_optimizer(
+    config: Any,
+    model_chunks: Sequence[ZeRO3DataParallel],
+    config_overrides: Any = None,
+    *,
+    make_optimizer: MakeOptimizer | None = None,
+) -> ZeRO3Optimizer:
+    """What `get_megatron_optimizer` is for `DistributedDataParallel`. Collective over all ranks.
+
+    Args:
+        config: Megatron's OptimizerConfig: 'adam' or 'sgd', clipping, loss scaling.
+        model_chunks: of this rank, in the order of virtual stages.
+        config_overrides: Megatron's, for parameters of its choice. They are matched with the
+            original parameters: their shapes, names and attributes. None: Megatron's standard
+            ones (no weight decay for vectors, `decoupled_lr` for embeddings and output).
+        make_optimizer: makes the optimizer of parameter groups instead; element-wise, as for
+            `ZeRO3`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: something is not supported, with what to use.
+    """
+    chunks = list(model_chunks)
+    for chunk in chunks:
+        if not isinstance(chunk, ZeRO3DataParallel):
+            raise TypeError(
+                f"model_chunks: expected ZeRO3DataParallel, got {type(chunk).__name__}; wrap the "
+                "model with it, or use get_megatron_optimizer"
+            )
+    if not chunks:
+        raise ValueError("model_chunks: expected the chunks of this rank, got none")
+    check_chunks(chunks[0].config, len(chunks))
+    check_optimizer_config(config, make_optimizer is not None)
+    groups = parameter_groups(chunks, config, config_overrides)
+    optimizer = None
+    if any(group["params"] for group in groups):
+        optimizer = (make_optimizer or _maker(config))(groups)
+    return ZeRO3Optimizer(optimizer, config, chunks, _make_grad_scaler(config))
+
+
+def parameter_groups(
+    chunks: Sequence[ZeRO3DataParallel], config: Any, config_overrides: Any
+) -> list[dict[str, Any]]:
+    """Megatron's own groups, decided on the original parameters. Collective over all ranks.
+
+    Every rank has the same groups, some of them empty, as Megatron's checkpoints need.
+    """
+    if config_overrides is None:  # where it is filled in differs between versions of Megatron
+        config_overrides = get_standard_config_overrides(config)
+    originals = [_Originals(chunk) for chunk in chunks]
+    groups: list[dict[str, Any]] = _get_param_groups(originals, config, config_overrides)
+    pieces = {key: piece for each in originals for key, piece in each.pieces.items()}
+    for group in groups:
+        group["params"] = [pieces[id(stand_in)] for stand_in in group["params"]]
+    return groups
+
+
+class _Originals:
+    """A chunk as it was before sharding, without memory: names, shapes and attributes."""
+
+    def __init__(self, chunk: ZeRO3DataParallel) -> None:
+        self._named: list[tuple[str, nn.Parameter]] = []
+        self.pieces: dict[int, nn.Parameter] = {}
+        for name, piece in chunk.named_parameters():
+            info = get_info(piece)
+            shape = piece.shape if info is None else info.shape
+            stand_in = nn.Parameter(
+                torch.empty(shape, dtype=piece.dtype, device="meta"), piece.requires_grad
+            )
+            copy_attributes(piece, stand_in)
+            self._named.append((name, stand_in))
+            self.pieces[id(stand_in)] = piece
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._named)
+
+
+def _maker(config: Any) -> MakeOptimizer:
+    common = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "sgd":
+        return lambda groups: torch.optim.SGD(groups, momentum=config.sgd_momentum, **common)
+    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+    betas = (config.adam_beta1, config.adam_beta2)
+    return lambda groups: kind(groups, betas=betas, eps=config.adam_eps, **common)
+
+
+def _make_grad_scaler(config: Any) -> MegatronGradScaler | None:
+    if not (config.fp16 or config.bf16):
+        return None
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+
+
+class ZeRO3Optimizer(MegatronOptimizer):
+    """Steps the pieces of all chunks of a rank; made by `get_zero3_optimizer`.
+
+    Attributes:
+        optimizer: torch's, over the pieces; None where the rank has nothing to train.
+        grad_scaler: Megatron's, or None.
+        chunks: the wrapped chunks.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        config: Any,
+        chunks: Sequence[ZeRO3DataParallel],
+        grad_scaler: MegatronGradScaler | None,
+    ) -> None:
+        super().__init__(optimizer, config, lambda *_: None)
+        self.is_stub_optimizer = optimizer is None
+        self.grad_scaler = grad_scaler
+        self.chunks = list(chunks)
+        self._device = self.chunks[0].root.device
+        self._one = torch.ones(1, device=self._device)
+        placements = {h.placement for c in self.chunks for u in c.root.units for h in u.handles}
+        if len(placements) > 1:
+            raise NotImplementedError(
+                "units with a process_group of their own (auto_wrap_policy), or chunks sharded "
+                "differently, are not done here: give all of them the same groups"
+            )
+        ranks, placement = self.chunks[0].ranks, placements.pop()
+        timeout = placement.shard_group.timeout
+        self._totals = Totals(placement, make_shard_group(ranks.model, self._device, timeout))
+        self._ranks = ranks
+
+    def _gradients(self, of_copies: bool) -> list[list[torch.Tensor]]:
+        """Of the pieces it steps, those of one device (some may be offloaded) together.
+
+        Args:
+            of_copies: also where the same elements count on another rank.
+        """
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for piece in self.get_parameters():
+            gradient, is_counted = piece.grad, of_copies or self._ranks.counts(piece)
+            if gradient is not None and gradient.numel() and is_counted:
+                by_device.setdefault(gradient.device, []).append(gradient)
+        return list(by_device.values())
+
+    # The step -------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of every piece."""
+        for chunk in self.chunks:
+            chunk.engine.zero_grad(set_to_none)
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """[1], what losses are multiplied by."""
+        return self._one if self.grad_scaler is None else self.grad_scaler.scale
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Divide gradients by the loss scale; True if any is not finite. Collective with a scale.
+
+        All ranks of the model get the same answer: data-, tensor-, pipeline- and context-parallel.
+        """
+        if self.grad_scaler is None:
+            return False
+        found = torch.zeros(1, device=self._device)
+        for gradients in self._gradients(of_copies=True):
+            here = torch.zeros(1, device=gradients[0].device)
+            inverse = self.grad_scaler.inv_scale.to(here.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
+            found += here.to(self._device)
+        overflows = bool(self._totals.sum("overflow agreement", found).item() > 0)
+        self.grad_scaler.update(overflows)
+        return overflows
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Of all gradients of the model, each element counted once. Collective; blocks the host."""
+        power = torch.zeros((), device=self._device)
+        for gradients in self._gradients(of_copies=False):
+            norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+            power += torch.stack(norms).square().sum().to(self._device)
+        return math.sqrt(self._totals.sum("gradient norm", power).item())
+
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Scale gradients to a norm of at most `clip_grad`. Collective. Returns the norm before."""
+        norm = self.get_grad_norm()
+        scale = clip_grad / (norm + 1e-6)
+        if scale < 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(scale)
+        return norm
+
+    @torch.no_grad()
+    def count_zeros(self) -> float:
+        """Elements of gradients that are zero, in the whole model. Collective; blocks the host."""
+        zeros = torch.zeros((), dtype=torch.int64, device=self._device)
+        for gradients in self._gradients(of_copies=False):
+            others = torch.stack([gradient.count_nonzero() for gradient in gradients]).sum()
+            zeros += sum(gradient.numel() for gradient in gradients) - others.to(self._device)
+        return float(self._totals.sum("count of zeros", zeros).item())
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step torch's optimizer. Not collective."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return True
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Unscale, clip, count zeros, step. Collective over all ranks of the model.
+
+        Returns:
+            Whether the step was made (gradients were finite); the norm before clipping, None
+            without clipping; the number of zeros, None unless `log_num_zeros_in_grad`.
+        """
+        if self.prepare_grads():
+            return False, None, None
+        clip = self.config.clip_grad
+        norm = self.clip_grad_norm(clip) if clip > 0.0 else None
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        return self.step_with_ready_grads(), norm, zeros
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Nothing: parameters are not copied (Note [Main parameters are the pieces])."""
+
+    # State ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank's pieces. Not collective; loads with the same ranks and units alone."""
+        state: dict[str, Any] = {}
+        if self.optimizer is not None:
+            state[_PIECES] = self.optimizer.state_dict()
+        return {**state, **self._scaler_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave here, or what was loaded for `sharded_state_dict`.
+
+        Raises:
+            ValueError: it is the state of other pieces.
+        """
+        if self.optimizer is not None and _PIECES in state_dict:
+            self._check_state(state_dict[_PIECES])
+            self.optimizer.load_state_dict(state_dict[_PIECES])
+        elif self.optimizer is not None:
+            from layerzero.integrations.megatron_checkpoint import load_optimizer_state_dict
+
+            load_optimizer_state_dict(self._engines, self.optimizer, state_dict)
+        if self.grad_scaler is not None and "grad_scaler" in state_dict:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """For Megatron's distributed checkpoints, in its own format. Not collective."""
+        from layerzero.integrations.megatron_checkpoint import optimizer_sharded_state_dict
+
+        state = optimizer_sharded_state_dict(
+            self._engines, self.optimizer, model_sharded_state_dict, is_loading, metadata
+        )
+        return {**state, **self._scaler_state()}
+
+    @property
+    def _engines(self) -> list[ZeRO3]:
+        return [chunk.engine for chunk in self.chunks]
+
+    def _scaler_state(self) -> dict[str, Any]:
+        return {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
+
+    def _check_state(self, state: Any) -> None:
+        """Torch's optimizers take state of any shape, and fail at the next step, or do not."""
+        pieces = self.get_parameters()
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        if len(saved) != len(pieces):
+            raise ValueError(
+                f"optimizer state of {len(saved)} parameters, this rank has {len(pieces)}: it is "
+                "of another model; use sharded_state_dict for other ranks"
+            )
+        for index, piece in zip(saved, pieces, strict=True):
+            for name, value in state["state"].get(index, {}).items():
+                is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+                if is_tensor and value.shape != piece.shape:
+                    info = get_info(piece)
+                    raise ValueError(
+                        f"optimizer state {name!r} of {info and info.fqn!r} has shape "
+                        f"{tuple(value.shape)}, this rank's piece {tuple(piece.shape)}: it is of "
+                        "another rank, or of other units; use sharded_state_dict for that"
+                    )

@@ -1,0 +1,101 @@
+"""The axes of Megatron's ranks: which process groups there are, and sums over all of them.
+
+One model's parameters are met once along the owners of its pieces (data- and context-parallel
+ranks) and the model-parallel ranks (tensor- and pipeline-parallel ones) together. On tensor-
+parallel ranks some parameters are copies of each other; they count on the first one alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from layerzero.comm.collectives import Operation, gather_small
+from layerzero.core.groups import ShardGroup
+from layerzero.core.placement import Placement
+
+
+@dataclass(frozen=True)
+class MegatronRanks:
+    """Process groups of this rank."""
+
+    data: dist.ProcessGroup
+    """Data-parallel ranks, context-parallel ones included."""
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    model: dist.ProcessGroup
+    """Tensor- and pipeline-parallel ranks together."""
+
+    @classmethod
+    def of(cls, collection: Any, context_parallel_size: int) -> MegatronRanks:
+        """From Megatron's `ProcessGroupCollection`, or if None from its global state.
+
+        Raises:
+            ValueError: the collection lacks a group.
+            RuntimeError: there is no global state yet.
+        """
+        if collection is None:
+            if not parallel_state.model_parallel_is_initialized():
+                raise RuntimeError(
+                    "Megatron's process groups are not there: call "
+                    "megatron.core.parallel_state.initialize_model_parallel first"
+                )
+            return cls(
+                data=parallel_state.get_data_parallel_group(with_context_parallel=True),
+                tensor=parallel_state.get_tensor_model_parallel_group(),
+                pipeline=parallel_state.get_pipeline_model_parallel_group(),
+                model=parallel_state.get_model_parallel_group(),
+            )
+        data = getattr(collection, "dp_cp", None)
+        if data is None and context_parallel_size == 1:
+            data = getattr(collection, "dp", None)
+        groups = {name: getattr(collection, name, None) for name in ("tp", "pp", "mp")}
+        groups["dp_cp"] = data
+        found = {name: group for name, group in groups.items() if group is not None}
+        if missing := sorted(groups.keys() - found.keys()):
+            raise ValueError(f"pg_collection: process groups {missing} are missing; set them")
+        return cls(found["dp_cp"], tensor=found["tp"], pipeline=found["pp"], model=found["mp"])
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank, among the model-parallel ones, is where the parameter counts.
+
+        Not a copy on later tensor-parallel ranks, nor one that another stage has as well.
+        """
+        if getattr(parameter, "shared", False):
+            return False
+        is_split = bool(getattr(parameter, "tensor_model_parallel", False))
+        return is_split or dist.get_rank(self.tensor) == 0
+
+
+class Totals:
+    """Sums of small tensors over every part of the model, the same on all of its ranks."""
+
+    def __init__(self, placement: Placement, model_parallel: ShardGroup) -> None:
+        """
+        Args:
+            placement: of the chunks' units, all alike.
+            model_parallel: tensor- and pipeline-parallel ranks.
+        """
+        groups = (*placement.all_owner_groups, model_parallel)
+        self._groups = tuple(group for group in groups if group.size > 1)
+        self._num_operations = 0
+
+    def sum(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """The sum of what each rank has, in rank order. Collective over all ranks of the model.
+
+        Args:
+            name: of what is summed, for errors.
+
+        Raises:
+            CollectiveError: a rank did not take part within the timeout.
+        """
+        for group in self._groups:
+            self._num_operations += 1
+            operation = Operation(name, "the model", self._num_operations)
+            own = gather_small(own, group, operation).sum(dim=0)
+        return own

@@ -1,0 +1,603 @@
+"""Megatron's own GPTModel and schedules, on the engine and on Megatron's DistributedDataParallel.
+
+Both train the same model on the same data. Where data-parallel ranks are two, and nothing is
+clipped, sums have the same terms in the same order: losses are equal bit for bit. Norms are sums of
+all elements in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import multiprocessing
+import queue
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layerzero import MixedPrecision
+from layerzero.runtime.states import ShardState
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import gathered, recorded_operations
+
+pytest.importorskip("megatron.core")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# And not clipped, so that nothing depends on the last bits of a norm.
+SMALL = ["--seq", "16", "--width", "32", "--vocab", "64", "--steps", "3", "--clip", "100"]
+SMALL += ["--layers", "2"]
+# Of float32 norms; losses of clipped steps follow norms.
+CLOSE = 2e-6
+
+
+def _example() -> Any:
+    """examples/train_megatron_gpt.py as a module."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module("train_megatron_gpt")
+
+
+def _on_megatrons_ranks(arguments: Sequence[str], run: Callable[[Any], Any]) -> Any:
+    """Call `run(options)` with Megatron's process groups for these arguments of the example."""
+    example = _example()
+    options = example.parse(list(arguments))
+    before = set(dist.distributed_c10d._world.pg_map)
+    with example.megatron_cpu.emulation():
+        example.join_groups(options)
+        result = run(options)
+    example.parallel_state.destroy_model_parallel()
+    # Megatron forgets its groups, which then keep dozens of threads.
+    for group in set(dist.distributed_c10d._world.pg_map) - before:
+        dist.destroy_process_group(group)
+    return result
+
+
+def _train(options: Any, engine: str = "layerzero") -> Any:
+    options.engine = engine
+    return _example().train(options, torch.device("cpu"))
+
+
+# The same numbers -----------------------------------------------------------------------------
+
+
+def _compare(arguments: Sequence[str], loss_tolerance: float) -> list[str]:
+    """What differs between the two engines on this rank, step by step."""
+    got, expected = _on_megatrons_ranks(
+        arguments, lambda options: (_train(options), _train(options, "ddp"))
+    )
+    wrong = []
+    for index, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        where = f"{' '.join(arguments)}: step {index}:"
+        if ours.succeeded != theirs.succeeded:
+            wrong.append(f"{where} step made {ours.succeeded}, expected {theirs.succeeded}")
+        if loss_tolerance == 0.0 and ours.num_zeros != theirs.num_zeros:
+            wrong.append(f"{where} {ours.num_zeros} zeros, expected {theirs.num_zeros}")
+        for name, tolerance in (("loss", loss_tolerance), ("grad_norm", CLOSE)):
+            one, other = getattr(ours, name), getattr(theirs, name)
+            if (one is None) != (other is None) or (
+                one is not None and not math.isclose(one, other, rel_tol=tolerance)
+            ):
+                wrong.append(f"{where} {name} {one!r}, expected {other!r}")
+    return wrong
+
+
+def _same_numbers(cases: Sequence[tuple[list[str], float]]) -> None:
+    wrong = [line for arguments, tolerance in cases for line in _compare(arguments, tolerance)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_losses_and_norms_are_those_of_megatrons_ddp_on_two_ranks() -> None:
+    cases = [
+        (["--clip", "1"], CLOSE),
+        ([*SMALL, "--dtype", "bf16"], 0.0),
+        ([*SMALL, "--dtype", "fp16", "--initial-loss-scale", str(2.0**25)], 0.0),
+        ([*SMALL, "--dtype", "fp16", "--loss-scale", "1024"], 0.0),
+        ([*SMALL, "--per-token-loss"], 0.0),
+        ([*SMALL, "--untie", "--optimizer", "sgd"], 0.0),
+        ([*SMALL, "--recompute"], 0.0),
+        ([*SMALL, "--schedule"], 0.0),
+        ([*SMALL, "--context", "2"], 0.0),
+        ([*SMALL, "--experts", "4"], 0.0),
+    ]
+    run_ranks(2, _same_numbers, cases, timeout=120)
+
+
+def test_losses_and_norms_are_those_of_megatrons_ddp_with_model_parallel_ranks() -> None:
+    pipeline = ["--pipeline", "2", "--micro-batches", "4"]
+    sequence = ["--tensor", "2", "--sequence-parallel"]
+    cases = [
+        ([*SMALL, "--zero3-size", "2"], CLOSE),  # four summands
+        ([*SMALL, "--zero3-size", "1", "--outer", "replicate", "--tensor", "2"], 0.0),
+        ([*SMALL, *sequence], 0.0),
+        ([*SMALL, *sequence, "--dtype", "fp16", "--initial-loss-scale", str(2.0**25)], 0.0),
+        ([*SMALL, *pipeline, "--deallocate"], 0.0),
+        ([*SMALL, *pipeline, "--untie", "--dtype", "bf16", "--per-token-loss"], 0.0),
+        ([*SMALL, *pipeline, "--virtual", "2", "--layers", "4"], 0.0),
+        ([*SMALL, "--pipeline", "2", *sequence], 0.0),
+    ]
+    run_ranks(4, _same_numbers, cases, timeout=120)
+
+
+def _last_step() -> str:
+    last = _on_megatrons_ranks([], _train)[-1]
+    return f"loss {last.loss:.6f} norm {last.grad_norm:.6f}"
+
+
+def test_the_small_setting_ends_where_megatron_does() -> None:
+    """Figures of Megatron's DistributedDataParallel (`--engine ddp`), to six digits."""
+    assert run_ranks(2, _last_step)[-1] == "loss 5.209083 norm 3.150420"
+
+
+def _overflow_on_one_rank() -> list[tuple[bool, float]]:
+    def run(options: Any) -> tuple[bool, float]:
+        example = _example()
+        chunks, optimizer, _ = example.with_layerzero(options, example.transformer_config(options))
+        optimizer.zero_grad()
+        for piece in chunks[0].parameters():
+            piece.grad = torch.ones_like(piece)
+        if dist.get_rank() == 3:
+            next(p for p in chunks[0].parameters() if p.numel()).grad.fill_(math.inf)
+        succeeded, norm, _ = optimizer.step()
+        assert norm is None
+        return succeeded, float(optimizer.get_loss_scale())
+
+    both = (["--tensor", "2"], ["--pipeline", "2"])
+    settings = ["--dtype", "fp16", "--initial-loss-scale", "1024"]
+    return [_on_megatrons_ranks([*SMALL, *settings, *axes], run) for axes in both]
+
+
+def test_an_overflow_on_one_rank_is_seen_on_every_axis() -> None:
+    assert run_ranks(4, _overflow_on_one_rank) == [[(False, 512.0)] * 2] * 4
+
+
+# Parameters -----------------------------------------------------------------------------------
+
+ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+MORE = ("shared", "shared_embedding", "allreduce", "is_embedding_or_output_parameter")
+
+
+def _groups(options: Any) -> tuple[Any, Any]:
+    """(settings and names of each parameter group, attributes of each parameter)."""
+    example = _example()
+    make = example.with_ddp if options.engine == "ddp" else example.with_layerzero
+    example_config = example.optimizer_config
+
+    def config_with_decoupled_rate(options: Any) -> Any:
+        config = example_config(options)
+        config.decoupled_lr = 0.5
+        return config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(example, "optimizer_config", config_with_decoupled_rate)
+        chunks, optimizer, _ = make(options, example.transformer_config(options))
+    named = {id(p): f"{i}.{name}" for i, c in enumerate(chunks) for name, p in c.named_parameters()}
+    groups = [
+        (
+            {key: value for key, value in sorted(group.items()) if key != "params"},
+            [named[id(parameter)] for parameter in group["params"]],
+        )
+        for group in optimizer.param_groups
+    ]
+    attributes = {
+        name: {each: getattr(p, each, None) for each in (*ATTRIBUTES, *MORE)}
+        for chunk in chunks
+        for name, p in chunk.named_parameters()
+    }
+    return groups, attributes
+
+
+def _same_groups() -> None:
+    cases = (["--tensor", "2", "--sequence-parallel"], ["--pipeline", "2"], ["--schedule"])
+    for arguments in cases:
+        expected, their_attributes = _on_megatrons_ranks(
+            [*SMALL, *arguments, "--engine", "ddp"], _groups
+        )
+        groups, attributes = _on_megatrons_ranks([*SMALL, *arguments], _groups)
+        assert attributes == their_attributes, arguments
+        assert groups == expected, arguments
+    rates = {setting["max_lr"] for setting, _ in groups}
+    multipliers = {setting["wd_mult"] for setting, _ in groups}
+    assert (rates, multipliers) == ({0.5, 1e-2}, {0.0, 1.0}), "else nothing was to be decided"
+
+
+def test_groups_and_attributes_are_those_of_the_original_parameters() -> None:
+    run_ranks(2, _same_groups)
+
+
+def _pieces_are_float32() -> None:
+    def run(options: Any) -> None:
+        from layerzero.integrations.megatron import ZeRO3DataParallel
+
+        example = _example()
+        config = example.transformer_config(options)
+        model = example.Float16Module(config, example.MakeModel(options, config)())
+        frozen = model.module.decoder.final_layernorm.requires_grad_(False)
+        router = model.module.decoder.layers[0].mlp.linear_fc1
+        router.weight.data = router.weight.data.float()  # as Megatron has some
+        chunk = ZeRO3DataParallel(config, _ddp(), model, ignored_modules=[frozen])
+        dtypes = {name: p.dtype for name, p in chunk.module.named_parameters()}
+        kept = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
+        prefix = "module.decoder.final_layernorm."
+        assert kept == {prefix + "weight", prefix + "bias"}
+        assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+        full = {
+            (name, handle.full.dtype)
+            for unit in chunk.root.units
+            for handle in unit.handles
+            for name in handle.fqns
+        }
+        wide = {name for name, dtype in full if dtype == torch.float32}
+        assert wide == {"module.decoder.layers.0.mlp.linear_fc1.weight"}
+
+    _on_megatrons_ranks([*SMALL, "--dtype", "bf16"], run)
+
+
+def test_pieces_of_a_16_bit_model_are_float32() -> None:
+    run_ranks(1, _pieces_are_float32)
+
+
+# The data-parallel surface ---------------------------------------------------------------------
+
+
+class _Surface:
+    """Checks of one wrapped chunk on two ranks."""
+
+    def __init__(self, options: Any) -> None:
+        self.example = _example()
+        self.options = options
+        self.config = self.example.transformer_config(options)
+        (self.chunk,), self.optimizer, _ = self.example.with_layerzero(options, self.config)
+
+    def run(self, micro_batches: int = 1, evaluate: bool = False) -> None:
+        schedule = self.example.get_forward_backward_func()
+        self.chunk.zero_grad_buffer()
+        with torch.set_grad_enabled(not evaluate):
+            schedule(
+                forward_step_func=self.example.ForwardStep(self.options, torch.device("cpu")),
+                data_iterator=self.example.batches(self.options),
+                model=self.chunk,
+                num_microbatches=micro_batches,
+                seq_length=self.options.seq,
+                micro_batch_size=self.options.batch,
+                forward_only=evaluate,
+            )
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad.clone() for p in self.chunk.parameters() if p.grad is not None]
+
+
+def _gradients_of(options: Any) -> None:
+    surface = _Surface(options)
+    chunk = surface.chunk
+    assert surface.config.no_sync_func == chunk.no_sync
+    surface.run(micro_batches=2)
+    expected = surface.gradients()
+    assert expected
+
+    chunk.scale_gradients(torch.tensor([0.5]))
+    chunk.scale_gradients(0.5)
+    for half, whole in zip(surface.gradients(), expected, strict=True):
+        assert torch.equal(half, whole / 4)
+
+    # A loop that tells by `start_grad_sync` alone that the micro-batches are over.
+    surface.config.finalize_model_grads_func, finalize = None, surface.example.finalize_model_grads
+    inside = surface.config.no_sync_func
+    with inside():
+        surface.run(micro_batches=2)
+        assert not surface.gradients(), "they wait"
+    chunk.start_grad_sync(chunk.parameters())
+    finalize([chunk], None)
+    for ours, whole in zip(surface.gradients(), expected, strict=True):
+        assert torch.equal(ours, whole)
+
+    with inside():
+        surface.run()
+    chunk.zero_grad_buffer()
+    chunk.finish_grad_sync(force_all_reduce=True)
+    assert not surface.gradients(), "what waited is dropped"
+
+    chunk.ddp_config.check_for_nan_in_grad = True
+    surface.run()
+    chunk.finish_grad_sync()
+    if dist.get_rank() == 1:
+        next(p for p in chunk.parameters() if p.numel()).grad[0] = math.nan
+    with pytest.raises(RuntimeError, match=r"gradients are not finite.*of 1 pieces"):
+        chunk.finish_grad_sync()
+
+
+def _groups_of(options: Any) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from layerzero.integrations.megatron_ranks import MegatronRanks
+
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    assert MegatronRanks.of(collection, 1) == MegatronRanks.of(None, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_example(), "ENGINE", {"pg_collection": collection})
+        surface = _Surface(options)
+    assert dist.get_process_group_ranks(surface.chunk.dp_cp_group) == [0, 1]
+    surface.run()
+    assert surface.optimizer.step()[0]
+
+
+def _buffers_of(options: Any) -> None:
+    surface = _Surface(options)
+    root = surface.chunk.root
+    piece = next(p for p in surface.chunk.parameters() if p.numel())
+    first = piece.detach().clone()
+    with torch.no_grad():
+        piece.add_(dist.get_rank())
+    surface.chunk.broadcast_params()
+    assert torch.equal(piece, first), root.units[0].handles[0].placement
+
+
+def _check_weights_of(surface: _Surface) -> None:
+    """Full tensors with the names and shapes of Megatron's; they load, and change nothing."""
+    (theirs,), _, _ = surface.example.with_ddp(surface.options, surface.config)
+    expected = theirs.state_dict_for_save_checkpoint("chunk.")
+    full = copy.deepcopy(surface.chunk.state_dict_for_save_checkpoint("chunk."))
+    assert list(full) == list(expected)
+    for name, value in expected.items():
+        assert getattr(full[name], "shape", None) == getattr(value, "shape", None), name
+    before = [piece.detach().clone() for piece in surface.chunk.parameters()]
+    for piece in surface.chunk.parameters():
+        torch.nn.init.zeros_(piece)
+    surface.chunk.load_state_dict({name[6:]: value for name, value in full.items()})
+    for piece, value in zip(surface.chunk.parameters(), before, strict=True):
+        assert torch.equal(piece, value)
+
+
+def _state_of(options: Any) -> None:
+    surface = _Surface(options)
+    surface.run()
+    surface.optimizer.step()
+    _check_weights_of(surface)
+    saved, scale = surface.optimizer.state_dict(), float(surface.optimizer.get_loss_scale())
+    other = _Surface(options)
+    other.optimizer.load_state_dict(saved)
+    assert float(other.optimizer.get_loss_scale()) == scale
+    for mine, theirs in zip(
+        other.optimizer.get_parameters(), surface.optimizer.get_parameters(), strict=True
+    ):
+        for key, value in surface.optimizer.state[theirs].items():
+            assert torch.equal(other.optimizer.state[mine][key], value)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, saved)
+    with pytest.raises(ValueError, match="is of another rank, or of other units"):
+        other.optimizer.load_state_dict(everyone[1 - dist.get_rank()])
+
+
+def _surface() -> None:
+    _on_megatrons_ranks(SMALL, _gradients_of)
+    _on_megatrons_ranks(SMALL, _groups_of)
+    fp16 = ["--dtype", "fp16", "--initial-loss-scale", "1024"]
+    _on_megatrons_ranks([*SMALL, *fp16], _state_of)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_example(), "ENGINE", {"zero3_size": 1, "outer": "replicate"})
+        _on_megatrons_ranks(SMALL, _buffers_of)
+
+
+def test_gradients_parameters_and_state_are_handled_as_megatron_asks() -> None:
+    run_ranks(2, _surface)
+
+
+def _gathers_of_a_stage(reshards: bool) -> Callable[[Any], list[int]]:
+    def run(options: Any) -> list[int]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_example(), "ENGINE", {"reshard_between_micro_batches": reshards})
+            surface = _Surface(options)
+        counts = []
+        for evaluate in (False, False, True):
+            with recorded_operations(surface.chunk.engine) as operations:
+                surface.run(micro_batches=4, evaluate=evaluate)
+            counts.append(len(gathered(operations)))
+            states = [unit.state for unit in surface.chunk.root.units]
+            assert set(states) == {ShardState.SHARDED}, states
+        return counts
+
+    return run
+
+
+def _both_ways() -> list[list[int]]:
+    arguments = [*SMALL, "--pipeline", "2", "--layers", "4"]
+    return [_on_megatrons_ranks(arguments, _gathers_of_a_stage(way)) for way in (False, True)]
+
+
+def test_a_stage_gathers_each_unit_once_a_step_unless_told_otherwise() -> None:
+    num_units = 4  # the stage, its embedding or output, and two layers
+    for stays, reshards in run_ranks(4, _both_ways):
+        assert stays == [num_units] * 3
+        assert all(count > 2 * num_units for count in reshards)
+
+
+# Checkpoints ----------------------------------------------------------------------------------
+
+
+def _entries(surface: _Surface, is_loading: bool) -> dict[str, Any]:
+    model = surface.chunk.sharded_state_dict()
+    return {
+        "model": model,
+        "optimizer": surface.optimizer.sharded_state_dict(model, is_loading=is_loading),
+    }
+
+
+def _goes_on(folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def run(options: Any) -> None:
+        first = _Surface(options)
+        first.run()
+        first.optimizer.step()
+        dist_checkpointing.save(_entries(first, is_loading=False), str(folder))
+        options.options = str(folder.with_suffix(".yaml"))
+        second = _Surface(options)
+        assert second.chunk.placement.outer_group is not None, "the file says so"
+        loaded = dist_checkpointing.load(_entries(second, is_loading=True), str(folder))
+        second.chunk.load_state_dict(loaded["model"])
+        second.optimizer.load_state_dict(loaded["optimizer"])
+        assert second.optimizer.get_loss_scale() == first.optimizer.get_loss_scale()
+        for surface in (first, second):
+            surface.run()
+            surface.optimizer.step()
+        expected = first.chunk.state_dict_for_save_checkpoint()
+        for name, value in second.chunk.state_dict_for_save_checkpoint().items():
+            assert value is None or torch.equal(value, expected[name]), name
+
+    # Saving starts a process, which daemons may not, and these ranks are.
+    multiprocessing.current_process()._config["daemon"] = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filesystem_async, "_results_queue", queue.Queue())
+        patch.setattr(filesystem_async, "_process_memory", lambda: 0)  # of a log line
+        settings = ["--dtype", "fp16", "--initial-loss-scale", str(2.0**25)]
+        _on_megatrons_ranks([*SMALL, *settings], run)
+
+
+def test_a_run_goes_on_from_megatrons_checkpoint_with_options_from_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("layerzero.integrations.megatron_checkpoint")
+    (tmp_path / "step.yaml").write_text(
+        "zero3_size: 1\ntransformer_layers: [TransformerLayer]\nforward_prefetch: 2\n"
+    )
+    (tmp_path / "step").mkdir()
+    run_ranks(2, _goes_on, tmp_path / "step")
+
+
+# Bad input ------------------------------------------------------------------------------------
+
+
+def _config(**changes: Any) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def _ddp(**changes: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    return DistributedDataParallelConfig(**changes)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    # name: (TransformerConfig, DistributedDataParallelConfig, options, message)
+    "distributed optimizer": ({}, {"use_distributed_optimizer": True}, {}, "leave it off"),
+    "megatron-fsdp": ({}, {"use_megatron_fsdp": True}, {}, "another engine"),
+    "sharding strategy": (
+        {},
+        {"data_parallel_sharding_strategy": "optim_grads_params"},
+        {},
+        "another engine",
+    ),
+    "several optimizer instances": (
+        {},
+        {"num_distributed_optimizer_instances": 2},
+        {},
+        "zero3_size=",
+    ),
+    "parameter gather overlap": ({}, {"overlap_param_gather": True}, {}, "forward_prefetch="),
+    "fused accumulation": ({"gradient_accumulation_fusion": True}, {}, {}, "main_grad"),
+    "cuda graphs": ({"cuda_graph_impl": "local"}, {}, {}, "set 'none'"),
+    "expert parallel": ({"expert_model_parallel_size": 2}, {}, {}, "every rank then has all"),
+    "experts with other tensor-parallel ranks": (
+        {"num_moe_experts": 2, "expert_tensor_parallel_size": 2},
+        {},
+        {},
+        "set it to tensor_model_parallel_size=1",
+    ),
+    "averages of sums": (
+        {"calculate_per_token_loss": True},
+        {"average_in_collective": True},
+        {},
+        "leave average_in_collective off",
+    ),
+    "two interleaved stages without overlap": (
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {},
+        {},
+        "overlap_p2p_comm=True",
+    ),
+    "process group": ({}, {}, {"process_group": None}, "see pg_collection"),
+    "gradient reduction": ({}, {}, {"gradient_reduction": "sum"}, "calculate_per_token_loss"),
+    "no groups": ({}, {}, {}, "initialize_model_parallel"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_with_what_to_use(name: str) -> None:
+    from layerzero.integrations.megatron import ZeRO3DataParallel
+
+    config, ddp, options, message = REFUSED[name]
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        ZeRO3DataParallel(_config(**config), _ddp(**ddp), torch.nn.Linear(2, 2), **options)
+
+
+OPTIMIZERS = {
+    "distributed": ({"use_distributed_optimizer": True}, "leave it off"),
+    "offloaded": ({"optimizer_cpu_offload": True}, "OffloadPolicy"),
+    "muon": ({"optimizer": "muon"}, "make_optimizer="),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_are_not_supported_are_refused(name: str) -> None:
+    from megatron.core.optimizer import OptimizerConfig
+
+    from layerzero.integrations.megatron_arguments import check_optimizer_config
+
+    settings, message = OPTIMIZERS[name]
+    with pytest.raises(ValueError, match=message):
+        check_optimizer_config(OptimizerConfig(lr=0.1, **settings), has_own_optimizer=False)
+
+
+def _refused_with_groups() -> None:
+    def run(options: Any) -> None:
+        example = _example()
+        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        from layerzero.integrations.megatron import ZeRO3DataParallel, get_zero3_optimizer
+        from layerzero.integrations.megatron_ranks import MegatronRanks
+
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        with pytest.raises(ValueError, match=r"\['mp'\] are missing"):
+            del collection.mp
+            MegatronRanks.of(collection, 1)
+        config = example.transformer_config(options)
+        model = example.MakeModel(options, config)()
+        settings = example.optimizer_config(options)
+        with pytest.raises(NotImplementedError, match="freeze them, or let them be sharded"):
+            ZeRO3DataParallel(config, _ddp(), model, ignored_modules=[model.embedding])
+        config.no_sync_func = print
+        with pytest.raises(ValueError, match="leave it None"):
+            ZeRO3DataParallel(config, _ddp(), model)
+        config.no_sync_func = None
+        theirs = DistributedDataParallel(config, example.ddp_config(options), model)
+        with pytest.raises(TypeError, match="use get_megatron_optimizer"):
+            get_zero3_optimizer(settings, [theirs])
+        chunk = ZeRO3DataParallel(config, _ddp(), example.MakeModel(options, config)())
+        config.virtual_pipeline_model_parallel_size = 2
+        with pytest.raises(ValueError, match=r"got 1 chunks of the model.*interleaved schedule"):
+            get_zero3_optimizer(settings, [chunk])
+        with pytest.raises(ValueError, match="give both the same number"):
+            example.with_layerzero(options, config)
+        options.dtype = "bf16"
+        config = example.transformer_config(options)
+        model = example.MakeModel(options, config)()
+        precision = MixedPrecision(param_dtype=torch.float16)
+        model = example.Float16Module(config, model)
+        with pytest.raises(ValueError, match="expected one 16-bit dtype"):
+            ZeRO3DataParallel(config, _ddp(), model, mixed_precision=precision)
+
+    _on_megatrons_ranks(SMALL, run)
+
+
+def test_combinations_are_refused_before_anything_is_sent() -> None:
+    run_ranks(1, _refused_with_groups)
