@@ -106,7 +106,7 @@ def measure(config: Config) -> dict[str, Any]:
         took = []
         for work in (contenders[name].save, contenders[name].load):
             # A virtual machine's host takes back memory that was not used for a while, and to get
-            # it again is slower than any disk: all shall find as much at hand, in pages of any size.
+            # it again may be slower than the disk: all shall find as much at hand, in all pages.
             touch_memory(nbytes)
             pages(nbytes // dist.get_world_size()).fill_(1)
             dist.barrier()

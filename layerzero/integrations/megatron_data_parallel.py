@@ -245,7 +245,8 @@ class ZeRO3DataParallel(_BaseDataParallel):
         """For Megatron's distributed checkpoints. Not collective."""
         from layerzero.integrations.megatron_checkpoint import sharded_state_dict
 
-        return sharded_state_dict(self.engine, prefix, sharded_offsets, metadata)
+        own = {**(metadata or {}), "dp_cp_group": self.dp_cp_group}
+        return sharded_state_dict(self.engine, prefix, sharded_offsets, own)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -1,19 +1,16 @@
-"""Megatron's GPTModel on the CPU, on the ranks of `run_ranks`: what it needs of CUDA, stood in for.
-
-Megatron makes tensors on "cuda" by name. A `TorchFunctionMode` sends them to the CPU; what asks
-`torch.cuda` itself is patched, in processes that end with the test.
-"""
+"""Megatron's GPTModel and its distributed checkpoints on the CPU, on the ranks of `run_ranks`."""
 
 from __future__ import annotations
 
 import multiprocessing
 import queue
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -23,55 +20,31 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from layerzero import ZeRO3
 
-CPU = torch.device("cpu")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from megatron_cpu import emulation
+
 VOCABULARY = 64
 LENGTH = 8
 BATCH = 4  # rows in a step, over all data-parallel ranks
 
 
-class _OnCpu(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = CPU
-        if func is Tensor.cuda:
-            return args[0]
-        if func is Tensor.type and len(args) == 1:
-            return func(*args).replace("torch.", "torch.cuda.")  # its optimizers look for that
-        return func(*args, **kwargs)
-
-
-def _stand_in_for_cuda() -> None:
-    stand_ins: dict[str, Any] = dict(
-        current_device=lambda: CPU,
-        synchronize=lambda *_: None,
-        get_rng_state=lambda *_: torch.get_rng_state(),
-        set_rng_state=lambda state, *_: torch.set_rng_state(state),
-        manual_seed=lambda seed: torch.manual_seed(seed),
-    )
-    for name, function in stand_ins.items():
-        setattr(torch.cuda, name, function)
-    torch._dynamo.config.disable = True  # Megatron compiles small functions
+def _let_saves_work() -> None:
+    """Of Megatron's distributed checkpoints, in a process that ends with the test."""
     # A save forks writers, which a daemon, as ranks are, may not; they answer this process.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     filesystem_async._results_queue = queue.Queue()
     filesystem_async._process_memory = lambda: 0  # for a log line; without psutil a save hangs
-    tensor_parallel.random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    tensor_parallel.random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 @contextmanager
 def megatron_on_cpu(tensor_parallel_size: int = 1, pipeline_size: int = 1) -> Iterator[None]:
     """Inside, this rank is one of Megatron's."""
-    _stand_in_for_cuda()
+    _let_saves_work()
     with ExitStack() as stack:
-        stack.enter_context(_OnCpu())
+        stack.enter_context(emulation())
         parallel_state.initialize_model_parallel(tensor_parallel_size, pipeline_size)
         stack.callback(parallel_state.destroy_model_parallel)
         tensor_parallel.model_parallel_cuda_manual_seed(1)

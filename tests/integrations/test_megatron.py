@@ -460,7 +460,6 @@ def _goes_on(folder: Path) -> None:
 
 
 def test_a_run_goes_on_from_megatrons_checkpoint_with_options_from_a_file(tmp_path: Path) -> None:
-    pytest.importorskip("layerzero.integrations.megatron_checkpoint")
     (tmp_path / "step.yaml").write_text(
         "zero3_size: 1\ntransformer_layers: [TransformerLayer]\nforward_prefetch: 2\n"
     )
