@@ -6,6 +6,7 @@ Lightning's DDP is no reference: it averages only what required a gradient when 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -315,6 +316,22 @@ def test_what_the_adapter_cannot_use_is_refused() -> None:
     adapter.connect(type("Scheduler", (), {"pl_module": model})())
     with pytest.raises(TypeError, match="expected a ZeRO3Strategy, got SingleDeviceStrategy"):
         adapter.on_before_init_fts()
+
+
+def _example(tmp_path: Path) -> None:
+    sys.path.insert(0, str(REPOSITORY / "examples"))
+    import train_finetuning
+
+    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
+    train_finetuning.main(["--folder", str(tmp_path)])
+
+
+def test_the_example_thaws_and_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(RANKS, _example, tmp_path)
+    lines = re.findall(r"epoch (\d): (\d+) parameters, loss ([0-9.]+)", capsys.readouterr().out)
+    assert [int(thawed) for _, thawed, _ in lines] == [2] * 3 + [20] * 3 + [21] * 3
+    losses = [float(loss) for _, _, loss in lines]
+    assert losses[2] < losses[0] and losses[5] < losses[2] and losses[8] < 1.8, losses
 
 
 def test_the_entry_point_is_found_by_the_strategys_name(tmp_path: Path) -> None:
