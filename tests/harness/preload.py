@@ -4,6 +4,7 @@ Only imports: an operator run here could start threads, which a fork does not co
 """
 
 import contextlib
+import gc
 import importlib
 
 MODULES = (
@@ -37,3 +38,8 @@ for _name in MODULES:
 with contextlib.suppress(Exception):
     for _name in ("layerzero.comm.diagnosis", "layerzero.comm.watchdog"):
         importlib.import_module(_name).REPORT_SECONDS = 2.0  # type: ignore[attr-defined]
+
+# A collection in a rank visits every object, and a visit copies the page it is on: for all that was
+# imported here that took longer than most tests.
+gc.collect()
+gc.freeze()
