@@ -18,15 +18,15 @@ _MIN_NBYTES = 1 << 20
 """Of what lies side by side; less is not worth a mapping."""
 
 
-def in_memory(transfers: Sequence[Transfer], kinds: Sequence[Hashable]) -> list[Transfer]:
+def in_memory(transfers: Sequence[Transfer], lives: Sequence[Hashable]) -> list[Transfer]:
     """The same transfers, each with memory of its own for its piece.
 
     Args:
         transfers: their pieces' tensors only tell numel and dtype (they may be on meta).
-        kinds: of each; pieces of different kinds share no storage, so that one kind can be freed.
+        lives: of each; pieces whose lives differ share no storage, so that some can be freed.
     """
     placed = list(transfers)
-    for region in _regions(transfers, kinds):
+    for region in _regions(transfers, lives):
         begin, end = _place(transfers[region[0]])[0], _place(transfers[region[-1]])[1]
         shift = begin % PAGE_NBYTES
         memory = pages(shift + end - begin)
@@ -52,15 +52,15 @@ def _place(transfer: Transfer) -> tuple[int, int]:
     return begin, begin + transfer.entry.tensor.nbytes
 
 
-def _regions(transfers: Sequence[Transfer], kinds: Sequence[Hashable]) -> list[list[int]]:
+def _regions(transfers: Sequence[Transfer], lives: Sequence[Hashable]) -> list[list[int]]:
     """Transfers that lie side by side in a file, in the file's order."""
     by_file: dict[tuple[str, Hashable], list[tuple[int, int, int]]] = {}
-    for index, (transfer, kind) in enumerate(zip(transfers, kinds, strict=True)):
+    for index, (transfer, life) in enumerate(zip(transfers, lives, strict=True)):
         if transfer.entry.tensor.numel() and len(list(transfer.entry.runs())) == 1:
             begin, end = _place(transfer)
             # A file that we did not write may have tensors where no tensor can be.
             if begin % transfer.place.dtype.itemsize == 0:
-                by_file.setdefault((transfer.file, kind), []).append((begin, end, index))
+                by_file.setdefault((transfer.file, life), []).append((begin, end, index))
     found: list[list[int]] = []
     for places in by_file.values():
         region: list[int] = []

@@ -212,8 +212,8 @@ def test_memory_lies_as_the_file_does() -> None:
     transfers.append(_transfer("b", 2, (half,), (0, half)))  # no place for a float32
     transfers.append(_transfer("c", 96, (10,), (0, 10)))  # little
     transfers.append(_transfer("c", 96, (10,), (4, 4)))  # nothing
-    kinds = ["x"] * 3 + ["y"] + ["x"] * 5
-    placed = [each.entry.tensor for each in in_memory(transfers, kinds)]
+    lives = ["x"] * 3 + ["y"] + ["x"] * 5
+    placed = [each.entry.tensor for each in in_memory(transfers, lives)]
     for transfer, tensor in zip(transfers, placed, strict=True):
         assert not tensor.is_meta
         assert tensor.dtype == torch.float32 and tensor.shape == transfer.entry.tensor.shape
