@@ -23,6 +23,19 @@ from torch.overrides import TorchFunctionMode
 # Modules of megatron that make a norm from the class by another name for it.
 _NORM = torch_norm.WrappedTorchNorm
 
+PLAIN_TORCH: dict[str, Any] = dict(
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    bias_dropout_fusion=False,
+    bias_activation_fusion=False,
+    masked_softmax_fusion=False,
+    gradient_accumulation_fusion=False,
+    persist_layer_norm=False,
+    apply_rope_fusion=False,
+    transformer_impl="local",
+)
+"""Options of a TransformerConfig that needs neither apex nor Transformer Engine; no randomness."""
+
 
 class _CpuForCuda(TorchFunctionMode):
     """Tensors asked for on CUDA are made on the CPU; those there call themselves CUDA tensors."""

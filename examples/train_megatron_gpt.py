@@ -118,15 +118,7 @@ def transformer_config(options: argparse.Namespace) -> TransformerConfig:
         num_moe_experts=options.experts,
         moe_token_dispatcher_type="allgather",
         add_bias_linear=options.experts is None,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        transformer_impl="local",
+        **megatron_cpu.PLAIN_TORCH,
     )
 
 

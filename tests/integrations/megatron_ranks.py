@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from layerzero import ZeRO3
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from megatron_cpu import emulation
+from megatron_cpu import PLAIN_TORCH, emulation
 
 VOCABULARY = 64
 LENGTH = 8
@@ -66,15 +66,7 @@ def gpt(seed: int = 0, untied: bool = False, **overrides: Any) -> GPTModel:
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        transformer_impl="local",
+        **PLAIN_TORCH,
     )
     config = TransformerConfig(**{**options, **overrides})
     torch.manual_seed(seed)
