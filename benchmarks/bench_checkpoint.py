@@ -2,8 +2,10 @@
 
 A transformer and its AdamW state on gloo ranks of this machine, saved and loaded by
 `layerzero.checkpoint`, and by `torch.distributed.checkpoint` (DCP) for the same sharded model and
-for a `fully_shard` one. The ceiling is `dd`, which moves as many bytes between memory and the same
-disk; and for a load `memory`, which touches as much fresh memory as the values take, and no more.
+for a `fully_shard` one. Beside them, what moves as many bytes and does nothing else: `dd`, one
+process between memory and the same disk; `disk`, the same by all ranks at once, past the page cache
+and with memory that is there already, below which no checkpoint can get; and for a load `memory`,
+which touches as much fresh memory as the values take.
 All bring what they write to the disk before the clock stops, and before a read the files are
 dropped from the page cache. A load is that of a resumed run: the model is there, the optimizer is
 new. They take turns in each round, so a ratio is within one round; the slowest rank counts.
@@ -18,6 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +43,10 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 
 from layerzero import ZeRO3, checkpoint
-from layerzero.checkpoint.direct import pages
+from layerzero.checkpoint.direct import PAGE_NBYTES, bytes_of, pages
 
-SIZES = {"6m": (256, 8), "25m": (512, 8), "100m": (1024, 8)}  # width, layers
-NAMES = ("dd", "memory", "layerzero", "dcp", "dcp_fully_shard")
+SIZES = {"6m": (256, 8), "25m": (512, 8), "56m": (768, 8), "100m": (1024, 8)}  # width, layers
+NAMES = ("dd", "disk", "memory", "layerzero", "dcp", "dcp_fully_shard")
 BARS = {"of_dd": 0.8, "of_dcp": 0.5}
 
 
@@ -87,6 +90,7 @@ def measure(config: Config) -> dict[str, Any]:
     nbytes = 3 * 4 * weights  # and two moments
     contenders = {
         "dd": Contender(lambda path: dd_write(path, nbytes), dd_read),
+        "disk": disk_contender(nbytes // dist.get_world_size()),
         "memory": Contender(
             lambda path: os.makedirs(path, exist_ok=True), lambda path: touch_memory(nbytes)
         ),
@@ -179,6 +183,7 @@ def dcp_contender(model: nn.Module, optimizer: torch.optim.Optimizer, helpers: A
     return Contender(save, load)
 
 
+_REQUEST_NBYTES = 8 << 20
 _DD = ("dd", "bs=8M", "status=none")
 
 
@@ -196,6 +201,33 @@ def dd_read(path: str) -> None:
     if dist.get_rank() == 0:
         subprocess.run([*_DD, f"if={path}/file", "of=/dev/null"], check=True)
     dist.barrier()
+
+
+def disk_contender(nbytes: int) -> Contender:
+    """Each rank moves its bytes to and from a file of its own, several requests at once."""
+    memory = pages(nbytes // PAGE_NBYTES * PAGE_NBYTES).fill_(1)
+    data = bytes_of(memory)
+    windows = range(0, len(data), _REQUEST_NBYTES)
+
+    def save(path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+        file = os.open(f"{path}/{dist.get_rank()}", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        os.ftruncate(file, len(data))
+        each(lambda begin: os.pwrite(file, data[begin : begin + _REQUEST_NBYTES], begin))
+        os.fsync(file)
+        os.close(file)
+
+    def load(path: str) -> None:
+        file = os.open(f"{path}/{dist.get_rank()}", os.O_RDONLY | os.O_DIRECT)
+        each(lambda begin: os.preadv(file, [data[begin : begin + _REQUEST_NBYTES]], begin))
+        os.close(file)
+
+    def each(move: Callable[[int], int]) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            if sum(pool.map(move, windows)) != len(data):
+                raise RuntimeError("the system moved less than it was asked for")
+
+    return Contender(save, load)
 
 
 def touch_memory(nbytes: int) -> None:
@@ -226,13 +258,15 @@ def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
                 continue
             speed = Spread.of([nbytes / 1e9 / each for each in took[name]])
             of_dd = ratio(took["dd"], took[name])  # of its bytes per second
-            of_dcp = ratio(took[name], took["dcp"])  # of its time
+            of_disk = ratio(took[name], took["disk"])  # of its time
+            of_dcp = ratio(took[name], took["dcp"])
             rows.append(
                 [
                     f"{verb} {name}",
                     f"{Spread.of(took[name]).median:.2f}",
                     speed.text(),
                     of_dd.text(),
+                    of_disk.text(),
                     of_dcp.text(),
                 ]
             )
@@ -240,9 +274,11 @@ def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
                 "seconds": Spread.of(took[name]).as_dict(),
                 "gb_per_s": speed.as_dict(),
                 "of_dd": of_dd.as_dict(),
+                "of_disk_time": of_disk.as_dict(),
                 "of_dcp_time": of_dcp.as_dict(),
             }
-    print_table(["", "s", "GB/s", "of dd's GB/s", "of DCP's time"], rows)
+    columns = ["", "s", "GB/s", "of dd's GB/s", "of the disk's time", "of DCP's time"]
+    print_table(columns, rows)
     print(
         f"\nbars: layerzero at least {BARS['of_dd']} of dd, at most {BARS['of_dcp']} of DCP's time"
     )

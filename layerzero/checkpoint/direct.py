@@ -4,8 +4,16 @@ A read through the page cache finds a page for every 4 KB, waits for the disk, a
 copies, and the system brings it to the disk when it likes. On fast disks that takes longer than the
 disk, and on busy processors much longer. The disk can move whole blocks by itself, if memory and
 file are aligned alike: what is read lies in memory as in the file (memory.py), what is written is
-copied into an aligned block first. Through the cache goes what does not fill a page, what the cache
-holds already, and everything where the file system refuses.
+copied into an aligned block first. Through the cache goes what is small, what does not fill a page
+of a file that is written, what the cache holds already, and everything where the file system
+refuses.
+
+Note [Whole pages first]
+    What goes through the cache waits behind what goes past it: a read in the disk's queue, a write
+    for the file's lock, which ends all writes past the cache that are under way. So where a piece
+    ends inside a page, a reader takes the whole page past the cache, into memory beside the piece
+    that lies as the file does; and a writer keeps the ends of pieces until everything else is
+    written.
 """
 
 from __future__ import annotations
@@ -51,46 +59,45 @@ class FileReader:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def read(self, views: Sequence[memoryview], offset: int) -> None:
+    def read(
+        self, views: Sequence[memoryview], offset: int, spare: tuple[int, int] = (0, 0)
+    ) -> None:
         """Fill `views`, one after the other, with the bytes from `offset` on.
+
+        Args:
+            spare: how many bytes before the first view, and behind the last, also lie in memory as
+                in the file: reads may fill them. See Note [Whole pages first].
 
         Raises:
             OSError: also where the file ends before.
         """
         views = _rest_of(views, 0)
-        whole = self._aligned(views, offset)
-        if whole is None:
+        nbytes = sum(map(len, views))
+        if self._direct is None or nbytes < _MIN_NBYTES or not _is_one(views, offset):
             _read_all(self._file, views, offset)
             return
-        head = -offset % PAGE_NBYTES
-        tail = len(whole) - (offset + len(whole)) % PAGE_NBYTES
-        if head:
-            _read_all(self._file, [whole[:head]], offset)
-        if not self._read_direct(whole[head:tail], offset + head):
-            _read_all(self._file, [whole[head:tail]], offset + head)
-        if tail < len(whole):
-            _read_all(self._file, [whole[tail:]], offset + tail)
+        before, behind = offset % PAGE_NBYTES, -(offset + nbytes) % PAGE_NBYTES
+        # What is read past the cache, counted from `offset`.
+        start = -before if before <= spare[0] else -offset % PAGE_NBYTES
+        stop = nbytes + behind
+        if behind > spare[1]:
+            stop -= PAGE_NBYTES
+        memory = _memory(_address(views[0]) + start, stop - start)
+        if not self._read_direct(memory, offset + start, min(nbytes, stop) - start):
+            start = stop = nbytes
+        whole = _memory(_address(views[0]), nbytes)
+        _read_all(self._file, _rest_of([whole[: max(start, 0)]], 0), offset)
+        _read_all(self._file, _rest_of([whole[stop:]], 0), offset + stop)
 
-    def _aligned(self, views: Sequence[memoryview], offset: int) -> memoryview | None:
-        """All views as one, if they follow each other in memory and are aligned as the file is."""
-        if self._direct is None or sum(map(len, views)) < _MIN_NBYTES:
-            return None
-        begin = end = _address(views[0])
-        if (begin - offset) % PAGE_NBYTES:
-            return None
-        for view in views:
-            if _address(view) != end:
-                return None
-            end += len(view)
-        memory = (ctypes.c_char * (end - begin)).from_address(begin)
-        return memoryview(memory).cast("B")
+    def _read_direct(self, view: memoryview, offset: int, needed: int) -> bool:
+        """Read whole pages past the cache, of which the file has at least the first `needed` bytes.
 
-    def _read_direct(self, view: memoryview, offset: int) -> bool:
-        """Read whole pages past the cache; False: that is refused here, or not worth it."""
+        False: that is refused here, or not worth it.
+        """
         if self._direct is None or self._is_cached(offset):
             return False
         try:
-            _read_all(self._direct, [view], offset)
+            _read_all(self._direct, [view], offset, needed)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
@@ -121,6 +128,7 @@ class FileWriter:
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
         self._most_nbytes = most_nbytes
         self._of_thread = threading.local()
+        self._ends: list[tuple[list[memoryview], int]] = []
 
     def __enter__(self) -> FileWriter:
         return self
@@ -128,6 +136,8 @@ class FileWriter:
     def __exit__(self, exception: type[BaseException] | None, *rest: object) -> None:
         try:
             if exception is None:
+                for views, offset in self._ends:
+                    _write_all(self._file, views, offset)
                 os.fsync(self._file)
         finally:
             os.close(self._file)
@@ -136,6 +146,8 @@ class FileWriter:
 
     def write(self, views: Sequence[memoryview], offset: int) -> None:
         """Write `views`, one after the other, from `offset` on.
+
+        Their memory must stay as it is until the context ends: see Note [Whole pages first].
 
         Raises:
             OSError: the disk is full, and so on.
@@ -147,10 +159,10 @@ class FileWriter:
         if self._direct is not None and tail - head >= _MIN_NBYTES:
             rest = _rest_of(views, head)
             if self._write_direct(rest, tail - head, offset + head):
-                self._write_cached(views, head, offset)
-                self._write_cached(_rest_of(rest, tail - head), nbytes - tail, offset + tail)
+                self._ends.append((_first(views, head), offset))
+                self._ends.append((_rest_of(rest, tail - head), offset + tail))
                 return
-        self._write_cached(views, nbytes, offset)
+        self._write_cached(views, offset)
 
     def _write_direct(self, views: Sequence[memoryview], nbytes: int, offset: int) -> bool:
         assert self._direct is not None
@@ -171,27 +183,33 @@ class FileWriter:
             return False
         return True
 
-    def _write_cached(self, views: Sequence[memoryview], nbytes: int, offset: int) -> None:
-        if not nbytes:
-            return
-        _write_all(self._file, _first(views, nbytes), offset)
+    def _write_cached(self, views: Sequence[memoryview], offset: int) -> None:
+        _write_all(self._file, views, offset)
         # Begin to bring it to the disk now, beside what follows, and not all at the end; nor
         # should a checkpoint push other files out of the cache.
         with contextlib.suppress(OSError, AttributeError):  # not every system takes advice
-            os.posix_fadvise(self._file, offset, nbytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file, offset, sum(map(len, views)), os.POSIX_FADV_DONTNEED)
 
 
-def _read_all(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
+def _read_all(
+    descriptor: int, views: Sequence[memoryview], offset: int, needed: int | None = None
+) -> None:
     """Fill `views` with what is at `offset`: one call, or more where the system gave less.
+
+    Args:
+        needed: so many bytes are enough; None: all.
 
     Raises:
         OSError: also where the file ends before.
     """
-    while views:
+    if needed is None:
+        needed = sum(map(len, views))
+    while needed > 0:
         moved = os.preadv(descriptor, views, offset)
         if moved == 0:
             raise OSError(f"ends at byte {offset}, shorter than it was a moment ago")
         offset += moved
+        needed -= moved
         views = _rest_of(views, moved)
 
 
@@ -244,6 +262,22 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous 1-D tensor on the CPU."""
     data: Any = tensor.view(torch.uint8).numpy()
     return memoryview(data)
+
+
+def _is_one(views: Sequence[memoryview], offset: int) -> bool:
+    """Whether views follow each other in memory, and pages of it are those of a file."""
+    end = _address(views[0])
+    if (end - offset) % PAGE_NBYTES:
+        return False
+    for view in views:
+        if _address(view) != end:
+            return False
+        end += len(view)
+    return True
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def _address(view: memoryview) -> int:

@@ -29,11 +29,13 @@ def in_memory(transfers: Sequence[Transfer], lives: Sequence[Hashable]) -> list[
     for region in _regions(transfers, lives):
         begin, end = _place(transfers[region[0]])[0], _place(transfers[region[-1]])[1]
         shift = begin % PAGE_NBYTES
-        memory = pages(shift + end - begin)
+        memory = pages(-(-(shift + end - begin) // PAGE_NBYTES) * PAGE_NBYTES)
         for index in region:
             start, stop = (shift + place - begin for place in _place(transfers[index]))
             dtype = transfers[index].entry.tensor.dtype
-            placed[index] = _with(transfers[index], memory[start:stop].view(dtype))
+            tensor = memory[start:stop].view(dtype)
+            spare = start, len(memory) - stop
+            placed[index] = _with(transfers[index], tensor)._replace(spare=spare)
     for index, each in enumerate(placed):
         if each.entry.tensor.is_meta:
             own = torch.empty(each.entry.tensor.shape, dtype=each.entry.tensor.dtype)

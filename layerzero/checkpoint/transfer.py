@@ -39,6 +39,8 @@ class Transfer(NamedTuple):
     number: int
     """Of the tensor, in the order that all ranks share."""
     entry: Entry
+    spare: tuple[int, int] = (0, 0)
+    """Bytes of memory before and behind the piece that lie as the file does, and may be read."""
 
 
 class Tally(NamedTuple):
@@ -56,6 +58,8 @@ class _Slice(NamedTuple):
     transfer: int
     behind: int
     """Bytes of the tensor behind this slice."""
+    spare: tuple[int, int]
+    """As of a transfer."""
 
 
 def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
@@ -80,7 +84,8 @@ def read_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress)
     """
 
     def read(file: FileReader, batch: list[_Slice]) -> list[int]:
-        file.read([each.data for each in batch], batch[0].offset)
+        spare = batch[0].spare[0], batch[-1].spare[1]
+        file.read([each.data for each in batch], batch[0].offset, spare)
         return [crc32(each.data) for each in batch]
 
     return _move(folder, transfers, FileReader, read, progress)
@@ -141,7 +146,10 @@ def _slices(transfer: Transfer, index: int) -> Iterable[_Slice]:
             at = offset + start - begin
             stop = min(end, start + _WINDOW_NBYTES - (place.begin + at) % _WINDOW_NBYTES)
             behind = place.nbytes - at - (stop - start)
-            yield _Slice(place.begin + at, data[start:stop], index, behind)
+            spare = transfer.spare
+            if any(spare):
+                spare = spare[0] + start, spare[1] + len(data) - stop
+            yield _Slice(place.begin + at, data[start:stop], index, behind, spare)
             start = stop
 
 

@@ -93,6 +93,71 @@ def test_what_is_written_is_what_is_read(
         assert any(written) and any(read)
 
 
+@pytest.mark.parametrize("offset", [0, 64, 5003])
+def test_pages_at_both_ends_are_read_past_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int
+) -> None:
+    if not _can_go_direct(tmp_path):
+        pytest.skip("this file system reads through the cache alone")
+    content = _file_of(tmp_path / "file", MIB + 9000, random.Random(0))
+    seen = _reads(monkeypatch)
+    before = offset % PAGE_NBYTES
+    for nbytes in (MIB + 17, len(content) - offset):  # ends inside the file, and with it
+        behind = -(offset + nbytes) % PAGE_NBYTES
+        for spare in [(before, behind), (before, 0), (0, behind), (0, 0)]:
+            memory = pages(PAGE_NBYTES + before + nbytes + behind + 1).fill_(7)
+            begin = PAGE_NBYTES + before
+            seen.clear()
+            with FileReader(tmp_path / "file") as reader:
+                reader.read([bytes_of(memory)[begin : begin + nbytes]], offset, spare)
+            assert bytes_of(memory)[begin : begin + nbytes] == content[offset : offset + nbytes]
+            assert (memory[: begin - spare[0]] == 7).all(), "only what is spare"
+            assert (memory[begin + nbytes + spare[1] :] == 7).all()
+            through_the_cache = [before > spare[0], behind > spare[1]]
+            assert len(seen) == 1 + sum(through_the_cache)
+            _forget(tmp_path / "file")
+
+
+def _reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Offsets of reads that bring data, as they come; not those that ask about the cache."""
+    seen: list[int] = []
+    real = os.preadv
+
+    def preadv(descriptor: int, views: Any, offset: int, *flags: int) -> int:
+        if not flags:
+            seen.append(offset)
+        return real(descriptor, views, offset, *flags)
+
+    monkeypatch.setattr(direct.os, "preadv", preadv)
+    return seen
+
+
+def test_ends_inside_a_page_are_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not _can_go_direct(tmp_path):
+        pytest.skip("this file system writes through the cache alone")
+    content = _file_of(tmp_path / "file", 3 * MIB, random.Random(0))
+    sizes: list[int] = []
+    real = os.pwritev
+
+    def pwritev(descriptor: int, views: Any, offset: int) -> int:
+        sizes.append(sum(map(len, views)))
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(direct.os, "pwritev", pwritev)
+    data = memoryview(bytearray(content[::-1]))
+    with FileWriter(tmp_path / "file", MIB) as writer:
+        for begin in (100, MIB, 2 * MIB - 60):
+            writer.write([data[begin : begin + MIB - 100]], begin)
+        assert all(size % PAGE_NBYTES == 0 for size in sizes) and len(sizes) == 3
+    assert sizes[3:] == [PAGE_NBYTES - 100, PAGE_NBYTES - 100, 60, PAGE_NBYTES - 160]
+    expected = bytearray(content)
+    for begin in (100, MIB, 2 * MIB - 60):
+        expected[begin : begin + MIB - 100] = data[begin : begin + MIB - 100]
+    assert (tmp_path / "file").read_bytes() == expected
+
+
 def test_what_the_cache_holds_is_read_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +278,8 @@ def test_memory_lies_as_the_file_does() -> None:
     transfers.append(_transfer("c", 96, (10,), (0, 10)))  # little
     transfers.append(_transfer("c", 96, (10,), (4, 4)))  # nothing
     lives = ["x"] * 3 + ["y"] + ["x"] * 5
-    placed = [each.entry.tensor for each in in_memory(transfers, lives)]
+    with_memory = in_memory(transfers, lives)
+    placed = [each.entry.tensor for each in with_memory]
     for transfer, tensor in zip(transfers, placed, strict=True):
         assert not tensor.is_meta
         assert tensor.dtype == torch.float32 and tensor.shape == transfer.entry.tensor.shape
@@ -221,6 +287,12 @@ def test_memory_lies_as_the_file_does() -> None:
     places = [*begins[:4], begins[4] + 4 * 5, 96]
     for tensor, place in zip(placed, places, strict=False):
         assert (tensor.data_ptr() - place) % PAGE_NBYTES == 0
+    for each in with_memory[: len(places)]:
+        memory = each.entry.tensor.untyped_storage()
+        start = each.entry.tensor.data_ptr() - memory.data_ptr()
+        assert each.spare == (start, memory.nbytes() - start - each.entry.tensor.nbytes)
+        assert memory.nbytes() % PAGE_NBYTES == 0, "also the last page is all there"
+    assert all(each.spare == (0, 0) for each in with_memory[6:])
     storages = [tensor.untyped_storage().data_ptr() for tensor in placed]
     assert storages[0] == storages[1] == storages[2]
     assert len({storages[index] for index in (0, 3, 4, 5, 6, 7)}) == 6
