@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import timedelta
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,7 +22,7 @@ from layerzero.config import (
     OffloadPolicy,
     ReshardAfterForward,
 )
-from layerzero.core.groups import make_shard_group, resolve_process_groups
+from layerzero.core.groups import ShardGroup, resolve_process_groups
 from layerzero.core.host import is_apart_from
 from layerzero.core.placement import Outer
 from layerzero.core.tensor_parallel import is_supported
@@ -134,17 +133,17 @@ def check_backward_prefetch(value: object) -> None:
 
 
 def check_agreement(
-    process_group: dist.ProcessGroup | DeviceMesh | None,
+    axes: Sequence[ShardGroup],
     device: torch.device,
     zero3_size: int | None,
     outer: Outer,
-    timeout: timedelta | None,
     tensor_parallel: DeviceMesh | None,
     experts: int,
 ) -> None:
-    """Refuse what differs between ranks, or does not fit. Collective over the group, or the mesh.
+    """Refuse what differs between ranks, or does not fit. Collective over `axes`.
 
     Args:
+        axes: the ranks that share the model: one group, or a mesh's inner and outer ones.
         tensor_parallel: the mesh of the parameters that are DTensors.
         experts: what `structure_of` (experts.py) says of the model.
 
@@ -152,8 +151,6 @@ def check_agreement(
         ValueError: the same on every rank, with every rank's values where they differ.
         CollectiveError: a rank did not come.
     """
-    groups = resolve_process_groups(process_group)
-    axes = [make_shard_group(group, device, timeout) for group in groups]
     num_inner, num_outer = axes[0].size, axes[1].size if len(axes) == 2 else 1
     own = [
         num_inner if zero3_size is None else zero3_size,

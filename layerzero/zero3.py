@@ -30,6 +30,7 @@ from layerzero.arguments import (
     warn_about_old_optimizers,
 )
 from layerzero.build import UnitBuilder, resolve_device
+from layerzero.comm.group_names import agree_on_group_names
 from layerzero.config import (
     Accumulation,
     BackwardPrefetch,
@@ -39,7 +40,7 @@ from layerzero.config import (
     ReshardAfterForward,
     prefetch_depth,
 )
-from layerzero.core.groups import mesh_groups
+from layerzero.core.groups import make_shard_groups, mesh_groups
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement, make_placement
 from layerzero.experts import check_experts, find_experts, place_units, structure_of
@@ -161,7 +162,9 @@ class ZeRO3(nn.Module):
             id(plan): shared.overridden(plan.label, plan.arguments, target) for plan in plans
         }
         structure = structure_of(plans, experts)
-        check_agreement(process_group, target, zero3_size, outer, timeout, mesh, structure)
+        axes = make_shard_groups(process_group, target, timeout)
+        check_agreement(axes, target, zero3_size, outer, mesh, structure)
+        agree_on_group_names(axes, target)
         placement = make_placement(process_group, target, zero3_size, outer, deterministic, timeout)
         check_experts(plans, experts, placement, target)
         tensor_parallel_groups = mesh_groups(mesh, target, timeout)

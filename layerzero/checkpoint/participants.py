@@ -17,7 +17,9 @@ import torch.distributed as dist
 from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.handle import SaveHandle
 from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.group_names import agree_on_group_names
 from layerzero.core.groups import LONGEST_DEFAULT_TIMEOUT, ShardGroup, make_shard_group
+from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState
 
 _SLOWEST_DISK = 10_000_000
@@ -147,19 +149,35 @@ def participants_of(root: RootState, process_group: dist.ProcessGroup | None) ->
 
 def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> Participants:
     placements = [handle.placement for unit in root.units for handle in unit.handles]
+    axes, device = _axes_of(placements, root), root.device
     parent: dist.ProcessGroup | RootState = root
     ranks: Sequence[int] = [dist.get_rank()]
     if process_group is not None:
         ranks, parent = dist.get_process_group_ranks(process_group), process_group
+        if root.device.type not in dist.get_backend_config(process_group):
+            device = torch.device("cpu")
+        axes = [make_shard_group(process_group, device, None)]
     elif placements:
         ranks = _sharing(root, {rank for placement in placements for rank in placement.members})
         parent = placements[0].shard_group.process_group
     made = _made.setdefault(parent, {})
     key = tuple(ranks)
     if key not in made:
+        if len(key) > 1:
+            agree_on_group_names(axes, device)
         timeouts = [placement.shard_group.timeout for placement in placements]
         made[key] = Participants(_make_group(key, max(timeouts, default=LONGEST_DEFAULT_TIMEOUT)))
     return made[key]
+
+
+def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGroup]:
+    """Groups that lead from each rank to all that share the model."""
+    axes: dict[dist.ProcessGroup, ShardGroup] = {}
+    for placement in placements:
+        whole = placement.data_parallel or placement
+        for group in (*whole.groups, *placement.groups, *root.tensor_parallel_groups):
+            axes.setdefault(group.process_group, group)
+    return list(axes.values())
 
 
 def _make_group(ranks: tuple[int, ...], timeout: timedelta) -> ShardGroup | None:

@@ -96,6 +96,20 @@ def mesh_groups(
     )
 
 
+def make_shard_groups(
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    device: torch.device,
+    timeout: timedelta | None,
+) -> list[ShardGroup]:
+    """The group that an argument names, or of a 2-D mesh the inner and the outer one.
+
+    Raises:
+        ValueError, TypeError: as `resolve_process_groups` and `make_shard_group`.
+    """
+    groups = resolve_process_groups(process_group)
+    return [make_shard_group(group, device, timeout) for group in groups]
+
+
 def make_shard_group(
     process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None
 ) -> ShardGroup:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.core.groups import ShardGroup, make_shard_group, resolve_process_groups
+from layerzero.core.groups import ShardGroup, make_shard_group, make_shard_groups
 
 Outer = Literal["zero1", "replicate", "shard"]
 
@@ -158,6 +158,8 @@ def make_placement(
 ) -> Placement:
     """Place shards for tensors on `device`. Collective where groups have to be made.
 
+    All ranks know equally many process groups by then: comm/group_names.py.
+
     Args:
         group: all ranks, cut into shard groups of `zero3_size` neighbours; or a 2-D mesh
             (outer, inner) that says it all.
@@ -166,7 +168,7 @@ def make_placement(
     Raises:
         ValueError: this rank is not in the group or mesh.
     """
-    groups = [make_shard_group(g, device, timeout) for g in resolve_process_groups(group)]
+    groups = make_shard_groups(group, device, timeout)
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         table = group.mesh.tolist()
     else:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from layerzero.comm.group_names import agree_on_group_names
+from layerzero.core.groups import make_shard_groups
 from layerzero.parallel.sizes import AXES, DATA_AXIS, EXPERT_AXES, MeshSizes
 
 
@@ -37,6 +39,7 @@ def make_meshes(sizes: MeshSizes, backend: str | None) -> Meshes:
         mesh_dim_names=AXES,
         backend_override=override,  # type: ignore[arg-type]
     )
+    _agree_on_group_names(device_type)
     if sizes.cp == 1 or sizes.dp == 1:
         data_group = everyone.get_group("dp" if sizes.cp == 1 else "cp")
     else:
@@ -58,6 +61,14 @@ def _expert_mesh(
         )
     ]
     return DeviceMesh.from_group(groups, device_type, table, mesh_dim_names=EXPERT_AXES)
+
+
+def _agree_on_group_names(device_type: str) -> None:
+    """So that the groups that follow, of some ranks each, can be made."""
+    world = dist.group.WORLD
+    is_for_cpu = "cpu" in dist.get_backend_config(world)
+    device = torch.device("cpu" if is_for_cpu else device_type)
+    agree_on_group_names(make_shard_groups(world, device, None), device)
 
 
 def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:

@@ -1,0 +1,59 @@
+"""Groups are made also where ranks know different numbers of other groups."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero import ZeRO3, checkpoint
+from layerzero.parallel import ParallelManager
+from tests.harness.ranks import run_ranks
+
+SHORT = timedelta(seconds=20)
+
+
+def _a_group_for_some(ranks: list[int]) -> None:
+    """As scripts make them: everybody calls, only members know it from then on."""
+    dist.new_group(ranks)
+
+
+def _train(model: ZeRO3) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def _wrap_save_and_cut(folder: str) -> None:
+    _a_group_for_some([0, 1])
+    for outer in ("zero1", "shard"):
+        model = ZeRO3(nn.Linear(8, 8), zero3_size=2, outer=outer, timeout=SHORT)
+        _train(model)
+        _a_group_for_some([3])
+    checkpoint.save(folder, model)
+    _a_group_for_some([0, 2])
+    checkpoint.save(folder, model, process_group=dist.group.WORLD)
+    _a_group_for_some([1, 2])
+    manager = ParallelManager(dp_size=2, cp_size=2)
+    _train(manager.parallelize(nn.Linear(8, 8)))
+
+
+def test_groups_that_only_some_ranks_know_do_not_matter(tmp_path: Path) -> None:
+    run_ranks(4, _wrap_save_and_cut, str(tmp_path))
+
+
+def _save_two_stages(folder: str) -> None:
+    rank = dist.get_rank()
+    stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    _a_group_for_some([0, 3])  # as for weights that the first stage shares with the last
+    model = nn.ModuleDict({f"stage{rank // 2}": nn.Linear(8, 8)})
+    wrapped = ZeRO3(model, stages[rank // 2], timeout=SHORT)
+    checkpoint.save(folder, wrapped, process_group=dist.group.WORLD)
+
+
+def test_stages_save_together(tmp_path: Path) -> None:
+    run_ranks(4, _save_two_stages, str(tmp_path))
+    assert (tmp_path / "latest").read_text() == "step-00000000\n"
