@@ -45,7 +45,7 @@ def prepare(root: Path, step: int | None) -> tuple[int, Path]:
 
     Removes what a killed run left.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    make_durably(root)
     for path in sorted(root.glob(_REPLACED + "step-*")):
         final = root / path.name.removeprefix(_REPLACED)
         if final.exists():
@@ -167,6 +167,14 @@ def write_durably(path: Path, data: bytes, nbytes: int | None = None) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_durably(path: Path) -> None:
+    """Make a folder, and those around it that are missing, and bring their names to the disk."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
 
 
 def sync_folder(path: Path) -> None:

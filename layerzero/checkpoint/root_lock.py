@@ -14,6 +14,7 @@ import socket
 from pathlib import Path
 
 from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.folder import make_durably
 
 _NAME = ".lock"
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -37,7 +38,7 @@ class RootLock:
             CheckpointError: another save holds it; says which process.
             OSError: the folder cannot be made or written.
         """
-        self._root.mkdir(parents=True, exist_ok=True)
+        make_durably(self._root)
         path = self._root / _NAME
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -37,6 +40,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAME = re.compile("[A-Z][A-Z0-9_]{1,20}")
 _LENGTH_NBYTES = 8
 _ALIGNMENT = 64
 """Of the first tensor, so that readers which map the file can use what they see."""
@@ -119,6 +123,7 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
 
     Raises:
         ValueError: what is wrong with the header, or with it and the size of the file.
+        CheckpointError: nothing is, but a tensor has a dtype that is not known here.
     """
     try:
         header = json.loads(head[_LENGTH_NBYTES:])
@@ -127,7 +132,7 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
         for name, described in header.items():
             begin, stop = (_count(offset) for offset in described["data_offsets"])
             shape = tuple(_count(size) for size in described["shape"])
-            entry = TensorEntry(DTYPES[described["dtype"]], shape, len(head) + begin)
+            entry = TensorEntry(_dtype(described["dtype"], name), shape, len(head) + begin)
             entries[name] = (entry, len(head) + stop)
         ordered = sorted(entries.items(), key=lambda item: (item[1][0].begin, item[1][1]))
         end = len(head)
@@ -143,6 +148,16 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
     if end != file_nbytes:
         raise ValueError(f"its header describes {end} bytes, it has {file_nbytes}")
     return {name: entry for name, (entry, _) in ordered}
+
+
+def _dtype(name: str, tensor: str) -> torch.dtype:
+    if name not in DTYPES and _DTYPE_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"{tensor} has the dtype {name}, which is not known here; known are "
+            + ", ".join(DTYPES)
+            + ". Write the file again with one of these"
+        )
+    return DTYPES[name]
 
 
 def metadata_of(head: bytes) -> dict[str, str]:

@@ -234,3 +234,5 @@ def read_head(path: Path) -> tuple[bytes, dict[str, TensorEntry]]:
         raise CheckpointError(f"{path}: missing") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error

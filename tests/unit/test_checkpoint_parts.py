@@ -18,6 +18,7 @@ from layerzero.checkpoint import CheckpointError, folder
 from layerzero.checkpoint.codec import decode, encode
 from layerzero.checkpoint.crc import combine, placed
 from layerzero.checkpoint.manifest import FileRecord, Manifest, check_file_name
+from layerzero.checkpoint.root_lock import RootLock
 from layerzero.checkpoint.runs import Extent, boxes, runs
 from layerzero.checkpoint.safetensors_file import DTYPES, head_nbytes, make_head, parse_head
 from layerzero.checkpoint.source import open_source
@@ -109,7 +110,8 @@ def _described(**changes: Any) -> dict[str, Any]:
         b"not json",
         b"[]",
         json.dumps({"a": 3}).encode(),
-        json.dumps({"a": _described(dtype="F31")}).encode(),
+        json.dumps({"a": _described(dtype="f32")}).encode(),
+        json.dumps({"a": _described(dtype=["F32"])}).encode(),
         json.dumps({"a": _described(shape=[-2])}).encode(),
         json.dumps({"a": _described(shape=[2.0])}).encode(),
         json.dumps({"a": _described(data_offsets=[0, 4])}).encode(),
@@ -122,6 +124,14 @@ def _described(**changes: Any) -> dict[str, Any]:
 def test_a_damaged_head_is_refused(header: bytes) -> None:
     with pytest.raises(ValueError, match="header"):
         parse_head(len(header).to_bytes(8, "little") + header, 8 + len(header) + 8)
+
+
+def test_a_dtype_of_a_later_format_is_not_called_damage(tmp_path: Path) -> None:
+    header = json.dumps({"a": _described(dtype="F4")}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: a has the dtype F4, .* F64,"):
+        open_source(path)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +251,18 @@ def test_the_latest_commit_is_found_and_old_ones_go(tmp_path: Path) -> None:
     folder.prune(tmp_path, 1, back)
     assert list(folder.committed_steps(tmp_path)) == [6]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000006"]
+
+
+def test_names_of_new_folders_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(folder, "sync_folder", synced.append)
+    root = tmp_path / "runs" / "a"
+    RootLock(root).acquire()
+    assert set(synced) == {tmp_path, tmp_path / "runs"}
+    folder.prepare(root, 0)
+    assert len(synced) == 2, "what was there before is not synced again"
 
 
 def test_what_a_killed_run_left_is_removed_and_never_read(tmp_path: Path) -> None:
