@@ -467,7 +467,7 @@ def units(model: nn.Module) -> list[Unit]:
     if unit is None:
         raise ValueError(f"units: expected a ZeRO3 module, got {type(model).__name__}")
     inside = {id(u) for m in model.modules() if (u := get_unit(m)) is not None}
-    return [u for u in unit.root.ordered_units() if id(u) in inside]
+    return [u for u in unit.root.residency.ordered_units() if id(u) in inside]
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:

@@ -197,6 +197,6 @@ def _sharing(root: RootState, members: set[int]) -> list[int]:
     """Global numbers of all ranks that share the model: data-parallel and tensor-parallel ones."""
     ranks = torch.tensor(sorted(members), device=root.device)
     for group in root.tensor_parallel_groups:
-        operation = root.next_tensor_parallel_operation("checkpoint", "ranks", group)
+        operation = root.operations.next_tensor_parallel("checkpoint", "ranks", group)
         ranks = gather_small(ranks, group, operation).view(-1)
     return sorted(set(ranks.tolist()))

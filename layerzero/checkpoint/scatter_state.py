@@ -231,8 +231,8 @@ def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
         for handle in unit.handles
     ]
     for group in root.tensor_parallel_groups:
-        operation = root.next_tensor_parallel_operation("state dict", name, group)
+        operation = root.operations.next_tensor_parallel("state dict", name, group)
         broadcast_(tensor, group, operation)
     # Outer first: then the first rank of every shard group has it.
     for group in reversed(placements[0].groups if placements else ()):
-        broadcast_(tensor, group, root.next_operation("state dict", name, group))
+        broadcast_(tensor, group, root.operations.next("state dict", name, group))

@@ -21,7 +21,8 @@ from layerzero.comm.collectives import Pending, all_gather, broadcast
 from layerzero.comm.streams import Waitable
 from layerzero.config import parse_nbytes
 from layerzero.core.flat_param import FlatParamHandle
-from layerzero.runtime.root import RootState, remembers_failure
+from layerzero.runtime.operations import remembers_failure
+from layerzero.runtime.root import RootState
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _gather(state: RootState, bucket: _Bucket) -> tuple[torch.Tensor, Waitable]:
                 earlier.wait()
             is_last = group is placement.owner_groups[-1]
             gathered = full if is_last else shard.new_empty(shard.numel() * group.size)
-            operation = state.next_operation("stream", source.label, group)
+            operation = state.operations.next("stream", source.label, group)
             pending = [all_gather(gathered, shard, group, operation)]
             shard = gathered
         if not placement.owner_groups:
@@ -229,7 +230,7 @@ def _broadcasts(
         hops = list(zip(placement.owner_groups, coordinates, strict=True))
         for number, (group, place) in enumerate(hops):
             is_last = number + 1 == len(hops)
-            operation = state.next_operation("stream", bucket.source.label, group)
+            operation = state.operations.next("stream", bucket.source.label, group)
             if not is_last and placement.shard_group.rank != coordinates[-1]:
                 continue  # the owner's outer peers alone have a part in the first hop
             sent = broadcast(part, group, operation, place)

@@ -106,7 +106,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         )
         if self.vp_stage is not None:
             # Virtual stages are models of their own on one process group.
-            self.root.prefix = f"virtual stage {self.vp_stage}: "
+            self.root.operations.prefix = f"virtual stage {self.vp_stage}: "
         self._keeps_units = self.pp_group.size() > 1 and not reshard_between_micro_batches
         _install_no_sync(config, self)
 
@@ -132,15 +132,15 @@ class ZeRO3DataParallel(_BaseDataParallel):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add gradients up; see `ZeRO3.no_sync`."""
         root = self.root
-        root.keeps_units = self._keeps_units
+        root.residency.keeps_units = self._keeps_units
         try:
             with self.engine.no_sync():
                 yield
         finally:
             # The last backward, which comes now, frees units as it is done with them.
-            root.keeps_units = False
+            root.residency.keeps_units = False
             if self._keeps_units and not torch.is_grad_enabled():
-                root.free_units()  # There is none after an evaluation.
+                root.residency.free_all()  # There is none after an evaluation.
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Reduce what the micro-batches in `no_sync` left, if anything waits. Collective."""
@@ -191,7 +191,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         root = self.root
         anywhere = torch.tensor([float(len(names))], device=root.device)
         for group in self.placement.groups:
-            operation = root.next_operation("gradient check", "the model", group)
+            operation = root.operations.next("gradient check", "the model", group)
             anywhere = gather_small(anywhere, group, operation).sum(dim=0)
         if anywhere.item():
             raise RuntimeError(
@@ -214,11 +214,11 @@ class ZeRO3DataParallel(_BaseDataParallel):
             for handle in unit.handles:
                 outer = handle.placement.outer_group
                 if outer is not None and handle.placement.owned_slices > 1:
-                    operation = root.next_operation("synchronisation", unit.label, outer)
+                    operation = root.operations.next("synchronisation", unit.label, outer)
                     broadcast_(handle.main_shard, outer, operation)
         for name, buffer in self.module.named_buffers():
             for group in reversed(self.placement.groups):
-                operation = root.next_operation("synchronisation", f"buffer {name}", group)
+                operation = root.operations.next("synchronisation", f"buffer {name}", group)
                 broadcast_(buffer, group, operation)
 
     def state_dict_for_save_checkpoint(

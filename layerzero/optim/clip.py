@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from layerzero.comm.collectives import gather_small
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
-from layerzero.runtime.root import RootState, remembers_failure
+from layerzero.runtime.operations import remembers_failure
+from layerzero.runtime.root import RootState
 
 
 @remembers_failure
@@ -72,12 +73,12 @@ def clip_grad_norm_(
         # ranks are grouped, and a NaN survives a maximum.
         parts = part
         for group in placement.all_owner_groups:
-            operation = root.next_operation("gradient norm", "the model", group)
+            operation = root.operations.next("gradient norm", "the model", group)
             parts = gather_small(parts, group, operation)
         part = parts.amax() if is_max else parts.flatten().sum()
         total = torch.maximum(total, part) if is_max else total + part
     for group in root.tensor_parallel_groups:
-        operation = root.next_tensor_parallel_operation("gradient norm", "the model", group)
+        operation = root.operations.next_tensor_parallel("gradient norm", "the model", group)
         parts = gather_small(total, group, operation)
         total = parts.amax() if is_max else parts.sum()
     norm = total if is_max else total.pow(1.0 / norm_type)

@@ -88,7 +88,8 @@ class ZeRO3PipelineStage(PipelineStage):
         self.model = submodule
         self._reshards = reshard_between_micro_batches
         self._in_step = False
-        self._root.prefix = f"stage {stage_index}: "  # See Note [Two stages of one rank].
+        # See Note [Two stages of one rank].
+        self._root.operations.prefix = f"stage {stage_index}: "
 
     @property
     def _root(self) -> RootState:
@@ -101,7 +102,7 @@ class ZeRO3PipelineStage(PipelineStage):
 
     def free(self) -> None:
         """Free all units. Not collective."""
-        self._root.free_units()
+        self._root.residency.free_all()
 
     # What a schedule calls ------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class ZeRO3PipelineStage(PipelineStage):
         if self._in_step:
             self._root.abort()
         self._in_step = True
-        self._root.keeps_units = not self._reshards
+        self._root.residency.keeps_units = not self._reshards
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Forward of one micro-batch; the last of an evaluation frees the units."""
@@ -144,7 +145,8 @@ class ZeRO3PipelineStage(PipelineStage):
     ) -> Any:
         """Reduce in the backward of the last micro-batch alone."""
         if last_backward:
-            self._root.keeps_units = False  # From now on units are freed as they are done.
+            # From now on units are freed as they are done.
+            self._root.residency.keeps_units = False
         with nullcontext() if last_backward else self.model.no_sync():
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
@@ -165,7 +167,7 @@ class ZeRO3PipelineStage(PipelineStage):
 
     def _end_step(self) -> None:
         self._in_step = False
-        self._root.free_units()
+        self._root.residency.free_all()
 
 
 def gather_as_scheduled(schedule: Any, stages: Sequence[ZeRO3PipelineStage]) -> None:

@@ -73,7 +73,7 @@ def shard_with_plan(
     sharded = own if isinstance(own, ZeRO3) else _shard(model, plan, mesh, experts, resolved)
     root_unit = get_unit(sharded)
     assert root_unit is not None, "sharded is a ZeRO3"
-    root_unit.root.gathers_all_first = plan.pregather
+    root_unit.root.residency.gathers_all_first = plan.pregather
     numbers = plan.num_forward, plan.num_backward
     if not _ask(root_unit.module, "set_modules_to_prefetch", plan, *numbers):
         _expect_order(root_unit, expect(plan, root_unit.module, resolved))
@@ -186,7 +186,7 @@ def _expect_order(root_unit: Unit, expected: Expected) -> None:
         {by_fqn[head]: [by_fqn[fqn] for fqn in fqns] for head, fqns in lists.items()}
         for lists in (expected.forward, expected.backward)
     )
-    root_unit.root.expect(forward, backward)
+    root_unit.root.residency.expect(forward, backward)
 
 
 # A shard group of one rank ------------------------------------------------------------------

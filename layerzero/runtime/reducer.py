@@ -181,5 +181,5 @@ class GradientReducer:
     def _ask(
         self, root: RootState, flags: torch.Tensor, group: ShardGroup
     ) -> tuple[torch.Tensor, Pending]:
-        operation = root.next_operation("gradient presence", "the model", group)
+        operation = root.operations.next("gradient presence", "the model", group)
         return gather_flags(flags, group, operation)

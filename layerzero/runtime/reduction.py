@@ -105,7 +105,7 @@ def _start(root: RootState, reduction: Reduction, lane: Lane) -> Waitable:
     groups = placement.hops[:1] if reduction.is_partial else placement.hops
     names = ["reduce-scatter", "outer reduce-scatter"]
     operations = [
-        root.next_operation(name, unit.label, group)
+        root.operations.next(name, unit.label, group)
         for name, group in zip(names, groups, strict=False)
     ]
     # After the last sum; but float16 has no room for a sum that is not scaled yet.
@@ -127,7 +127,7 @@ def _start(root: RootState, reduction: Reduction, lane: Lane) -> Waitable:
     outer = placement.outer_group
     if copies:
         assert outer is not None, "copies are on outer peers"
-        operations.append(root.next_operation("outer all-gather", unit.label, outer))
+        operations.append(root.operations.next("outer all-gather", unit.label, outer))
 
     def hops(input_done: Callable[[], None]) -> None:
         nonlocal chunk

@@ -1,8 +1,9 @@
 """RootState: what the units of one model share, and what happens between them.
 
-The root decides when units are gathered, prefetched, reduced and freed. It hears of four events:
-a forward call begins, ends or raises, the gradient of a forward call's output arrives, the
-backward pass ends (hooks.py).
+The root hears of four events: a forward call begins, ends or raises, the gradient of a forward
+call's output arrives, the backward pass ends (hooks.py). It knows which passes are running, and
+decides when a unit is done and reduced. Which units are full meanwhile is residency.py; how
+collectives are named, and what follows when one fails, is operations.py.
 
 Note [When a unit is done in backward]
     Autograd runs the nodes of one thread in falling order of their creation. So when the gradient
@@ -10,47 +11,24 @@ Note [When a unit is done in backward]
     whose calls of that forward all *began* after it ended are done: they are freed and reduced. No
     hook on leaves or inputs is needed, and the point is the same on every rank, whichever
     parameters had a gradient there.
-
-Note [One unit stays]
-    A unit is not freed when its forward ends but when the next unit's begins, or when another's
-    ends. So the last one of a forward stays for the backward that follows, and a step of U units
-    gathers 2U - 1 times.
-
-Note [The first unit stays between micro-batches]
-    Inside `no_sync` the weights do not change from a backward to the next forward, so the unit that
-    ends the one and begins the other is kept: a gather less for each micro-batch but the first.
-
-Note [Micro-batches in flight]
-    A pipeline stage runs forwards of some micro-batches between backwards of others, on the same
-    weights. So it has units stay (`keeps_units`) from the first forward to the last backward: each
-    is gathered once, instead of twice for each micro-batch.
-
-Note [A failed collective is final]
-    After a timeout or a lost peer the connections are unusable and buffers may still be written
-    by the transport. Nothing is freed or retried; every later use repeats the first error.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 
-from layerzero.comm.collectives import Operation, messages_carry_names
 from layerzero.comm.diagnosis import CollectiveError
-from layerzero.comm.limiter import GatherLimiter
 from layerzero.comm.streams import Mark, Streams
-from layerzero.comm.watchdog import Watchdog
 from layerzero.config import Accumulation, BackwardPrefetch, GatherBudget
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
-from layerzero.runtime.exec_order import ExecOrderRecorder, Order
+from layerzero.runtime.exec_order import Order
+from layerzero.runtime.operations import Operations, remembers_failure
 from layerzero.runtime.passes import (
     FINISH_LAST,
     BackwardPass,
@@ -59,29 +37,11 @@ from layerzero.runtime.passes import (
     Sentinel,
 )
 from layerzero.runtime.reducer import GradientReducer
+from layerzero.runtime.residency import Residency
 from layerzero.runtime.states import ShardState, TrainingState
 from layerzero.runtime.unit import Unit
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def remembers_failure(method: _Method) -> _Method:
-    """For what takes the root first: see Note [A failed collective is final]."""
-
-    @functools.wraps(method)
-    def wrapped(root: RootState, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(root, *args, **kwargs)
-        except CollectiveError as error:
-            first = root.failure = root.failure or error
-            if str(first) not in str(error):
-                raise first from error  # A watchdog knew before, and knows more.
-            raise
-
-    return wrapped  # type: ignore[return-value]
 
 
 class UnshardHandle:
@@ -100,8 +60,8 @@ class RootState:
 
     units: list[Unit]
     streams: Streams
-    limiter: GatherLimiter
-    recorder: ExecOrderRecorder
+    operations: Operations
+    residency: Residency
     reducer: GradientReducer
     weights_mark: Mark
     """Behind the last change of main shards on the compute stream."""
@@ -111,22 +71,8 @@ class RootState:
     """Behind the last copy of a reduced chunk to the host."""
     uploaded_mark: Mark
     """Behind the last copy of a main shard from the host, until the host waited for it."""
-    failure: CollectiveError | None
-    """The first collective that failed; see Note [A failed collective is final]."""
-    last_order: Order
-    """The longest forward order recorded so far."""
     tensor_parallel_groups: tuple[ShardGroup, ...]
     """Along the axes of the mesh of DTensor parameters."""
-    forward_depth: int
-    """How many units of a recorded order are gathered ahead in forward."""
-    backward_depth: int
-    """The same in backward."""
-    gathers_all_first: bool
-    """Whether a forward begins by gathering every unit, and waits for them."""
-    keeps_units: bool
-    """Whether units stay once gathered, until `free_units`; see Note [Micro-batches in flight]."""
-    prefix: str
-    """Put before the names of units in collectives, where several models share a group."""
 
     def __init__(
         self,
@@ -139,43 +85,28 @@ class RootState:
         accumulation: Accumulation,
         tensor_parallel_groups: tuple[ShardGroup, ...],
     ) -> None:
+        self.units = list(units)
         self.device = device
         self.tensor_parallel_groups = tensor_parallel_groups
         groups = [g for unit in units for h in unit.handles for g in h.placement.groups]
         self.streams = Streams(device, any(group.backend == "gloo" for group in groups))
-        self.recorder = ExecOrderRecorder()
-        self.forward_depth = forward_depth
-        self.backward_depth = 1
-        self.gathers_all_first = False
-        self.keeps_units = False
-        self.prefix = ""
-        self.backward_prefetch = backward_prefetch
-        self._budget_is_default = budget_is_default
-        self.limiter = GatherLimiter(budget)
+        self.operations = Operations(device, self.streams)
+        self.residency = Residency(
+            self.units, forward_depth, backward_prefetch, budget, budget_is_default
+        )
         self.reducer = GradientReducer(accumulation, budget.max_nbytes)
         self.weights_mark = None
         self.freed_mark = None
         self.offloaded_mark = None
         self.uploaded_mark = None
-        self.failure = None
-        self.last_order = ()
-        self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
-        self._num_operations = 0
-        self._num_tensor_parallel_operations = 0
         self._profiling = torch.autograd._profiler_enabled
         self._clock = 0
         self._call_depth = 0
         self._forward_pass = ForwardPass(0)
         self._passes: list[BackwardPass] = []
-        self._kept: Unit | None = None
-        self._first: Unit | None = None
-        self._graph_of_backward = False
-        self.units = []
-        self.adopt(units)
+        self._join_units()
 
-    def adopt(self, units: Iterable[Unit]) -> None:
-        """Make `units` this model's."""
-        self.units = list(units)
+    def _join_units(self) -> None:
         placements: dict[Placement, Placement] = {}
         for index, unit in enumerate(self.units):
             unit.join(self, index)
@@ -185,88 +116,11 @@ class RootState:
 
     # Small services -------------------------------------------------------------------------
 
-    def next_operation(self, verb: str, unit: str, group: ShardGroup) -> Operation:
-        """Name the next collective, which `group` takes part in; every rank counts alike.
-
-        Raises:
-            CollectiveError: an earlier collective of this model failed.
-        """
-        if self.failure is not None:
-            self._refuse_after_failure()
-        self._num_operations += 1
-        number = self._num_operations
-        return Operation(verb, self.prefix + unit, number, self._watchdog_of(group))
-
-    def next_tensor_parallel_operation(self, verb: str, unit: str, group: ShardGroup) -> Operation:
-        """`next_operation` for one of `tensor_parallel_groups`, counted apart.
-
-        Ranks with unequal parts of a model need not gather it in the same number of operations.
-        """
-        self._refuse_after_failure()
-        self._num_tensor_parallel_operations += 1
-        number = self._num_tensor_parallel_operations
-        return Operation(verb, self.prefix + unit, number, self._watchdog_of(group))
-
-    def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
-        """None for groups of one, and where messages carry names."""
-        try:
-            return self._watchdogs[group.process_group]
-        except KeyError:
-            watchdog = None
-            if group.size > 1 and not messages_carry_names(group, self.device):
-                mark = self.streams.mark_compute
-                watchdog = Watchdog(group, self.device, mark, self._remember_failure)
-            return self._watchdogs.setdefault(group.process_group, watchdog)
-
-    @property
-    def _remember_failure(self) -> Callable[[CollectiveError], None]:
-        root_ref = weakref.ref(self)
-
-        def remember(error: CollectiveError) -> None:
-            root = root_ref()
-            if root is not None:
-                root.failure = root.failure or error
-
-        return remember
-
-    def _refuse_after_failure(self) -> None:
-        if self.failure is not None:
-            raise CollectiveError(
-                "an earlier collective of this model failed, and its connections are unusable: "
-                f"restart the ranks. The earlier error:\n{self.failure}"
-            )
-
     def profile(self, action: str, unit: Unit) -> AbstractContextManager[object]:
         """A range in the profiler's timeline; free when no profiler runs."""
         if self._profiling():
             return torch.profiler.record_function(f"LayerZeRO3.{action}({unit.label})")
         return _NOTHING
-
-    def ordered_units(self) -> list[Unit]:
-        """Units in the order of the longest recorded forward; others after, as wrapped."""
-        first = [self.units[index] for index in dict.fromkeys(self.last_order)]
-        return first + [unit for unit in self.units if unit not in first]
-
-    def make_room_for(self, depth: int) -> None:
-        """The default budget follows explicit prefetch lists; a budget of the user's stays."""
-        budget = self.limiter.budget
-        if self._budget_is_default and budget.max_units is not None:
-            self.limiter.budget = GatherBudget(max_units=max(budget.max_units, depth + 2))
-
-    def expect(
-        self, forward: Mapping[Unit, Sequence[Unit]], backward: Mapping[Unit, Sequence[Unit]]
-    ) -> None:
-        """What to gather when a unit begins, in passes of which no order was recorded yet.
-
-        Must be the same on every rank. As far ahead as the longest list reaches, recorded orders
-        are followed from then on.
-        """
-        for unit in self.units:
-            unit.expected_in_forward = tuple(forward.get(unit, ()))
-            unit.expected_in_backward = tuple(backward.get(unit, ()))
-        self.forward_depth = max(map(len, forward.values()), default=0)
-        self.backward_depth = max(map(len, backward.values()), default=0)
-        self.make_room_for(max(self.forward_depth, self.backward_depth))
 
     @property
     def in_backward(self) -> bool:
@@ -280,9 +134,7 @@ class RootState:
         ):
             self.abort()
 
-    def _free(self, unit: Unit, returns: bool = False) -> None:
-        if not (self._graph_of_backward or self.keeps_units):
-            unit.reshard(returns)
+    # Unsharding that is asked for -----------------------------------------------------------
 
     @remembers_failure
     def gather_units(self) -> None:
@@ -293,21 +145,7 @@ class RootState:
         """
         self.clear_abandoned()
         self.weights_mark = self.streams.mark_compute()
-        self._distrust()
-        for unit in self.units:
-            if unit.is_stale:
-                unit.reshard()
-            if unit.handles:
-                unit.unshard()
-        self.keeps_units = True
-
-    def free_units(self) -> None:
-        """Free every unit, and keep units no longer. Between forward and backward calls."""
-        self.keeps_units = False
-        self._kept = self._first = None
-        for unit in self.units:
-            if unit.state is not ShardState.SHARDED:
-                self._free(unit)
+        self.residency.gather_all(distrusts=not self.reducer.adds_up)
 
     @remembers_failure
     def unshard_explicitly(self, unit: Unit, async_op: bool) -> UnshardHandle | None:
@@ -346,91 +184,21 @@ class RootState:
             unit.set_training_state(TrainingState.FORWARD)
         unit.depth += 1
         try:
-            self._make_full(unit)
+            self.residency.make_full(unit, in_backward=bool(self._passes))
         except BaseException as error:
             self.abandon_call(call, error)
             raise
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
-        self._refuse_after_failure()
+        if self.operations.failure is not None:
+            self.operations.refuse()
         self.clear_abandoned()
         self._forward_pass = ForwardPass(self._clock)
         if self._passes:
             return  # Recomputation: its visits belong to the backward pass.
         self.weights_mark = self.streams.mark_compute()
-        for other in self.units:
-            # What an earlier forward left resident may be older than the weights.
-            stays = other.explicitly_unsharded or other is self._first or self.keeps_units
-            if other.state is not ShardState.SHARDED and (other.is_stale or not stays):
-                other.reshard()
-                if self._graph_of_backward:
-                    other.unshard()  # A backward to come needs it, this forward or not.
-        self._first = None
-        self._distrust()
-        self._kept = None
-        if self.gathers_all_first:
-            with_parameters = [other for other in self.units if other.handles]
-            for other in with_parameters:
-                other.unshard()
-            for other in with_parameters:
-                other.wait_for_unshard()
-        self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
-
-    def _distrust(self) -> None:
-        """Between optimizer steps weights may have been written in ways that versions miss.
-
-        While micro-batches add up they have not.
-        """
-        if not self.reducer.adds_up:
-            for unit in self.units:
-                if unit.state is ShardState.SHARDED:  # else unsharded by hand, and to stay so
-                    for handle in unit.handles:
-                        handle.distrust()
-
-    def _make_full(self, unit: Unit) -> None:
-        in_backward = unit.training_state is TrainingState.BACKWARD
-        if not unit.handles or (unit.shows_full and (unit.depth > 1 or in_backward)):
-            return
-        if self._kept is not None and self._kept is not unit:
-            self._free(self._kept, returns=True)
-        self._kept = None
-        self._demand(unit)
-        if not self._passes:
-            expected = unit.expected_in_forward
-            self._prefetch(unit.forward_prefetch, expected, self.forward_depth)
-        elif self.backward_prefetch is not None:
-            self._prefetch_backward(unit)
-        unit.wait_for_unshard()
-        unit.show_full()
-
-    def _demand(self, unit: Unit) -> None:
-        """Gather a unit that is needed now. Only units that were not resident are recorded.
-
-        Where a resident unit is met may depend on which parameters this rank used; where another
-        one is met may not. So ranks record, predict and prefetch alike.
-        """
-        if unit.state is not ShardState.UNSHARDED:
-            self.recorder.visit(unit.index)
-            unit.unshard()
-
-    def _prefetch_backward(self, unit: Unit) -> None:
-        expected = unit.expected_in_backward
-        self._prefetch(unit.backward_prefetch, expected, self.backward_depth)
-
-    def _prefetch(
-        self, explicit: Sequence[Unit] | None, expected: Sequence[Unit], depth: int
-    ) -> None:
-        if explicit is None and self.recorder.is_first:
-            explicit = expected
-        if explicit is None:
-            explicit = [self.units[index] for index in self.recorder.predict(depth)]
-        for unit in explicit:
-            if unit.state is ShardState.SHARDED and unit.handles:
-                # What is kept is resident in the end anyway, however early it is gathered.
-                if not (self.keeps_units or self.limiter.admits(unit.nbytes)):
-                    return
-                unit.unshard(behind_reductions=bool(self._passes))
+        self.residency.begin_forward(unit, distrusts=not self.reducer.adds_up)
 
     @remembers_failure
     def end_call(self, call: ForwardCall) -> None:
@@ -438,7 +206,7 @@ class RootState:
         grad_enabled = torch.is_grad_enabled()
         self._leave(call)
         if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
-            self._free_after_forward(call.unit, grad_enabled)
+            self.residency.free_after_forward(call.unit, grad_enabled)
         self._clock += 1
         call.end = self._clock
         if grad_enabled:
@@ -446,7 +214,8 @@ class RootState:
             if not self._passes:
                 call.unit.open_starts.add(call.start)
         if self._call_depth == 0 and not self._passes:
-            self._end_forward(grad_enabled)
+            self._wait_for_uploads()
+            self._forward_pass.order = self.residency.end_forward(grad_enabled)
 
     def _leave(self, call: ForwardCall) -> None:
         self._call_depth = max(self._call_depth - 1, 0)
@@ -456,35 +225,10 @@ class RootState:
             unit.set_training_state(TrainingState.IDLE)
             unit.show_sharded()
 
-    def _free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
-        if not unit.handles:
-            return
-        if self._kept is not None:
-            self._free(self._kept, returns=True)
-            self._kept = None
-        if not unit.options.reshard_after_forward:
-            return
-        if grad_enabled:
-            self._kept = unit  # See Note [One unit stays].
-        else:
-            self._free(unit)
-
     def _wait_for_uploads(self) -> None:
         """Main shards on the host are read by the device no more: anybody may write them."""
         self.streams.wait_on_host(self.uploaded_mark)
         self.uploaded_mark = None
-
-    def _end_forward(self, grad_enabled: bool) -> None:
-        self._wait_for_uploads()
-        order = self.recorder.end()
-        self._forward_pass.order = order
-        if len(order) >= len(self.last_order):
-            self.last_order = order
-        for unit in self.units:
-            if unit.state is ShardState.SHARDED or unit.explicitly_unsharded:
-                continue
-            if unit.state is ShardState.GATHERING or not grad_enabled:
-                self._free(unit)
 
     def abandon_call(self, call: ForwardCall, error: BaseException) -> None:
         """The forward of `call` raised.
@@ -512,13 +256,8 @@ class RootState:
         unit = call.unit
         self._enter_backward(current, unit, call.forward_pass.first_start.get(unit, call.start))
         if unit.handles:
-            if self._kept is unit:
-                self._kept = None
-            self._demand(unit)
-            if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-                self._prefetch_backward(unit)
-            unit.wait_for_unshard()
-            unit.show_full()
+            prefetches = self.residency.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+            self.residency.demand(unit, prefetches, in_backward=True)
 
     def _backward_pass(self, graph_task: int, order: Order) -> BackwardPass:
         """The pass autograd is in now; a new one on first sight."""
@@ -529,14 +268,14 @@ class RootState:
         backward_pass = BackwardPass(graph_task)
         if not self._passes:
             self.reducer.begin_backward(self)
-        if not self._passes and not self.recorder.is_recording:
+        if not self._passes and not self.residency.recorder.is_recording:
             # Else `torch.autograd.grad` runs inside a forward, and is part of its order.
-            self.recorder.begin(("backward", order))
+            self.residency.recorder.begin(("backward", order))
             backward_pass.is_recorded = True
         if torch.is_grad_enabled():
             # A graph of the backward itself (create_graph) uses full parameters again, and no hook
             # tells when: units stay full, and are reduced last, until a backward without it ends.
-            self._graph_of_backward = backward_pass.makes_graph = True
+            self.residency.graph_of_backward = backward_pass.makes_graph = True
         self._passes.append(backward_pass)
         sentinel = Sentinel()
         backward_pass.sentinel = weakref.ref(sentinel, self._show_sharded_soon)
@@ -572,7 +311,7 @@ class RootState:
 
     def _finish_done(self, current: BackwardPass, call: ForwardCall) -> None:
         """See Note [When a unit is done in backward]."""
-        if self._graph_of_backward:
+        if self.residency.graph_of_backward:
             return
         done = [
             unit
@@ -583,14 +322,14 @@ class RootState:
             if any(start < current.active[unit] for start in unit.open_starts):
                 # An earlier forward is still to come back, perhaps in this very pass, and then
                 # autograd holds the gradients until they are summed: free, but wait with them.
-                self._free(unit)
+                self.residency.free(unit)
                 current.active[unit] = FINISH_LAST
             else:
                 self._finish_unit(current, unit)
 
     def _finish_unit(self, current: BackwardPass, unit: Unit, stays: bool = False) -> None:
         if not stays:
-            self._free(unit, returns=not self.reducer.requires_sync)
+            self.residency.free(unit, returns=not self.reducer.requires_sync)
         unit.show_sharded()
         if unit.is_trainable:
             self._reduce(unit)
@@ -606,8 +345,8 @@ class RootState:
 
     def _reduce(self, unit: Unit) -> None:
         self.reducer.reduce(self, unit)
-        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST and self._passes:
-            self._prefetch_backward(unit)
+        if self.residency.backward_prefetch is BackwardPrefetch.BACKWARD_POST and self._passes:
+            self.residency.prefetch_after(unit, in_backward=True)
 
     @remembers_failure
     def _end_backward(self, ended: BackwardPass) -> None:
@@ -630,8 +369,8 @@ class RootState:
         self._passes.clear()
         self._wait_for_uploads()
         if ended.is_recorded:
-            self.recorder.end()
-        self._graph_of_backward = ended.makes_graph
+            self.residency.recorder.end()
+        self.residency.graph_of_backward = ended.makes_graph
         if self.reducer.requires_sync:
             for unit in self.units:
                 unit.drop_kept_shards()
@@ -640,8 +379,8 @@ class RootState:
             # Older forwards were passed over: most likely nobody will go back through them.
             unit.open_starts = {start for start in unit.open_starts if start >= oldest}
             if unit.state is not ShardState.SHARDED and not unit.depth and unit is not first:
-                self._free(unit)
-        self._first = first
+                self.residency.free(unit)
+        self.residency.first = first
 
     def _reduce_untouched(self, ended: BackwardPass) -> None:
         """Take part in the reductions of units this backward did not reach.
@@ -667,7 +406,8 @@ class RootState:
 
         Every unit takes part that could have gradients: which ones wait may differ between ranks.
         """
-        self._refuse_after_failure()
+        if self.operations.failure is not None:
+            self.operations.refuse()
         self.clear_abandoned()
         if self._passes or self._call_depth:
             raise RuntimeError(
@@ -695,13 +435,11 @@ class RootState:
         Gradients that were not delivered are dropped, unreduced sums of earlier micro-batches
         included; `.grad` of the sharded parameters is as before the failed pass.
         """
-        if isinstance(error, CollectiveError) or self.failure is not None:
+        if isinstance(error, CollectiveError) or self.operations.failure is not None:
             return  # See Note [A failed collective is final].
         self._passes.clear()
         self._call_depth = 0
-        self._kept = self._first = None
-        self._graph_of_backward = self.keeps_units = False
-        self.recorder.abort()
+        self.residency.abort()
         self.reducer.drop()
         for unit in self.units:
             unit.reset()

@@ -13,7 +13,8 @@ from layerzero.comm.collectives import broadcast_, gather_small
 from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.layout import Piece
 from layerzero.core.parameter_info import copy_attributes
-from layerzero.runtime.root import RootState, remembers_failure
+from layerzero.runtime.operations import remembers_failure
+from layerzero.runtime.root import RootState
 from layerzero.runtime.states import TrainingState
 from layerzero.runtime.unit import Unit
 
@@ -121,7 +122,7 @@ def _gather_flat(
 ) -> torch.Tensor:
     shard = shard.to(root.device)
     for group in handle.placement.owner_groups:
-        operation = root.next_operation("summon", unit.label, group)
+        operation = root.operations.next("summon", unit.label, group)
         shard = gather_small(shard, group, operation).view(-1)
     return shard
 
@@ -214,5 +215,5 @@ def _broadcast(
     """What the first of all ranks has, to all, in place."""
     # Outer first: then the first rank of every shard group has it.
     for group in reversed(handle.placement.groups):
-        broadcast_(tensor, group, root.next_operation(verb, name, group))
+        broadcast_(tensor, group, root.operations.next(verb, name, group))
     return tensor

@@ -161,7 +161,7 @@ class Unit:
                     f"{type(module).__name__}"
                 )
             units.append(unit)
-        self.root.make_room_for(len(units))
+        self.root.residency.make_room_for(len(units))
         return units
 
     def __repr__(self) -> str:
@@ -228,7 +228,7 @@ class Unit:
         if not root.in_backward and any([h.adopt_changes(self.label) for h in self.handles]):
             root.weights_mark = root.streams.mark_compute()
         self._set_shard_state(ShardState.GATHERING)
-        root.limiter.acquire(self.nbytes)
+        root.residency.limiter.acquire(self.nbytes)
         with root.profile("unshard", self):
             for handle in self.handles:
                 self._unshard_handle(handle, root, behind_reductions)
@@ -248,7 +248,7 @@ class Unit:
         group, shard = handle.placement.shard_group, handle.compute_shard
         if handle.kept_shard is not None and handle.placement.keeping_group is not None:
             group, shard = handle.placement.keeping_group, handle.kept_shard
-        operation = root.next_operation("all-gather", self.label, group)
+        operation = root.operations.next("all-gather", self.label, group)
         if synced is None and not behind_reductions:
             self._gathers.append(self._gather(handle, shard, group, written, operation))
             return
@@ -283,7 +283,7 @@ class Unit:
                 return written, lane.so_far() if handle.is_whole else None
         outer = handle.placement.outer_group
         assert outer is not None, "else the rank owns its compute shard"
-        operation = root.next_operation("outer all-gather", self.label, outer)
+        operation = root.operations.next("outer all-gather", self.label, outer)
         with root.streams.unshard as lane:
             lane.wait(written)
             gather = all_gather(handle.compute_shard, handle.compute_slice, outer, operation)
@@ -332,7 +332,7 @@ class Unit:
             root.freed_mark = root.streams.mark_compute()
             for handle in self.handles:
                 handle.free_full()
-        root.limiter.release(self.nbytes)
+        root.residency.limiter.release(self.nbytes)
         self.explicitly_unsharded = False
         self._set_shard_state(ShardState.SHARDED)
 

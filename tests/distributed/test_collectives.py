@@ -110,18 +110,18 @@ def test_the_payload_is_the_parameters_and_less_than_a_thousandth_padding() -> N
 
 def _storages() -> None:
     model = wrapped()
-    root = units(model)[0].root
+    residency = units(model)[0].root.residency
     residents: list[int] = []
     for unit in units(model):
         unit.module.register_forward_pre_hook(lambda *_: None)
 
-    original = root._make_full
+    original = residency.make_full
 
-    def watching(unit) -> None:
-        original(unit)
+    def watching(unit, in_backward: bool) -> None:
+        original(unit, in_backward)
         residents.append(sum(nbytes > 0 for nbytes in full_nbytes(model).values()))
 
-    root._make_full = watching
+    residency.make_full = watching
     for _ in range(3):
         loss = model(batch()).sum()
         kept = {fqn for fqn, nbytes in full_nbytes(model).items() if nbytes}

@@ -92,7 +92,7 @@ def _settings_have_an_effect() -> None:
     )
     assert initialised == ["Linear"] * 8
     model = zero3(Mlp, Block, zero3_size=2, limit_all_gathers="3MB")
-    assert units(model)[0].root.limiter.budget.max_nbytes == 3 * 10**6
+    assert units(model)[0].root.residency.limiter.budget.max_nbytes == 3 * 10**6
 
 
 def test_every_setting_has_its_effect() -> None:

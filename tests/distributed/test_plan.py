@@ -326,7 +326,7 @@ def _order() -> None:
         apply_modules=["layers.{*}"], num_to_forward_prefetch=0, num_to_backward_prefetch=0
     ))  # fmt: skip
     root = units(none)[0].root
-    assert (root.forward_depth, root.backward_prefetch) == (0, None)
+    assert (root.residency.forward_depth, root.residency.backward_prefetch) == (0, None)
 
 
 def test_lists_come_from_the_plan_until_an_order_was_recorded() -> None:

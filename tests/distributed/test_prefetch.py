@@ -209,7 +209,7 @@ def _expected() -> None:
     model = wrapped()
     root = units(model)[0].root
     blocks = units(model)[1:]
-    root.expect(
+    root.residency.expect(
         {blocks[0]: blocks[1:3], blocks[1]: [blocks[2]]},
         {blocks[4]: [blocks[3], blocks[2]]},
     )
@@ -238,7 +238,7 @@ def test_expected_lists_are_followed_until_an_order_was_recorded() -> None:
 def _all_first() -> None:
     """Every unit is there before the first one runs, unused ones too; steps are the same."""
     model, plain = wrapped(), wrapped()
-    units(model)[0].root.gathers_all_first = True
+    units(model)[0].root.residency.gathers_all_first = True
     for _ in range(2):
         with timeline() as seen:
             losses = [each(batch(), [0, 3, 1]).square().sum() for each in (model, plain)]
@@ -270,7 +270,7 @@ def _budget(limit, most: int) -> None:
 
     def counting(unit, **options) -> None:
         original(unit, **options)
-        counts.append(root.limiter.nbytes // nbytes)
+        counts.append(root.residency.limiter.nbytes // nbytes)
 
     with torch.no_grad():
         model(batch(), ALL)
@@ -280,7 +280,7 @@ def _budget(limit, most: int) -> None:
         finally:
             Unit.unshard = original
     assert max(counts) == most
-    assert root.limiter.nbytes == root.limiter.num_units == 0
+    assert root.residency.limiter.nbytes == root.residency.limiter.num_units == 0
 
 
 @pytest.mark.parametrize(

@@ -115,16 +115,16 @@ def keeping_units(model: ZeRO3) -> None:
     """What a stage of a pipeline does, gathered by itself or by the schedule."""
     root = units(model)[0].root
     for by_schedule in (False, True):
-        root.keeps_units = True
+        root.residency.keeps_units = True
         if by_schedule:
             root.gather_units()
         outputs = [model(torch.randn(3, WIDTH)) for _ in range(3)]
         for index, output in enumerate(outputs):
             if index == 2:
-                root.keeps_units = False
+                root.residency.keeps_units = False
             with nullcontext() if index == 2 else model.no_sync():
                 output.sum().backward()
-        root.free_units()
+        root.residency.free_all()
         train(model, 1)
 
 

@@ -15,18 +15,18 @@ def recorded_operations(model: ZeRO3) -> Iterator[list[Operation]]:
     """Collectives that `model` starts inside, in order of issue, on this rank."""
     root = units(model)[0].root
     operations: list[Operation] = []
-    original = root.next_operation
+    original = root.operations.next
 
     def recording(verb: str, unit: str, group: ShardGroup) -> Operation:
         operation = original(verb, unit, group)
         operations.append(operation)
         return operation
 
-    root.next_operation = recording  # type: ignore[method-assign]
+    root.operations.next = recording  # type: ignore[method-assign]
     try:
         yield operations
     finally:
-        del root.next_operation
+        del root.operations.next
 
 
 def gathered(operations: list[Operation]) -> list[str]:

@@ -259,7 +259,7 @@ def _planned(tmp_path: Path) -> None:
     # The last pattern that matches decides alone.
     assert not found["blocks.0"].options.reshard_after_forward
     assert found["blocks.1"].options.reshard_after_forward
-    assert found[""].root.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    assert found[""].root.residency.backward_prefetch is BackwardPrefetch.BACKWARD_POST
     with pytest.raises(ValueError, match=r"matches no.*near matches: 'blocks'"):
         fit(ZeRO3Strategy(), zero3_plan={"bloks": {}})
     with pytest.raises(ValueError, match="auto_wrap_policy is given, and strategy_adapter_cfg has"):

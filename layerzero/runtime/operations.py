@@ -1,0 +1,123 @@
+"""Operations: the names of one model's collectives, who watches them, and the first that failed.
+
+Every collective of a model gets its name here, and none does after one has failed.
+
+Note [A failed collective is final]
+    After a timeout or a lost peer the connections are unusable and buffers may still be written
+    by the transport. Nothing is freed or retried; every later use repeats the first error.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from layerzero.comm.collectives import Operation, messages_carry_names
+from layerzero.comm.diagnosis import CollectiveError
+from layerzero.comm.streams import Streams
+from layerzero.comm.watchdog import Watchdog
+from layerzero.core.groups import ShardGroup
+
+if TYPE_CHECKING:
+    from layerzero.runtime.root import RootState
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def remembers_failure(method: _Method) -> _Method:
+    """For what takes the root first: see Note [A failed collective is final]."""
+
+    @functools.wraps(method)
+    def wrapped(root: RootState, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(root, *args, **kwargs)
+        except CollectiveError as error:
+            first = root.operations.remember(error)
+            if str(first) not in str(error):
+                raise first from error  # A watchdog knew before, and knows more.
+            raise
+
+    return wrapped  # type: ignore[return-value]
+
+
+class Operations:
+    """The collectives of one model, in order of issue."""
+
+    prefix: str
+    """Put before the names of units, where several models share a group."""
+    failure: CollectiveError | None
+    """The first collective that failed; see Note [A failed collective is final]."""
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self.prefix = ""
+        self.failure = None
+        self._device = device
+        self._streams = streams
+        self._count = 0
+        self._tensor_parallel_count = 0
+        self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
+
+    def next(self, verb: str, unit: str, group: ShardGroup) -> Operation:
+        """Name the next collective, which `group` takes part in; every rank counts alike.
+
+        Raises:
+            CollectiveError: an earlier collective of this model failed.
+        """
+        if self.failure is not None:
+            self.refuse()
+        self._count += 1
+        return Operation(verb, self.prefix + unit, self._count, self._watchdog_of(group))
+
+    def next_tensor_parallel(self, verb: str, unit: str, group: ShardGroup) -> Operation:
+        """`next` for one of the root's `tensor_parallel_groups`, counted apart.
+
+        Ranks with unequal parts of a model need not gather it in the same number of operations.
+        """
+        if self.failure is not None:
+            self.refuse()
+        self._tensor_parallel_count += 1
+        number = self._tensor_parallel_count
+        return Operation(verb, self.prefix + unit, number, self._watchdog_of(group))
+
+    def remember(self, error: CollectiveError) -> CollectiveError:
+        """A collective failed.
+
+        Returns:
+            The error of the first that did.
+        """
+        self.failure = self.failure or error
+        return self.failure
+
+    def refuse(self) -> NoReturn:
+        """To be called where `failure` is set and a collective would follow."""
+        raise CollectiveError(
+            "an earlier collective of this model failed, and its connections are unusable: "
+            f"restart the ranks. The earlier error:\n{self.failure}"
+        )
+
+    def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
+        """None for groups of one, and where messages carry names."""
+        try:
+            return self._watchdogs[group.process_group]
+        except KeyError:
+            watchdog = None
+            if group.size > 1 and not messages_carry_names(group, self._device):
+                mark = self._streams.mark_compute
+                watchdog = Watchdog(group, self._device, mark, self._remember_weakly())
+            return self._watchdogs.setdefault(group.process_group, watchdog)
+
+    def _remember_weakly(self) -> Callable[[CollectiveError], None]:
+        """`remember` for a watchdog, which must not keep the model alive."""
+        operations_ref = weakref.ref(self)
+
+        def remember(error: CollectiveError) -> None:
+            operations = operations_ref()
+            if operations is not None:
+                operations.remember(error)
+
+        return remember
