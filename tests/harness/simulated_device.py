@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from layerzero import arguments
 from layerzero.comm import collectives
@@ -43,6 +42,15 @@ Clock = dict[int, int]
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _FREED = ", in memory freed since"
 _BLOCKS_HOST = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Of an operator's arguments or results, which nest in lists alone."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def _merge(clock: Clock, other: Clock) -> None:
@@ -98,6 +106,10 @@ class _Memory:
     last: dict[int, str] = field(default_factory=dict)
     """Stream -> what it did here last, for the report."""
 
+    def is_gone(self) -> bool:
+        # As `alive.expired()`, without its two calls: every allocation asks all memories.
+        return torch.UntypedStorage._expired(self.alive.cdata)
+
 
 class SimulatedDevice(TorchDispatchMode):
     """Stands in for a device module such as `torch.cuda`, and watches what torch does."""
@@ -150,11 +162,11 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         memory = self._memories.get(tensor.untyped_storage()._cdata)
-        return memory is not None and not memory.alive.expired() and memory.home is self._host
+        return memory is not None and not memory.is_gone() and memory.home is self._host
 
     def _allocate(self, storage: torch.UntypedStorage) -> _Memory:
         """Memory from the pool of the current stream."""
-        for key in [key for key, memory in self._memories.items() if memory.alive.expired()]:
+        for key in [key for key, memory in self._memories.items() if memory.is_gone()]:
             self._free(key)
         home = self.current_stream()
         before = dict(self._freed.get(home.id, {}))
@@ -185,7 +197,7 @@ class SimulatedDevice(TorchDispatchMode):
         if not storage.nbytes() or not tensor.numel():
             return
         memory = self._memories.get(storage._cdata)
-        if memory is None or memory.alive.expired():
+        if memory is None or memory.is_gone():
             memory = self._allocate(storage)
         self._require(memory.written, memory, stream, what)
         if writes:
@@ -216,7 +228,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = list(_tensors_in(result))
         on_host = self._runs_on_host(args, kwargs)
         if name in _ALLOCATES:
             for output in outputs:
@@ -235,8 +247,8 @@ class SimulatedDevice(TorchDispatchMode):
         for position, argument in enumerate(func._schema.arguments):
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_leaves(given):
-                if isinstance(tensor, Tensor) and (tensor.dim() or not on_host):
+            for tensor in _tensors_in(given):
+                if tensor.dim() or not on_host:
                     seen.add(tensor.untyped_storage()._cdata)
                     self._access(tensor, stream, name, writes)
         for output in outputs:
@@ -252,7 +264,7 @@ class SimulatedDevice(TorchDispatchMode):
         """Whether all tensors are the host's; a scalar is at home on both sides."""
         if kwargs.get("device") is not None:
             return False
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _tensors_in((args, tuple(kwargs.values())))
         tensors = [tensor for tensor in given if tensor.dim()]
         return bool(tensors) and all(self._is_on_host(tensor) for tensor in tensors)
 
