@@ -100,7 +100,7 @@ def _train(how: str, names: list[str], options: dict) -> None:
             assert_trains_alike(
                 sharded(case, **options),
                 seeded(case.build),
-                _micro_batches(name, steps=3, count=3),
+                _micro_batches(name, steps=2, count=3),
                 run=UNSHARDED[how],
                 reference_run=_in_turn,
                 roundings=roundings_of(world_size, case),
@@ -265,7 +265,7 @@ def _train_sharded(how: str, names: list[str], options: dict) -> None:
             assert_trains_alike(
                 sharded(case, accumulation="sharded", **options),
                 seeded(case.build),
-                _micro_batches(name, steps=3, count=3),
+                _micro_batches(name, steps=2, count=3),
                 run=UNSHARDED[how],
                 reference_run=_in_turn,
                 roundings=64,
