@@ -23,7 +23,7 @@ from tests.harness.compare import (
     sharded,
     zero3,
 )
-from tests.harness.models import CASES, Block, Mlp
+from tests.harness.models import CASES, OUTPUT_KINDS, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import (
@@ -84,6 +84,10 @@ def test_every_toy_model_trains_in_every_mode_and_split(
 ) -> None:
     few = ["transformer", "odd_shapes", "unused_parts"]
     names = list(CASES) if world_size == 4 and zero3_size < 4 else few
+    if (zero3_size, mode) != (2, "zero1"):
+        # What a structure of outputs needs does not ask how ranks are layered: all kinds once.
+        others = {f"{kind}_output" for kind in OUTPUT_KINDS if kind != "dict"}
+        names = [name for name in names if name not in others]
     run_ranks(world_size, _train, zero3_size, mode, names, "sgd_momentum", timeout=120)
 
 
@@ -372,32 +376,29 @@ def _by_ema_swap(model: ZeRO3, plain: nn.Module) -> None:
 CHANGES = [_by_optimizer, _by_data, _by_assigned_data, _by_load, _by_summon, _by_ema_swap]
 
 
-def _never_stale(mode: str, zero3_size: int, low: bool, in_train: bool) -> None:
-    batches = batches_of(CASES["mlp"], 4, steps=1)[0]
-    own = batches[dist.get_rank()]
+def _never_stale(mode: str, zero3_size: int, low: bool) -> None:
+    own = batches_of(CASES["mlp"], 4, steps=1)[0][dist.get_rank()]
     precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
+    options = {"mixed_precision": precision, "reshard_after_forward": "compute_shard"}
     for change in CHANGES:
-        options = {"mixed_precision": precision, "reshard_after_forward": "compute_shard"}
-        model = _layered("mlp", zero3_size, mode, **options)
         fresh = _layered("mlp", zero3_size, mode, **options)
-        cast = own
-        for _ in range(2):
-            with torch.set_grad_enabled(in_train):
-                model(cast)  # Before the change: what it gathered must not be used again.
-            change(model, seeded(Mlp))
         for _ in range(2):
             change(fresh, seeded(Mlp))
         with torch.no_grad():
-            assert_bitwise(model(cast), fresh(cast), f"{change.__name__}: output")
-        forward_backward(model, cast)
-        forward_backward(fresh, cast)
-        own_gradients = full_gradients(model)
-        assert_same_parameters(own_gradients, full_gradients(fresh), what=change.__name__)
-
-
-def _never_stale_in_either(mode: str, zero3_size: int, low: bool) -> None:
-    for in_train in (False, True):
-        _never_stale(mode, zero3_size, low, in_train)
+            expected = fresh(own)
+        forward_backward(fresh, own)
+        expected_gradients = full_gradients(fresh)
+        for in_train in (False, True):
+            what = f"{change.__name__}, {in_train=}:"
+            model = _layered("mlp", zero3_size, mode, **options)
+            for _ in range(2):
+                with torch.set_grad_enabled(in_train):
+                    model(own)  # Before the change: what it gathered must not be used again.
+                change(model, seeded(Mlp))
+            with torch.no_grad():
+                assert_bitwise(model(own), expected, f"{what} output")
+            forward_backward(model, own)
+            assert_same_parameters(full_gradients(model), expected_gradients, what=what)
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
@@ -405,7 +406,7 @@ def _never_stale_in_either(mode: str, zero3_size: int, low: bool) -> None:
     ("mode", "zero3_size"), [("zero1", 2), ("zero1", 1), ("replicate", 2), ("shard", 2)]
 )
 def test_changed_weights_are_never_stale(mode: str, zero3_size: int, low: bool) -> None:
-    run_ranks(4, _never_stale_in_either, mode, zero3_size, low)
+    run_ranks(4, _never_stale, mode, zero3_size, low)
 
 
 # Kept in the shard group ----------------------------------------------------------------------
