@@ -12,6 +12,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 # Half of the cores, at least one: two ranks share the machine.
 HALF_CORES := $(shell echo $$(( $(CORES) > 1 ? $(CORES) / 2 : 1 )))
+# Some tests only wait for a timeout to run out: the others use the cores meanwhile.
+WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 
 .PHONY: help train test check bench clean
 
@@ -38,8 +40,9 @@ train: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $$ranks -- examples/train_lm.py $(ARGS)
 
 # One thread a process: pytest-xdist already fills the cores, and each test starts ranks of its own.
+# Tests of one file, which wait alike, stay on one worker until another has nothing left.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
