@@ -307,8 +307,8 @@ def _share_cores_well(start: _Start) -> None:
 
     A send over gloo wakes its receiver while the sender holds its pair's lock, and gloo's own
     thread polls without a pause for a lock that is taken. A sender put aside there by what it woke
-    costs its whole wait in processor time: of crowded ranks a third of all. So a wake puts nobody
-    aside, and a rank stays on one core, where its two threads cannot run at once.
+    costs its whole wait in processor time: of crowded ranks a sixth to a third of all. So a wake
+    puts nobody aside, and a rank stays on one core, where its two threads cannot run at once.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
