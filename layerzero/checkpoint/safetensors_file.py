@@ -48,6 +48,10 @@ _MAX_HEADER_NBYTES = 100_000_000
 """What the library accepts; a longer one is damage."""
 
 
+class UnknownDtype(ValueError):
+    """A header is well-formed, but for a dtype that has no name here."""
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """A tensor in a file."""
@@ -123,7 +127,7 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
 
     Raises:
         ValueError: what is wrong with the header, or with it and the size of the file.
-        CheckpointError: nothing is, but a tensor has a dtype that is not known here.
+        UnknownDtype: a tensor has one that is none of `DTYPES`: damage, or a later format.
     """
     try:
         header = json.loads(head[_LENGTH_NBYTES:])
@@ -143,6 +147,8 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
                     f"after a tensor that ends at {end}"
                 )
             end = stop
+    except UnknownDtype:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header is damaged: {error!r}") from error
     if end != file_nbytes:
@@ -152,7 +158,7 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
 
 def _dtype(name: str, tensor: str) -> torch.dtype:
     if name not in DTYPES and _DTYPE_NAME.fullmatch(name):
-        raise CheckpointError(
+        raise UnknownDtype(
             f"{tensor} has the dtype {name}, which is not known here; known are "
             + ", ".join(DTYPES)
             + ". Write the file again with one of these"

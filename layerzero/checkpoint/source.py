@@ -26,6 +26,7 @@ from layerzero.checkpoint.manifest import (
 from layerzero.checkpoint.safetensors_file import (
     DTYPES,
     TensorEntry,
+    UnknownDtype,
     dtype_name,
     head_nbytes,
     metadata_of,
@@ -193,7 +194,7 @@ def _tensors_of(
         path = folder / name
         if manifest is not None:
             check_size(path, manifest.files[name])
-        head, found = read_head(path)
+        head, found = read_head(path, is_ours=manifest is not None)
         if manifest is not None:
             check_head(path, head, found, manifest)
         for tensor, entry in found.items():
@@ -218,11 +219,14 @@ def check_head(path: Path, head: bytes, found: dict[str, TensorEntry], manifest:
         raise CheckpointError(f"{path}: damaged: its header is not what was written")
 
 
-def read_head(path: Path) -> tuple[bytes, dict[str, TensorEntry]]:
+def read_head(path: Path, is_ours: bool) -> tuple[bytes, dict[str, TensorEntry]]:
     """Everything before the first tensor of a safetensors file, and its tensors.
 
+    Args:
+        is_ours: whether we wrote it, and so with no dtype that we do not know.
+
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: it is missing or damaged, or of a later format.
     """
     try:
         nbytes = path.stat().st_size
@@ -233,6 +237,5 @@ def read_head(path: Path) -> tuple[bytes, dict[str, TensorEntry]]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        is_damaged = is_ours or not isinstance(error, UnknownDtype)
+        raise CheckpointError(f"{path}: {'damaged: ' if is_damaged else ''}{error}") from error

@@ -96,7 +96,7 @@ def _tensors(path: Path, manifest: Manifest | None) -> Finding:
     try:
         if manifest is not None:
             check_size(path, manifest.files[path.name])
-        head, found = read_head(path)
+        head, found = read_head(path, is_ours=manifest is not None)
         if manifest is not None:
             check_head(path, head, found, manifest)
     except (CheckpointError, OSError) as error:

@@ -21,7 +21,7 @@ from layerzero.checkpoint.manifest import FileRecord, Manifest, check_file_name
 from layerzero.checkpoint.root_lock import RootLock
 from layerzero.checkpoint.runs import Extent, boxes, runs
 from layerzero.checkpoint.safetensors_file import DTYPES, head_nbytes, make_head, parse_head
-from layerzero.checkpoint.source import open_source
+from layerzero.checkpoint.source import open_source, read_head
 
 WHOLES = [(), (1,), (7,), (4, 5), (1, 5), (3, 1), (2, 3, 4), (2, 1, 3, 2), (0, 3)]
 BLOCKS = [
@@ -132,6 +132,8 @@ def test_a_dtype_of_a_later_format_is_not_called_damage(tmp_path: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CheckpointError, match=r"model\.safetensors: a has the dtype F4, .* F64,"):
         open_source(path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged: a has the dtype F4"):
+        read_head(path, is_ours=True)
 
 
 @pytest.mark.parametrize(
