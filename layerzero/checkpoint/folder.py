@@ -15,6 +15,7 @@ Note [One rename commits]
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -174,7 +175,8 @@ def make_durably(path: Path) -> None:
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
-        sync_folder(each.parent)
+        with contextlib.suppress(PermissionError):  # to write there is not to read there
+            sync_folder(each.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -18,7 +18,12 @@ from layerzero.checkpoint.errors import CheckpointError
 from layerzero.checkpoint.handle import SaveHandle
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.comm.group_names import agree_on_group_names
-from layerzero.core.groups import LONGEST_DEFAULT_TIMEOUT, ShardGroup, make_shard_group
+from layerzero.core.groups import (
+    LONGEST_DEFAULT_TIMEOUT,
+    ShardGroup,
+    describe_group,
+    make_shard_group,
+)
 from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState
 
@@ -156,7 +161,7 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> P
         ranks, parent = dist.get_process_group_ranks(process_group), process_group
         if root.device.type not in dist.get_backend_config(process_group):
             device = torch.device("cpu")
-        axes = [make_shard_group(process_group, device, None)]
+        axes = [describe_group(process_group, device, None)]
     elif placements:
         ranks = _sharing(root, {rank for placement in placements for rank in placement.members})
         parent = placements[0].shard_group.process_group

@@ -113,7 +113,21 @@ def make_shard_groups(
 def make_shard_group(
     process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None
 ) -> ShardGroup:
-    """Describe `process_group` for tensors on `device`.
+    """Take `process_group` for the collectives of a model, and bound its waits.
+
+    Raises:
+        ValueError: as `describe_group`.
+    """
+    group = describe_group(process_group, device, timeout)
+    if group.backend != "gloo":
+        _let_backend_wait(process_group, device, group.timeout + BACKEND_GRACE)
+    return group
+
+
+def describe_group(
+    process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None
+) -> ShardGroup:
+    """What `process_group` is for tensors on `device`; it stays as it is.
 
     Raises:
         ValueError: the group has no backend for the device, or the timeout is not positive.
@@ -129,8 +143,6 @@ def make_shard_group(
         timeout = min(_group_timeout(process_group, device), LONGEST_DEFAULT_TIMEOUT)
     elif timeout <= timedelta(0):
         raise ValueError(f"timeout: expected a positive timedelta, got {timeout!r}")
-    if backend != "gloo":
-        _let_backend_wait(process_group, device, timeout + BACKEND_GRACE)
     return ShardGroup(
         process_group=process_group,
         rank=dist.get_rank(process_group),

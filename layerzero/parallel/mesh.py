@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from layerzero.comm.group_names import agree_on_group_names
-from layerzero.core.groups import make_shard_groups
+from layerzero.core.groups import describe_group, resolve_process_groups
 from layerzero.parallel.sizes import AXES, DATA_AXIS, EXPERT_AXES, MeshSizes
 
 
@@ -65,10 +65,10 @@ def _expert_mesh(
 
 def _agree_on_group_names(device_type: str) -> None:
     """So that the groups that follow, of some ranks each, can be made."""
-    world = dist.group.WORLD
+    (world,) = resolve_process_groups(None)
     is_for_cpu = "cpu" in dist.get_backend_config(world)
     device = torch.device("cpu" if is_for_cpu else device_type)
-    agree_on_group_names(make_shard_groups(world, device, None), device)
+    agree_on_group_names([describe_group(world, device, None)], device)
 
 
 def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
