@@ -154,22 +154,22 @@ def participants_of(root: RootState, process_group: dist.ProcessGroup | None) ->
 
 def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> Participants:
     placements = [handle.placement for unit in root.units for handle in unit.handles]
-    axes, device = _axes_of(placements, root), root.device
     parent: dist.ProcessGroup | RootState = root
     ranks: Sequence[int] = [dist.get_rank()]
     if process_group is not None:
         ranks, parent = dist.get_process_group_ranks(process_group), process_group
-        if root.device.type not in dist.get_backend_config(process_group):
-            device = torch.device("cpu")
-        axes = [describe_group(process_group, device, None)]
     elif placements:
         ranks = _sharing(root, {rank for placement in placements for rank in placement.members})
         parent = placements[0].shard_group.process_group
     made = _made.setdefault(parent, {})
     key = tuple(ranks)
     if key not in made:
-        if len(key) > 1:
-            agree_on_group_names(axes, device)
+        if process_group is not None:
+            has_device = root.device.type in dist.get_backend_config(process_group)
+            device = root.device if has_device else torch.device("cpu")
+            agree_on_group_names([describe_group(process_group, device, None)], device)
+        else:
+            agree_on_group_names(_axes_of(placements, root), root.device)
         timeouts = [placement.shard_group.timeout for placement in placements]
         made[key] = Participants(_make_group(key, max(timeouts, default=LONGEST_DEFAULT_TIMEOUT)))
     return made[key]
