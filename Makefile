@@ -15,13 +15,14 @@ HALF_CORES := $(shell echo $$(( $(CORES) > 1 ? $(CORES) / 2 : 1 )))
 # Some tests only wait for a timeout to run out: the others use the cores meanwhile.
 WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 
-.PHONY: help train test check bench clean
+.PHONY: help train test check bench wheel clean
 
 help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
 	@echo 'make check   ruff and mypy'
 	@echo 'make bench   pad-copy beside memcpy; host overhead, step time, layered ZeRO, checkpoints beside others'
+	@echo 'make wheel   a wheel and a source distribution, in dist/'
 	@echo 'make clean   remove the environment, builds and caches, but no results'
 	@echo
 	@echo 'The first of them sets up .venv and builds the kernels of csrc/ where a compiler is;'
@@ -56,9 +57,13 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_layered.py --plot ""
 	$(BIN)/python benchmarks/bench_checkpoint.py
 
+# One wheel serves every Python from 3.10 and every torch from 2.11 (stable ABIs on both sides).
+wheel: $(INSTALLED)
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
 # torch comes first because the package builds against the one that is installed, not in isolation;
 # pip before 23.1 would isolate an editable build all the same unless told to go by PEP 517.
-$(INSTALLED): constraints.txt setup.py $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h)
+$(INSTALLED): constraints.txt setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "layerzero needs Python 3.10 or newer, $(PYTHON) is " + sys.version)'
 	@echo "Setting up $(VENV) (the first time, torch takes a minute or so to download)"
 	$(PYTHON) -m venv $(VENV)
@@ -68,5 +73,5 @@ $(INSTALLED): constraints.txt setup.py $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build layerzero/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist layerzero/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The package's build. Settings of the developer tools live in the dotfiles beside it.
+"""The package's build: the native part, dependencies and extras. Metadata is in pyproject.toml.
 
 The native part is built against the torch that is already installed, which an isolated build does
 not see: `pip install --no-build-isolation -e .`. Without torch or without a working compiler the
@@ -205,12 +205,6 @@ NATIVE = Extension(
 )
 
 setup(
-    name="layerzero",
-    version="0.1.0",
-    description="A ZeRO-3 engine on flat parameters for PyTorch",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    python_requires=">=3.10",
     packages=find_packages(include=["layerzero", "layerzero.*"]),
     package_data={"layerzero": ["py.typed"]},
     ext_modules=[NATIVE],
@@ -233,6 +227,6 @@ setup(
         "megatron": MEGATRON,
         "hf": HF,
         "test": TEST,
-        "dev": [*TEST, "ruff", "mypy"],
+        "dev": [*TEST, "ruff", "mypy", "build"],
     },
 )

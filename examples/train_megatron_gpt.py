@@ -62,7 +62,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pipeline", type=int, default=1, help="stages")
     parser.add_argument("--virtual", type=int, help="chunks of each stage: interleaved 1F1B")
     parser.add_argument("--context", type=int, default=1, help="context-parallel ranks")
-    parser.add_argument("--experts", type=int, help="of each layer, all of them on every rank")
+    parser.add_argument("--experts", type=int, help="of each layer")
+    parser.add_argument("--expert-parallel", type=int, default=1, help="ranks that split experts")
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--loss-scale", type=float, help="fp16: constant instead of dynamic")
     parser.add_argument("--initial-loss-scale", type=float, default=2.0**16)
@@ -116,6 +117,7 @@ def transformer_config(options: argparse.Namespace) -> TransformerConfig:
         recompute_method="uniform" if options.recompute else None,
         recompute_num_layers=1 if options.recompute else None,
         num_moe_experts=options.experts,
+        expert_model_parallel_size=options.expert_parallel,
         moe_token_dispatcher_type="allgather",
         add_bias_linear=options.experts is None,
         **megatron_cpu.PLAIN_TORCH,
@@ -315,7 +317,11 @@ def train(options: argparse.Namespace, device: torch.device) -> list[Step]:
 
 def join_groups(options: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(
-        options.tensor, options.pipeline, options.virtual, context_parallel_size=options.context
+        options.tensor,
+        options.pipeline,
+        options.virtual,
+        context_parallel_size=options.context,
+        expert_model_parallel_size=options.expert_parallel,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 

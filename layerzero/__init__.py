@@ -4,18 +4,20 @@
 a process group. See README.md, and docs/life_of_a_parameter.md for how it works inside.
 """
 
-from layerzero import checkpoint
+from layerzero import checkpoint, optim
+from layerzero.by_hand import pregather
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
 from layerzero.ops import native_status
-from layerzero.optim.scaler import GradScaler
+from layerzero.optim import GradScaler, global_norm
 from layerzero.parallel import ParallelManager
-from layerzero.plan import ShardingPlan, shard_with_plan
+from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_plan
+from layerzero.rewrap import rewrap
+from layerzero.version import __version__
 from layerzero.zero3 import ZeRO3, register_forward_method, units
 
-__version__ = "0.1.0"
-
 __all__ = [
+    "ActivationCheckpointing",
     "BackwardPrefetch",
     "CollectiveError",
     "GradScaler",
@@ -24,9 +26,14 @@ __all__ = [
     "ParallelManager",
     "ShardingPlan",
     "ZeRO3",
+    "__version__",
     "checkpoint",
+    "global_norm",
     "native_status",
+    "optim",
+    "pregather",
     "register_forward_method",
+    "rewrap",
     "shard_with_plan",
     "units",
 ]

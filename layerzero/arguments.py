@@ -1,9 +1,7 @@
-"""Checks of what `ZeRO3` is given, before anything is changed; and a warning after."""
+"""Checks of what `ZeRO3` is given, before anything is changed."""
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -26,7 +24,10 @@ from layerzero.core.groups import ShardGroup, resolve_process_groups
 from layerzero.core.host import is_apart_from
 from layerzero.core.placement import Outer
 from layerzero.core.tensor_parallel import is_supported
-from layerzero.runtime.unit import Unit, get_unit
+from layerzero.notices import warn_once
+from layerzero.runtime.unit import get_unit
+from layerzero.same_start import Outline
+from layerzero.torch_arguments import to_unit_arguments
 from layerzero.wrap import UnitPlan
 
 _OUTER: tuple[Outer, ...] = get_args(Outer)
@@ -44,36 +45,46 @@ class UnitArguments:
     offload: OffloadPolicy
     process_group: dist.ProcessGroup | DeviceMesh | None = None
     """The ranks that have the unit, where these are some of those that share the model."""
+    expert_numbers: Mapping[int, int] | dist.ProcessGroup | DeviceMesh | None = None
+    """Of experts that have the same names on every rank: see expert_numbers.py."""
     hook_module: nn.Module | None = None
     """Whose calls are the unit's, beside those of the unit's own module."""
 
-    def overridden(self, where: str, own: Mapping[str, Any], device: torch.device) -> UnitArguments:
-        """These, with what `auto_wrap_policy` gave for one unit.
+    def of_unit(self, plan: UnitPlan, device: torch.device) -> UnitArguments:
+        """These, with what `auto_wrap_policy` gave for one unit, and what functions say of it.
 
         Raises:
             ValueError, TypeError: an argument that units share, or a bad value.
         """
-        if not own:
+        if plan.existing is not None:
             return self
+        try:
+            mine = self._overridden(to_unit_arguments(plan.arguments, plan.module), device)
+            reshard = mine.reshard_after_forward
+            if callable(reshard):
+                chosen = reshard(plan.module, plan.fqn)
+                mine = replace(mine, reshard_after_forward=check_reshard_after_forward(chosen))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{plan.label}: {error}") from None
+        return mine
+
+    def _overridden(self, own: Mapping[str, Any], device: torch.device) -> UnitArguments:
         known = [field.name for field in fields(UnitArguments)]
         for name in own:
             if name not in known:
                 raise ValueError(
-                    f"{where}: auto_wrap_policy gave {name}={own[name]!r}; expected arguments that "
+                    f"auto_wrap_policy gave {name}={own[name]!r}; expected arguments that "
                     f"may differ between units, {known}: give others to ZeRO3 itself"
                 )
-        try:
-            mixed_precision = own.get("mixed_precision", self.mixed_precision)
-            check_mixed_precision(mixed_precision)
-            check_gradient_reduction(own.get("gradient_reduction", "mean"))
-            if not callable(own.get("reshard_after_forward")):
-                check_reshard_after_forward(own.get("reshard_after_forward", True))
-            _check_hook_module(own.get("hook_module"))
-            changes = dict(own, mixed_precision=mixed_precision or MixedPrecision())
-            if "offload" in own:
-                changes["offload"] = effective_offload(own["offload"], device)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{where}: {error}") from None
+        mixed_precision = own.get("mixed_precision", self.mixed_precision)
+        check_mixed_precision(mixed_precision)
+        check_gradient_reduction(own.get("gradient_reduction", "mean"))
+        if not callable(own.get("reshard_after_forward")):
+            check_reshard_after_forward(own.get("reshard_after_forward", True))
+        _check_hook_module(own.get("hook_module"))
+        changes = dict(own, mixed_precision=mixed_precision or MixedPrecision())
+        if "offload" in own:
+            changes["offload"] = effective_offload(own["offload"], device)
         return replace(self, **changes)
 
 
@@ -96,8 +107,20 @@ def check_gradient_reduction(value: object) -> None:
 
 def check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"ZeRO3: expected an nn.Module, got {type(module).__name__}")
-    if get_unit(module) is not None:
+        several = (
+            ": put one module around them, or leave them out of auto_wrap_policy, and they are "
+            "gathered with the unit around them (docs/migrating.md)"
+        )
+        raise TypeError(
+            f"ZeRO3: expected an nn.Module, got {type(module).__name__}"
+            + (several if isinstance(module, (list, tuple)) else "")
+        )
+    unit = get_unit(module)
+    if unit is None:
+        return
+    root = unit.root_if_alive
+    # A module whose wrapper is gone may be wrapped again; a wrapper is no such module.
+    if unit.module is not module or (root is not None and root.is_wrapped):
         raise RuntimeError(
             f"ZeRO3: this {type(module).__name__} is wrapped already; wrap each module once, or "
             "wrap a module that contains it"
@@ -139,6 +162,7 @@ def check_agreement(
     outer: Outer,
     tensor_parallel: DeviceMesh | None,
     experts: int,
+    outline: Outline,
 ) -> None:
     """Refuse what differs between ranks, or does not fit. Collective over `axes`.
 
@@ -146,6 +170,7 @@ def check_agreement(
         axes: the ranks that share the model: one group, or a mesh's inner and outer ones.
         tensor_parallel: the mesh of the parameters that are DTensors.
         experts: what `structure_of` (experts.py) says of the model.
+        outline: of the parameters that all these ranks have.
 
     Raises:
         ValueError: the same on every rank, with every rank's values where they differ.
@@ -157,12 +182,13 @@ def check_agreement(
         _OUTER.index(outer),
         -1 if tensor_parallel is None else _place_in(tensor_parallel),
         experts,
+        outline.number,
     ]
     values = torch.tensor(own, device=device)
     for axis in axes:
         if axis.size > 1:
             values = gather_small(values, axis, Operation("agreement", "zero3_size and outer", 0))
-    every = values.view(-1, 4).tolist()
+    every = values.view(-1, len(own)).tolist()
     if any(other[:2] != every[0][:2] for other in every):
         listed = "; ".join(f"zero3_size={size}, outer={_OUTER[mode]!r}" for size, mode, *_ in every)
         raise ValueError(
@@ -174,7 +200,7 @@ def check_agreement(
             f"with a process_group of their own) at unequal places; rank {dist.get_rank()} has "
             f"{'some' if experts else 'none'}; give every rank as many experts, of equal size"
         )
-    if any(other != every[0] for other in every):
+    if any(other[2] != every[0][2] for other in every):
         raise ValueError(
             "process_group: its ranks have different parts of the DTensor parameters: their "
             f"places in the tensor-parallel mesh (-1: no DTensors) are {[e[2] for e in every]}, "
@@ -182,6 +208,8 @@ def check_agreement(
             'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
             'parallelize_module(..., mesh["tp"]), ZeRO3(..., process_group=mesh["dp"])'
         )
+    if any(other[4] != every[0][4] for other in every):
+        raise ValueError(outline.explain(axes, device))
     if zero3_size is not None and len(axes) == 2 and zero3_size != num_inner:
         raise ValueError(
             f"zero3_size={zero3_size} and a mesh (outer, inner) of {num_outer, num_inner}: the "
@@ -193,9 +221,11 @@ def check_agreement(
         )
     has_outer = num_outer > 1 or zero3_size not in (None, num_inner)
     if outer != "zero1" and not has_outer:
-        warnings.warn(
+        warn_once(
+            f"outer={outer}",
             f"outer={outer!r} has no effect: the shard group is the whole group, there is no axis "
             "outside it",
+            is_first=not any(other.rank for other in axes) and not own[2] > 0,
             stacklevel=3,
         )
 
@@ -284,9 +314,8 @@ def effective_offload(offload: OffloadPolicy | None, device: torch.device) -> Of
     if not isinstance(offload, OffloadPolicy):
         raise TypeError(f"offload: expected an OffloadPolicy or None, got {offload!r}")
     if (offload.params or offload.grads) and not is_apart_from(device):
-        warnings.warn(
-            f"offload={offload} has no effect: {device} has no memory of its own", stacklevel=3
-        )
+        text = f"offload={offload} has no effect: {device} has no memory of its own"
+        warn_once(text, text, stacklevel=3)
         return OffloadPolicy()
     return offload
 
@@ -296,35 +325,12 @@ def check_reshard_after_forward(value: object) -> ReshardAfterForward:
         return "compute_shard"
     if isinstance(value, bool):
         return value
+    advice = ""
+    if isinstance(value, int):
+        advice = (
+            f"; for shards over {value} ranks use zero3_size={value}, outer='shard', "
+            "reshard_after_forward='compute_shard'"
+        )
     raise ValueError(
-        f"reshard_after_forward: expected True, False or 'compute_shard', got {value!r}"
+        f"reshard_after_forward: expected True, False or 'compute_shard', got {value!r}{advice}"
     )
-
-
-def warn_about_old_optimizers(built: list[Unit]) -> None:
-    """An optimizer made before wrapping still holds, and would update, the old parameters."""
-    alive = {
-        id(parameter): fqn
-        for unit in built
-        for fqn, reference in unit.originals
-        if (parameter := reference()) is not None
-    }
-    if not alive:
-        return
-    for candidate in gc.get_objects():
-        # Not isinstance: it asks the object itself for its class, and lazy ones then load or warn.
-        if not issubclass(type(candidate), torch.optim.Optimizer):
-            continue
-        held = [
-            alive[id(parameter)]
-            for group in candidate.param_groups
-            for parameter in group["params"]
-            if id(parameter) in alive
-        ]
-        if held:
-            warnings.warn(
-                f"an optimizer ({type(candidate).__name__}) was built before wrapping and holds "
-                f"{len(held)} parameters that no longer belong to the model, {held[0]!r} first; "
-                "build it from the wrapped model's parameters()",
-                stacklevel=3,
-            )

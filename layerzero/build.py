@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from layerzero.arguments import UnitArguments, check_reshard_after_forward
 from layerzero.checkpoint import module_state
@@ -17,11 +18,15 @@ from layerzero.config import MixedPrecision
 from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
 from layerzero.core.groups import ShardGroup
 from layerzero.core.host import HostMemory
+from layerzero.core.parameter_hooks import kind_of_hooks
+from layerzero.core.parameter_info import foreign_class
 from layerzero.core.placement import Placement
 from layerzero.core.tensor_parallel import local_of, split_of
 from layerzero.materialize import Materializer
-from layerzero.runtime import hooks
+from layerzero.runtime import guards, hooks
+from layerzero.runtime.awaited import await_values
 from layerzero.runtime.unit import Unit, UnitOptions, get_unit, set_unit
+from layerzero.same_start import Digests
 from layerzero.wrap import UnitPlan, Visit
 
 
@@ -38,6 +43,7 @@ class UnitBuilder:
     deterministic: bool
     materializer: Materializer
     sync_module_states: bool
+    digests: Digests
 
     def build(self, plans: list[UnitPlan], visits: list[Visit]) -> list[Unit]:
         """Units in the order of `plans`. Collective with `sync_module_states`.
@@ -62,7 +68,11 @@ class UnitBuilder:
             unit = finished[id(plan)]
             unit.lenders = tuple(finished[id(lender)] for lender in plan.lenders)
             self._follow_hook_module(plan, unit)
-        return [finished[id(plan)] for plan in plans]
+        units = [finished[id(plan)] for plan in plans]
+        if self.materializer.is_later:
+            new = [finished[id(plan)] for plan in plans if plan.existing is None]
+            await_values(new, self.materializer.awaited)
+        return units
 
     def _prepare(self, visit: Visit) -> None:
         if visit.plan.existing is not None:
@@ -83,7 +93,11 @@ class UnitBuilder:
         if self.sync_module_states:
             for name, buffer in visit.module._buffers.items():
                 if buffer is not None:
-                    self._broadcast(buffer, f"buffer {visit.fqn}.{name}", placement)
+                    self._broadcast(local_of(buffer), f"buffer {visit.fqn}.{name}", placement)
+        for name, buffer in visit.module._buffers.items():
+            if buffer is not None:
+                label = f"buffer '{visit.fqn}.{name}'" if visit.fqn else f"buffer {name!r}"
+                self.digests.note(label, buffer, placement)
 
     def _finish(self, plan: UnitPlan) -> Unit:
         if plan.existing is not None:
@@ -102,6 +116,7 @@ class UnitBuilder:
             if self.sync_module_states:
                 original.value = original.value.to(self.device)
                 self._broadcast(original.value, f"parameter {original.fqn}", placement)
+            self.digests.note(f"parameter {original.fqn!r}", original.value, placement)
             keeps = any(mixed_precision.keeps_float32(slot.module) for slot in original.slots)
             compute_dtype = mixed_precision.compute_dtype(original.fqn, parameter.dtype, keeps)
             key = (parameter.dtype, compute_dtype, parameter.requires_grad)
@@ -119,7 +134,6 @@ class UnitBuilder:
             )
             for (_, compute_dtype, _), originals in kinds.items()
         ]
-        reshard = arguments.reshard_after_forward
         is_mean = arguments.gradient_reduction == "mean"
         unit = Unit(
             plan.fqn,
@@ -128,9 +142,7 @@ class UnitBuilder:
             list(kinds.values()),
             UnitOptions(
                 mixed_precision=mixed_precision,
-                reshard_after_forward=check_reshard_after_forward(
-                    reshard(plan.module, plan.fqn) if callable(reshard) else reshard
-                ),
+                reshard_after_forward=check_reshard_after_forward(arguments.reshard_after_forward),
                 gradient_scale=1.0 / placement.num_averaged if is_mean else 1.0,
                 deterministic=self.deterministic,
             ),
@@ -144,6 +156,10 @@ class UnitBuilder:
         for module in owners.values():
             if module is not plan.module and type(module).forward is not nn.Module.forward:
                 hooks.install(module, "forward", unit, is_entry=False)
+        guards.install(plan.module)
+        for slot in (slot for original in plan.originals for slot in original.slots):
+            guards.install(slot.module)
+            guards.add_name(slot.module, slot.name, unit)
         for original in plan.originals:
             del original.parameter, original.value
         return unit
@@ -167,11 +183,16 @@ class UnitBuilder:
         module = self.arguments[id(plan)].hook_module
         if module is not None and plan.existing is None:
             hooks.install_on_calls(module, unit, casts=get_unit(module) is None)
+            unit.add_owner(module)
 
     def _broadcast(self, tensor: torch.Tensor, name: str, placement: Placement) -> None:
+        # Bytes: not every backend sends every dtype.
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
         # Outer first: then the first rank of every shard group has it.
         for group in reversed(placement.groups):
-            broadcast_(tensor, group, Operation("synchronisation", name, 0))
+            broadcast_(flat, group, Operation("synchronisation", name, 0))
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
 def _reduce_dtype(compute_dtype: torch.dtype, mixed_precision: MixedPrecision) -> torch.dtype:
@@ -260,8 +281,28 @@ def _with_index(device: torch.device) -> torch.device:
 def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> None:
     parameter = original.parameter
     where = f"{plan.label} (rank {rank}): parameter {original.fqn!r}"
+    if is_lazy(parameter):
+        raise ValueError(
+            f"{where} has no shape yet: its module is a lazy one; run one forward on a batch of "
+            "the right shape before wrapping"
+        )
+    foreign = foreign_class(parameter)
+    if foreign is not None:
+        raise ValueError(
+            f"{where} is a {foreign.__module__}.{foreign.__qualname__}, a tensor with operations "
+            "of its own; expected an nn.Parameter of plain elements, or a DTensor: convert it "
+            "(for a quantized one, dequantize it), or put it into ignored_parameters, which stay "
+            "whole on every rank"
+        )
     if parameter.layout is not torch.strided:
         raise ValueError(f"{where} has layout {parameter.layout}; expected a dense parameter")
+    hooks_from = kind_of_hooks(parameter)
+    if hooks_from is not None:
+        raise ValueError(
+            f"{where} has hooks, put there by {hooks_from}: they would never run, because wrapping "
+            "replaces it; remove them, and put hooks on the parameters of the wrapped model, which "
+            "are this rank's pieces (docs/recipes.md)"
+        )
     if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
         raise ValueError(
             f"{where} is of {parameter.dtype} and requires grad; expected a floating-point "

@@ -190,7 +190,8 @@ def check_experts(
         raise ValueError(
             "experts: one name means different parameters on ranks of different expert-data "
             f"groups; rank {dist.get_rank()} has {names[:2]}...; name experts by their number "
-            "among all, or make what holds several a DTensor that is Shard(0) over the "
+            "among all, or give expert_numbers beside the process_group (in a plan: "
+            "local_experts), or make what holds several a DTensor that is Shard(0) over the "
             "expert-parallel axis"
         )
 

@@ -1,16 +1,46 @@
-"""Give meta parameters and buffers storage and values, one module at a time."""
+"""Give meta parameters and buffers storage and values, one module at a time.
+
+Note [Two kinds of functions]
+    `param_init_fn` may be written for memory that is there, and write into it; or as for FSDP, and
+    ask `is_meta`, call `to_empty` and then `reset_parameters`. It is called with memory first. What
+    it has not written then is put back on meta, and it is called again. Random numbers are those of
+    the call that wrote: what the generators gave before it is taken back.
+
+Note [Nothing is garbage]
+    Fresh memory is marked (core/canary.py), that which a function asks for by `to_empty` or
+    `torch.empty` too. So what nobody wrote is found, and never trained.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from layerzero.core import canary
 from layerzero.core.parameter_info import copy_attributes
+from layerzero.core.tensor_parallel import local_of
+from layerzero.runtime.awaited import AwaitedBuffer
 
 InitFunction = Callable[[nn.Module], None]
+Later = Literal["later"]
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a module holds a parameter or buffer of its own."""
+
+    tensors: dict[str, Any]
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return self.tensors.get(self.name)
 
 
 class Materializer:
@@ -20,71 +50,141 @@ class Materializer:
     ordinary model are reset.
     """
 
+    failure: Exception | None
+    """The first module's that got no values. Others are then left without; their ranks go on until
+    all can tell each other."""
+    awaited: list[AwaitedBuffer]
+
     def __init__(
         self,
         device: torch.device,
-        param_init_fn: InitFunction | None,
+        param_init_fn: InitFunction | Later | None,
     ) -> None:
+        self.failure = None
+        self.awaited = []
         self._device = device
         self._init = param_init_fn
         # By id: the original, so that the id stays its own, and what was made of it. Weakly: a
         # unit that was flattened meanwhile must not stay whole for our sake.
         self._made: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
 
+    @property
+    def is_later(self) -> bool:
+        """Whether what is on meta gets its values after construction."""
+        return self._init == "later"
+
     def __call__(
         self, fqn: str, module: nn.Module, buffer_dtype: torch.dtype | None, initialise: bool
     ) -> None:
         """Materialise what `module` itself has on meta; then move and cast its buffers.
 
+        Where that fails `failure` tells why, and the values are undefined.
+
         Args:
             buffer_dtype: of floating-point buffers; None: they keep their own.
             initialise: False leaves values undefined: they come from another rank.
-
-        Raises:
-            ValueError: it has meta tensors, but nothing says how to initialise them.
         """
-        if _has_meta(module):
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None and tensor.is_meta:
-                        tensors[name] = self._allocate(tensor)  # type: ignore[assignment]
-            if initialise:
-                self._initialise_module(fqn, module)
+        places = [place for place in _places(module) if _is_meta(place.tensor)]
+        if places:
+            if initialise and not self.is_later and self.failure is None:
+                try:
+                    self._initialise(fqn or "the root module", module, places)
+                except Exception as error:
+                    self.failure = error
+            for place in places:
+                if _is_meta(place.tensor):
+                    self._allocate(place)
+        waiting = {place.name for place in places if self.is_later}
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = self._move(buffer, buffer_dtype)
+                module._buffers[name] = moved = self._move(buffer, buffer_dtype)
+                if name in waiting:
+                    canary.fill(moved)  # A cast makes other NaNs.
+                    full = f"{fqn}.{name}" if fqn else name
+                    self.awaited.append(AwaitedBuffer(full, weakref.ref(module), name))
 
-    def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _allocate(self, place: Place) -> bool:
+        """Put marked memory in the place of a meta tensor; False: it is tied, and had some."""
+        tensor = place.tensor
+        assert tensor is not None
         made = self._made_of(tensor)
-        if made is None:  # A tied tensor is made once.
+        is_fresh = made is None
+        if made is None:
             made = torch.empty_like(tensor, device=self._device)
+            canary.fill(made)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                copy_attributes(tensor, made)
+            copy_attributes(tensor, made)
             self._made[id(tensor)] = (tensor, weakref.ref(made))
-        return made
+        place.tensors[place.name] = made
+        return is_fresh
 
     def _made_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._made[id(tensor)][1]() if id(tensor) in self._made else None
 
-    def _initialise_module(self, fqn: str, module: nn.Module) -> None:
-        if self._init is not None:
-            self._init(module)
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            with torch.no_grad():
-                reset()
-        else:
+    def _initialise(self, label: str, module: nn.Module, places: list[Place]) -> None:
+        """See Note [Two kinds of functions].
+
+        Raises:
+            ValueError: it has meta tensors, but nothing says how to initialise them, or what
+                should has left some.
+        """
+        metas = {place: place.tensor for place in places}
+        own = getattr(module, "reset_parameters", None)
+        if self._init is None and not callable(own):
             raise ValueError(
-                f"{fqn or 'the root module'} ({type(module).__name__}) has parameters or buffers "
+                f"{label} ({type(module).__name__}) has parameters or buffers "
                 "on the meta device and no reset_parameters(): pass param_init_fn, which is "
-                "called with each such module"
+                'called with each such module, or param_init_fn="later" where a load brings values'
             )
-        if _has_meta(module):
+        fresh = [place for place in places if self._allocate(place)]
+        generators = _Generators(self._device)
+        error = self._run(module)
+        left = [place for place in places if _is_unwritten(place.tensor)]
+        again = None
+        if left and self._init is not None and (error is None or left == fresh):
+            for place in left:
+                place.tensors[place.name] = metas[place]
+            generators.restore()
+            again = self._run(module)
+            left = [place for place in left if _is_unwritten(place.tensor)]
+            error = error if left else again
+        self._keep(metas)
+        if error is not None:
+            raise error
+        if left:
+            names = ", ".join(repr(place.name) for place in left)
+            who = "param_init_fn" if self._init is not None else "its reset_parameters()"
             raise ValueError(
-                f"{fqn or 'the root module'} ({type(module).__name__}) still has meta tensors "
-                "after its initialisation: param_init_fn must leave every tensor on "
-                f"{self._device}"
-            )
+                f"{label} ({type(module).__name__}): {who} left {names} without a value: "
+                "param_init_fn must write every parameter and buffer of a module from the meta "
+                f"device and leave them on {self._device}; where a load brings them, pass "
+                'param_init_fn="later"'
+            ) from again
+
+    def _run(self, module: nn.Module) -> Exception | None:
+        before = _Snapshot(module)
+        try:
+            with _MarksFreshMemory():
+                if callable(self._init):
+                    self._init(module)
+                else:
+                    with torch.no_grad():
+                        module.reset_parameters()  # type: ignore[operator]
+        except Exception as error:
+            return error
+        finally:
+            before.restore_wiped()
+        return None
+
+    def _keep(self, metas: dict[Place, torch.Tensor | None]) -> None:
+        """What a function put in a place itself is the parameter or buffer from now on."""
+        for place, meta in metas.items():
+            made = place.tensor
+            if made is None or meta is None or made.is_meta or self._made_of(meta) is made:
+                continue
+            copy_attributes(meta, made)
+            self._made[id(meta)] = (meta, weakref.ref(made))
 
     def _move(self, buffer: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         moved = self._made_of(buffer)
@@ -97,6 +197,88 @@ class Materializer:
         return moved
 
 
-def _has_meta(module: nn.Module) -> bool:
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+def _places(module: nn.Module) -> Iterator[Place]:
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                yield Place(tensors, name)
+
+
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta
+
+
+def _is_unwritten(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and (tensor.is_meta or canary.is_left(tensor))
+
+
+class _Generators:
+    """The state of torch's random numbers, on the CPU and on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.get_rng_state()
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device = None if self._module is None else self._module.get_rng_state(device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._module is not None:
+            self._module.set_rng_state(self._device)
+
+
+_FRESH = (
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    torch.empty_permuted,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_empty_strided,
+)
+
+
+class _MarksFreshMemory(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _FRESH and isinstance(result, torch.Tensor):
+            canary.fill(result)
+        return result
+
+
+@dataclass
+class _Held:
+    """A tensor in its place, and the memory it had."""
+
+    place: Place
+    tensor: torch.Tensor
+    data: torch.Tensor
+
+    @classmethod
+    def of(cls, place: Place) -> _Held:
+        assert place.tensor is not None
+        return cls(place, place.tensor, place.tensor.data)
+
+    def restore_if_wiped(self) -> None:
+        now = self.place.tensor
+        if now is None or now.is_meta:
+            return
+        is_same = now is self.tensor and _pointer(now) == _pointer(self.data)
+        if not is_same and canary.is_left(now):
+            self.place.tensors[self.place.name] = self.tensor
+            if not self.tensor.is_meta:
+                self.tensor.data = self.data
+
+
+class _Snapshot:
+    """What a module and those inside it hold, lest `to_empty()` with `recurse` wipe it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = [_Held.of(place) for part in module.modules() for place in _places(part)]
+
+    def restore_wiped(self) -> None:
+        """Put back what was there where memory that nobody wrote has taken its place."""
+        for held in self._held:
+            held.restore_if_wiped()
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    return local_of(tensor).data_ptr()

@@ -2,40 +2,90 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
 from layerzero.core.flat_param import OriginalParameter
+from layerzero.core.names import WRAPPER_NAMES
 from layerzero.core.parameter_info import get_info
 from layerzero.core.views import Slot
 from layerzero.runtime.unit import Unit, get_unit
+from layerzero.torch_arguments import run_torch_policy
 
 Choice = bool | Mapping[str, Any]
 """Whether a module is a unit; a mapping says yes, and gives arguments of its own."""
-WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module, str], Choice] | None
 
 
-def make_chooser(policy: WrapPolicy) -> Callable[[nn.Module, str], Choice]:
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module itself can be called, which a ModuleList cannot."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+class TorchPolicy(Protocol):
+    """`ModuleWrapPolicy`, `CustomPolicy` and whatever else derives from their base class."""
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]: ...
+
+
+WrapPolicy = Iterable[type[nn.Module]] | Callable[..., Choice] | TorchPolicy | None
+
+
+def make_chooser(
+    policy: WrapPolicy,
+    root: nn.Module,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_parameters: Iterable[nn.Parameter] = (),
+) -> Callable[[nn.Module, str], Choice]:
     """Turn the `auto_wrap_policy` argument into a function of (module, fqn).
+
+    Policies of `torch.distributed.fsdp.wrap` choose what they choose for FSDP1.
+
+    Args:
+        root: the module to be wrapped.
 
     Raises:
         TypeError: it is neither None, a callable, nor a set of module classes.
     """
     if policy is None:
         return lambda module, fqn: False
-    if callable(policy) and not isinstance(policy, type):
+    inside = {module for top in ignored_modules for module in top.modules()}
+    parameters = {parameter for module in inside for parameter in module.parameters()}
+    chosen = run_torch_policy(policy, root, inside, parameters | set(ignored_parameters))
+    if chosen is not None:
+        return lambda module, fqn: chosen.get(id(module), False)
+    if callable(policy) and not isinstance(policy, (type, nn.Module)):
+        _check_signature(policy)
         return policy
-    classes = (policy,) if isinstance(policy, type) else tuple(policy)
+    is_one = isinstance(policy, (type, str, Mapping, nn.Module)) or not isinstance(policy, Iterable)
+    classes: tuple[Any, ...] = (policy,) if is_one else tuple(policy)  # type: ignore[arg-type]
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(
-                "auto_wrap_policy: expected a set of nn.Module classes, a callable(module, fqn) "
-                f"or None, got {cls!r} in {policy!r}"
+                "auto_wrap_policy: expected a set of nn.Module classes, a callable(module, fqn), "
+                f"a policy of torch.distributed.fsdp.wrap or None, got {cls!r}"
+                + ("" if cls is policy else f" in {policy!r}")
             )
     return lambda module, fqn: isinstance(module, classes)
+
+
+def _check_signature(policy: Callable[[nn.Module, str], Choice]) -> None:
+    try:
+        signature = inspect.signature(policy)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, "")
+    except TypeError as error:
+        raise TypeError(
+            "auto_wrap_policy: expected callable(module, fqn) -> bool or a mapping of arguments, "
+            f"got {getattr(policy, '__name__', policy)}{signature}: {error}"
+        ) from None
 
 
 @dataclass
@@ -86,7 +136,9 @@ def plan_units(
     Raises:
         ValueError: a parameter is shared between an already wrapped module and another one.
     """
-    walk = _Walk(make_chooser(policy), ignored_modules, ignored_parameters)
+    ignored_modules, ignored_parameters = tuple(ignored_modules), tuple(ignored_parameters)
+    choose = make_chooser(policy, root, ignored_modules, ignored_parameters)
+    walk = _Walk(choose, ignored_modules, ignored_parameters)
     walk.visit(root, "", None)
     _refuse_shared_with_wrapped(walk.plans, walk.owners.values())
     for original, users in walk.owners.values():
@@ -120,7 +172,14 @@ class _Walk:
         self._ignored_parameters = {id(parameter) for parameter in ignored_parameters}
         self._seen: dict[int, UnitPlan] = {}
 
-    def visit(self, module: nn.Module, fqn: str, parent: UnitPlan | None) -> None:
+    def visit(
+        self, module: nn.Module, fqn: str, parent: UnitPlan | None, is_inside_unit: bool = False
+    ) -> None:
+        """Visit a module and those inside it.
+
+        Args:
+            is_inside_unit: what it is wrapped in, under the same name, is a unit already.
+        """
         if id(module) in self._ignored:
             return
         if id(module) in self._seen:
@@ -129,7 +188,8 @@ class _Walk:
         existing = get_unit(module)
         plan = parent
         # The wrapped module has the arguments of `ZeRO3`, an existing unit those of its own call.
-        choice = parent is not None and existing is None and self._choose(module, fqn)
+        is_asked = parent is not None and existing is None and not is_inside_unit
+        choice = is_asked and self._choose(module, fqn)
         # A mapping without arguments says yes, too.
         if parent is None or existing is not None or choice or isinstance(choice, Mapping):
             arguments = choice if isinstance(choice, Mapping) else {}
@@ -142,7 +202,11 @@ class _Walk:
             if parameter is not None and id(parameter) not in self._ignored_parameters:
                 self._visit_parameter(parameter, Slot(module, name), fqn, plan)
         for name, child in module._modules.items():
-            if child is not None:
+            if child is None:
+                continue
+            if name in WRAPPER_NAMES:
+                self.visit(child, fqn, plan, is_inside_unit or plan.module is module)
+            else:
                 self.visit(child, f"{fqn}.{name}" if fqn else name, plan)
 
     def _visit_parameter(

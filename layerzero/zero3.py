@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from layerzero.advice import warn_about_ignored, warn_about_policy, warn_about_precision
+from layerzero.argument_types import (
+    check_containers,
+    check_device,
+    check_flags,
+    check_ignored,
+    check_param_init_fn,
+    check_timeout,
+)
 from layerzero.arguments import (
     GradientReduction,
     UnitArguments,
@@ -27,9 +37,9 @@ from layerzero.arguments import (
     check_reshard_after_forward,
     effective_offload,
     tensor_parallel_mesh,
-    warn_about_old_optimizers,
 )
 from layerzero.build import UnitBuilder, resolve_device
+from layerzero.checkpoint.whole import teach_torch
 from layerzero.comm.group_names import agree_on_group_names
 from layerzero.config import (
     Accumulation,
@@ -43,20 +53,37 @@ from layerzero.config import (
 from layerzero.core.groups import make_shard_groups, mesh_groups
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement, make_placement
+from layerzero.expert_numbers import ExpertLists
 from layerzero.experts import check_experts, find_experts, place_units, structure_of
+from layerzero.foreign import guard_saving
+from layerzero.log import log_units
 from layerzero.materialize import Materializer
+from layerzero.notices import warn_once
+from layerzero.optim import attach
 from layerzero.optim.clip import clip_grad_norm_
+from layerzero.optim.earlier import hand_over_pieces
 from layerzero.optim.in_backward import StepInBackward
-from layerzero.runtime import hooks
+from layerzero.runtime import hooks, surroundings
 from layerzero.runtime.root import RootState, UnshardHandle
+from layerzero.runtime.structure import nested_ignored
 from layerzero.runtime.summon import SummonOptions, summon
 from layerzero.runtime.unit import Unit, get_unit, set_unit
+from layerzero.runtime.unwrap import left_units, unwrap
+from layerzero.same_start import Digests, Outline, settle
+from layerzero.torch_arguments import (
+    refuse_unknown,
+    to_backward_prefetch,
+    to_offload,
+    to_precision,
+)
 from layerzero.wrap import WrapPolicy, plan_units
+from layerzero.wrapper import ModuleWrapper
 
 _ROOT = "_layerzero_root"
+_NOT_GIVEN = {"self", "__class__", "unknown"}
 
 
-class ZeRO3(nn.Module):
+class ZeRO3(ModuleWrapper):
     """Shards a module's parameters, gradients and optimizer state over a process group.
 
     Every module that `auto_wrap_policy` names becomes a *unit*, whose parameters are gathered
@@ -75,9 +102,10 @@ class ZeRO3(nn.Module):
             data-parallel ranks alone (docs/parallelism.md).
         auto_wrap_policy: set of module classes, or callable(module, fqn) -> bool, or a mapping: a
             unit with arguments of its own (`mixed_precision`, `reshard_after_forward`,
-            `gradient_reduction`, `offload`, and for experts `process_group`, see
-            docs/parallelism.md), or with a `hook_module` whose calls are the unit's as well. None:
-            units are the nested ZeRO3 modules, or the root alone.
+            `gradient_reduction`, `offload`, and for experts `process_group` and `expert_numbers`,
+            see docs/parallelism.md), or with a `hook_module` whose calls are the unit's as well; or
+            a policy of `torch.distributed.fsdp.wrap`, which chooses as it does there. None: units
+            are the nested ZeRO3 modules, or the root alone.
         zero3_size: ranks of a shard group inside `process_group`, neighbours in rank order; None:
             all of it. The same on every rank.
         outer: what the axis outside the shard group does: "zero1" splits the optimizer over it too,
@@ -93,8 +121,11 @@ class ZeRO3(nn.Module):
         offload: what lives in host memory; see `OffloadPolicy`.
         ignored_modules: modules left alone, with all they contain.
         ignored_parameters: parameters left alone.
-        param_init_fn: called with each module that has meta parameters or buffers of its own;
-            None: its `reset_parameters`.
+        param_init_fn: called with each module that has meta parameters or buffers of its own, with
+            memory in their place; it writes them all. What it leaves, as functions written for FSDP
+            do, which ask `is_meta` and call `to_empty`, is put back on meta and it is called again.
+            None: the module's `reset_parameters`. "later": a load brings the values before the
+            first forward, which is refused without.
         sync_module_states: start from the parameters and buffers of the group's first rank.
         device: where parameters and buffers go; None: where they are (from meta: the device the
             group's backend serves).
@@ -103,11 +134,13 @@ class ZeRO3(nn.Module):
             "unsharded" before anything is sent, "sharded" after a reduction over the shard group;
             "auto" decides by what they cost, and logs it.
         deterministic: sum gradients in rank order, in float32.
-        timeout: of any collective, after which the error says who waits for what; None: the
-            process group's own, at most 5 minutes.
+        timeout: of any collective, after which the error says who waits for what; None: what
+            the process group, or else the default group, was made with if somebody chose it, else
+            5 minutes (docs/errors.md).
 
     Raises:
-        ValueError, TypeError: a bad argument, named with what was expected.
+        ValueError, TypeError: a bad argument, named with what was expected; ranks that have other
+            parameters; a meta tensor that nothing initialised. On every rank.
         RuntimeError: torch.distributed is not initialised, or the module is wrapped already.
     """
 
@@ -128,18 +161,33 @@ class ZeRO3(nn.Module):
         offload: OffloadPolicy | None = None,
         ignored_modules: Iterable[nn.Module] = (),
         ignored_parameters: Iterable[nn.Parameter] = (),
-        param_init_fn: Callable[[nn.Module], None] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | Literal["later"] | None = None,
         sync_module_states: bool = False,
         device: torch.device | str | int | None = None,
         gradient_reduction: GradientReduction = "mean",
         accumulation: Accumulation = "auto",
         deterministic: bool = False,
         timeout: timedelta | None = None,
+        **unknown: NoReturn,
     ) -> None:
-        super().__init__()
+        given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}
+        if "_wrapped" not in self.__dict__:  # else it is wrapped again (rewrap.py)
+            super().__init__()
         check_module(module)
+        left = left_units(module)
+        if unknown:
+            refuse_unknown(unknown, inspect.signature(ZeRO3.__init__).parameters)
+        check_flags(sync_module_states=sync_module_states, deterministic=deterministic)
+        check_timeout(timeout)
+        check_param_init_fn(param_init_fn)
+        check_device(device)
+        ignored_modules, ignored_parameters = check_ignored(
+            module, ignored_modules, ignored_parameters
+        )
+        backward_prefetch = to_backward_prefetch(backward_prefetch)
         check_backward_prefetch(backward_prefetch)
-        check_mixed_precision(mixed_precision)
+        precision = to_precision(mixed_precision, module, auto_wrap_policy is not None)
+        check_mixed_precision(precision.units)
         check_gradient_reduction(gradient_reduction)
         forward_depth = prefetch_depth(forward_prefetch, "forward_prefetch")
         GatherBudget.parse(limit_all_gathers, default_units=1)  # a bad one is refused here
@@ -147,27 +195,37 @@ class ZeRO3(nn.Module):
             check_reshard_after_forward(reshard_after_forward)
         group = check_group(process_group, zero3_size, outer)
         check_accumulation(accumulation)
-        plans, visits = plan_units(module, auto_wrap_policy, ignored_modules, ignored_parameters)
+        if left:
+            full = unwrap(left)
+            ignored_parameters = [full.get(id(each), each) for each in ignored_parameters]
+        ignored = nested_ignored(module).and_also(ignored_modules, ignored_parameters)
+        plans, visits = plan_units(module, auto_wrap_policy, ignored.modules, ignored.parameters)
+        check_containers(plans)
         experts = find_experts(plans, process_group)
+        expert_lists = ExpertLists(module, plans)
         dense = [plan for plan in plans if id(plan) not in experts]
         mesh = tensor_parallel_mesh(dense, process_group)
         target = resolve_device(device, plans, group, mesh)
         shared = UnitArguments(
-            mixed_precision=mixed_precision or MixedPrecision(),
+            mixed_precision=precision.units or MixedPrecision(),
             reshard_after_forward=reshard_after_forward,
             gradient_reduction=gradient_reduction,
-            offload=effective_offload(offload, target),
+            offload=effective_offload(to_offload(offload), target),
         )
-        arguments = {
-            id(plan): shared.overridden(plan.label, plan.arguments, target) for plan in plans
-        }
+        arguments = {id(plan): shared.of_unit(plan, target) for plan in plans}
+        if precision.root is not None:
+            of_root = replace(arguments[id(plans[0])], mixed_precision=precision.root)
+            arguments[id(plans[0])] = of_root
         structure = structure_of(plans, experts)
         axes = make_shard_groups(process_group, target, timeout)
-        check_agreement(axes, target, zero3_size, outer, mesh, structure)
+        check_agreement(axes, target, zero3_size, outer, mesh, structure, Outline(plans, experts))
         agree_on_group_names(axes, target)
         placement = make_placement(process_group, target, zero3_size, outer, deterministic, timeout)
         check_experts(plans, experts, placement, target)
+        expert_lists.name_members()
         tensor_parallel_groups = mesh_groups(mesh, target, timeout)
+        materializer = Materializer(target, param_init_fn)
+        digests = Digests(target, is_needed=not sync_module_states)
         builder = UnitBuilder(
             placements=place_units(
                 plans, experts, placement, target, outer, deterministic, timeout
@@ -176,10 +234,14 @@ class ZeRO3(nn.Module):
             device=target,
             arguments=arguments,
             deterministic=deterministic,
-            materializer=Materializer(target, param_init_fn),
+            materializer=materializer,
             sync_module_states=sync_module_states,
+            digests=digests,
         )
         units = builder.build(plans, visits)
+        difference = settle(materializer.failure, digests, placement, target)
+        if difference is not None:
+            warn_once(difference, difference, is_first=placement.is_first, stacklevel=2)
         # By default: the units around the one in use, it, one about to be freed, and those ahead.
         nesting = max(len(list(plan.ancestors())) for plan in plans)
         budget = GatherBudget.parse(
@@ -194,69 +256,36 @@ class ZeRO3(nn.Module):
             budget_is_default=limit_all_gathers is True,
             accumulation=accumulation,
             tensor_parallel_groups=tensor_parallel_groups,
+            ignored=ignored,
         )
         self._become(module, units, root)
-        self._kept_whole = [
+        self.__dict__["_given"] = given
+        self.__dict__["_kept_whole"] = [
             parameter for parameter in module.parameters() if get_info(parameter) is None
         ]
+        is_first = placement.is_first
+        warn_about_policy(auto_wrap_policy, plans, visits, is_first)
+        precisions = [each.mixed_precision for each in arguments.values()]
+        warn_about_precision(precisions, visits, is_first)
+        if placement.num_ranks > 1:
+            warn_about_ignored(module, ignored_modules, ignored_parameters, is_first)
         del plans, visits, builder
-        warn_about_old_optimizers(units)
+        guard_saving(module)
+        log_units(module, root, is_first)
+        attach.watch()
+        hand_over_pieces(units)
+        teach_torch()
+        surroundings.install(module)
 
     def _become(self, module: nn.Module, units: list[Unit], root: RootState) -> None:
-        """Show the wrapped module's parameters, buffers and children as this module's own.
-
-        Sharing its dicts, instead of holding it as a child, keeps every name the original one at
-        any nesting, with torch's own traversal code.
-        """
-        own = self.__dict__
-        own["_wrapped"] = module
-        for name in (
-            "_parameters",
-            "_buffers",
-            "_modules",
-            "_non_persistent_buffers_set",
-            "_state_dict_hooks",
-            "_state_dict_pre_hooks",
-            "_load_state_dict_pre_hooks",
-            "_load_state_dict_post_hooks",
-        ):
-            own[name] = module.__dict__[name]
         for unit in units:
             unit.module.__dict__.pop(_ROOT, None)
         module.__dict__[_ROOT] = root
+        root.wrapper_ref = weakref.ref(self)
         set_unit(self, units[0])
-        self.__class__ = _class_with_signature(type(module))
+        self._become_wrapper_of(module)
 
     # The wrapped module ---------------------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self.__dict__["_wrapped"]
-
-    @property
-    def training(self) -> bool:
-        wrapped = self.__dict__.get("_wrapped")
-        return True if wrapped is None else wrapped.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        wrapped = self.__dict__.get("_wrapped")
-        if wrapped is not None:
-            wrapped.training = mode
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            wrapped = self.__dict__.get("_wrapped")
-            if wrapped is None:
-                raise
-            return getattr(wrapped, name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module. Collective."""
-        return self.module(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` every unit by itself, with these arguments.
@@ -275,9 +304,6 @@ class ZeRO3(nn.Module):
         `layerzero.checkpoint.get_model_state_dict(model, full=True)`.
         """
         return self.module.state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.module._load_from_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
         unit = self._unit
@@ -491,15 +517,3 @@ def register_forward_method(model: nn.Module, name: str) -> None:
             f"register_forward_method: {type(unit.module).__name__} has no method {name!r}"
         )
     hooks.install(unit.module, name, unit)
-
-
-def _class_with_signature(wrapped: type[nn.Module]) -> type[ZeRO3]:
-    """ZeRO3 with a `forward` that shows the wrapped signature, on the type as on the instance."""
-
-    def forward(self: ZeRO3, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    forward.__doc__ = ZeRO3.forward.__doc__
-    with contextlib.suppress(ValueError, TypeError):
-        forward.__signature__ = inspect.signature(wrapped.forward)  # type: ignore[attr-defined]
-    return type("ZeRO3", (ZeRO3,), {"forward": forward, "__doc__": ZeRO3.__doc__})

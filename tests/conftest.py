@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from layerzero import notices
+
 pytest_plugins = ["tests.harness.skips"]
 
 
@@ -27,3 +29,9 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_told() -> None:
+    """A warning that comes once in a process comes once in each test."""
+    notices._told.clear()

@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.codec import decode, encode
-from layerzero.checkpoint.handle import refuse_experts, root_state_of
-from layerzero.checkpoint.inventory import OPTIMIZER, Names, Places, clean_name, name_in_group
-from layerzero.checkpoint.module_state import shard_of
+from layerzero.checkpoint.handle import refuse_experts, root_states_of
+from layerzero.checkpoint.inventory import OPTIMIZER, Names, Places, name_in_group
+from layerzero.checkpoint.optimizer_shards import shards_of_state
 from layerzero.checkpoint.optimizer_state import state_template
 from layerzero.checkpoint.participants import participants_of
 from layerzero.checkpoint.safetensors_file import DTYPES, dtype_name
 from layerzero.checkpoint.stream import FlatSource, source_of_weights, stream_sources
 from layerzero.core.flat_param import FlatParamHandle
+from layerzero.core.names import clean_name
 from layerzero.core.parameter_info import get_info
-from layerzero.runtime.root import RootState
 
 _BUCKET_NBYTES = 1 << 30
 StateDict = dict[str, Any]
@@ -90,7 +90,7 @@ def get_model_state_dict(
         CollectiveError: a rank died, or did not come.
     """
     choice = _Choice.of(options, full, cpu_offload, rank0_only)
-    state = root_state_of(model, "get_model_state_dict")
+    roots = root_states_of(model, "get_model_state_dict")
     entries = {clean_name(name): value for name, value in model.state_dict().items()}
     names = Names(model)
     names_of = names.in_state_dict(model)
@@ -102,15 +102,16 @@ def get_model_state_dict(
     if not choice.full:
         return choice.moved(entries)
     if choice.rank0_only:
-        refuse_experts(state, "rank0_only")
-    keeps = not choice.rank0_only or participants_of(state, None).is_first
+        for root in roots:
+            refuse_experts(root, "rank0_only")
+    keeps = not choice.rank0_only or participants_of(roots[0], None).is_first
     # Other entries share memory with the model.
     result = {
         name: choice.copied(value) if type(value) is torch.Tensor else value
         for name, value in entries.items()
     }
     sources = [source_of_weights(handle) for handle in names.handles]
-    for source, index, value in stream_sources(state, sources, _BUCKET_NBYTES):
+    for source, index, value in stream_sources(sources, _BUCKET_NBYTES):
         found = names_of.get(id(source.handle.sharded_params[index]), ())
         wanted = [name for name in found if name in entries]
         if keeps and wanted:
@@ -146,7 +147,7 @@ def get_optimizer_state_dict(
         CollectiveError: a rank died, or did not come.
     """
     choice = _Choice.of(options, full, cpu_offload, rank0_only)
-    state = root_state_of(model, "get_optimizer_state_dict")
+    roots = root_states_of(model, "get_optimizer_state_dict")
     names = Names(model)
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -157,12 +158,14 @@ def get_optimizer_state_dict(
     states: _States = dict(held) or state_template(optimizer)
     if not choice.full:
         by_name = {
-            _name(names, parameter): _shards(parameter, own) for parameter, own in states.items()
+            _name(names, parameter): shards_of_state(parameter, own)
+            for parameter, own in states.items()
         }
         return choice.moved({"state": by_name, "param_groups": groups})
     if choice.rank0_only:
-        refuse_experts(state, "rank0_only")
-    together = participants_of(state, None)
+        for root in roots:
+            refuse_experts(root, "rank0_only")
+    together = participants_of(roots[0], None)
     keeps = not choice.rank0_only or together.is_first
     places = Places(names)
     told = together.exchange("optimizer state", lambda: _tell(states, names, places))
@@ -172,7 +175,7 @@ def get_optimizer_state_dict(
         for name, own in json.loads(each).items():
             if name in own_names:  # else of an expert that is elsewhere
                 everything.setdefault(name, {}).update(own)
-    by_name = _gather_states(state, names, states, everything, choice, keeps)
+    by_name = _gather_states(names, states, everything, choice, keeps)
     return {"state": by_name, "param_groups": groups} if keeps else {}
 
 
@@ -180,13 +183,6 @@ def _name(names: Names, parameter: nn.Parameter) -> str:
     found = names.of(parameter)
     assert found is not None, "refused with the groups"
     return found[0]
-
-
-def _shards(parameter: nn.Parameter, state: Mapping[str, Any]) -> StateDict:
-    return {
-        key: shard_of(parameter, value) if _is_piece(parameter, value) else value
-        for key, value in state.items()
-    }
 
 
 def _is_piece(parameter: nn.Parameter, value: Any) -> bool:
@@ -211,7 +207,6 @@ def _tell(states: _States, names: Names, places: Places) -> bytes:
 
 
 def _gather_states(
-    root: RootState,
     names: Names,
     states: _States,
     everything: StateDict,
@@ -228,7 +223,7 @@ def _gather_states(
             if source is not None:
                 key_of[id(source)] = key
                 sources.append(source)
-    for source, index, value in stream_sources(root, sources, _BUCKET_NBYTES):
+    for source, index, value in stream_sources(sources, _BUCKET_NBYTES):
         if keeps:
             name = _name(names, source.handle.sharded_params[index])
             result[name][key_of[id(source)]] = choice.copied(value)

@@ -12,16 +12,16 @@ from torch import nn
 
 from layerzero.checkpoint.codec import encode
 from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.expert_names import global_name
 from layerzero.checkpoint.runs import Extent, Run, runs
 from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.groups import ShardGroup
+from layerzero.core.names import clean_name
 from layerzero.core.parameter_info import ParameterInfo, get_info
 from layerzero.runtime.unit import get_unit
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _STATE_SEPARATOR = "/"
-_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into names, and a checkpoint leaves out."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Entry:
 
 
 class Names:
-    """The names of a model's parameters, as its own `named_parameters` would show them."""
+    """The names of a model's parameters, as its own `named_parameters` would show them; of experts
+    under local numbers those among all."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters: list[tuple[nn.Parameter, tuple[str, ...]]] = []
@@ -68,7 +69,7 @@ class Names:
         names: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             parameter = self._pieces.get(id(parameter), parameter)
-            names.setdefault(id(parameter), (parameter, []))[1].append(clean_name(name))
+            names.setdefault(id(parameter), (parameter, []))[1].append(_global(model, name))
         for parameter, found in names.values():
             self.parameters.append((parameter, tuple(dict.fromkeys(found))))
         self._by_id = {id(parameter): found for parameter, found in self.parameters}
@@ -86,21 +87,23 @@ class Names:
         return found
 
 
-def clean_name(name: str) -> str:
-    for prefix in _WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+def _global(model: nn.Module, name: str) -> str:
+    return clean_name(global_name(model, name))
 
 
 def _handles_of(model: nn.Module) -> list[FlatParamHandle]:
     units = {id(unit): unit for m in model.modules() if (unit := get_unit(m)) is not None}
-    ordered = sorted(units.values(), key=lambda unit: unit.index)
+    roots: dict[int, int] = {}  # parts that were wrapped by themselves, one after the other
+    for unit in units.values():
+        roots.setdefault(id(unit.root), len(roots))
+    ordered = sorted(units.values(), key=lambda unit: (roots[id(unit.root)], unit.index))
     return [handle for unit in ordered for handle in unit.handles]
 
 
 def _tensor_parallel_groups_of(model: nn.Module) -> tuple[ShardGroup, ...]:
-    unit = get_unit(model)
-    return () if unit is None else unit.root.tensor_parallel_groups
+    units = (get_unit(module) for module in model.modules())
+    groups = (unit.root.tensor_parallel_groups for unit in units if unit is not None)
+    return next((found for found in groups if found), ())
 
 
 def extent_of(info: ParameterInfo) -> Extent:
@@ -199,7 +202,7 @@ def named_buffers(model: nn.Module) -> list[tuple[torch.Tensor, tuple[str, ...]]
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                full_name = clean_name(f"{prefix}.{name}" if prefix else name)
+                full_name = _global(model, f"{prefix}.{name}" if prefix else name)
                 found.setdefault(id(buffer), (buffer, []))[1].append(full_name)
     return [(buffer, tuple(dict.fromkeys(names))) for buffer, names in found.values()]
 
@@ -211,7 +214,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
         unit = get_unit(module)
         own = module if unit is None else unit.module  # and not the wrapper around it
         if type(own).get_extra_state is not nn.Module.get_extra_state:
-            found[clean_name(name)] = own
+            found[_global(model, name)] = own
     return found
 
 

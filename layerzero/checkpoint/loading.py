@@ -11,6 +11,7 @@ Only the last step changes anything, and it reads no file.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from torch import nn
 
 from layerzero.checkpoint.codec import decode
 from layerzero.checkpoint.errors import CheckpointError, some
-from layerzero.checkpoint.handle import root_state_of
+from layerzero.checkpoint.handle import root_states_of
 from layerzero.checkpoint.inventory import MODEL
 from layerzero.checkpoint.match import Match, Matcher
 from layerzero.checkpoint.memory import in_memory
@@ -84,8 +85,8 @@ def load(
     check_progress(progress)
     if rename is not None and optimizer is not None:
         raise ValueError("rename: expected no optimizer with it; only weights get other names")
-    state = root_state_of(model, "load")
-    together = participants_of(state, process_group)
+    roots = root_states_of(model, "load")
+    together = participants_of(roots[0], process_group)
     source = Source.from_bytes(
         together.from_first(
             f"opening of {path}",
@@ -121,7 +122,7 @@ def load(
         most = max(each["nbytes"] for each in told)
         packed = together.exchange(f"reading of {source.folder.name}", read, most)
     together.exchange("verification", lambda: _verify(source, match, tallies, packed))
-    for unit in state.units:
+    for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.reshard()  # What is full there is of the old weights.
     together.exchange("application", lambda: _apply(match, optimizer, scheduler))
     return _extra_of(source, together)

@@ -23,7 +23,7 @@ from layerzero.checkpoint.inventory import (
     named_buffers,
     split_state_name,
 )
-from layerzero.checkpoint.optimizer_state import options_of_groups
+from layerzero.checkpoint.optimizer_state import options_of_groups, refuse_other_class
 from layerzero.checkpoint.source import Source
 from layerzero.checkpoint.transfer import Transfer
 
@@ -159,6 +159,15 @@ class Matcher:
         before = [(group["options"], group["params"]) for group in manifest.optimizer_groups]
         options = options_of_groups(names_of, before, self._strict, str(self._source.folder))
         self.match.options = [decode(each) for each in options]
+        keys = {
+            parameter: dict.fromkeys(
+                [split_state_name(tensor)[1] for tensor in saved.get(name, ())]
+                + list(manifest.optimizer_values.get(name, ()))
+            )
+            for group, names in zip(optimizer.param_groups, names_of, strict=True)
+            for parameter, name in zip(group["params"], names, strict=True)
+        }
+        refuse_other_class(optimizer, self.match.options, keys, self._name)
         for group, names in zip(optimizer.param_groups, names_of, strict=True):
             for index, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
                 for tensor in saved.get(name, ()):
@@ -166,6 +175,11 @@ class Matcher:
                 if name in manifest.optimizer_values:
                     values = decode(manifest.optimizer_values[name])
                     self.match.state_values.append((parameter, values))
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        found = self._names.of(parameter)
+        assert found is not None, "refused with the groups"
+        return found[0]
 
     def _saved_name(self, name: str, known: set[str]) -> str:
         """What a parameter was called when it was saved, if it was tied to another."""

@@ -19,10 +19,10 @@ from layerzero.checkpoint.handle import SaveHandle
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.comm.group_names import agree_on_group_names
 from layerzero.core.groups import (
-    LONGEST_DEFAULT_TIMEOUT,
+    DEFAULT_TIMEOUT,
     ShardGroup,
+    chosen_timeout,
     describe_group,
-    make_shard_group,
 )
 from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState
@@ -39,12 +39,15 @@ class Participants:
 
     under_way: SaveHandle | None
     """A save that goes on in the background, and talks meanwhile."""
+    timeout: timedelta
+    """Of an exchange; set for each save or load."""
 
     def __init__(self, group: ShardGroup | None) -> None:
         """`group`: on the CPU; None: this rank alone."""
         self._group = group
         self._num_operations = 0
         self.under_way = None
+        self.timeout = DEFAULT_TIMEOUT
 
     def finish(self) -> None:
         """Wait for the save in the background, and raise what went wrong in it."""
@@ -79,7 +82,7 @@ class Participants:
             return [own]
         group = self._group
         patience = timedelta(seconds=nbytes_moved / _SLOWEST_DISK)
-        group = dataclasses.replace(group, timeout=group.timeout + patience)
+        group = dataclasses.replace(group, timeout=self.timeout + patience)
         lengths = gather_small(torch.tensor([len(own)]), group, self._operation(what + " (size)"))
         longest = int(lengths.max())
         if not longest:
@@ -149,6 +152,7 @@ def participants_of(root: RootState, process_group: dist.ProcessGroup | None) ->
     """
     together = _find_or_make(root, process_group)
     together.finish()
+    together.timeout = _timeout_of(root, process_group)
     return together
 
 
@@ -170,9 +174,17 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> P
             agree_on_group_names([describe_group(process_group, device, None)], device)
         else:
             agree_on_group_names(_axes_of(placements, root), root.device)
-        timeouts = [placement.shard_group.timeout for placement in placements]
-        made[key] = Participants(_make_group(key, max(timeouts, default=LONGEST_DEFAULT_TIMEOUT)))
+        made[key] = Participants(_make_group(key))
     return made[key]
+
+
+def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> timedelta:
+    """The longest of the model's, and one that the given group was made with."""
+    timeouts = [handle.placement.shard_group.timeout for u in root.units for handle in u.handles]
+    if process_group is not None:
+        chosen = chosen_timeout(process_group, root.device)
+        timeouts += [] if chosen is None else [chosen]
+    return max(timeouts, default=DEFAULT_TIMEOUT)
 
 
 def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGroup]:
@@ -185,7 +197,7 @@ def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGrou
     return list(axes.values())
 
 
-def _make_group(ranks: tuple[int, ...], timeout: timedelta) -> ShardGroup | None:
+def _make_group(ranks: tuple[int, ...]) -> ShardGroup | None:
     if len(ranks) == 1:
         return None
     group = dist.new_group(
@@ -195,7 +207,7 @@ def _make_group(ranks: tuple[int, ...], timeout: timedelta) -> ShardGroup | None
         use_local_synchronization=True,
     )
     assert group is not None, "local synchronization makes a group for members alone"
-    return make_shard_group(group, torch.device("cpu"), timeout)
+    return describe_group(group, torch.device("cpu"), None)
 
 
 def _sharing(root: RootState, members: set[int]) -> list[int]:

@@ -13,13 +13,15 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from layerzero.checkpoint.codec import decode, encode
 from layerzero.checkpoint.errors import CheckpointError
+from layerzero.checkpoint.expert_names import global_name
 from layerzero.checkpoint.handle import refuse_experts, root_state_of
-from layerzero.checkpoint.inventory import Names, clean_name, name_in_group
+from layerzero.checkpoint.inventory import Names, name_in_group
 from layerzero.checkpoint.module_state import piece_of, shard_of
-from layerzero.checkpoint.optimizer_state import options_of_groups, put_state, state_template
+from layerzero.checkpoint.optimizer_state import options_of_groups, put_state, shaped_keys
 from layerzero.checkpoint.participants import participants_of
 from layerzero.checkpoint.safetensors_file import DTYPES, dtype_name
 from layerzero.comm.collectives import broadcast_
+from layerzero.core.names import clean_name
 from layerzero.core.parameter_info import get_info
 from layerzero.runtime.root import RootState
 
@@ -61,7 +63,8 @@ def set_model_state_dict(
         model_state_dict = _from_first(state, model_state_dict, pieces)
     own_names = _names_to_load(model)
     renamed = {own_names.get(name, name): value for name, value in model_state_dict.items()}
-    return model.load_state_dict(renamed, strict=strict)
+    # Not the method that the model's class may have for its own names.
+    return nn.Module.load_state_dict(model, renamed, strict=strict)
 
 
 def _names_to_load(model: nn.Module) -> dict[str, str]:
@@ -72,7 +75,7 @@ def _names_to_load(model: nn.Module) -> dict[str, str]:
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
     for name, tensor in tensors:
-        places.setdefault(id(tensor), []).append(name)
+        places.setdefault(id(tensor), []).append(global_name(model, name))
     found = {}
     for name, value in model.state_dict(keep_vars=True).items():
         own = places.get(id(value))
@@ -124,7 +127,7 @@ def set_optimizer_state_dict(
         for number, group in enumerate(optimizer.param_groups)
     ]
     options_by_group = options_of_groups(groups, saved, strict, "the state dict")
-    elementwise = _elementwise_keys(optimizer)
+    elementwise = shaped_keys(optimizer)
     states = {}
     for group, own_names in zip(optimizer.param_groups, groups, strict=True):
         for parameter, name in zip(group["params"], own_names, strict=True):
@@ -133,18 +136,6 @@ def set_optimizer_state_dict(
                     parameter, name, optim_state_dict["state"][name], elementwise
                 )
     put_state(optimizer, options_by_group, states)
-
-
-def _elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Keys of state that is shaped like the parameter: of a scalar one, that is a scalar too."""
-    held: Any = optimizer.state
-    states = dict(held) or state_template(optimizer)
-    return {
-        key
-        for parameter, state in states.items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    }
 
 
 def _pieces(

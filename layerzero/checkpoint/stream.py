@@ -17,6 +17,7 @@ from torch import nn
 
 from layerzero.checkpoint.handle import root_state_of
 from layerzero.checkpoint.inventory import Names, named_buffers
+from layerzero.checkpoint.module_state import unit_of
 from layerzero.comm.collectives import Pending, all_gather, broadcast
 from layerzero.comm.streams import Waitable
 from layerzero.config import parse_nbytes
@@ -85,12 +86,11 @@ def stream_full(
     nbytes = parse_nbytes(bucket_bytes) if isinstance(bucket_bytes, str) else int(bucket_bytes)
     if nbytes < 1:
         raise ValueError(f"bucket_bytes: expected at least 1, got {bucket_bytes!r}")
-    state = root_state_of(model, "stream_full")
-    return _stream_model(state, model, nbytes, dtype, only)
+    root_state_of(model, "stream_full")
+    return _stream_model(model, nbytes, dtype, only)
 
 
 def _stream_model(
-    state: RootState,
     model: nn.Module,
     nbytes: int,
     dtype: torch.dtype | None,
@@ -111,7 +111,7 @@ def _stream_model(
         of_all = source_of_weights(handle, dtype)
         wanted = [i for i in of_all.present if is_wanted(name_of(handle.sharded_params[i]))]
         sources.append(replace(of_all, present=wanted))
-    for source, index, full in stream_sources(state, sources, nbytes):
+    for source, index, full in stream_sources(sources, nbytes):
         yield name_of(source.handle.sharded_params[index]), full
     del full
     sharded = {id(p) for handle in names.handles for p in handle.sharded_params}
@@ -136,17 +136,19 @@ def source_of_weights(handle: FlatParamHandle, dtype: torch.dtype | None = None)
 
 
 def stream_sources(
-    state: RootState, sources: Sequence[FlatSource], nbytes: int
+    sources: Sequence[FlatSource], nbytes: int
 ) -> Iterator[tuple[FlatSource, int, torch.Tensor]]:
     """Yield (source, parameter index, full tensor), gathering one bucket ahead. Collective."""
     buckets = [bucket for source in sources for bucket in _cut(source, nbytes // 2)]
-    coming = _gather(state, buckets[0]) if buckets else None
+    coming = _gather(_root_of(buckets[0]), buckets[0]) if buckets else None
     try:
         for number, bucket in enumerate(buckets):
             assert coming is not None
             full, work = coming
-            coming = _gather(state, buckets[number + 1]) if number + 1 < len(buckets) else None
+            following = buckets[number + 1] if number + 1 < len(buckets) else None
+            coming = None if following is None else _gather(_root_of(following), following)
             work.wait()
+            state = _root_of(bucket)
             handle = bucket.source.handle
             for index in bucket.indices:
                 start = handle.layout.starts[index] - bucket.start
@@ -163,6 +165,12 @@ def stream_sources(
     finally:
         if coming is not None:
             coming[1].wait()  # stopped early: nobody may still write to memory that is freed
+
+
+def _root_of(bucket: _Bucket) -> RootState:
+    unit = unit_of(bucket.source.handle.sharded_params[0])
+    assert unit is not None, "the sources are of a model that is there"
+    return unit.root
 
 
 def _cut(source: FlatSource, nbytes: int) -> Iterator[_Bucket]:

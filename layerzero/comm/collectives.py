@@ -6,10 +6,11 @@ the sum of a reduction is ours: benchmarks/bench_collectives.py measures both ag
 
 Note [A message carries its name]
     Point-to-point messages match by tag, and the tag is a hash of the operation, the unit, the
-    size and the operation's number in this model. Ranks that issue different operations never
-    exchange bytes: they wait until the timeout, and the error says who waits for what. Without
-    this, two gathers of equal size in swapped order would silently mix the weights of two units,
-    and of unequal size would abort the process inside gloo.
+    size, the operation's number in this model, and the model's number on the group. Ranks that
+    issue different operations never exchange bytes: they wait, a `Lookout` finds out that they
+    parted, and the error says who waits for what. Without this, two gathers of equal size in
+    swapped order would silently mix the weights of two units, and of unequal size would abort the
+    process inside gloo.
 
 Note [Rank order]
     Sums are taken in rank order, in float32 at least, so they do not depend on who arrives first.
@@ -26,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from layerzero.comm.diagnosis import diagnose
+from layerzero.comm.diagnosis import CollectiveError, diagnose
+from layerzero.comm.lookout import Lookout
 from layerzero.comm.streams import Mark
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
@@ -49,30 +51,45 @@ class Operation(NamedTuple):
     number: int
     watchdog: Watchdog | None = None
     """Where messages carry no name."""
+    lookout: Lookout | None = None
+    """Where they do."""
+    model: int = 0
+    """Number of the model on the group; 0: of no model, or on a group that it was not made for."""
 
     def __str__(self) -> str:
         return f"{self.verb} of {self.unit} (#{self.number})"
 
     def tag(self, nbytes: int) -> int:
         """See Note [A message carries its name]; non-negative and apart from small user tags."""
-        name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}"
+        name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}/{self.model}"
         return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
 
 
 class Pending:
     """A collective under way."""
 
+    peer: int
+    """Rank in the group whose message is waited for now; -1: all, or nobody yet."""
+    num_looks: int
+    """How often a lookout has met it."""
+
     def __init__(self, operation: Operation, group: ShardGroup, nbytes: int = 0) -> None:
-        """`nbytes` of the whole tensor, where a watchdog compares it between ranks."""
+        """`nbytes` of the whole tensor, or of a message that carries a name: for comparisons."""
         self.operation = operation
+        self.group = group
         self.nbytes = nbytes
+        self.peer = -1
+        self.num_looks = 0
         self.works: Sequence[tuple[dist.Work, int]] | None = None
         """Each handle with the peer's rank in the group, or -1: all; None until issued."""
-        self._group = group
         self._finish: Callable[[], object] | None = None
         watchdog = operation.watchdog
         self._reached_mark: Mark = None if watchdog is None else watchdog.mark()
         self._done_mark: Mark = None
+
+    @property
+    def number(self) -> int:
+        return self.operation.number
 
     @property
     def name(self) -> str:
@@ -114,15 +131,28 @@ class Pending:
             finish()
 
     def _await(self) -> None:
-        timed = self._group.backend == "gloo"
-        for work, peer in self.works or ():
-            try:
+        timed = self.group.backend == "gloo"
+        lookout = self.operation.lookout
+        if lookout is not None and self.works:
+            lookout.begin_wait(self)
+        try:
+            for work, peer in self.works or ():
+                self.peer = peer
                 if timed:
-                    work.wait(self._group.timeout)
+                    work.wait(self.group.timeout)
                 else:
                     work.wait()
-            except RuntimeError as error:
-                raise diagnose(str(self.operation), self._group, peer, error) from error
+        except RuntimeError as error:
+            raise self.diagnose(error) from error
+        finally:
+            if lookout is not None:
+                lookout.waiting.discard(self)
+
+    def diagnose(self, error: RuntimeError) -> CollectiveError:
+        """Make the error for a failed message of `peer`. Blocks for some seconds."""
+        lookout = self.operation.lookout
+        ask = None if lookout is None else lookout.ask
+        return diagnose(str(self.operation), self.group, self.peer, error, ask)
 
 
 def all_gather(
@@ -273,6 +303,7 @@ def _exchange(
     """Swap one tensor with each other rank, point to point; entry i belongs to rank i."""
     process_group = group.process_group
     receives, sends = [], []
+    pending = Pending(operation, group, outgoing[0].nbytes)
     for step in range(1, group.size):
         # Staggered, so that not every rank talks to rank 0 first. The send goes before the receive:
         # a message of 4 MB then takes 2.0 to 2.4 ms instead of 3.7 to 3.9 on two ranks of one
@@ -280,17 +311,16 @@ def _exchange(
         source = (group.rank - step) % group.size
         target = (group.rank + step) % group.size
         try:
-            peer = target
+            pending.peer = target
             if outgoing[target].numel():
                 tag = operation.tag(outgoing[target].nbytes)
                 sends.append((process_group.send([outgoing[target]], target, tag), target))
-            peer = source
+            pending.peer = source
             if incoming[source].numel():
                 tag = operation.tag(incoming[source].nbytes)
                 receives.append((process_group.recv([incoming[source]], source, tag), source))
         except RuntimeError as error:
-            raise diagnose(str(operation), group, peer, error) from error
-    pending = Pending(operation, group)
+            raise pending.diagnose(error) from error
     pending.works = [*receives, *sends]
     return pending
 
@@ -310,7 +340,7 @@ def _start(
     try:
         pending.works = ((issue(), -1),)
     except RuntimeError as error:
-        raise diagnose(str(operation), group, -1, error) from error
+        raise pending.diagnose(error) from error
     return pending
 
 

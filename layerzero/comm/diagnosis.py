@@ -10,42 +10,57 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from layerzero.comm.run_names import known_runs
 from layerzero.core.groups import ShardGroup
 
 REPORT_SECONDS = 5.0
 """How long a failing rank waits for the reports of others."""
+_BEGAN = time.time()
+"""A rank that knows no run yet believes no report from before its process."""
 
 
 class CollectiveError(RuntimeError):
     """A collective did not finish. The message names operation, unit and ranks."""
 
 
-def diagnose(operation: str, group: ShardGroup, peer: int, error: BaseException) -> CollectiveError:
+def diagnose(
+    operation: str,
+    group: ShardGroup,
+    peer: int,
+    error: BaseException,
+    ask: Callable[[], str | None] | None = None,
+) -> CollectiveError:
     """Make the error for a failed wait. Blocks for at most a little over `REPORT_SECONDS`.
 
     Args:
         operation: such as "all-gather of layers.3 (#42)".
         peer: rank in the group that did not answer; -1 when the backend does not tell.
+        ask: returns where ranks parted, if that is known; may block.
     """
     rank = group.ranks[group.rank]
     waits_for = "the group" if peer < 0 else f"rank {group.ranks[peer]}"
-    reports: dict[int, str] = {}
-    asked = list(group.ranks)
+    reports = _Reports(f"waits for {waits_for} in {operation}", group, peer)
+    verdict: list[str | None] = []
+
+    def exchange() -> None:
+        verdict.append(None if ask is None else ask())
+        reports.exchange()
+
     # A thread of its own: the store itself may live on the rank that died or stopped.
-    asker = threading.Thread(
-        target=_exchange_reports,
-        args=(f"waits for {waits_for} in {operation}", group, peer, asked, reports),
-        daemon=True,
-    )
+    asker = threading.Thread(target=exchange, daemon=True)
     asker.start()
     asker.join(REPORT_SECONDS + 2.0)
+    parted = verdict[0] if verdict else None
+    cause = _cause(error, group.timeout) if parted is None else f"and never will: {parted}"
     return CollectiveError(
-        f"{operation}: rank {rank} got no answer from {waits_for} "
-        f"({_cause(error, group.timeout)}).\n" + _table(list(asked), dict(reports))
+        f"{operation}: rank {rank} got no answer from {waits_for} ({cause}).\n"
+        + _table(list(reports.asked), dict(reports.texts), parted is not None)
     )
 
 
@@ -59,14 +74,15 @@ def _cause(error: BaseException, timeout: timedelta) -> str:
     return text
 
 
-def _table(asked: list[int], reports: dict[int, str]) -> str:
+def _table(asked: list[int], reports: dict[int, str], have_parted: bool) -> str:
     lines = []
     for rank in asked:
         report = reports.get(rank, "no report: dead, stopped, or busy outside the engine")
         lines.append(f"  rank {rank}: {report}")
-    if len(reports) < len(asked):
+    waited_in = {report.rpartition(" in ")[2] for report in reports.values()}
+    if len(reports) < len(asked) and not have_parted:
         lines.append("Look at the ranks without a report first.")
-    elif len({report.rpartition(" in ")[2] for report in reports.values()}) > 1:
+    elif len(waited_in) > 1 or have_parted:
         lines.append(
             "The ranks wait in different operations: they took different paths through the model. "
             "Every rank must call the same units in the same order."
@@ -74,26 +90,50 @@ def _table(asked: list[int], reports: dict[int, str]) -> str:
     return "\n".join(lines)
 
 
-def _exchange_reports(
-    text: str, group: ShardGroup, peer: int, asked: list[int], reports: dict[int, str]
-) -> None:
-    """Leave a report, and fill `reports` and `asked`."""
-    now = time.time()
-    own = group.ranks[group.rank]
-    reports[own] = text
-    try:
-        store = dist.PrefixStore("layerzero/reports", dist.distributed_c10d._get_default_store())
-        waits_for = None if peer < 0 else group.ranks[peer]
-        store.set(str(own), json.dumps({"time": now, "text": text, "waits_for": waits_for}))
-        oldest = now - 2 * group.timeout.total_seconds() - REPORT_SECONDS
-        while len(reports) < len(asked) and time.time() < now + REPORT_SECONDS:
-            for rank in list(asked):
-                if rank not in reports and store.check([str(rank)]):
-                    report = json.loads(store.get(str(rank)))
-                    if report["time"] >= oldest:
-                        reports[rank] = report["text"]
-                        if report["waits_for"] not in (None, *asked):
-                            asked.append(report["waits_for"])
-            time.sleep(0.05)
-    except (RuntimeError, ValueError) as error:
-        reports.setdefault(own, f"{text} (no reports: {error})")
+class _Reports:
+    """What this rank waits for, and what others say that they wait for."""
+
+    def __init__(self, text: str, group: ShardGroup, peer: int) -> None:
+        self.asked = list(group.ranks)
+        """Global ranks, in the order of the table."""
+        self._own = group.ranks[group.rank]
+        self.texts = {self._own: text}
+        self._waits_for = None if peer < 0 else group.ranks[peer]
+        self._runs = known_runs()
+        self._oldest = time.time() - 2 * group.timeout.total_seconds() - REPORT_SECONDS
+        if not self._runs:
+            self._oldest = max(self._oldest, _BEGAN)
+
+    def exchange(self) -> None:
+        """Leave the own report, and collect others for a while."""
+        now = time.time()
+        report = {
+            "time": now,
+            "text": self.texts[self._own],
+            "waits_for": self._waits_for,
+            "runs": sorted(self._runs),
+        }
+        try:
+            store = dist.PrefixStore(
+                "layerzero/reports", dist.distributed_c10d._get_default_store()
+            )
+            store.set(str(self._own), json.dumps(report))
+            while len(self.texts) < len(self.asked) and time.time() < now + REPORT_SECONDS:
+                for rank in list(self.asked):
+                    if rank not in self.texts and store.check([str(rank)]):
+                        self._take(rank, json.loads(store.get(str(rank))))
+                time.sleep(0.05)
+        except (RuntimeError, ValueError) as error:
+            self.texts[self._own] += f" (no reports: {error})"
+
+    def _take(self, rank: int, report: dict[str, Any]) -> None:
+        """Believe a report of this run: see model_numbers.py."""
+        runs = set(report.get("runs", ()))
+        # A rank that failed before it had a model knows no run.
+        is_of_this_run = not runs or not self._runs or runs & self._runs
+        if report["time"] < self._oldest or not is_of_this_run:
+            return
+        self.texts[rank] = report["text"]
+        self._runs |= runs  # of groups that this rank is not in
+        if report["waits_for"] not in (None, *self.asked):
+            self.asked.append(report["waits_for"])

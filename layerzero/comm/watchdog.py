@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
+from layerzero.comm.run_names import own_connection
 from layerzero.comm.streams import Mark
 from layerzero.core.groups import ShardGroup
 
@@ -58,10 +59,7 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """Watches the collectives that one model issues on one process group.
-
-    Every rank of the group must make its watchdogs in the same order.
-    """
+    """Watches the collectives that one model issues on one process group."""
 
     has_failed: bool
     """Set once, by the watching thread; nothing is watched any more."""
@@ -72,9 +70,12 @@ class Watchdog:
         device: torch.device,
         mark: Callable[[], Mark],
         on_failure: Callable[[CollectiveError], None],
+        place: str | None,
     ) -> None:
         """
         Args:
+            place: the name of this model on this group, the same on every rank; None: it has none,
+                and ranks are not compared.
             mark: makes a mark of the current stream, or None on CPU.
             on_failure: called on the watching thread; must not keep the model alive.
         """
@@ -89,7 +90,7 @@ class Watchdog:
         self._history: dict[int, tuple[int, str]] = {}
         self._count = 0
         self._digest = 0
-        self._board = _Board.open(group)
+        self._board = None if place is None else _Board.open(group, place)
         self._pause_s = min(_LONGEST_PAUSE_S, group.timeout.total_seconds() / 4)
         self._thread: threading.Thread | None = None
 
@@ -214,15 +215,10 @@ class _Board:
         self._rank = group.ranks[group.rank]
 
     @classmethod
-    def open(cls, group: ShardGroup) -> _Board | None:
-        """The board of the next model on this group; None where there is no store."""
+    def open(cls, group: ShardGroup, place: str) -> _Board | None:
+        """The board of a model on this group; None where there is no store."""
         try:
-            # A connection of its own: the thread's questions must not hold up the main thread's.
-            store = dist.distributed_c10d._get_default_store()
-            store = store.clone()  # type: ignore[attr-defined]
-            prefix = f"layerzero/watchdog/{group.process_group.group_name}"
-            number = store.add(f"{prefix}/models/{group.rank}", 1)
-            return cls(dist.PrefixStore(f"{prefix}/{number}", store), group)
+            return cls(dist.PrefixStore(f"layerzero/watchdog/{place}", own_connection()), group)
         except (RuntimeError, ValueError) as error:
             _logger.debug("collectives are not compared between ranks: %s", error)
             return None

@@ -29,7 +29,13 @@ from torch import nn
 from layerzero.core.gradients import GradientBuffer
 from layerzero.core.host import HostMemory
 from layerzero.core.layout import ALIGNMENT_NBYTES, FlatLayout
-from layerzero.core.parameter_info import ParameterInfo, copy_attributes, set_info
+from layerzero.core.parameter_info import (
+    ParameterInfo,
+    copy_attributes,
+    get_info,
+    set_info,
+    take_kept_piece,
+)
 from layerzero.core.placement import Placement
 from layerzero.core.tensor_parallel import TensorParallelSplit, split_of
 from layerzero.core.views import Slot
@@ -123,7 +129,9 @@ class FlatParamHandle:
         self._expected = [
             (parameter, parameter.data_ptr(), parameter.numel())
             for parameter in self.sharded_params
+            if parameter.numel()
         ]
+        self._empty = [parameter for parameter in self.sharded_params if not parameter.numel()]
         self.is_whole = placement.shard_group.size == 1
         self.has_compute_shard = (
             compute_dtype != dtype or not placement.owns_compute_shard or params_on is not None
@@ -157,9 +165,17 @@ class FlatParamHandle:
     def _make_sharded(self, original: OriginalParameter, index: int) -> nn.Parameter:
         _, start, stop, offset = self._pieces[index]
         piece = self.main_shard[offset : offset + stop - start]
-        sharded = nn.Parameter(piece, requires_grad=original.parameter.requires_grad)
-        copy_attributes(original.parameter, sharded)
         shape, split = original.parameter.shape, self.splits[index]
+        kept = take_kept_piece(original.parameter)
+        info = None if kept is None else get_info(kept)
+        is_same = info is not None and (info.shape, info.range) == (shape, (start, stop))
+        lies_alike = kept is not None and (kept.dtype, kept.device) == (piece.dtype, piece.device)
+        if kept is not None and is_same and lies_alike:
+            sharded = kept  # An optimizer may hold it, with state of this range.
+            sharded.data = piece
+        else:
+            sharded = nn.Parameter(piece, requires_grad=original.parameter.requires_grad)
+        copy_attributes(original.parameter, sharded)
         set_info(sharded, ParameterInfo(original.fqn, shape, (start, stop), split))
         return sharded
 
@@ -264,6 +280,10 @@ class FlatParamHandle:
             if parameter.data_ptr() != pointer or parameter.numel() != numel:
                 self._adopt(parameter, unit)
                 adopted = True
+        dtype = self.main_shard.dtype
+        for parameter in self._empty:
+            if parameter.dtype is not dtype or parameter.numel():
+                self._adopt(parameter, unit)
         return adopted
 
     def _adopt(self, parameter: nn.Parameter, unit: str) -> None:

@@ -6,19 +6,22 @@
 
 One copy per gradient; the buffer's storage exists only from `collect` until the reduction is done.
 Micro-batches without synchronization add up in one of two places, in float32 at least: unsharded,
-before anything is sent, or sharded, after the reduction's first hop. `deliver` is the only writer
-of `.grad`, so a backward pass that fails changes no gradient the user can see.
+before anything is sent, or sharded, after the reduction's first hop. Only `deliver` writes `.grad`,
+and of parameters with hooks parameter_hooks.py after it, so a backward pass that fails changes no
+gradient the user can see.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 from torch import nn
 
 from layerzero.core.host import HostMemory
 from layerzero.core.layout import FlatLayout, GradientLayout, Piece
+from layerzero.core.parameter_hooks import stepped_by_torch
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
 from layerzero.core.tensor_parallel import TensorParallelSplit
@@ -268,22 +271,38 @@ class GradientBuffer:
         self.shard_sum = self.host_sum = None
         self.present = set()
 
-    def deliver(self, chunk: torch.Tensor | None, present: set[int], scale: float) -> None:
+    def deliver(
+        self, chunk: torch.Tensor | None, present: set[int], scale: float
+    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Add this rank's part of the reduced gradients to `.grad` of the sharded parameters.
 
         Args:
             chunk: [chunk_numel], any floating dtype; None on one rank alone.
             present: parameters that had a gradient on any rank; others keep what they have.
             scale: factor on what was not reduced, one rank being all that has it.
+
+        Returns:
+            Parameters that have hooks, in the same order on every rank, and what is left to be
+            added to their `.grad`.
         """
+        hooked: list[tuple[int, torch.Tensor]] = []
+        stepped = stepped_by_torch()
         for index, gradient in self._pieces_of(chunk, scale):
             if index < 0 or index not in present:
                 continue
             sharded = self._sharded_params[index]
-            if sharded.grad is None:
+            if (
+                sharded._post_accumulate_grad_hooks
+                or sharded._backward_hooks
+                or (stepped and sharded in stepped)
+            ) and sharded.requires_grad:
+                hooked.append((index, gradient))
+            elif sharded.grad is None:
                 sharded.grad = gradient
             else:
                 sharded.grad.add_(gradient)
+        hooked.sort(key=itemgetter(0))  # Pieces come in the order of this rank's chunk.
+        return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
     def _pieces_of(
         self, chunk: torch.Tensor | None, scale: float

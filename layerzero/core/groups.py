@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import constants
 from torch.distributed.device_mesh import DeviceMesh
 
-LONGEST_DEFAULT_TIMEOUT = timedelta(minutes=5)
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+"""Of a collective, where nobody chose one: torch's defaults are for barriers, and far too long."""
 BACKEND_GRACE = timedelta(seconds=15)
 """How much longer a backend's own watchdog waits, which knows no units and ends the process."""
 
@@ -75,8 +78,10 @@ def resolve_process_groups(
             "wrap the model only on ranks of the group"
         )
     if not isinstance(group, dist.ProcessGroup):
+        is_pair = isinstance(group, tuple)
         raise TypeError(
             f"process_group: expected a ProcessGroup, a DeviceMesh or None, got {process_group!r}"
+            + ("; for a pair of groups a mesh (outer, inner)" if is_pair else "")
         )
     return (group,)
 
@@ -119,8 +124,8 @@ def make_shard_group(
         ValueError: as `describe_group`.
     """
     group = describe_group(process_group, device, timeout)
-    if group.backend != "gloo":
-        _let_backend_wait(process_group, device, group.timeout + BACKEND_GRACE)
+    grace = timedelta(0) if group.backend == "gloo" else BACKEND_GRACE
+    _let_backend_wait(process_group, device, group.timeout + grace)
     return group
 
 
@@ -128,6 +133,9 @@ def describe_group(
     process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None
 ) -> ShardGroup:
     """What `process_group` is for tensors on `device`; it stays as it is.
+
+    Args:
+        timeout: None: see `chosen_timeout`.
 
     Raises:
         ValueError: the group has no backend for the device, or the timeout is not positive.
@@ -140,7 +148,7 @@ def describe_group(
             f"{device.type!r}; move the module first or pass device="
         )
     if timeout is None:
-        timeout = min(_group_timeout(process_group, device), LONGEST_DEFAULT_TIMEOUT)
+        timeout = chosen_timeout(process_group, device) or DEFAULT_TIMEOUT
     elif timeout <= timedelta(0):
         raise ValueError(f"timeout: expected a positive timedelta, got {timeout!r}")
     return ShardGroup(
@@ -152,16 +160,58 @@ def describe_group(
     )
 
 
+# Timeouts -------------------------------------------------------------------------------------
+
+_given: WeakKeyDictionary[dist.ProcessGroup, dict[str, timedelta]]
+_given = WeakKeyDictionary()
+"""The timeouts that process groups were made with, by device type, where they were raised since."""
+
+
+def chosen_timeout(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout that somebody gave the group, or else the default group; None: nobody did.
+
+    torch does not keep whether a timeout was given, so one that differs from torch's own defaults
+    was. Groups that a mesh or `new_group` makes have the default whatever the default group has.
+    """
+    world = dist.group.WORLD
+    for group in (process_group, world if world is not None else process_group):
+        timeout = _timeout_of(group, device)
+        if timeout is not None and timeout not in _torch_defaults():
+            return timeout
+    return None
+
+
+def _torch_defaults() -> tuple[timedelta | None, ...]:
+    # A backend for each kind of device ("cpu:gloo,cuda:nccl") has the general default on all.
+    return constants.default_pg_timeout, constants.default_pg_nccl_timeout
+
+
+def _timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """What the group's backend was made with; None where it does not tell, or serves another."""
+    given = _given.get(process_group, {}).get(device.type)
+    return given if given is not None else _backend_timeout(process_group, device)
+
+
+def _backend_timeout(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    try:
+        options = getattr(process_group._get_backend(device), "options", None)
+    except RuntimeError:
+        return None
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
 def _let_backend_wait(
     process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> None:
-    """Bound the waits of a backend that takes no timeout with each of them."""
+    """Have a backend that bounds waits itself wait as long; what waits longer stays as it is.
+
+    Collectives of others use the group, too, and none may fail sooner than before.
+    """
+    current = _backend_timeout(process_group, device)
+    if current is None or current >= timeout:
+        return
     set_timeout = getattr(process_group._get_backend(device), "_set_default_timeout", None)
     if set_timeout is not None:
+        _given.setdefault(process_group, {}).setdefault(device.type, current)
         set_timeout(timeout)
-
-
-def _group_timeout(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    options = getattr(process_group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else LONGEST_DEFAULT_TIMEOUT

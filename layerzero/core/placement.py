@@ -96,6 +96,13 @@ class Placement:
         return tuple(group for group in groups if group is not None and group.size > 1)
 
     @property
+    def all_groups(self) -> tuple[ShardGroup, ...]:
+        """Every group that collectives of a unit placed like this one run on."""
+        rest = (self.world, self.keeping_group)
+        whole = () if self.data_parallel is None else self.data_parallel.all_groups
+        return (*self.groups, *(g for g in rest if g is not None and g.size > 1), *whole)
+
+    @property
     def hops(self) -> tuple[ShardGroup, ...]:
         """The groups that gradients are reduced over, one after the other."""
         return self.groups if self.world is None else (self.world,)
@@ -181,15 +188,15 @@ def make_placement(
     rank = dist.get_rank()
     row = next(row for row in table if rank in row)
     if outer == "shard":
-        everyone = _group_of(_flat(table), groups, device, timeout)
-        inner = _group_of(row, groups, device, timeout)
+        everyone = _group_of(_flat(table), groups, device)
+        inner = _group_of(row, groups, device)
         return Placement(everyone, None, 1, members, keeping_group=inner)
     column = [row_of_peer[row.index(rank)] for row_of_peer in table]
-    world = _group_of(_flat(table), groups, device, timeout) if deterministic else None
+    world = _group_of(_flat(table), groups, device) if deterministic else None
     slices = _slices(table)
     return Placement(
-        shard_group=_group_of(row, groups, device, timeout),
-        outer_group=_group_of(column, groups, device, timeout),
+        shard_group=_group_of(row, groups, device),
+        outer_group=_group_of(column, groups, device),
         owned_slices=len(column) if outer == "replicate" else 1,
         members=members,
         world=world,
@@ -211,9 +218,7 @@ _made = WeakKeyDictionary()
 """Groups made for parts of a group or mesh, for the next model on it."""
 
 
-def _group_of(
-    ranks: list[int], groups: list[ShardGroup], device: torch.device, timeout: timedelta | None
-) -> ShardGroup:
+def _group_of(ranks: list[int], groups: list[ShardGroup], device: torch.device) -> ShardGroup:
     """These ranks as a group: one of `groups`, one made before, or a new one. Collective."""
     wanted = tuple(sorted(ranks))
     for group in groups:
@@ -230,4 +235,5 @@ def _group_of(
         )
         assert process_group is not None, "local synchronization makes a group for members alone"
         made[wanted] = process_group
-    return make_shard_group(made[wanted], device, timeout)
+    # Its own timeout is that of the first model it was made for.
+    return make_shard_group(made[wanted], device, parent.timeout)

@@ -18,7 +18,12 @@ class Slot(NamedTuple):
 class ParameterViews:
     """Swaps what the slots of one unit show. One dict write per slot, nothing allocated."""
 
+    shows_stand_ins: bool
+    """Whether slots show neither pieces nor leaves, on purpose: state dicts then give what they
+    show."""
+
     def __init__(self) -> None:
+        self.shows_stand_ins = False
         self._entries: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._full: list[nn.Parameter] = []
         self._names: list[str] = []
@@ -50,10 +55,33 @@ class ParameterViews:
                 self._refuse_replaced(where)
             parameters[name] = full
 
+    def take_full_away(self) -> list[str]:
+        """Show the pieces where full leaves are.
+
+        Returns:
+            Names of leaves in whose place somebody has put another parameter; that is dropped.
+        """
+        replaced = []
+        for index, (parameters, name, sharded) in enumerate(self._entries):
+            if parameters.get(name) is not self._full[index]:
+                replaced.append(self._names[index])
+            parameters[name] = sharded
+        return replaced
+
     def show(self, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Show other parameters, given for each sharded one."""
         for parameters, name, sharded in self._entries:
             parameters[name] = shown[sharded]
+
+    def shown_for(self, sharded: nn.Parameter) -> list[nn.Parameter | None]:
+        """What each slot of a sharded parameter shows now; None where it was removed."""
+        return [parameters.get(name) for parameters, name, each in self._entries if each is sharded]
+
+    def give_back(self, sharded: nn.Parameter, parameter: nn.Parameter) -> None:
+        """Put `parameter` where the sharded one is still shown."""
+        for parameters, name, each in self._entries:
+            if each is sharded and parameters.get(name) is sharded:
+                parameters[name] = parameter
 
     def _refuse_replaced(self, where: str) -> None:
         names = [

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,8 @@ from layerzero.checkpoint.gather_state import get_model_state_dict
 from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.saving import save
 from layerzero.config import MixedPrecision
+from layerzero.integrations.accelerate_folders import after_save, folder_to_load, folder_to_save
+from layerzero.optim import attach
 from layerzero.zero3 import ZeRO3
 
 _OTHER_ENGINES = (
@@ -119,13 +120,21 @@ def check_launched(state: Any) -> None:
     Args:
         state: an Accelerator, or a PartialState.
     """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    seen = state.num_processes if state.use_distributed else 1
+    if launched > 1 and seen == 1 and not torch.accelerator.is_available():
+        # Of a machine without an accelerator accelerate takes part when it is told to.
+        raise ValueError(
+            f"a launcher started {launched} processes on a machine without an accelerator, and "
+            "accelerate sees one: ranks would all get the same batches. Pass use_cpu=True to "
+            "TrainingArguments, cpu=True to Accelerator, or --cpu to accelerate launch"
+        )
     if not dist.is_initialized():
         raise ValueError(
             "expected an initialised process group, got a single process that no launcher started; "
             "start with torchrun or accelerate launch, or call torch.distributed."
             "init_process_group first"
         )
-    seen = state.num_processes if state.use_distributed else 1
     if seen != dist.get_world_size():
         raise ValueError(
             f"accelerate sees {seen} processes, torch.distributed {dist.get_world_size()}: ranks "
@@ -171,6 +180,8 @@ def _handed_over(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) 
     pieces = dict(model.named_parameters())
     for group, own in zip(groups, names, strict=True):
         group["params"] = [pieces[name] for name in own]
+    for optimizer in optimizers:
+        attach.look_at(optimizer)
 
 
 def adopt(accelerator: Accelerator) -> None:
@@ -235,6 +246,9 @@ class ZeRO3Accelerator(Accelerator):
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         """A checkpoint of layerzero in `output_dir` (docs/checkpoint_format.md). Collective.
 
+        With `automatic_checkpoint_naming` it is `project_dir/checkpoints/checkpoint_N`; once it is
+        complete, the oldest beyond `total_limit` are removed.
+
         Model, optimizer, scheduler, random states, what decides how loaders shuffle the next
         epoch, registered objects, the accelerator's step. Returns the folder.
 
@@ -242,12 +256,14 @@ class ZeRO3Accelerator(Accelerator):
         `accelerator.skip_first_batches`.
 
         Raises:
-            NotImplementedError: several models, optimizers or schedulers; automatic names.
+            NotImplementedError: several models, optimizers or schedulers; hooks of save_state.
+            ValueError: no folder, or the next automatic name is taken.
         """
         parts = self._parts()
         if parts is None:
             return super().save_state(output_dir, *args, **kwargs)
-        folder = self._folder(output_dir)
+        self._refuse_hooks("save", self._save_model_state_pre_hook)
+        folder = folder_to_save(self, output_dir)
         model, optimizer, scheduler = parts
         extra = {
             "random": random_states(self.device),
@@ -255,22 +271,28 @@ class ZeRO3Accelerator(Accelerator):
             "shuffles": [_place(loader, sampler) for loader, sampler in self._shuffling()],
             "objects": [each.state_dict() for each in self._custom_objects],
         }
-        return str(save(folder, model, optimizer, scheduler=scheduler, extra=extra).wait())
+        saved = save(folder, model, optimizer, scheduler=scheduler, extra=extra).wait()
+        after_save(self)
+        return str(saved)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` wrote, at any world size. Collective.
 
+        With `automatic_checkpoint_naming` and no folder: the newest one that is complete.
+
         Raises:
-            ValueError: other objects were registered when it was saved.
+            ValueError: no such folder; other objects were registered when it was saved.
         """
         parts = self._parts()
         if parts is None:
             return super().load_state(input_dir, *args, **kwargs)
+        self._refuse_hooks("load", self._load_model_state_pre_hook)
         model, optimizer, scheduler = parts
-        extra = load(self._folder(input_dir), model, optimizer, scheduler=scheduler)
+        folder = folder_to_load(self, input_dir)
+        extra = load(folder, model, optimizer, scheduler=scheduler)
         if not isinstance(extra, dict) or "shuffles" not in extra:
             raise ValueError(
-                f"{input_dir}: has the weights, but was not written by save_state; load it with "
+                f"{folder}: has the weights, but was not written by save_state; load it with "
                 "layerzero.checkpoint.load"
             )
         shuffling = list(self._shuffling())
@@ -279,7 +301,7 @@ class ZeRO3Accelerator(Accelerator):
             ("data loaders that shuffle", shuffling, extra["shuffles"]),
         ):
             if len(got) != len(saved):
-                raise ValueError(f"{input_dir}: {len(saved)} {what} were saved, here {len(got)}")
+                raise ValueError(f"{folder}: {len(saved)} {what} were saved, here {len(got)}")
         self.step = extra["step"]
         for (loader, sampler), place in zip(shuffling, extra["shuffles"], strict=True):
             _set_place(loader, sampler, place)
@@ -305,13 +327,13 @@ class ZeRO3Accelerator(Accelerator):
         scheduler = self._schedulers[0] if self._schedulers else None
         return self._sharded()[0], optimizer, scheduler
 
-    def _folder(self, folder: str | os.PathLike[str] | None) -> Path:
-        if folder is None or self.project_configuration.automatic_checkpoint_naming:
+    def _refuse_hooks(self, what: str, hooks: Mapping[Any, Any]) -> None:
+        if hooks:
             raise NotImplementedError(
-                "save_state and load_state: expected a folder and no automatic_checkpoint_naming; "
-                "checkpoints in the folder are numbered, and load_state takes the latest"
+                f"{what}_state: {len(hooks)} hooks of register_{what}_state_pre_hook are there, "
+                "which take or leave whole weights, got a sharded model, whose weights no rank "
+                "has; call layerzero.checkpoint.save and load, or save_pretrained, in their place"
             )
-        return Path(folder)
 
     def _shuffling(self) -> Iterator[tuple[Any, Any]]:
         """Data loaders that shuffle, and by what."""

@@ -3,27 +3,46 @@
 Pieces have the original names and their own `requires_grad`, whatever unit they lie in, so phases,
 optimizer groups and checkpoints need no translation: what the scheduler does to an unsharded model
 is right here. Left to the adapter is the plan, which must be known before the model is sharded.
+
+Note [What configure_model changes]
+    The scheduler reads names, and freezes, before `configure_model` runs. Wrappers that this puts
+    around layers (torch's checkpoint_wrapper, torch.compile) would change names, so that nothing
+    is thawed any more; and parameters that it makes anew, as some tensor-parallel styles do, would
+    be trained from the start. So names go without wrappers from then on, what was frozen is frozen
+    again, and a scheduled name that is gone is an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from finetuning_scheduler.strategy_adapters import StrategyAdapter
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from layerzero.core.names import WRAPPER_NAMES, clean_name
 from layerzero.integrations.lightning import ZeRO3Strategy
-from layerzero.plan.options import MODULE_OPTIONS
+from layerzero.notices import warn_once
+from layerzero.plan.checkpointing import is_mode, split_act_ckpt
+from layerzero.plan.options import MODULE_OPTIONS, near_matches
+from layerzero.plan.resolve import names
 from layerzero.plan.sharding_plan import ShardingPlan
 
 _WILDCARD = re.compile(r"\{(\*|\d+-\d+)\}")
 _OTHER_FIELDS = {each.name for each in fields(ShardingPlan)} - {"apply_modules", "defaults"}
 _OTHER_FIELDS -= set(MODULE_OPTIONS)
 """Of a plan, that are no options: what `zero3_defaults` may hold besides."""
+
+
+_OF_OTHER_ADAPTERS = {
+    "fsdp_plan": "use zero3_plan, which has the same form",
+    "fsdp_default_kwargs": "use zero3_defaults, which has the same form",
+    "awp_overrides": "name these modules in zero3_plan, or use auto_wrap_policy of the strategy",
+}
 
 
 class ZeRO3StrategyAdapter(StrategyAdapter):
@@ -35,7 +54,8 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
             patterns (`layers.{*}`, `re:...`) are taken, too. None: the strategy's own policy.
         zero3_defaults: options of the whole model, and the other fields of a `ShardingPlan`.
 
-    In both, `cpu_offload_policy` stands for `cpu_offload`: arguments of torch's `CPUOffloadPolicy`.
+    In both, `cpu_offload_policy` stands for `cpu_offload`: arguments of torch's `CPUOffloadPolicy`;
+    and `mp_policy`, `offload_policy` are taken as `fully_shard` takes them.
 
     Raises:
         ValueError, TypeError: a bad plan, or one beside that of the strategy.
@@ -45,13 +65,18 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
         self,
         zero3_plan: Mapping[str, Mapping[str, Any] | None] | None = None,
         zero3_defaults: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
+        for name in others:
+            advice = _OF_OTHER_ADAPTERS.get(name, "expected zero3_plan or zero3_defaults")
+            raise TypeError(f"ZeRO3StrategyAdapter: unknown argument {name!r}: {advice}")
         for name, value in (("zero3_plan", zero3_plan), ("zero3_defaults", zero3_defaults)):
             if value is not None and not isinstance(value, Mapping):
                 raise TypeError(f"{name}: expected a mapping, got {value!r}")
         self._plan = zero3_plan
         self._defaults = zero3_defaults or {}
+        self._frozen: set[str] | None = None
 
     def on_before_init_fts(self) -> None:
         """Hand the plan to the strategy, which has not sharded the model yet."""
@@ -62,6 +87,8 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
                 "in custom_strategy_adapters name it for 'layerzero' alone"
             )
         strategy.before_restore = self._resume
+        strategy.before_sharding = self._follow_changes
+        _leave_out_wrappers(self.pl_module)
         if self._plan is None and not self._defaults:
             return
         modules = {name for name, _ in self.pl_module.named_modules()}
@@ -74,6 +101,33 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
         plan = ShardingPlan(apply_modules=apply_modules, defaults=defaults, **plan_fields)
         strategy.use_plan(plan, "strategy_adapter_cfg")
 
+    def on_after_init_fts(self) -> None:
+        """Remember what is not trained in the first phase."""
+        super().on_after_init_fts()
+        named = self.pl_module.named_parameters()
+        self._frozen = {name for name, parameter in named if not parameter.requires_grad}
+
+    def _follow_changes(self, module: nn.Module) -> None:
+        """Note [What configure_model changes].
+
+        Raises:
+            ValueError: it changed names that are scheduled.
+        """
+        _leave_out_wrappers(module)
+        if self._frozen is None:
+            return
+        parameters = dict(module.named_parameters())
+        for depth, phase in self.fts_handle.ft_schedule.items():
+            gone = [name for name in phase["params"] if name not in parameters]
+            if gone:
+                raise ValueError(
+                    f"ZeRO3StrategyAdapter: phase {depth} thaws {names(gone)}, which the module "
+                    f"no longer has{near_matches(gone[0], parameters)}: configure_model, which "
+                    "runs after the schedule is made, changed the names; change them in __init__"
+                )
+        for name in self._frozen & parameters.keys():
+            parameters[name].requires_grad_(False)
+
     def _resume(self) -> None:
         """Tell the scheduler that `fit(ckpt_path=...)` goes on.
 
@@ -81,6 +135,25 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
         """
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.fts_handle._fts_state._resume_fit_from_ckpt = True
+
+
+class _WithoutWrappers(nn.Module):
+    """Names of modules, and so of parameters and buffers, without those of wrappers."""
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in super().named_modules(*args, **kwargs):
+            yield clean_name(name), module
+
+
+def _leave_out_wrappers(module: nn.Module) -> None:
+    """Give the module such names, if there are wrappers in it."""
+    cls = type(module)
+    if issubclass(cls, _WithoutWrappers):
+        return
+    if all(WRAPPER_NAMES.isdisjoint(each._modules) for each in module.modules()):
+        return
+    about = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    module.__class__ = type(cls.__name__, (_WithoutWrappers, cls), about)
 
 
 def _pattern(key: str, modules: set[str]) -> str:
@@ -93,10 +166,12 @@ def _pattern(key: str, modules: set[str]) -> str:
 
 
 def _translated(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with `cpu_offload_policy` as a plan has it."""
+    """Options as a plan has them: `cpu_offload_policy`, and an `act_ckpt` of an unknown mode."""
     if not isinstance(options, Mapping):
         raise TypeError(f"{where}: expected a mapping of options, got {options!r}")
     own = dict(options)
+    if own.get("act_ckpt"):
+        own["act_ckpt"] = _known_mode(where, own["act_ckpt"])
     if "cpu_offload_policy" not in own:
         return own
     policy = own.pop("cpu_offload_policy")
@@ -106,3 +181,16 @@ def _translated(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
         policy = {"pin_memory": policy.pin_memory}
     own["cpu_offload"] = policy
     return own
+
+
+def _known_mode(where: str, choice: Any) -> Any:
+    """`act_ckpt` with "composable" for a mode that does not exist, as the scheduler has it."""
+    try:
+        mode, arguments = split_act_ckpt(choice)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from None
+    if is_mode(mode):
+        return choice
+    text = f"{where}: act_ckpt: unknown mode {mode!r}; 'composable' is taken instead"
+    warn_once(text, text)
+    return "composable", arguments

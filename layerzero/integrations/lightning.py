@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import (
     CheckpointIO,
@@ -33,9 +32,10 @@ from lightning.pytorch.plugins import (
     Precision,
     TorchCheckpointIO,
 )
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
 from layerzero.checkpoint import (
@@ -47,7 +47,6 @@ from layerzero.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from layerzero.checkpoint.codec import encode
 from layerzero.checkpoint.inventory import Names
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
@@ -57,6 +56,7 @@ from layerzero.integrations.lightning_arguments import (
     adapted,
     check_arguments,
     check_devices,
+    check_run,
     read_plan,
 )
 from layerzero.integrations.lightning_checkpoints import (
@@ -69,7 +69,10 @@ from layerzero.integrations.lightning_checkpoints import (
     named,
     numbered,
     open_folder,
+    plain_state_dict,
 )
+from layerzero.integrations.lightning_parallel import MeshStrategy, Size
+from layerzero.integrations.lightning_pieces import know_pieces
 from layerzero.optim.clip import clip_grad_norm_
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
@@ -81,16 +84,22 @@ _WRAPPER = "_layerzero_lightning_wrapper"
 _WRITTEN_BY_ENGINE = ("state_dict", "optimizer_states")
 
 
-class ZeRO3Strategy(DDPStrategy):
+class ZeRO3Strategy(MeshStrategy):
     """Shards the LightningModule with `ZeRO3`. Also `Trainer(strategy="layerzero")`.
 
     From DDP's strategy it has processes, process group and small collectives; none of its wrapper.
+    `device_mesh`, in `configure_model` of the module, too, has the axes of Lightning's
+    ModelParallelStrategy, "data_parallel" and "tensor_parallel".
 
     Args:
         auto_wrap_policy: as for `ZeRO3`; names are those of the LightningModule.
         plan: instead of it a `ShardingPlan`, a mapping of its fields, or the path of a YAML file.
         state_dict_type: "full": checkpoints are ordinary Lightning files, gathered on rank 0.
             "sharded": folders, to which every rank writes its part.
+        data_parallel_size, tensor_parallel_size: ranks along each axis of `device_mesh`. "auto":
+            what the other leaves; both: a tensor-parallel group for each node.
+        process_group: as for `ZeRO3`, instead of sizes: this rank's data-parallel ranks, of a mesh
+            of yours.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend: as for Lightning's own strategies.
         timeout: of the process group and of every collective of the engine. None: Lightning's
@@ -107,6 +116,8 @@ class ZeRO3Strategy(DDPStrategy):
     """How the model is sharded, if not by `auto_wrap_policy`."""
     before_restore: Callable[[], None] | None
     """Called when a run goes on from a checkpoint, before callbacks get their state of it."""
+    before_sharding: Callable[[nn.Module], None] | None
+    """Called with the module that `configure_model` made, before it is sharded."""
 
     def __init__(
         self,
@@ -114,6 +125,9 @@ class ZeRO3Strategy(DDPStrategy):
         plan: ShardingPlan | Mapping[str, Any] | str | Path | None = None,
         state_dict_type: StateDictType = "full",
         *,
+        data_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = 1,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -126,6 +140,9 @@ class ZeRO3Strategy(DDPStrategy):
         check_arguments(auto_wrap_policy, plan, state_dict_type, zero3_options)
         check_devices(parallel_devices or [])
         super().__init__(
+            data_parallel_size,
+            tensor_parallel_size,
+            process_group,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -137,6 +154,7 @@ class ZeRO3Strategy(DDPStrategy):
         self.auto_wrap_policy = auto_wrap_policy
         self.plan = read_plan(plan)
         self.before_restore = None
+        self.before_sharding = None
         self._state_dict_type = state_dict_type
         self._zero3_options = {"sync_module_states": True, **zero3_options, "timeout": timeout}
         self._is_set_up = False
@@ -159,7 +177,7 @@ class ZeRO3Strategy(DDPStrategy):
 
     # Environment ----------------------------------------------------------------------------
 
-    @DDPStrategy.precision_plugin.setter  # type: ignore[untyped-decorator]
+    @MeshStrategy.precision_plugin.setter  # type: ignore[untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else adapted(plugin)
         if plugin is not None:
@@ -201,7 +219,7 @@ class ZeRO3Strategy(DDPStrategy):
         """Shard the model, load weights that wait, then make optimizers. Collective."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        self._refuse_unsupported(trainer, module)
+        check_run(trainer, module, self._state_dict_type)
         self.model = self._setup_model(module)
         self._is_set_up = True
         if self._pending is not None:
@@ -211,30 +229,6 @@ class ZeRO3Strategy(DDPStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-
-    def _refuse_unsupported(self, trainer: Trainer, module: LightningModule) -> None:
-        for callback in trainer.callbacks:
-            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-                raise ValueError(
-                    f"ZeRO3Strategy: {type(callback).__name__} copies the whole module, which a "
-                    "sharded one cannot be; average the weights of saved checkpoints instead"
-                )
-        if getattr(module, "_compiler_ctx", None) is not None:
-            raise ValueError(
-                "ZeRO3Strategy: the LightningModule as a whole was given to torch.compile; call "
-                "compile() of the layers instead, in configure_model, or trainer.model.compile() "
-                "in on_fit_start"
-            )
-        if self._state_dict_type == "sharded":
-            if type(self.checkpoint_io) is not TorchCheckpointIO:
-                raise ValueError(
-                    f"ZeRO3Strategy: {type(self.checkpoint_io).__name__} has no part in sharded "
-                    "checkpoints, which every rank writes to; use state_dict_type='full'"
-                )
-            # At once, and not when the first checkpoint is due.
-            for each in (module, trainer.datamodule):
-                if each is not None:
-                    encode(dict(each.hparams), f"hyper-parameters of {type(each).__name__}")
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         wrapped = model.__dict__.get(_WRAPPER)
@@ -251,14 +245,23 @@ class ZeRO3Strategy(DDPStrategy):
         return wrapped
 
     def _shard(self, model: nn.Module) -> ZeRO3:
-        options = {**self._zero3_options, "device": self.root_device}
+        if get_unit(model) is not None:
+            raise RuntimeError(
+                f"ZeRO3Strategy: this {type(model).__name__} is wrapped already, with arguments "
+                "that would be lost; let the strategy wrap it, and wrap by hand only modules "
+                "inside it"
+            )
+        if self.before_sharding is not None:
+            self.before_sharding(model)
+        said = {} if self.plan is None else self.plan.defaults
+        options = {**self._zero3_options, "device": self.root_device, **said}
+        self.prepare_mesh(model, options["sync_module_states"])
+        group = self.data_parallel_group
         if self.plan is None:
-            return ZeRO3(model, auto_wrap_policy=self.auto_wrap_policy, **options)
+            return ZeRO3(model, group, auto_wrap_policy=self.auto_wrap_policy, **options)
         if "device" in self.plan.defaults:
             raise ValueError(DEVICE_IS_THE_TRAINERS)
-        return shard_with_plan(
-            model, replace(self.plan, defaults={**options, **self.plan.defaults})
-        )
+        return shard_with_plan(model, replace(self.plan, defaults=options), group)
 
     @property
     def _sharded(self) -> ZeRO3:
@@ -306,10 +309,26 @@ class ZeRO3Strategy(DDPStrategy):
     # Checkpoints out ------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Full tensors on rank 0 ({} elsewhere), or this rank's shards. Collective."""
+        """Full tensors on rank 0 ({} elsewhere), or this rank's shards. Collective.
+
+        Raises:
+            RuntimeError: the model is not sharded yet, and has parameters without storage.
+        """
+        model = self._known
+        if not isinstance(model, ZeRO3):
+            state = plain_state_dict(model)
+            return state if self.is_global_zero else {}
         if self._state_dict_type == "sharded":
-            return get_model_state_dict(self.model)
-        return get_model_state_dict(self.model, full=True, cpu_offload=True, rank0_only=True)
+            return get_model_state_dict(model)
+        return get_model_state_dict(model, full=True, cpu_offload=True, rank0_only=True)
+
+    @property
+    def _known(self) -> nn.Module:
+        """The wrapper, also of a module that another Trainer sharded; without one the module."""
+        model = self.model
+        assert model is not None, "connect() comes first"
+        wrapped: nn.Module = model.__dict__.get(_WRAPPER, model)
+        return wrapped
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As the same optimizer, unsharded, would have it, on rank 0. Collective.
@@ -330,11 +349,13 @@ class ZeRO3Strategy(DDPStrategy):
     ) -> None:
         """Write a file (rank 0), or a folder (all ranks). Collective.
 
+        A model that is not sharded yet goes into a file, whatever `state_dict_type` is.
+
         Raises:
             RuntimeError, CheckpointError: on all ranks, also where only one failed.
         """
         filepath = self.broadcast(filepath)
-        if self._state_dict_type == "sharded":
+        if self._state_dict_type == "sharded" and isinstance(self._known, ZeRO3):
             if storage_options is not None:
                 raise TypeError("ZeRO3Strategy: sharded checkpoints take no storage_options")
             self._save_folder(checkpoint, local_path(filepath))
@@ -359,7 +380,8 @@ class ZeRO3Strategy(DDPStrategy):
             raise RuntimeError(f"{path}: rank 0 could not write it: {told}") from error
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
-        own_names = get_model_state_dict(self.model).keys()
+        model = self._known
+        own_names = get_model_state_dict(model).keys()
         if checkpoint["state_dict"].keys() != own_names:
             raise CheckpointError(
                 f"{path}: on_save_checkpoint changed the names in 'state_dict', which sharded "
@@ -372,7 +394,7 @@ class ZeRO3Strategy(DDPStrategy):
         rest = {name: each for name, each in checkpoint.items() if name not in _WRITTEN_BY_ENGINE}
         rest["has_optimizer"] = "optimizer_states" in checkpoint
         step = int(checkpoint["global_step"])
-        save(path, self.model, optimizer, step=step, extra=rest, keep=1)
+        save(path, model, optimizer, step=step, extra=rest, keep=1)
 
     def _only_optimizer(self) -> torch.optim.Optimizer:
         if len(self.optimizers) != 1:
@@ -438,6 +460,7 @@ class ZeRO3Strategy(DDPStrategy):
         """Nothing: importing this file registers the name."""
 
 
+know_pieces()
 StrategyRegistry.register(
     ZeRO3Strategy.strategy_name, ZeRO3Strategy, description="ZeRO-3 on flat parameters (layerzero)"
 )

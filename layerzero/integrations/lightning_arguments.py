@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import (
     BitsandbytesPrecision,
     DeepSpeedPrecision,
     FSDPPrecision,
     MixedPrecision,
     Precision,
+    TorchCheckpointIO,
     XLAPrecision,
 )
 
+from layerzero.checkpoint.codec import encode
 from layerzero.optim.scaler import GradScaler
 from layerzero.plan.options import ZERO3_OPTIONS, near_matches
 from layerzero.plan.sharding_plan import ShardingPlan
@@ -26,6 +30,16 @@ _OPTIONS = [name for name in ZERO3_OPTIONS if name not in ("auto_wrap_policy", "
 DEVICE_IS_THE_TRAINERS = (
     "ZeRO3Strategy: device cannot be chosen here; use accelerator and devices of the Trainer"
 )
+
+
+_OF_OTHER_STRATEGIES = {
+    "activation_checkpointing": "use act_ckpt of a plan",
+    "activation_checkpointing_policy": "use act_ckpt of a plan",
+    "save_distributed_checkpoint": "use state_dict_type='sharded'",
+    "device_mesh": "use process_group, which takes a mesh, or tensor_parallel_size",
+    "find_unused_parameters": "leave it out: parameters without a gradient need no mention",
+    "static_graph": "leave it out",
+}
 
 
 def check_arguments(
@@ -43,13 +57,11 @@ def check_arguments(
             "its fields and its defaults"
         )
     for name in options:
-        if name == "process_group":
-            raise ValueError(
-                "ZeRO3Strategy: process_group cannot be chosen, the model is sharded over all "
-                "ranks of the Trainer; use zero3_size and outer for groups inside"
-            )
         if name == "device":
             raise ValueError(DEVICE_IS_THE_TRAINERS)
+        if name in _OF_OTHER_STRATEGIES:
+            advice = _OF_OTHER_STRATEGIES[name]
+            raise TypeError(f"ZeRO3Strategy: unknown argument {name!r}: {advice}")
         if name not in _OPTIONS:
             raise TypeError(
                 f"ZeRO3Strategy: unknown argument {name!r}{near_matches(name, _OPTIONS)}; expected "
@@ -107,3 +119,34 @@ def adapted(plugin: Precision) -> Precision:
             "use layerzero.GradScaler"
         )
     return plugin
+
+
+def check_run(trainer: Trainer, module: LightningModule, state_dict_type: StateDictType) -> None:
+    """Refuse what cannot go together with a sharded module, before it is one.
+
+    Raises:
+        ValueError, RuntimeError: named, with what to use.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"ZeRO3Strategy: {type(callback).__name__} copies the whole module, which a "
+                "sharded one cannot be; average the weights of saved checkpoints instead"
+            )
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise ValueError(
+            "ZeRO3Strategy: the LightningModule as a whole was given to torch.compile; call "
+            "compile() of the layers instead, in configure_model, or trainer.model.compile() "
+            "in on_fit_start"
+        )
+    if state_dict_type == "sharded":
+        checkpoint_io = trainer.strategy.checkpoint_io
+        if type(checkpoint_io) is not TorchCheckpointIO:
+            raise ValueError(
+                f"ZeRO3Strategy: {type(checkpoint_io).__name__} has no part in sharded "
+                "checkpoints, which every rank writes to; use state_dict_type='full'"
+            )
+        # At once, and not when the first checkpoint is due.
+        for each in (module, trainer.datamodule):
+            if each is not None:
+                encode(dict(each.hparams), f"hyper-parameters of {type(each).__name__}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
 
 from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.codec import decode
@@ -22,6 +23,22 @@ FOLDER = "layerzero_folder"
 """Key of a checkpoint whose tensors are in a folder: its path."""
 _COPIED_NBYTES = 1 << 20
 """Tensors of a mapped file that are at most this large get memory of their own."""
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Any]:
+    """As any strategy has it, of a module that was connected and is not set up.
+
+    Raises:
+        RuntimeError: it has parameters or buffers without storage.
+    """
+    state: dict[str, Any] = model.state_dict()
+    unmade = next((n for n, value in state.items() if getattr(value, "is_meta", False)), None)
+    if unmade is not None:
+        raise RuntimeError(
+            f"ZeRO3Strategy: {unmade!r} has no storage, so there is nothing to save; it gets "
+            "values when the model is sharded: save after fit, validate, test or predict began"
+        )
+    return state
 
 
 def is_mappable(path: Path) -> bool:

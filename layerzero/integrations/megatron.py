@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -87,7 +88,7 @@ def setup_model_and_optimizer(
     for stage in range(num_virtual or 1):
         vp_stage = None if num_virtual is None else stage
         module = _make_chunk(model_provider, config, ranks, vp_stage)
-        own = {**_resolved(read, module), **zero3_options}
+        own = {**_resolved(read, module, ranks), **zero3_options}
         chunks.append(
             ZeRO3DataParallel(config, ddp_config, module, pg_collection=pg_collection, **own)
         )
@@ -134,10 +135,12 @@ def _read(
     return read
 
 
-def _resolved(read: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+def _resolved(read: dict[str, Any], module: nn.Module, ranks: MegatronRanks) -> dict[str, Any]:
     """With the modules and parameters of this chunk that options name."""
     if not read:
         return {}
     from layerzero.integrations.megatron_options import for_module
 
-    return for_module(read, module)
+    # Of each stage, since its chunks are its own.
+    is_first = dist.get_rank(ranks.data) == 0 == dist.get_rank(ranks.tensor)
+    return for_module(read, module, is_first=is_first)

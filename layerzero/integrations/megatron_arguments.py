@@ -88,12 +88,6 @@ _MODEL = (
         "a graph holds addresses of parameters, whose memory comes and goes: set 'none'",
     ),
     _Refusal("fp8_param", _is_set, "parameters are gathered in bf16 or fp16: leave it off"),
-    _Refusal(
-        "expert_model_parallel_size",
-        lambda v: v not in (None, 1),
-        "experts that only some ranks have are not done here: set expert_model_parallel_size=1, "
-        "every rank then has all experts, sharded as the rest",
-    ),
 )
 
 _OPTIMIZER = (

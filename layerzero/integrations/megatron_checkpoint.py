@@ -15,9 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.transformer.utils import sharded_state_dict_default
 
 from layerzero import ZeRO3, units
 from layerzero.checkpoint.handle import root_state_of
+from layerzero.integrations.megatron_data_parallel import names_to_load
 from layerzero.integrations.megatron_optimizer_checkpoint import (
     load_optimizer_state_dict,
     optimizer_sharded_state_dict,
@@ -41,6 +43,7 @@ def sharded_state_dict(
     prefix: str = "",
     sharded_offsets: Sequence[tuple[int, int, int]] = (),
     metadata: StateDict | None = None,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> StateDict:
     """What `megatron.core.dist_checkpointing` saves and loads of a model chunk. Not collective.
 
@@ -48,8 +51,10 @@ def sharded_state_dict(
     call `load_model_state_dict`. Parameters are in the dtype of the main shards.
 
     Args:
-        engine: a sharded Megatron module, between steps.
+        engine: a sharded module, between steps. One without a `sharded_state_dict` of its own is
+            described by Megatron's default: the same on all tensor-parallel ranks.
         prefix, sharded_offsets, metadata: as of Megatron's `sharded_state_dict`.
+        tp_group: tensor-parallel ranks, for such modules; None: those of Megatron's global state.
 
     Raises:
         ValueError: the model is not sharded over Megatron's data-parallel ranks.
@@ -69,11 +74,12 @@ def sharded_state_dict(
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     _check_group(engine, group)
     with stand_ins(engine) as pieces:
-        module: Any = engine.module
-        entries = module.sharded_state_dict(
-            prefix=prefix,
-            sharded_offsets=tuple(sharded_offsets),
-            metadata={**given, "dp_cp_group": group},
+        entries = sharded_state_dict_default(
+            engine.module,
+            prefix,
+            tuple(sharded_offsets),
+            {**given, "dp_cp_group": group},
+            tp_group,
         )
         return {name: entry_of_piece(entry, pieces) for name, entry in entries.items()}
 
@@ -94,7 +100,7 @@ def load_model_state_dict(
     """
     root_state_of(engine, "load_model_state_dict")
     # The module's own method: one around it (Float16Module) may drop its part of the names.
-    engine.module.load_state_dict(dict(state_dict), strict=strict)
+    engine.module.load_state_dict(names_to_load(engine.module, state_dict), strict=strict)
 
 
 def load_main_parameters(engine: ZeRO3, checkpoint_dir: str) -> bool:

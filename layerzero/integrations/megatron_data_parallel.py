@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +12,12 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
 
 from layerzero.checkpoint import get_model_state_dict
+from layerzero.checkpoint.expert_names import global_name
 from layerzero.comm.collectives import broadcast_, gather_small
 from layerzero.core.placement import Placement
 from layerzero.integrations.megatron_arguments import check_model_config
 from layerzero.integrations.megatron_ranks import MegatronRanks
-from layerzero.integrations.megatron_units import MegatronPolicy, check_parameters, widen
+from layerzero.integrations.megatron_units import MegatronPolicy, widen
 from layerzero.runtime.root import RootState
 from layerzero.runtime.unit import get_unit
 from layerzero.wrap import WrapPolicy
@@ -80,7 +82,6 @@ class ZeRO3DataParallel(_BaseDataParallel):
         for name in zero3_options.keys() & {"ignored_modules", "ignored_parameters"}:
             zero3_options[name] = tuple(zero3_options[name])  # it is looked at twice
         ignored = _ignored(zero3_options)
-        check_parameters(module)
         self.ddp_config = ddp_config
         self.force_all_reduce = False
         self.ranks = MegatronRanks.of(pg_collection, getattr(config, "context_parallel_size", 1))
@@ -88,7 +89,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         self.pp_group = self.ranks.pipeline
         self.vp_stage: int | None = _attribute_inside(module, "vp_stage")
         _check_no_sync_func(config)
-        policy = MegatronPolicy(auto_wrap_policy, module)
+        policy = MegatronPolicy(auto_wrap_policy, module, self.ranks)
         precision = widen(module, ddp_config, zero3_options.pop("mixed_precision", None), ignored)
         options: dict[str, Any] = {
             "sync_module_states": True,
@@ -123,8 +124,10 @@ class ZeRO3DataParallel(_BaseDataParallel):
 
     @property
     def placement(self) -> Placement:
-        """Where the parts of its units are."""
-        return next(handle.placement for unit in self.root.units for handle in unit.handles)
+        """Where the parts of its units are, other than those of experts."""
+        placements = (handle.placement for unit in self.root.units for handle in unit.handles)
+        placement = next(placements)
+        return placement.data_parallel or placement
 
     # Around the step ------------------------------------------------------------------------
 
@@ -234,7 +237,16 @@ class ZeRO3DataParallel(_BaseDataParallel):
             keep_vars: no effect.
         """
         full = get_model_state_dict(self.module, full=True, cpu_offload=True)
-        return {prefix + name: value for name, value in full.items()}
+        tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
+        own = {global_name(self.module, name): name for name, _ in tensors}
+        return {prefix + own.get(name, name): value for name, value in full.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load full tensors or shards by the module's names. Not collective.
+
+        Experts of this rank may have Megatron's numbers, or those among all.
+        """
+        self.module.load_state_dict(names_to_load(self.module, state_dict), strict=strict)
 
     def sharded_state_dict(
         self,
@@ -242,11 +254,17 @@ class ZeRO3DataParallel(_BaseDataParallel):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """For Megatron's distributed checkpoints. Not collective."""
+        """For Megatron's distributed checkpoints, under the names of the module. Not collective."""
         from layerzero.integrations.megatron_checkpoint import sharded_state_dict
 
         own = {**(metadata or {}), "dp_cp_group": self.dp_cp_group}
-        return sharded_state_dict(self.engine, prefix, sharded_offsets, own)
+        return sharded_state_dict(self.engine, prefix, sharded_offsets, own, self.tp_group)
+
+
+def names_to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """By the names that the engine's state dicts have: those of a rank's first experts, from 0 on,
+    no other rank's experts have among all."""
+    return {global_name(module, name): value for name, value in state_dict.items()}
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.optimizer.grad_scaler import (
     ConstantGradScaler,
@@ -16,11 +18,14 @@ from megatron.core.optimizer.grad_scaler import (
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import nn
 
+from layerzero.checkpoint.errors import CheckpointError
 from layerzero.core.groups import make_shard_group
 from layerzero.core.parameter_info import copy_attributes, get_info
+from layerzero.core.placement import Placement
 from layerzero.integrations.megatron_arguments import check_chunks, check_optimizer_config
 from layerzero.integrations.megatron_data_parallel import ZeRO3DataParallel
-from layerzero.integrations.megatron_ranks import Totals
+from layerzero.integrations.megatron_parameters import main_parameters, put_main_parameters
+from layerzero.integrations.megatron_ranks import MegatronRanks, Totals
 from layerzero.zero3 import ZeRO3
 
 _PIECES = "pieces"
@@ -32,6 +37,9 @@ def get_zero3_optimizer(
     config: Any,
     model_chunks: Sequence[ZeRO3DataParallel],
     config_overrides: Any = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
     *,
     make_optimizer: MakeOptimizer | None = None,
 ) -> ZeRO3Optimizer:
@@ -43,6 +51,12 @@ def get_zero3_optimizer(
         config_overrides: Megatron's, for parameters of its choice. They are matched with the
             original parameters: their shapes, names and attributes. None: Megatron's standard
             ones (no weight decay for vectors, `decoupled_lr` for embeddings and output).
+        use_gloo_process_groups: no effect: state is never gathered over Megatron's gloo groups, and
+            no option needs them.
+        pg_collection: Megatron's process groups; the chunks have theirs, and these must be the
+            same ranks.
+        dump_param_to_param_group_map: a folder that gets the number of each parameter's group by
+            its name, written by `torch.distributed.checkpoint`, as Megatron does.
         make_optimizer: makes the optimizer of parameter groups instead; element-wise, as for
             `ZeRO3`.
 
@@ -60,11 +74,41 @@ def get_zero3_optimizer(
         raise ValueError("model_chunks: expected the chunks of this rank, got none")
     check_chunks(chunks[0].config, len(chunks))
     check_optimizer_config(config, make_optimizer is not None)
+    if pg_collection is not None:
+        _check_ranks(chunks[0], pg_collection)
     groups = parameter_groups(chunks, config, config_overrides)
+    if dump_param_to_param_group_map is not None:
+        _dump_groups(groups, chunks, dump_param_to_param_group_map)
     optimizer = None
     if any(group["params"] for group in groups):
         optimizer = (make_optimizer or _maker(config))(groups)
     return ZeRO3Optimizer(optimizer, config, chunks, _make_grad_scaler(config))
+
+
+def _check_ranks(chunk: ZeRO3DataParallel, collection: Any) -> None:
+    context_parallel_size = getattr(chunk.config, "context_parallel_size", 1)
+    given = MegatronRanks.of(collection, context_parallel_size)
+    if not given.is_same_as(chunk.ranks):
+        raise ValueError(
+            "get_zero3_optimizer: pg_collection has other ranks than the chunks, which are sharded "
+            f"over the data-parallel ranks {dist.get_process_group_ranks(chunk.ranks.data)}; pass "
+            "it to ZeRO3DataParallel, and here the same or none"
+        )
+
+
+def _dump_groups(
+    groups: Sequence[dict[str, Any]], chunks: Sequence[ZeRO3DataParallel], folder: str
+) -> None:
+    """Numbers as Megatron has them, which makes an optimizer of the experts' groups after all."""
+    from megatron.core.transformer.fsdp_dtensor_checkpoint import get_global_unique_param_name
+
+    ordered = sorted(groups, key=lambda group: bool(group["is_expert_parallel"]))
+    numbers = {
+        get_global_unique_param_name(chunks, parameter): number
+        for number, group in enumerate(ordered)
+        for parameter in group["params"]
+    }
+    dist.checkpoint.save(state_dict=numbers, checkpoint_id=folder)
 
 
 def parameter_groups(
@@ -130,6 +174,24 @@ def _make_grad_scaler(config: Any) -> MegatronGradScaler | None:
     )
 
 
+def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Placement:
+    """Of the whole model: each of its parts, and of its experts', is once along its groups."""
+    placements = {h.placement for c in chunks for u in c.root.units for h in u.handles}
+    experts = {each for each in placements if each.data_parallel is not None}
+    wholes = {each.data_parallel or each for each in placements}
+    if len(wholes) > 1:
+        raise NotImplementedError(
+            "chunks sharded differently are not done here: give all of them the same groups"
+        )
+    whole = wholes.pop()
+    if experts and any(each.owned_slices > 1 for each in (whole, *experts)):
+        raise NotImplementedError(
+            "outer='replicate' with experts of which ranks have different ones is not done here, "
+            "since norms would meet their parts unequally often; use outer='zero1'"
+        )
+    return whole
+
+
 class ZeRO3Optimizer(MegatronOptimizer):
     """Steps the pieces of all chunks of a rank; made by `get_zero3_optimizer`.
 
@@ -152,15 +214,11 @@ class ZeRO3Optimizer(MegatronOptimizer):
         self.chunks = list(chunks)
         self._device = self.chunks[0].root.device
         self._one = torch.ones(1, device=self._device)
-        placements = {h.placement for c in self.chunks for u in c.root.units for h in u.handles}
-        if len(placements) > 1:
-            raise NotImplementedError(
-                "units with a process_group of their own (auto_wrap_policy), or chunks sharded "
-                "differently, are not done here: give all of them the same groups"
-            )
-        ranks, placement = self.chunks[0].ranks, placements.pop()
+        placement = _common_placement(self.chunks)
+        ranks = self.chunks[0].ranks
         timeout = placement.shard_group.timeout
-        self._totals = Totals(placement, make_shard_group(ranks.model, self._device, timeout))
+        model_parallel = [make_shard_group(group, self._device, timeout) for group in ranks.model]
+        self._totals = Totals(placement, model_parallel)
         self._ranks = ranks
 
     def _gradients(self, of_copies: bool) -> list[list[torch.Tensor]]:
@@ -255,8 +313,38 @@ class ZeRO3Optimizer(MegatronOptimizer):
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         return self.step_with_ready_grads(), norm, zeros
 
-    def reload_model_params(self, state_dict: Any = None) -> None:
-        """Nothing: parameters are not copied (Note [Main parameters are the pieces])."""
+    def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Take main parameters from a state dict. Collective over all ranks of the model with one.
+
+        Without one there is nothing to do: the pieces are the model's parameters and the
+        optimizer's, so whatever loaded the model has loaded them.
+
+        Args:
+            state_dict: of this rank's stage and tensor-parallel part, as a checkpoint has it: full
+                tensors or shards by name, under "model", or "model0", "model1", ... for several
+                chunks. Whatever it has beside the trained parameters is not looked at.
+
+        Raises:
+            ValueError: on all ranks, and nothing is changed: on one of them a trained parameter is
+                missing, or has another shape.
+        """
+        if state_dict is None:
+            return
+        problem, values = None, []
+        try:
+            values = main_parameters(self.chunks, self.get_parameters(), state_dict)
+        except ValueError as error:
+            problem = error
+        failed = torch.tensor([float(problem is not None)], device=self._device)
+        num_failed = int(self._totals.sum("reload of parameters", failed).item())
+        if problem is not None:
+            raise problem
+        if num_failed:
+            raise ValueError(
+                f"reload_model_params: on {num_failed} other ranks the state dict does not fit; "
+                "nothing is changed"
+            )
+        put_main_parameters(self.chunks, values)
 
     # State ----------------------------------------------------------------------------------
 
@@ -275,7 +363,13 @@ class ZeRO3Optimizer(MegatronOptimizer):
         """
         if self.optimizer is not None and _PIECES in state_dict:
             self._check_state(state_dict[_PIECES])
-            self.optimizer.load_state_dict(state_dict[_PIECES])
+            try:
+                self.optimizer.load_state_dict(state_dict[_PIECES])
+            except CheckpointError as error:
+                raise ValueError(
+                    f"{error}. The state is of another rank, or of other units: use "
+                    "sharded_state_dict for that"
+                ) from error
         elif self.optimizer is not None:
             from layerzero.integrations.megatron_checkpoint import load_optimizer_state_dict
 
@@ -306,7 +400,6 @@ class ZeRO3Optimizer(MegatronOptimizer):
         return {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
 
     def _check_state(self, state: Any) -> None:
-        """Torch's optimizers take state of any shape, and fail at the next step, or do not."""
         pieces = self.get_parameters()
         saved = [index for group in state["param_groups"] for index in group["params"]]
         if len(saved) != len(pieces):
@@ -314,13 +407,3 @@ class ZeRO3Optimizer(MegatronOptimizer):
                 f"optimizer state of {len(saved)} parameters, this rank has {len(pieces)}: it is "
                 "of another model; use sharded_state_dict for other ranks"
             )
-        for index, piece in zip(saved, pieces, strict=True):
-            for name, value in state["state"].get(index, {}).items():
-                is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-                if is_tensor and value.shape != piece.shape:
-                    info = get_info(piece)
-                    raise ValueError(
-                        f"optimizer state {name!r} of {info and info.fqn!r} has shape "
-                        f"{tuple(value.shape)}, this rank's piece {tuple(piece.shape)}: it is of "
-                        "another rank, or of other units; use sharded_state_dict for that"
-                    )

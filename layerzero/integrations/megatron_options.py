@@ -14,7 +14,6 @@ decides (groups, device, what becomes of gradients) is refused.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ from typing import Any
 from torch import nn
 
 from layerzero.config import MixedPrecision
+from layerzero.notices import warn_once
 from layerzero.plan import options as plan_options
 from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, merge_precision, near_matches
 from layerzero.plan.patterns import NamePattern
-from layerzero.plan.resolve import has_forward
 from layerzero.plan.yaml_file import load
+from layerzero.wrap import has_forward
 
 _LAYERS = "transformer_layers"
 _IGNORED = ("ignored_modules", "ignored_parameters")
@@ -62,7 +62,9 @@ def read_options(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     return _read(str(source), {} if given is None else given)  # an empty file says nothing
 
 
-def for_module(options: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+def for_module(
+    options: Mapping[str, Any], module: nn.Module, *, is_first: bool | None = None
+) -> dict[str, Any]:
     """Keyword arguments of `ZeRO3(module, ...)`: patterns replaced by what they match.
 
     Warns of names that match nothing, which on a pipeline stage may be as it should be.
@@ -71,17 +73,18 @@ def for_module(options: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
         options: from `read_options`.
         module: a chunk of the model, not sharded yet; with Megatron's Float16Module around it or
             not, names are those inside.
+        is_first: whether this rank warns, of those that have this chunk; None: the first of all.
     """
     resolved = dict(options)
     policy = options.get("auto_wrap_policy")
     if isinstance(policy, LayerPolicy):
-        policy.warn_of_unused(module)
+        policy.warn_of_unused(module, is_first)
     modules = dict(module.named_modules())
     parameters = dict(module.named_parameters())
     known: tuple[Mapping[str, Any], ...] = (modules, parameters)
     for key, named in zip(_IGNORED, known, strict=True):
         if key in options:
-            resolved[key] = _matching(key, options[key], named)
+            resolved[key] = _matching(key, options[key], named, is_first)
     return resolved
 
 
@@ -103,13 +106,14 @@ class LayerPolicy:
         # What cannot be called would not be gathered: a pattern may match a list of layers, too.
         return (is_named or pattern.text in _class_names(module)) and has_forward(module)
 
-    def warn_of_unused(self, module: nn.Module) -> None:
+    def warn_of_unused(self, module: nn.Module, is_first: bool | None) -> None:
         """Say what names nothing in this module."""
         inside = [(fqn, each) for fqn, each in module.named_modules() if each is not module]
         for pattern in self._patterns:
             if not any(self._takes(pattern, each, fqn) for fqn, each in inside):
                 known = [type(each).__name__ for _, each in inside]
-                _warn(_LAYERS, pattern.text, [*known, *(_short(fqn) for fqn, _ in inside)])
+                known += [_short(fqn) for fqn, _ in inside]
+                _warn(_LAYERS, pattern.text, known, is_first)
 
 
 def _read(where: str, given: Any) -> dict[str, Any]:
@@ -153,22 +157,26 @@ def _read_names(where: str, name: str, value: Any) -> tuple[str, ...]:
     return texts
 
 
-def _matching(key: str, texts: Iterable[str], named: Mapping[str, Any]) -> list[Any]:
+def _matching(
+    key: str, texts: Iterable[str], named: Mapping[str, Any], is_first: bool | None
+) -> list[Any]:
     found: dict[int, Any] = {}
     for text in texts:
         pattern = NamePattern.parse(text)
         own = {id(each): each for fqn, each in named.items() if fqn and pattern.match(_short(fqn))}
         if not own:
-            _warn(key, text, [_short(fqn) for fqn in named])
+            _warn(key, text, [_short(fqn) for fqn in named], is_first)
         found.update(own)
     return list(found.values())
 
 
-def _warn(key: str, text: str, known: list[str]) -> None:
-    warnings.warn(
+def _warn(key: str, text: str, known: list[str], is_first: bool | None) -> None:
+    warn_once(
+        f"{key}: {text}",
         f"{key}: {text!r} matches nothing in this chunk of the model"
         f"{near_matches(text, known)}; a name matches as a whole, and a pipeline stage has only "
         "its own layers",
+        is_first=is_first,
         stacklevel=4,
     )
 

@@ -85,10 +85,12 @@ def stand_ins(engine: ZeRO3) -> Iterator[Pieces]:
     try:
         for unit in own_units:
             unit.views.show(shown)
+            unit.views.shows_stand_ins = True
         yield pieces
     finally:
         for unit in own_units:
             unit.views.show_sharded()
+            unit.views.shows_stand_ins = False
             if unit.shows_full:
                 unit.views.show_full(unit.label)
 

@@ -7,6 +7,7 @@ parallel ranks some parameters are copies of each other; they count on the first
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,13 @@ class MegatronRanks:
     """Data-parallel ranks, context-parallel ones included."""
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
-    model: dist.ProcessGroup
-    """Tensor- and pipeline-parallel ranks together."""
+    model: tuple[dist.ProcessGroup, ...]
+    """Groups that lead from each rank to all tensor- and pipeline-parallel ones: the one that
+    Megatron has of them together, or, where a collection lacks it, one axis after the other."""
+    experts: dist.ProcessGroup | None = None
+    """Expert-parallel ranks, of which each has experts of its own; None: all have all."""
+    expert_data: dist.ProcessGroup | None = None
+    """Data-parallel ranks that have the same experts."""
 
     @classmethod
     def of(cls, collection: Any, context_parallel_size: int) -> MegatronRanks:
@@ -49,17 +55,33 @@ class MegatronRanks:
                 data=parallel_state.get_data_parallel_group(with_context_parallel=True),
                 tensor=parallel_state.get_tensor_model_parallel_group(),
                 pipeline=parallel_state.get_pipeline_model_parallel_group(),
-                model=parallel_state.get_model_parallel_group(),
+                model=(parallel_state.get_model_parallel_group(),),
+                experts=parallel_state.get_expert_model_parallel_group(check_initialized=False),
+                expert_data=parallel_state.get_expert_data_parallel_group(check_initialized=False),
             )
         data = getattr(collection, "dp_cp", None)
         if data is None and context_parallel_size == 1:
             data = getattr(collection, "dp", None)
-        groups = {name: getattr(collection, name, None) for name in ("tp", "pp", "mp")}
+        groups = {name: getattr(collection, name, None) for name in ("tp", "pp")}
         groups["dp_cp"] = data
         found = {name: group for name, group in groups.items() if group is not None}
         if missing := sorted(groups.keys() - found.keys()):
             raise ValueError(f"pg_collection: process groups {missing} are missing; set them")
-        return cls(found["dp_cp"], tensor=found["tp"], pipeline=found["pp"], model=found["mp"])
+        together = getattr(collection, "mp", None)
+        return cls(
+            found["dp_cp"],
+            tensor=found["tp"],
+            pipeline=found["pp"],
+            model=(found["tp"], found["pp"]) if together is None else (together,),
+            experts=getattr(collection, "ep", None),
+            expert_data=getattr(collection, "expt_dp", None),
+        )
+
+    def is_same_as(self, other: MegatronRanks) -> bool:
+        """Whether the same ranks are on each axis."""
+        axes = ((each.data, each.tensor, each.pipeline) for each in (self, other))
+        mine, theirs = ([dist.get_process_group_ranks(group) for group in own] for own in axes)
+        return mine == theirs
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank, among the model-parallel ones, is where the parameter counts.
@@ -75,13 +97,13 @@ class MegatronRanks:
 class Totals:
     """Sums of small tensors over every part of the model, the same on all of its ranks."""
 
-    def __init__(self, placement: Placement, model_parallel: ShardGroup) -> None:
+    def __init__(self, placement: Placement, model_parallel: Sequence[ShardGroup]) -> None:
         """
         Args:
-            placement: of the chunks' units, all alike.
-            model_parallel: tensor- and pipeline-parallel ranks.
+            placement: of the whole model, in all chunks alike.
+            model_parallel: tensor- and pipeline-parallel ranks, in one group or by axes.
         """
-        groups = (*placement.all_owner_groups, model_parallel)
+        groups = (*placement.all_owner_groups, *model_parallel)
         self._groups = tuple(group for group in groups if group.size > 1)
         self._num_operations = 0
 

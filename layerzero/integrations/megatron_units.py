@@ -4,6 +4,11 @@ Note [Main parameters are the pieces]
     Of a bf16 or fp16 model the pieces are float32 and the gathered parameters 16 bits wide. So the
     optimizer works on the pieces themselves, and needs no copies as Megatron's own does.
 
+Note [Experts of a rank]
+    With expert-parallel ranks each `local_experts` list is a unit over the ranks that have the same
+    experts (docs/parallelism.md, Experts), and its members are numbered from 0 on every rank. State
+    dicts of the engine have their numbers among all, those that Megatron asks for its own.
+
 Note [Tied embeddings of a pipeline]
     The first and the last stage have the same weight, and Megatron adds up what their ranks have of
     its gradient. So that these are the same elements, the weight is alone in a unit on both. The
@@ -13,6 +18,7 @@ Note [Tied embeddings of a pipeline]
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,19 +28,20 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from layerzero.config import MixedPrecision
+from layerzero.integrations.megatron_ranks import MegatronRanks
 from layerzero.wrap import Choice, WrapPolicy, make_chooser
 
 
 class MegatronPolicy:
-    """Which modules are units: the user's, or transformer layers; and tied embeddings."""
+    """Which modules are units: the user's, or transformer layers; tied embeddings, and experts."""
 
-    def __init__(self, policy: WrapPolicy, module: nn.Module) -> None:
-        self._choose = make_chooser({TransformerLayer} if policy is None else policy)
-        self._tied = _tied_embeddings(module)
+    def __init__(self, policy: WrapPolicy, module: nn.Module, ranks: MegatronRanks) -> None:
+        self._choose = make_chooser({TransformerLayer} if policy is None else policy, module)
+        self._special = {**_tied_embeddings(module), **_split_experts(module, ranks)}
 
     def __call__(self, module: nn.Module, fqn: str) -> Choice:
-        tied = self._tied.get(id(module))
-        return self._choose(module, fqn) if tied is None else tied
+        special = self._special.get(id(module))
+        return self._choose(module, fqn) if special is None else special
 
 
 def _tied_embeddings(module: nn.Module) -> dict[int, Mapping[str, Any]]:
@@ -56,13 +63,36 @@ def _tied_embeddings(module: nn.Module) -> dict[int, Mapping[str, Any]]:
     return found
 
 
-def check_parameters(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if not getattr(parameter, "allreduce", True):
-            raise NotImplementedError(
-                f"{name}: a parameter of an expert that only some ranks have; set "
-                "expert_model_parallel_size=1: every rank then has all experts, sharded as the rest"
+def _split_experts(module: nn.Module, ranks: MegatronRanks) -> dict[int, Mapping[str, Any]]:
+    """By id, modules whose `local_experts` other ranks do not have, with arguments of their unit.
+
+    Raises:
+        NotImplementedError: experts that are no such list.
+        ValueError: the groups are missing.
+    """
+    found: dict[int, Mapping[str, Any]] = {}
+    known: set[int] = set()
+    for inner in module.modules():
+        members = getattr(inner, "local_experts", None)
+        own = [p for p in inner.parameters() if not getattr(p, "allreduce", True)]
+        if not own or not isinstance(members, nn.ModuleList):
+            continue
+        if ranks.experts is None or ranks.expert_data is None:
+            raise ValueError(
+                "pg_collection: process groups 'ep' and 'expt_dp' are needed by experts of which "
+                "ranks have different ones; set them"
             )
+        found[id(inner)] = {"process_group": ranks.expert_data, "expert_numbers": ranks.experts}
+        known |= {id(parameter) for parameter in inner.parameters()}
+    for name, parameter in module.named_parameters():
+        if not getattr(parameter, "allreduce", True) and id(parameter) not in known:
+            raise NotImplementedError(
+                f"{name}: a parameter of experts that only some ranks have, in one tensor for all "
+                "experts of a rank, so that checkpoints could not name them; set "
+                "moe_grouped_gemm=False (SequentialMLP), or expert_model_parallel_size=1: every "
+                "rank then has all experts, sharded as the rest"
+            )
+    return found
 
 
 def widen(
@@ -97,7 +127,7 @@ def widen(
     for parameter in named.values():
         if parameter.dtype in narrow:
             parameter.data = parameter.data.float()
-    kept = frozenset(name for name, dtype in dtypes.items() if dtype not in narrow)
+    kept = frozenset(_of_any_expert(n) for n, dtype in dtypes.items() if dtype not in narrow)
     also_kept = given.keep_parameters
     return replace(
         given,
@@ -106,5 +136,12 @@ def widen(
         or (torch.float32 if ddp_config.grad_reduce_in_fp32 else None),
         # Megatron's modules cast what they are given, and expect float32 of some.
         cast_forward_inputs=False,
-        keep_parameters=lambda name: name in kept or bool(also_kept and also_kept(name)),
+        keep_parameters=lambda name: (
+            _of_any_expert(name) in kept or bool(also_kept and also_kept(name))
+        ),
     )
+
+
+def _of_any_expert(name: str) -> str:
+    """Experts are alike, and have other numbers among all than on their rank."""
+    return re.sub(r"(?<=\blocal_experts\.)\d+", "", name)

@@ -9,9 +9,9 @@ import functools
 import os
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,8 +23,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from layerzero.checkpoint.inventory import clean_name
 from layerzero.checkpoint.loading import load
+from layerzero.core.names import clean_name
+from layerzero.integrations.parameter_counts import num_parameters, trainable_and_all
 from layerzero.integrations.pretrained_saving import save_pretrained
 from layerzero.zero3 import ZeRO3
 
@@ -44,24 +45,63 @@ def shard(module: nn.Module, **options: Any) -> ZeRO3:
         ValueError: the model names no such classes, or is quantized; or as `ZeRO3`.
     """
     check_model(module)
+    given = dict(options)
     if options.get("auto_wrap_policy") is None:
         options["auto_wrap_policy"] = wrap_classes(module)
     if options.get("param_init_fn") is None:
         options["param_init_fn"] = Initialiser(module)
     model = ZeRO3(module, **options)
-    make_ready(model)
+    make_ready(model, given)
     return model
 
 
-def make_ready(model: ZeRO3) -> None:
-    """What `shard` does to a model once it is sharded: `generate` and `save_pretrained`."""
+class Sharded(NamedTuple):
+    """How a model was sharded."""
+
+    model: ZeRO3
+    options: Mapping[str, Any] | None
+    """What `shard` was given; None where the model came sharded."""
+
+
+_SHARDED = "_layerzero_sharded"
+
+
+def sharded_before(module: nn.Module) -> Sharded | None:
+    """The wrapper that `shard` put around this module, or that `make_ready` was given."""
+    return module.__dict__.get(_SHARDED)
+
+
+def make_ready(model: ZeRO3, options: Mapping[str, Any] | None = None) -> None:
+    """What `shard` does to a model once it is sharded: methods that would take a piece for all.
+
+    `generate`, `save_pretrained`, and those that count parameters. The module keeps its wrapper, as
+    it keeps itself by these methods: sharding is for good, and the next trainer needs it.
+    """
     module = model.module
+    module.__dict__.setdefault(_SHARDED, Sharded(model, options))
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
             # What `generate` asks for, to go on with forwards that other ranks still need.
             part._is_fsdp_managed_module = True
+            part.__dict__["num_parameters"] = functools.partial(num_parameters, part)
+        if hasattr(type(part), "get_nb_trainable_parameters"):  # of peft
+            part.__dict__["get_nb_trainable_parameters"] = functools.partial(
+                trainable_and_all, part
+            )
     if hasattr(module, "save_pretrained"):
         module.__dict__["save_pretrained"] = _saving(module, weakref.ref(model))
+
+
+_AS_EVER = {
+    "safe_serialization": True,
+    "push_to_hub": False,
+    "variant": None,
+    "token": None,
+    "save_original_format": True,
+    "save_peft_format": True,
+    "distributed_checkpoint": False,
+}
+"""Options of `save_pretrained` at these values change nothing."""
 
 
 def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
@@ -79,13 +119,19 @@ def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
         if state_dict is not None or model is None:
             options |= {"is_main_process": is_main_process, "state_dict": state_dict}
             own(folder, **options)
-        elif options:
+            return
+        sizes = {}
+        if (largest := options.pop("max_shard_size", None)) is not None:
+            sizes["max_file_size"] = f"{largest}B" if isinstance(largest, int) else largest
+        options.pop("save_function", None)  # Files are written as they are here in any case.
+        options = {k: v for k, v in options.items() if k not in _AS_EVER or v != _AS_EVER[k]}
+        if options:
             raise NotImplementedError(
-                f"save_pretrained of a sharded model: expected a folder alone, got {[*options]}; "
-                "pass state_dict=get_model_state_dict(model, full=True, cpu_offload=True) as well"
+                f"save_pretrained of a sharded model: expected a folder and max_shard_size, got "
+                f"{[*options]}; pass state_dict=get_model_state_dict(model, full=True, "
+                "cpu_offload=True) as well"
             )
-        else:
-            save_pretrained(model, folder)
+        save_pretrained(model, folder, **sizes)
 
     return save
 

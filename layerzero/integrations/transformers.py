@@ -11,8 +11,8 @@ names sees what it knows; `model_wrapped` is the ZeRO3 module, through which it 
 
 from __future__ import annotations
 
+import functools
 import logging
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers import trainer as trainer_module
 
 from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.saving import save
-from layerzero.core.parameter_info import get_info
 from layerzero.integrations.accelerate import (
     BF16,
     adopt,
@@ -35,9 +35,19 @@ from layerzero.integrations.accelerate import (
     random_states,
     set_random_states,
 )
-from layerzero.integrations.pretrained import load_pretrained, load_weights, make_ready, shard
+from layerzero.integrations.parameter_counts import count, is_sharded, num_parameters
+from layerzero.integrations.pretrained import (
+    Sharded,
+    load_pretrained,
+    load_weights,
+    make_ready,
+    shard,
+    sharded_before,
+)
 from layerzero.integrations.pretrained_saving import is_peft_model, save_pretrained
 from layerzero.integrations.trainer_arguments import check_arguments, check_optimizer
+from layerzero.notices import is_first_rank
+from layerzero.runtime.unit import get_unit
 from layerzero.zero3 import ZeRO3
 
 __all__ = ["ZeRO3Trainer", "load_pretrained", "prepare", "save_pretrained", "shard"]
@@ -91,24 +101,46 @@ class ZeRO3Trainer(Trainer):
         self._in_checkpoint = False
 
     def _shard(self, model: nn.Module, args: TrainingArguments) -> nn.Module:
+        before = sharded_before(model)
         if isinstance(model, ZeRO3):
             if self._options:
                 raise ValueError(f"zero3={self._options}: expected none, the model is sharded")
-            if args.bf16:
-                _logger.warning("bf16=True: no effect, the model is sharded; see mixed_precision")
             self.sharded_model = model
             make_ready(model)
+        elif before is not None:
+            self._check_same(before)
+            self.sharded_model = before.model
         else:
             options = {"device": args.device, **self._options}
             if args.bf16:
                 options.setdefault("mixed_precision", BF16)
             self.sharded_model = shard(model, **options)
-        if args.torch_compile:
+        unit = get_unit(self.sharded_model)
+        computes = None if unit is None else unit.options.mixed_precision.param_dtype
+        differs = args.bf16 != (computes == torch.bfloat16) and (args.bf16 or before is not None)
+        if differs and is_first_rank():
+            _logger.warning(
+                "bf16=%s has no effect: the model was sharded before, and computes in %s",
+                args.bf16,
+                computes or "the dtype of its weights",
+            )
+        module = self.sharded_model.module
+        if args.torch_compile and not any(m._compiled_call_impl for m in module.modules()):
             compiled = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             self.sharded_model.compile(**{k: v for k, v in compiled.items() if v is not None})
-        module = self.sharded_model.module
-        self._numel = _numel_without_embeddings(module)
+        self._numel = num_parameters(module, exclude_embeddings=True)
         return module
+
+    def _check_same(self, before: Sharded) -> None:
+        """A model that an earlier trainer sharded stays as it is."""
+        options = before.options or {}
+        other = [k for k, v in self._options.items() if k not in options or options[k] != v]
+        if other:
+            raise ValueError(
+                f"zero3: an earlier trainer sharded this {type(before.model.module).__name__}, "
+                f"with other {other}; sharding is for good: leave zero3 out, or give each trainer "
+                "a model of its own"
+            )
 
     # What the Trainer does to a model -----------------------------------------------------------
 
@@ -126,6 +158,10 @@ class ZeRO3Trainer(Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> ZeRO3:
         prepared: ZeRO3 = self.accelerator.prepare_model(self.sharded_model)
         return prepared
+
+    def get_num_trainable_parameters(self) -> int:
+        """In full, of all ranks."""
+        return count(self.sharded_model.parameters(), only_trainable=True)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         name = getattr(self.model, "main_input_name", "input_ids")
@@ -257,13 +293,15 @@ def _check_resumable(folder: Path) -> None:
             )
 
 
-def _numel_without_embeddings(module: nn.Module) -> int:
-    """Elements of all parameters, in full, except embeddings: what flops are counted of."""
-    embeddings = {
-        f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)
-    }
-    return sum(
-        parameter.numel() if (info := get_info(parameter)) is None else math.prod(info.shape)
-        for name, parameter in module.named_parameters()
-        if name not in embeddings
-    )
+_count = trainer_module.get_model_param_count
+
+
+@functools.wraps(_count)
+def _count_in_full(model: Any, trainable_only: bool = False) -> int:
+    if is_sharded(model):
+        return count(model.parameters(), trainable_only)
+    return int(_count(model, trainable_only))
+
+
+# What `train` logs before its first step.
+trainer_module.get_model_param_count = _count_in_full

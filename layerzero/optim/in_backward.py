@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 from torch import nn
+
+_narrowed: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Those that step right now with a part of their groups."""
+
+
+def is_narrowed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its groups are not what they were made of."""
+    return optimizer in _narrowed
 
 
 class StepInBackward:
@@ -37,10 +46,12 @@ class StepInBackward:
     def _narrowed(self, keeps: Callable[[nn.Parameter], bool]) -> Iterator[bool]:
         groups = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
+        _narrowed.add(self.optimizer)
         for group, parameters in zip(groups, everything, strict=True):
             group["params"] = [parameter for parameter in parameters if keeps(parameter)]
         try:
             yield any(group["params"] for group in groups)
         finally:
+            _narrowed.discard(self.optimizer)
             for group, parameters in zip(groups, everything, strict=True):
                 group["params"] = parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.core.groups import make_shard_group, mesh_groups, resolve_process_groups
 from layerzero.core.parameter_info import get_info
+from layerzero.notices import warn_once
+from layerzero.optim import attach
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -23,20 +26,23 @@ class GradScaler(torch.amp.GradScaler):
     scalar for each axis.
 
     Args:
-        device: device type of the gradients.
+        device: device type of the gradients; None: of the accelerator at hand, or the CPU.
         process_group: ranks that must agree: a ProcessGroup, a 1-D DeviceMesh, or None for all.
-        timeout: of the agreement; None: the process group's own, at most 5 minutes.
+        timeout: of the agreement; None: as for `ZeRO3`.
         **options: of `torch.amp.GradScaler`.
     """
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | None = None,
         *,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
+        if device is None:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            device = "cpu" if accelerator is None else accelerator.type
         super().__init__(device, **options)
         self._process_group = process_group
         self._timeout = timeout
@@ -97,3 +103,25 @@ def _tensor_parallel_mesh(optimizer: torch.optim.Optimizer) -> DeviceMesh | None
             if info is not None and info.tensor_parallel is not None:
                 return info.tensor_parallel.mesh
     return None
+
+
+@attach.on_first_step
+def _warn_about_torchs(optimizer: torch.optim.Optimizer) -> None:
+    """An overflow in one rank's pieces must make all ranks skip, which torch's own does not do."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        # Not of the user's frames: asked for its variables, one keeps what they hold now until it
+        # ends (before Python 3.13), so that a model that is deleted would stay.
+        if frame.f_code.co_filename != torch.amp.grad_scaler.__file__:
+            continue
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler):
+            if caller.is_enabled() and not isinstance(caller, GradScaler):
+                warn_once(
+                    "torch.amp.GradScaler",
+                    "torch.amp.GradScaler steps an optimizer of sharded parameters: it sees this "
+                    "rank's pieces alone, so after an overflow some ranks skip the step and others "
+                    "do not, and the scales differ from then on; use layerzero.GradScaler",
+                )
+            return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,15 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.arguments import check_mixed_precision, check_module
 from layerzero.config import MixedPrecision, OffloadPolicy
+from layerzero.notices import warn_once
 from layerzero.parallel.context import context_parallel
 from layerzero.parallel.mesh import make_meshes
 from layerzero.parallel.sizes import MeshSizes
 from layerzero.parallel.split import split_modules
 from layerzero.parallel.tp_plans import TensorParallelPlan, resolve_styles
 from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, near_matches
-from layerzero.plan.resolve import has_forward, resolve
+from layerzero.plan.resolve import resolve
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.wrap import has_forward
 from layerzero.zero3 import ZeRO3
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,10 @@ class ParallelManager:
     select this rank's device first (`torch.cuda.set_device`).
 
     Args:
-        dp_size: ranks with batches of their own; None: what the other sizes leave of the world.
-        tp_size: ranks, neighbours, that split each matrix between them.
+        dp_size: ranks with batches of their own; None, 0 or less: what the other sizes leave of
+            the world.
+        tp_size: ranks, neighbours, that split each matrix between them. Of this size and the next
+            three None and 0 mean 1.
         cp_size: ranks that split each sequence between them; to gradients they are data-parallel.
         ep_size: ranks that split the experts between them: a divisor of dp_size x cp_size.
         pp_size: stages that split the layers between them.
@@ -67,10 +70,10 @@ class ParallelManager:
     def __init__(
         self,
         dp_size: int | None = None,
-        tp_size: int = 1,
-        cp_size: int = 1,
-        ep_size: int = 1,
-        pp_size: int = 1,
+        tp_size: int | None = 1,
+        cp_size: int | None = 1,
+        ep_size: int | None = 1,
+        pp_size: int | None = 1,
         zero3_size: int | None = None,
         sequence_parallel: bool = False,
         mixed_precision: MixedPrecision | None = None,
@@ -95,8 +98,9 @@ class ParallelManager:
             zero3_size=zero3_size,
         )
         _check_agreement(f"{self.sizes}, sequence_parallel={sequence_parallel}")
-        if sequence_parallel and tp_size == 1:
-            warnings.warn("sequence_parallel=True has no effect: tp_size is 1", stacklevel=2)
+        if sequence_parallel and self.sizes.tp == 1:
+            text = "sequence_parallel=True has no effect: tp_size is 1"
+            warn_once(text, text)
         self.zero3_size = zero3_size
         self.sequence_parallel = sequence_parallel
         self.mixed_precision = mixed_precision

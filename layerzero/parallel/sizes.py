@@ -38,22 +38,28 @@ class MeshSizes:
         world_size: int,
         *,
         dp_size: int | None,
-        tp_size: int,
-        cp_size: int,
-        ep_size: int,
-        pp_size: int,
+        tp_size: int | None,
+        cp_size: int | None,
+        ep_size: int | None,
+        pp_size: int | None,
         zero3_size: int | None,
     ) -> MeshSizes:
-        """Sizes that fill the world; `dp_size=None` takes what the others leave.
+        """Sizes that fill the world.
+
+        Args:
+            dp_size: None, 0 or less: what the others leave.
+            tp_size, cp_size, ep_size, pp_size: None or 0: 1.
 
         Raises:
-            TypeError, ValueError: a size that is no positive integer, or sizes that do not fit.
+            TypeError, ValueError: a size that is no number of ranks, or sizes that do not fit.
         """
-        given = {"pp_size": pp_size, "cp_size": cp_size, "tp_size": tp_size, "ep_size": ep_size}
-        optional = {"dp_size": dp_size, "zero3_size": zero3_size}
-        given |= {name: size for name, size in optional.items() if size is not None}
-        for name, size in given.items():
-            _check_size(name, size)
+        pp_size, cp_size = _one_if_unsaid("pp_size", pp_size), _one_if_unsaid("cp_size", cp_size)
+        tp_size, ep_size = _one_if_unsaid("tp_size", tp_size), _one_if_unsaid("ep_size", ep_size)
+        if zero3_size is not None:
+            _check_size("zero3_size", zero3_size, least=1)
+        if dp_size is not None:
+            _check_integer("dp_size", dp_size)
+            dp_size = dp_size if dp_size > 0 else None
         others = pp_size * cp_size * tp_size
         product = f"pp_size={pp_size} x cp_size={cp_size} x tp_size={tp_size} = {others}"
         if dp_size is None:
@@ -129,11 +135,23 @@ class MeshSizes:
         return [first + place * self.tp for place in range(self.data)]
 
 
-def _check_size(name: str, size: object) -> None:
+def _one_if_unsaid(name: str, size: int | None) -> int:
+    """Recipes write None or 0 for an axis that they do not use."""
+    if size is None:
+        return 1
+    _check_size(name, size, least=0)
+    return size or 1
+
+
+def _check_size(name: str, size: int, least: int) -> None:
+    _check_integer(name, size)
+    if size < least:
+        raise ValueError(f"ParallelManager: {name}: expected at least {least}, got {size}")
+
+
+def _check_integer(name: str, size: object) -> None:
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"ParallelManager: {name}: expected a number of ranks, got {size!r}")
-    if size < 1:
-        raise ValueError(f"ParallelManager: {name}: expected at least 1, got {size}")
 
 
 def _check_axis(axis: str) -> None:

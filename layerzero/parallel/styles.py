@@ -66,7 +66,7 @@ class PlaceHidden(ParallelStyle):
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [self.given], run_check=False)
         placed = hidden.redistribute(placements=[self.wanted])
-        return placed if self.as_dtensor else placed.to_local()
+        return placed if self.as_dtensor else arrived(placed.to_local())
 
     def _check_length(self, hidden: Tensor, mesh: DeviceMesh, module: nn.Module) -> None:
         # Parts of unequal lengths would be taken for equal ones further inside.
@@ -90,9 +90,14 @@ class Arrived(ParallelStyle):
         return module
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, AsyncCollectiveTensor):
-            return _Wait.apply(output)  # type: ignore[no-untyped-call]
-        return output
+        return arrived(output)
+
+
+def arrived(value: Any) -> Any:
+    """The value, waited for if a collective still brings it."""
+    if isinstance(value, AsyncCollectiveTensor):
+        return _Wait.apply(value)  # type: ignore[no-untyped-call]
+    return value
 
 
 class _Wait(torch.autograd.Function):
@@ -157,6 +162,16 @@ def norm_of_own_heads() -> ParallelStyle:
 def rows_of_whole() -> ParallelStyle:
     """Of an embedding: each rank has some of the symbols. Of a linear module: of the inputs."""
     return InOrder(RowwiseParallel(input_layouts=Replicate()), Arrived())
+
+
+def embedding_to_parts() -> ParallelStyle:
+    """Each rank has some of the symbols; it gets the sums for its part of the sequence.
+
+    As a DTensor of the whole sequence's shape, from which models make positions and masks.
+    """
+    return RowwiseParallel(
+        input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM), use_local_output=False
+    )
 
 
 def rows_to_parts() -> ParallelStyle:

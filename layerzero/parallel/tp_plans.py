@@ -5,6 +5,7 @@ Every plan ends up as `Styles`, from the exact name of a module to its style.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -12,8 +13,10 @@ from typing import Literal
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from layerzero.notices import is_first_rank
 from layerzero.parallel.styles import (
     columns_to_whole,
+    embedding_to_parts,
     norm_of_own_heads,
     norm_of_parts,
     norm_of_parts_to_whole,
@@ -24,6 +27,8 @@ from layerzero.parallel.styles import (
     whole_to_part,
     whole_to_whole,
 )
+
+logger = logging.getLogger(__name__)
 
 Styles = dict[str, ParallelStyle]
 TensorParallelPlan = Literal["auto", "llama", "model"] | Mapping[str, ParallelStyle | str]
@@ -42,28 +47,46 @@ _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def resolve_styles(model: nn.Module, plan: TensorParallelPlan, sequence_parallel: bool) -> Styles:
-    """The style of every module that a plan names.
+    """The style of every module that a plan names; rank 0 logs which plan it was.
 
     Raises:
         ValueError, TypeError: a plan that does not exist or fit; names and styles are listed.
     """
+    styles, which = _choose(model, plan, sequence_parallel)
+    if is_first_rank():
+        logger.info(
+            "tensor parallelism: %s splits %s%s: styles for %d modules",
+            which,
+            type(model).__name__,
+            ", sequences as well" if sequence_parallel else "",
+            len(styles),
+        )
+    return styles
+
+
+def _choose(
+    model: nn.Module, plan: TensorParallelPlan, sequence_parallel: bool
+) -> tuple[Styles, str]:
+    """The styles, and whose plan they are."""
     if isinstance(plan, Mapping):
-        return _from_mapping(model, plan, sequence_parallel)
+        return _from_mapping(model, plan, sequence_parallel), "tp_plan, a mapping,"
     if plan not in ("auto", "llama", "model"):
         raise ValueError(
             "tp_plan: expected 'auto', 'llama', 'model' or a mapping from names of modules to "
             f"styles, got {plan!r}"
         )
     if plan == "llama":
-        return _llama(model, sequence_parallel)
+        return _llama(model, sequence_parallel), "Llama's plan"
     own = _own_plan(model)
     # Plans of models have nothing to say of parts of sequences, today.
     says_enough = not sequence_parallel or any(name == "sequence_parallel" for name in own.values())
     if own and says_enough:
         styles = _expand(model, own, "the model's own plan", must_match=False)
-        return styles if sequence_parallel else styles | _shared_inputs(model, styles)
+        shared = {} if sequence_parallel else _shared_inputs(model, styles)
+        return styles | shared, "the model's own plan"
     if plan == "auto":
-        return _llama(model, sequence_parallel)
+        reason = "the model's own says nothing of sequences" if own else "the model has none"
+        return _llama(model, sequence_parallel), f"Llama's plan ({reason})"
     if not own:
         raise ValueError(
             f"tp_plan='model': {type(model).__name__} has no tensor-parallel plan (`_tp_plan`, as "
@@ -204,7 +227,9 @@ def _decoder_styles(prefix: str, decoder: nn.Module, sequence_parallel: bool) ->
     layers = decoder.layers
     assert isinstance(layers, nn.ModuleList), "checked in _decoders"
     if isinstance(getattr(decoder, "embed_tokens", None), nn.Embedding):
-        styles[_join(prefix, "embed_tokens")] = rows_of_whole()
+        in_parts = sequence_parallel and _enters_layers_at_once(decoder)
+        style = embedding_to_parts() if in_parts else rows_of_whole()
+        styles[_join(prefix, "embed_tokens")] = style
     for index, layer in enumerate(layers):
         name = _join(prefix, f"layers.{index}")
         if sequence_parallel and index == 0:
@@ -221,6 +246,21 @@ def _decoder_styles(prefix: str, decoder: nn.Module, sequence_parallel: bool) ->
             )
         styles[_join(prefix, "norm")] = norm_of_parts_to_whole()
     return styles
+
+
+def _enters_layers_at_once(decoder: nn.Module) -> bool:
+    """Whether nothing but the layers and the last norm computes on what the embedding gives.
+
+    Other modules, such as a dropout or a table of positions, get whole sequences.
+    """
+    known = {"embed_tokens", "layers", "norm"}
+    others = [module for name, module in decoder.named_children() if name not in known]
+    own = [parameter for parameter in decoder._parameters.values() if parameter is not None]
+    return not own and not any(
+        isinstance(inner, nn.modules.dropout._DropoutNd) or inner._parameters
+        for module in others
+        for inner in module.modules()
+    )
 
 
 def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> Styles:

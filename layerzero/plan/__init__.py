@@ -1,6 +1,7 @@
 """Sharding configured by names: `ShardingPlan` and `shard_with_plan`. See docs/plans.md."""
 
+from layerzero.plan.checkpointing import ActivationCheckpointing
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
 
-__all__ = ["ShardingPlan", "shard_with_plan"]
+__all__ = ["ActivationCheckpointing", "ShardingPlan", "shard_with_plan"]

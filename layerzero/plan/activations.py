@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from layerzero.plan.options import ActivationCheckpointing
+from layerzero.plan.checkpointing import ActivationCheckpointing
 
 Forward = Callable[..., Any]
 
@@ -49,13 +49,18 @@ def _forward_of(module: nn.Module) -> Forward:
 def _recomputing(
     forward: Forward, module_ref: Callable[[], nn.Module | None], arguments: Mapping[str, Any]
 ) -> Forward:
+    options = dict(arguments)
+    run = options.pop("checkpoint_fn", None)
+    if run is None:
+        run, options = checkpoint, {"use_reentrant": False, **options}
+
     @functools.wraps(forward)
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         module = module_ref()
         assert module is not None, "its method is being called"
         # A partial, because Dynamo cannot trace the making of a method.
         inside = functools.partial(forward, module)
-        return checkpoint(inside, *args, use_reentrant=False, **arguments, **kwargs)
+        return run(inside, *args, **options, **kwargs)
 
     return recomputing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from layerzero.plan.sharding_plan import ShardingPlan
 
 _ROOT = "(root)"
+_LOGGED = 64
+"""Prefetch lists that the log has of each direction."""
 
 
 def explain(plan: ShardingPlan, model: nn.Module) -> str:
@@ -30,9 +32,9 @@ def explain(plan: ShardingPlan, model: nn.Module) -> str:
         f"{len(expected.units)} units of {type(module).__name__}{own}; gathered ahead until an "
         "order was recorded",
         "forward:",
-        *_lines(expected.forward, _in_order(expected)),
+        *list_lines(expected.forward),
         "backward:",
-        *_lines(expected.backward, [_in_order(expected)[0], *reversed(_in_order(expected)[1:])]),
+        *list_lines(expected.backward),
         "",
         *_table(resolved, expected),
     ]
@@ -41,14 +43,38 @@ def explain(plan: ShardingPlan, model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _in_order(expected: Expected) -> list[str]:
-    return ["", *(step.head for step in expected.steps)]
+def applied(
+    plan: ShardingPlan, module: nn.Module, by_model: bool, expected: Expected | None
+) -> str:
+    """What was done with a plan, for the log.
+
+    Args:
+        by_model: the model sharded itself (`fully_shard`).
+        expected: None: the model set its prefetch lists itself.
+    """
+    options = {name: value for name, value in plan.options.items() if value is not None}
+    lines = [
+        f"shard_with_plan: {type(module).__name__}"
+        + (f" by its own fully_shard; {options}" if by_model else f", {options or 'all defaults'}")
+    ]
+    lines += [f"{pattern.text}: {own}" for pattern, own in plan.patterns if own]
+    lines += ["pregather: all units before each forward"] if plan.pregather else []
+    if expected is None:
+        lines.append("prefetch lists by its own set_modules_to_prefetch")
+    else:
+        for direction, lists in (("forward", expected.forward), ("backward", expected.backward)):
+            shown = list(list_lines(lists))
+            more = len(shown) - _LOGGED
+            if shown:
+                lines.append(f"set {direction} prefetch, until an order was recorded:")
+            lines += shown[:_LOGGED] + ([f"  and {more} more"] if more > 0 else [])
+    return "\n  ".join(lines)
 
 
-def _lines(lists: Lists, order: Sequence[str]) -> Iterator[str]:
-    for head in order:
-        if head in lists:
-            yield f"  {head or _ROOT} -> [{', '.join(lists[head])}]"
+def list_lines(lists: Lists) -> Iterator[str]:
+    """Prefetch lists, in the order in which their heads are expected to begin."""
+    for head, fqns in lists.items():
+        yield f"  {head or _ROOT} -> [{', '.join(fqns)}]"
 
 
 def _table(resolved: Resolved, expected: Expected) -> Iterator[str]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
+from torch import nn
 
 from layerzero.arguments import (
     check_accumulation,
@@ -30,6 +31,8 @@ from layerzero.config import (
     OffloadPolicy,
     prefetch_depth,
 )
+from layerzero.plan.checkpointing import read_act_ckpt
+from layerzero.torch_arguments import to_offload, to_precision
 from layerzero.zero3 import ZeRO3
 
 DTYPE_OPTIONS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
@@ -49,8 +52,16 @@ MODULE_OPTIONS = (
     "act_ckpt",
 )
 """What may differ between the modules of one model."""
+_TORCHS = {"mp_policy": "mixed_precision", "offload_policy": "offload"}
+"""Options of `fully_shard` that have another name here; their values are taken as they are."""
 _SAID_ELSEWHERE = {
     "process_group": "it is the mesh that shard_with_plan is given",
+    "mesh": "it is the mesh that shard_with_plan is given",
+    "device_mesh": "it is the mesh that shard_with_plan is given",
+    "shard_placement_fn": "leave it out, parameters are split as flat elements",
+    "ignored_params": "use the plan's ignored_parameters",
+    "ignored_states": "use the plan's ignored_modules and ignored_parameters",
+    "sharding_strategy": "use reshard_after_forward, and zero3_size and outer in defaults",
     "auto_wrap_policy": "apply_modules is the policy",
     "ignored_modules": "it is a field of the plan",
     "ignored_parameters": "it is a field of the plan",
@@ -66,34 +77,6 @@ _DTYPES = {
     "float": torch.float32,
     "double": torch.float64,
 }
-
-ActivationMode = Literal["composable", "wrapped", "wrapped_offload"]
-_RECOMPUTATION_ARGUMENTS = ("preserve_rng_state", "context_fn", "determinism_check", "debug")
-_ARGUMENTS_OF_MODE: dict[str, tuple[str, ...]] = {
-    "composable": _RECOMPUTATION_ARGUMENTS,
-    "wrapped": _RECOMPUTATION_ARGUMENTS,
-    "wrapped_offload": ("pin_memory",),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationCheckpointing:
-    """What becomes of the activations of a module between its forward and its backward."""
-
-    mode: ActivationMode
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(ActivationMode):
-            raise ValueError(
-                f"act_ckpt: expected one of {list(get_args(ActivationMode))}, got {self.mode!r}"
-            )
-        known = _ARGUMENTS_OF_MODE[self.mode]
-        for name in self.arguments:
-            if name not in known:
-                raise ValueError(
-                    f"act_ckpt: {self.mode!r} has no argument {name!r}; expected {list(known)}"
-                )
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:
@@ -118,7 +101,10 @@ def read_options(
     if not isinstance(options, Mapping):
         raise TypeError(f"{where}: expected a mapping of options, got {options!r}")
     read: dict[str, Any] = {}
-    for name, value in options.items():
+    for given, value in options.items():
+        name = _TORCHS.get(given, given)
+        if name != given and name in options:
+            raise ValueError(f"{where}: {given} and {name} are both given; say it in one of them")
         if name in _SAID_ELSEWHERE:
             raise ValueError(
                 f"{where}: {name}={value!r} cannot be an option: {_SAID_ELSEWHERE[name]}"
@@ -196,6 +182,13 @@ def read_bool(name: str, value: Any) -> bool:
 
 
 def _read_mixed_precision(value: Any) -> MixedPrecision:
+    if hasattr(value, "cast_root_forward_inputs"):
+        raise TypeError(
+            "mixed_precision: FSDP1's MixedPrecision treats the whole model and batch norms apart, "
+            "which a plan says by names; use layerzero.MixedPrecision, or FSDP2's "
+            f"MixedPrecisionPolicy; got {value!r}"
+        )
+    value = to_precision(value, nn.Module()).units
     if value is None or isinstance(value, MixedPrecision):
         return value or MixedPrecision()
     if not isinstance(value, Mapping):
@@ -224,6 +217,7 @@ def read_cpu_offload(value: Any) -> OffloadPolicy:
 
 
 def _read_policy(name: str, value: Any, defaults: Mapping[str, bool]) -> OffloadPolicy:
+    value = to_offload(value)
     if isinstance(value, OffloadPolicy):
         return value
     if value is None:
@@ -241,25 +235,6 @@ def _read_policy(name: str, value: Any, defaults: Mapping[str, bool]) -> Offload
             )
         read_bool(f"{name}.{argument}", setting)
     return OffloadPolicy(**{**defaults, **value})
-
-
-def read_act_ckpt(value: Any) -> ActivationCheckpointing | None:
-    """A mode; (mode, arguments); or a mapping with `mode` and arguments. None or False: none."""
-    if value is None or value is False:
-        return None
-    if isinstance(value, ActivationCheckpointing):
-        return value
-    if isinstance(value, str):
-        return ActivationCheckpointing(mode=value)  # type: ignore[arg-type]
-    if isinstance(value, Mapping) and "mode" in value:
-        arguments = {name: each for name, each in value.items() if name != "mode"}
-        return ActivationCheckpointing(mode=value["mode"], arguments=arguments)
-    if isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[1], Mapping):
-        return ActivationCheckpointing(mode=value[0], arguments=dict(value[1]))
-    raise TypeError(
-        f"act_ckpt: expected one of {list(get_args(ActivationMode))}, a pair of it and a mapping "
-        f"of arguments, or a mapping with 'mode', got {value!r}"
-    )
 
 
 def _read_backward_prefetch(value: Any) -> BackwardPrefetch | None:

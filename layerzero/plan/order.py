@@ -102,19 +102,47 @@ def forward_lists(steps: Sequence[Step], num_ahead: int) -> Lists:
 
 
 def backward_lists(steps: Sequence[Step], num_ahead: int, when_done: bool) -> Lists:
-    """The same in backward, which meets the root and the head of each step first, too.
+    """The same in backward: what is beside each other in the opposite order, a unit before those
+    inside it, whose outputs' gradients come later.
 
     Args:
         when_done: lists serve when their heads are done (BACKWARD_POST). The rest of the step is
-            done then, too, and the root is done last.
+            done then, too. A unit around others is done when they are, so nothing waits for it: it
+            is gathered with the first step inside it.
     """
-    back = [(step.head, *reversed(step.others)) for step in reversed(steps)]
-    if when_done:
-        lists = _lists(back, num_ahead)
-        own = {head: len(others) for head, *others in back}
-        ahead = {head: names[own[head] :] for head, names in lists.items() if head}
-        return {head: names for head, names in ahead.items() if names}
-    return _lists(back, num_ahead)
+    by_head = {step.head: step for step in steps}
+    back = [by_head[head] for head in _inner_last(list(by_head))]
+    if not when_done:
+        return _lists([(step.head, *_inner_last(step.others)) for step in back], num_ahead)
+    groups: list[tuple[str, ...]] = []
+    around: tuple[str, ...] = ()
+    for step in back:
+        around += (step.head, *_inner_last(step.others))
+        if not step.is_around_steps:
+            groups.append(around)
+            around = ()
+    heads = [step.head for step in back if not step.is_around_steps]
+    lists = {
+        head: tuple(fqn for group in groups[index + 1 : index + 1 + num_ahead] for fqn in group)
+        for index, head in enumerate(heads)
+    }
+    return {head: names for head, names in lists.items() if names}
+
+
+def _inner_last(fqns: Sequence[str]) -> list[str]:
+    """Names in depth-first order with siblings turned around, each before those inside it."""
+    outermost: list[int] = []
+    before: set[str] = set()
+    for index, fqn in enumerate(fqns):
+        if not any(".".join(prefix) in before for prefix in list(_prefixes(fqn))[:-1]):
+            outermost.append(index)
+        before.add(fqn)
+    turned: list[str] = []
+    end = len(fqns)
+    for index in reversed(outermost):
+        turned += [fqns[index], *_inner_last(fqns[index + 1 : end])]
+        end = index
+    return turned
 
 
 def _lists(steps: Sequence[tuple[str, ...]], num_ahead: int) -> Lists:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from layerzero.core.names import WRAPPER_NAMES
 from layerzero.core.parameter_info import get_info
+from layerzero.notices import warn_once
 from layerzero.plan.options import near_matches
 from layerzero.plan.patterns import Match, NamePattern
 from layerzero.runtime.unit import get_unit
+from layerzero.wrap import has_forward
 from layerzero.zero3 import ZeRO3
 
 if TYPE_CHECKING:
@@ -71,34 +73,26 @@ class Resolved:
     ignored_parameters: list[nn.Parameter] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    sharded: list[str] = field(default_factory=list)
-    """Names of modules that patterns name and that are sharded already."""
     warnings: list[str] = field(default_factory=list)
 
     @property
     def problems(self) -> list[str]:
         """All that is wrong, errors first."""
-        sharded = [_SHARDED_ALREADY.format(names(self.sharded))] if self.sharded else []
-        return [*self.errors, *sharded, *self.warnings]
+        return [*self.errors, *self.warnings]
 
     def raise_errors(self) -> None:
         """All errors at once."""
         if self.errors:
             raise ValueError("\n".join(self.errors))
-        if self.sharded:
-            raise RuntimeError(self.problems[0])
 
-    def raise_or_warn(self) -> None:
-        """What `ShardingPlan.validate` does."""
-        self.raise_errors()
+    def warn(self, is_first: bool | None = None) -> None:
+        """All warnings, each once, on one rank: the first of all, or where `is_first`."""
         for text in self.warnings:
-            warnings.warn(text, stacklevel=3)
+            warn_once(text, text, is_first=is_first, stacklevel=3)
 
 
-_SHARDED_ALREADY = (
-    "apply_modules names modules that are sharded already: {}; shard each once: leave them out of "
-    "the plan, and they keep the options of their own ZeRO3, or do not wrap them before"
-)
+_SHARDED = "sharded already"
+_NO_FORWARD = "no forward"
 
 
 def names(fqns: Sequence[str], most: int = 4) -> str:
@@ -107,9 +101,26 @@ def names(fqns: Sequence[str], most: int = 4) -> str:
     return listed + (f" and {len(fqns) - most} more" if len(fqns) > most else "")
 
 
-def has_forward(module: nn.Module) -> bool:
-    """Whether the module itself can be called, which a ModuleList cannot."""
-    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+def _named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module under every name, without what wrappers put into names.
+
+    A model's own `named_modules` may know no duplicates.
+    """
+    yield prefix, root
+    for name, child in root._modules.items():
+        if child is not None:
+            inside = prefix if name in WRAPPER_NAMES else f"{prefix}.{name}" if prefix else name
+            yield from _named_modules(child, inside)
+
+
+def _named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter under every name, likewise."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, parameter)
+        for prefix, module in _named_modules(root)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def resolve(plan: ShardingPlan, model: nn.Module) -> Resolved:
@@ -136,11 +147,11 @@ class _Resolver:
         self._plan = plan
         self._root = root
         self._is_sharded = get_unit(root) is not None
-        self._modules = {
-            fqn: module
-            for fqn, module in root.named_modules(remove_duplicate=False)
-            if module is not root
-        }
+        self._modules: dict[str, nn.Module] = {}
+        for fqn, module in _named_modules(root):
+            # Of a wrapper and the module inside it, which have one name, the wrapper.
+            if fqn:
+                self._modules.setdefault(fqn, module)
         self._ignored: set[int] = set()
         self._unit_rows: list[Row] = []
 
@@ -151,7 +162,7 @@ class _Resolver:
             for fqn in row.fqns:
                 self.result.ignored_modules.append(self._modules[fqn])
                 self._ignored |= {id(module) for module in self._modules[fqn].modules()}
-        parameters = dict(self._root.named_parameters(remove_duplicate=False))
+        parameters = dict(_named_parameters(self._root))
         for text in self._plan.ignored_parameters:
             row = self._row("ignored_parameters", text, parameters)
             row.used.extend(row.fqns)
@@ -198,7 +209,7 @@ class _Resolver:
             return "no parameters"
         is_inside_unit = all(get_info(parameter) is not None for parameter in parameters)
         if not self._is_sharded and (is_inside_unit or get_unit(module) is not None):
-            return "sharded already"
+            return _SHARDED
         return None
 
     def match_experts(self) -> None:
@@ -208,11 +219,20 @@ class _Resolver:
                 if unit.fqn in row.fqns:
                     unit.is_expert = True
                     row.used.append(unit.fqn)
-            if row.fqns and not row.used:
+            if self._names_no_unit(row):
                 self.result.errors.append(
                     f"ep_plan: {text!r} matches {names(row.fqns)}, but no unit: name them in "
                     "apply_modules, too"
                 )
+
+    def _names_no_unit(self, row: Row) -> bool:
+        """Whether a row that is about units has none, and no warning says why."""
+        return bool(row.fqns) and not row.used and not self._sharded_before.issuperset(row.fqns)
+
+    @property
+    def _sharded_before(self) -> set[str]:
+        """Names of modules that would be units, had the code not sharded them."""
+        return {fqn for row in self._unit_rows for fqn in row.notes.get(_SHARDED, ())}
 
     # Hook modules ---------------------------------------------------------------------------
 
@@ -225,7 +245,7 @@ class _Resolver:
                 match = pattern.match(unit.fqn)
                 if match is not None:
                     self._hook(row, unit, pattern, match, template)
-            if row.fqns and not row.used:
+            if self._names_no_unit(row):
                 self.result.errors.append(
                     f"hook_modules: {owner!r} matches {names(row.fqns)}, but no unit: name them in "
                     "apply_modules, too"
@@ -273,6 +293,9 @@ class _Resolver:
                 unit.hook = Named(fqn, self._modules[fqn])
                 named[fqn].used.append(unit.fqn)
         for row in rows:
+            gathers = tuple(f"{fqn}." for fqn in row.fqns)
+            if any(fqn.startswith(gathers) for fqn in self._sharded_before):
+                continue  # A warning says why there is nothing left to gather.
             if row.fqns and not row.used:
                 self.result.errors.append(
                     f"hook_modules: {row.pattern!r} matches {names(row.fqns)}, but gathers "
@@ -282,31 +305,37 @@ class _Resolver:
     # Checks ---------------------------------------------------------------------------------
 
     def drop_containers(self) -> None:
-        """Units that no call would gather: an error where a pattern names nothing else."""
+        """Units that no call would gather: what is in them stays with the unit around them."""
         for unit in list(self.result.units):
             if unit.hook is None and not has_forward(unit.module):
                 self.result.units.remove(unit)
                 row = self._unit_rows[unit.pattern]
                 row.used.remove(unit.fqn)
-                row.note("no forward", unit.fqn)
+                row.note(_NO_FORWARD, unit.fqn)
         for row in self._unit_rows:
-            containers = row.notes.get("no forward")
+            containers = row.notes.get(_NO_FORWARD)
             if not containers:
                 continue
             kind = type(self._modules[containers[0]]).__name__
-            text = (
+            self.result.warnings.append(
                 f"apply_modules: {row.pattern!r} matches {names(containers)}, which cannot be "
-                f"called ({kind} has no forward), so nothing would gather it; name the modules "
+                f"called ({kind} has no forward), so nothing would gather it: it is skipped, with "
+                "its options; name the modules "
                 f"inside it, such as {containers[0] + '.{*}'!r}, or give it a module with a "
                 "forward in hook_modules"
             )
-            (self.result.warnings if row.used else self.result.errors).append(text)
 
     def check(self) -> None:
         """What is sharded already, patterns without effect, gradients that nobody would reduce."""
         for row in self._unit_rows:
-            self.result.sharded += row.notes.get("sharded already", [])
-            if row.fqns and not row.used and not {"no forward", "sharded already"} & {*row.notes}:
+            if sharded := row.notes.get(_SHARDED):
+                self.result.warnings.append(
+                    f"apply_modules: {row.pattern!r} matches {names(sharded)}, sharded already by "
+                    "a ZeRO3 of its own or around it: it is skipped, with its options (act_ckpt, "
+                    "too), and keeps those of that ZeRO3; leave it out of the plan, or do not wrap "
+                    "it before"
+                )
+            if row.fqns and not row.used and not {_NO_FORWARD, _SHARDED} & {*row.notes}:
                 why = "; ".join(f"{names(fqns)}: {why}" for why, fqns in row.notes.items())
                 self.result.warnings.append(
                     f"apply_modules: {row.pattern!r} has no effect ({why}); a later pattern wins "
@@ -324,9 +353,12 @@ class _Resolver:
         left = {id(parameter) for parameter in self.result.ignored_parameters}
         for module in self.result.ignored_modules:
             left |= {id(parameter) for parameter in module.parameters()}
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for fqn, parameter in _named_parameters(self._root):
+            named.setdefault(id(parameter), (fqn, parameter))
         trainable = [
             (fqn, id(parameter) in left)
-            for fqn, parameter in self._root.named_parameters()
+            for fqn, parameter in named.values()
             if parameter.requires_grad and (get_info(parameter) is None or self._is_sharded)
         ]
         whole = [fqn for fqn, is_left in trainable if is_left]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,17 +12,21 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from layerzero.arguments import check_module
 from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.core.groups import resolve_process_groups
+from layerzero.notices import is_first_rank, warn_once
 from layerzero.plan.activations import checkpoint_activations
 from layerzero.plan.expected import Expected, expect
+from layerzero.plan.explain import applied
 from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, merge_precision
-from layerzero.plan.resolve import Resolved, ResolvedUnit, has_forward, resolve
+from layerzero.plan.replicas import keep_buffers_equal
+from layerzero.plan.resolve import Resolved, ResolvedUnit, resolve
 from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.runtime.unit import Unit, get_unit
-from layerzero.wrap import Choice
+from layerzero.wrap import Choice, has_forward
 from layerzero.zero3 import ZeRO3
 
 logger = logging.getLogger(__name__)
@@ -42,8 +46,10 @@ def shard_with_plan(
     true. What returns false changes nothing.
 
     Where the shard group has one rank and the plan says nothing of `outer`, this is plain data
-    parallelism: parameters themselves are cast to `param_dtype`, apart from those of low-rank
-    adapters (a part of the name starts with "lora_"), and a log line says so.
+    parallelism, and a log line says so: parameters themselves are cast to `param_dtype`, apart
+    from those of low-rank adapters ("lora" begins a word of the name). Replicas start with the
+    first rank's values, and each forward with its buffers. A model with parameters on the meta
+    device is sharded all the same.
 
     Args:
         model: changed in place. Nothing is changed when an error in the plan is found.
@@ -52,16 +58,18 @@ def shard_with_plan(
             group), a process group, or None for all ranks.
         expert_mesh: the ranks that have the same experts, for the units that `ep_plan` names: a
             process group, a DeviceMesh with an axis "edp", which is taken, or one as for `mesh`.
+            With `local_experts` of the plan it has an axis "ep" as well.
 
     Raises:
         ValueError, TypeError: the plan does not fit the model; near matches are listed. Or it has
             an `ep_plan`, and there is no `expert_mesh`.
-        RuntimeError: the model, or a module that the plan names, is sharded already.
+        RuntimeError: the model is sharded already. (A module that the plan names, and that is, is
+            skipped with a warning.)
     """
     if not isinstance(plan, ShardingPlan):
         raise TypeError(f"shard_with_plan: expected a ShardingPlan, got {plan!r}")
     check_module(model)
-    experts = _expert_group(plan, expert_mesh)
+    experts = _expert_arguments(plan, expert_mesh)
     resolved = resolve(plan, model)
     only_ignores = replace(plan, apply_modules=(), hook_modules=(), ep_plan=())
     if callable(getattr(model, "fully_shard", None)):
@@ -69,32 +77,54 @@ def shard_with_plan(
     own = _ask(model, "fully_shard", plan, mesh=mesh, expert_mesh=expert_mesh)
     if own:
         resolved = resolve(only_ignores, model)
-    resolved.raise_or_warn()
+    resolved.raise_errors()
+    resolved.warn(_is_first(mesh, model))
     sharded = own if isinstance(own, ZeRO3) else _shard(model, plan, mesh, experts, resolved)
     root_unit = get_unit(sharded)
     assert root_unit is not None, "sharded is a ZeRO3"
     root_unit.root.residency.gathers_all_first = plan.pregather
     numbers = plan.num_forward, plan.num_backward
+    expected = None
     if not _ask(root_unit.module, "set_modules_to_prefetch", plan, *numbers):
-        _expect_order(root_unit, expect(plan, root_unit.module, resolved))
+        expected = expect(plan, root_unit.module, resolved)
+        _expect_order(root_unit, expected)
+    if _is_first(mesh, root_unit.module) and logger.isEnabledFor(logging.INFO):
+        logger.info("%s", applied(plan, root_unit.module, bool(own), expected))
     return sharded
 
 
-def _expert_group(plan: ShardingPlan, expert_mesh: Mesh) -> Mesh:
-    """The expert-data group."""
+def _is_first(mesh: Mesh, model: nn.Module) -> bool:
+    """Whether this rank speaks for those that share the model."""
+    coordinates = [dist.get_rank(group) for group in resolve_process_groups(mesh)]
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            coordinates += parameter.device_mesh.get_coordinate() or ()
+            break
+    return not any(coordinates)
+
+
+def _expert_arguments(plan: ShardingPlan, expert_mesh: Mesh) -> dict[str, Any]:
+    """Of the units that are experts: the expert-data group, and what gives them their numbers."""
     if plan.ep_plan and expert_mesh is None:
         raise ValueError(
             f"shard_with_plan: the plan has experts, ep_plan={list(plan.ep_plan)}; pass "
             "expert_mesh, the ranks that have the same ones, or leave out ep_plan"
         )
     if not plan.ep_plan and expert_mesh is not None:
-        warnings.warn(
-            "shard_with_plan: expert_mesh has no effect: the plan names no experts (ep_plan)",
-            stacklevel=3,
-        )
-    if isinstance(expert_mesh, DeviceMesh) and "edp" in (expert_mesh.mesh_dim_names or ()):
-        return expert_mesh["edp"]
-    return expert_mesh
+        text = "shard_with_plan: expert_mesh has no effect: the plan names no experts (ep_plan)"
+        warn_once(text, text, stacklevel=3)
+    axes = expert_mesh.mesh_dim_names or () if isinstance(expert_mesh, DeviceMesh) else ()
+    arguments: dict[str, Any] = {"process_group": expert_mesh}
+    if isinstance(expert_mesh, DeviceMesh) and "edp" in axes:
+        arguments["process_group"] = expert_mesh["edp"]
+    if plan.ep_plan and plan.local_experts:
+        if not isinstance(expert_mesh, DeviceMesh) or "ep" not in axes:
+            raise ValueError(
+                "shard_with_plan: local_experts needs an expert_mesh with an axis 'ep', whose "
+                f"ranks have different experts, beside 'edp'; got {expert_mesh!r}"
+            )
+        arguments["expert_numbers"] = expert_mesh["ep"]
+    return arguments
 
 
 def _ask(model: nn.Module, name: str, *args: Any, **optional: Any) -> Any:
@@ -107,7 +137,11 @@ def _ask(model: nn.Module, name: str, *args: Any, **optional: Any) -> Any:
 
 
 def _shard(
-    model: nn.Module, plan: ShardingPlan, mesh: Mesh, experts: Mesh, resolved: Resolved
+    model: nn.Module,
+    plan: ShardingPlan,
+    mesh: Mesh,
+    experts: Mapping[str, Any],
+    resolved: Resolved,
 ) -> ZeRO3:
     if get_unit(model) is not None:
         raise RuntimeError(
@@ -117,21 +151,25 @@ def _shard(
     expected = expect(plan, model, resolved)
     arguments = _model_arguments(plan, expected)
     own = {id(unit.module): _unit_arguments(plan, unit, experts) for unit in resolved.units}
+    keeps_whole = False
     if "outer" not in arguments and not plan.ep_plan:
-        _keep_whole(plan, mesh, expected, arguments, own)
+        keeps_whole = _keep_whole(plan, mesh, expected, arguments, own)
     _checkpoint_activations(plan, resolved, expected)
 
     def choose(module: nn.Module, fqn: str) -> Choice:
         return own.get(id(module), False)
 
-    return ZeRO3(
+    sharded = ZeRO3(
         model,
         mesh,
-        auto_wrap_policy=choose,
+        auto_wrap_policy=choose if own else None,
         ignored_modules=resolved.ignored_modules,
         ignored_parameters=resolved.ignored_parameters,
         **arguments,
     )
+    if keeps_whole and plan.broadcast_buffers:
+        keep_buffers_equal(sharded, resolved.ignored_modules)
+    return sharded
 
 
 def _model_arguments(plan: ShardingPlan, expected: Expected) -> dict[str, Any]:
@@ -146,7 +184,9 @@ def _model_arguments(plan: ShardingPlan, expected: Expected) -> dict[str, Any]:
     return arguments
 
 
-def _unit_arguments(plan: ShardingPlan, unit: ResolvedUnit, experts: Mesh) -> dict[str, Any]:
+def _unit_arguments(
+    plan: ShardingPlan, unit: ResolvedUnit, experts: Mapping[str, Any]
+) -> dict[str, Any]:
     """Where a unit differs from the whole model."""
     own = unit.options
     shared_names = ("reshard_after_forward", "gradient_reduction")
@@ -159,7 +199,7 @@ def _unit_arguments(plan: ShardingPlan, unit: ResolvedUnit, experts: Mesh) -> di
     if unit.hook is not None:
         arguments["hook_module"] = unit.hook.module
     if unit.is_expert:
-        arguments["process_group"] = experts
+        arguments.update(experts)
     return arguments
 
 
@@ -198,15 +238,31 @@ def _keep_whole(
     expected: Expected,
     arguments: dict[str, Any],
     own: Mapping[int, dict[str, Any]],
-) -> None:
-    """Where nothing is sharded: cast the parameters themselves, and replicate over the others."""
+) -> bool:
+    """Where nothing is sharded: cast the parameters themselves, and replicate over the others.
+
+    Returns:
+        Whether there are others that have the same.
+    """
     sizes = [group.size() for group in resolve_process_groups(mesh)]
     zero3_size = arguments.get("zero3_size")
     if (zero3_size or sizes[0]) != 1:
-        return
+        return False
     num_ranks = sizes[0] * (sizes[1] if len(sizes) == 2 else 1)
+    if any(o.parameter.is_meta for unit in expected.units for o in unit.originals):
+        # Its values are made in the original dtype, and main weights of that dtype are what whoever
+        # starts from meta gets in every larger group.
+        if is_first_rank():
+            logger.info(
+                "shard_with_plan: the shard group has one rank, but the model is on the meta "
+                "device: it is sharded over %d ranks all the same, with main weights in the dtype "
+                "that they are initialised in",
+                num_ranks,
+            )
+        return False
     if num_ranks > 1:
         arguments["outer"] = "replicate"
+        arguments.setdefault("sync_module_states", True)
     num_cast = num_kept = 0
     for unit in expected.units:
         of_unit = own.get(id(unit.module), {})
@@ -215,7 +271,7 @@ def _keep_whole(
             parameter = original.parameter
             keeps = any(precision.keeps_float32(slot.module) for slot in original.slots)
             dtype = precision.compute_dtype(original.fqn, parameter.dtype, keeps)
-            if _is_of_adapter(original.fqn):
+            if is_of_adapter(original.fqn):
                 num_kept += 1
             elif dtype != parameter.dtype:
                 num_cast += 1
@@ -223,7 +279,7 @@ def _keep_whole(
     for each in (arguments, *own.values()):
         if "mixed_precision" in each:
             each["mixed_precision"] = _keeping_adapters(each["mixed_precision"])
-    if dist.get_rank() == 0:
+    if is_first_rank():
         logger.info(
             "shard_with_plan: the shard group has one rank, so nothing is sharded: plain data "
             "parallelism over %d ranks, %d parameters cast to the dtype of their forward, %d of "
@@ -232,16 +288,21 @@ def _keep_whole(
             num_cast,
             num_kept,
         )
+    return num_ranks > 1
 
 
-def _is_of_adapter(fqn: str) -> bool:
-    return any(part.startswith("lora_") for part in fqn.split("."))
+_ADAPTER = re.compile("(?<![A-Za-z])[Qq]?[Ll][Oo][Rr][Aa]|(?<=[a-z])L(?:ora|oRA|ORA)")
+"""At the start of a word: `lora_A`, `loraA`, `my_lora`, `qLoRA`, `gateLora`; not `flora`."""
+
+
+def is_of_adapter(fqn: str) -> bool:
+    return _ADAPTER.search(fqn) is not None
 
 
 def _keeping_adapters(precision: MixedPrecision) -> MixedPrecision:
     users = precision.keep_parameters
 
     def keep(fqn: str) -> bool:
-        return _is_of_adapter(fqn) or (users is not None and users(fqn))
+        return is_of_adapter(fqn) or (users is not None and users(fqn))
 
     return replace(precision, keep_parameters=keep)

@@ -12,12 +12,12 @@ from torch import nn
 
 from layerzero.arguments import check_module
 from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward, prefetch_depth
+from layerzero.plan.checkpointing import ActivationCheckpointing
 from layerzero.plan.explain import explain
 from layerzero.plan.options import (
     MODULE_OPTIONS,
     PRECISION_OPTIONS,
     ZERO3_OPTIONS,
-    ActivationCheckpointing,
     merge_precision,
     near_matches,
     read_bool,
@@ -56,13 +56,17 @@ class ShardingPlan:
             those of the pattern matched; or patterns of modules that do this for units inside.
         ep_plan: patterns of the units that are experts: ranks have different ones, and shard them
             over the ranks that have the same (`expert_mesh` of `shard_with_plan`).
+        local_experts: experts have the same names on every rank of the axis "ep" of `expert_mesh`:
+            in state dicts and checkpoints their numbers go on from rank to rank of it.
         param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as in `MixedPrecision`;
             dtypes, or their names. `output_dtype` is that of the whole model's outputs.
         reshard_after_forward: as in `ZeRO3`.
         cpu_offload: True, or a mapping of arguments of `OffloadPolicy`, in which `params` is True.
-        act_ckpt: "composable", "wrapped" or "wrapped_offload"; with arguments a pair, or a mapping
-            with "mode". Of the head of each step (docs/plans.md).
+        act_ckpt: "composable", "wrapped" or "wrapped_offload"; with arguments a pair, a mapping
+            with "mode", or an `ActivationCheckpointing`. Of the head of each step (docs/plans.md).
         pregather: gather all units before each forward starts, and wait for them.
+        broadcast_buffers: where nothing is sharded, start forwards with the buffers of the first
+            rank, as `DistributedDataParallel` does.
         num_to_forward_prefetch, num_to_backward_prefetch: how many steps ahead are gathered. None:
             what `forward_prefetch` and `backward_prefetch` of `defaults` say, one if nothing.
     """
@@ -73,6 +77,7 @@ class ShardingPlan:
     ignored_parameters: Sequence[str] = ()
     hook_modules: Mapping[str, str] | Sequence[str] = ()
     ep_plan: Sequence[str] = ()
+    local_experts: bool = False
     param_dtype: torch.dtype | str | None = None
     reduce_dtype: torch.dtype | str | None = None
     output_dtype: torch.dtype | str | None = None
@@ -81,6 +86,7 @@ class ShardingPlan:
     cpu_offload: OffloadPolicy | Mapping[str, bool] | bool | None = None
     act_ckpt: ActivationCheckpointing | str | Sequence[Any] | Mapping[str, Any] | None = None
     pregather: bool = False
+    broadcast_buffers: bool = True
     num_to_forward_prefetch: int | None = None
     num_to_backward_prefetch: int | None = None
 
@@ -90,13 +96,15 @@ class ShardingPlan:
             "ignored_modules": _read_patterns("ignored_modules", self.ignored_modules),
             "ignored_parameters": _read_patterns("ignored_parameters", self.ignored_parameters),
             "hook_modules": _read_hook_modules(self.hook_modules),
-            "ep_plan": _read_patterns("ep_plan", self.ep_plan),
+            "ep_plan": _read_ep_plan(self.ep_plan),
             "defaults": read_options("defaults", self.defaults, [*ZERO3_OPTIONS, *MODULE_OPTIONS]),
             **read_options("plan", self._said, _SHORTHANDS),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
         read_bool("pregather", self.pregather)
+        read_bool("broadcast_buffers", self.broadcast_buffers)
+        read_bool("local_experts", self.local_experts)
         for name in ("num_to_forward_prefetch", "num_to_backward_prefetch"):
             _check_number(name, getattr(self, name))
         self._check_said_once()
@@ -160,14 +168,16 @@ class ShardingPlan:
     def validate(self, model: nn.Module) -> None:
         """Check the plan against a model that is not sharded yet. Not collective.
 
-        Warns of what has no effect.
+        Warns of what has no effect, on the first rank.
 
         Raises:
             ValueError: names that do not fit; all of them at once, with near matches.
-            RuntimeError: a module that is sharded already.
+            RuntimeError: the model is sharded already.
         """
         check_module(model)
-        resolve(self, model).raise_or_warn()
+        resolved = resolve(self, model)
+        resolved.raise_errors()
+        resolved.warn()
 
     def explain(self, model: nn.Module) -> str:
         """The expected order as lines `a -> [b, c]`, and a table of what each pattern matched.
@@ -231,6 +241,18 @@ def _read_hook_modules(value: Any) -> dict[str, str] | tuple[str, ...]:
         _parse("hook_modules", owner)
         _parse(f"hook_modules: {owner!r}", hook)
     return dict(value)
+
+
+def _read_ep_plan(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, Mapping):
+        return _read_patterns("ep_plan", value)
+    units = value.get("apply_efsdp_modules") or value.get("apply_modules") or ["layers.{*}.experts"]
+    raise TypeError(
+        f"ep_plan: expected a list of patterns of the units that are experts, got the mapping "
+        f"{dict(value)!r}; write ep_plan: {list(units)!r}, and the same names in apply_modules. "
+        "These units are sharded over the axis edp of expert_mesh; that each rank has experts of "
+        "its own, and that tokens reach them, is up to the model"
+    )
 
 
 def _read_patterns(name: str, value: Any) -> tuple[str, ...]:

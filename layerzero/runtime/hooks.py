@@ -11,19 +11,27 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from types import GeneratorType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from layerzero.runtime.misuse import explain
 from layerzero.runtime.passes import ForwardCall
 from layerzero.runtime.states import TrainingState
 from layerzero.runtime.tensors import cast_floating, find_tensors
 from layerzero.runtime.unit import Unit
 
 Method = Callable[..., Any]
+
+_LAZY = frozenset({GeneratorType, map, filter, zip})
+"""What runs a module's code after its forward has returned."""
+
+_INSTALLED = "_layerzero_installed"
+"""Of a module: by name what was there before, if anything, and our method."""
 
 
 def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
@@ -58,7 +66,7 @@ def _install_on_compile(module: nn.Module, unit: Unit, casts: bool) -> None:
             module.__dict__["_compiled_call_impl"] = torch.compile(inside, *args, **kwargs)
         install(module, "_compiled_call_impl", unit, casts=casts)
 
-    module.__dict__["compile"] = compile_and_install
+    _put(module, "compile", compile_and_install)
 
 
 def install(
@@ -83,8 +91,30 @@ def install(
             return _call_uncompiled(unit, method, args, kwargs, casts)
         return _call(unit, method, args, kwargs, casts)
 
-    # Not by setattr: what `torch.compile(module)` returns hands that on to the module inside.
-    module.__dict__[name] = forward
+    _put(module, name, forward)
+
+
+def _put(module: nn.Module, name: str, method: Method) -> None:
+    """Not by setattr: what `torch.compile(module)` returns hands that on to the module inside."""
+    installed = module.__dict__.setdefault(_INSTALLED, {})
+    before = installed[name][0] if name in installed else module.__dict__.get(name)
+    installed[name] = (before, method)
+    module.__dict__[name] = method
+
+
+def patched_methods(module: nn.Module) -> list[str]:
+    """Methods that somebody put in the place of ours."""
+    installed = module.__dict__.get(_INSTALLED, {})
+    return [name for name, (_, ours) in installed.items() if module.__dict__.get(name) is not ours]
+
+
+def uninstall(module: nn.Module) -> None:
+    """Put back what was there before any of ours; a module that was compiled is no longer."""
+    for name, (before, _) in module.__dict__.pop(_INSTALLED, {}).items():
+        if before is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = before
 
 
 def _method_of(module: nn.Module, name: str) -> Method:
@@ -98,13 +128,20 @@ def _method_of(module: nn.Module, name: str) -> Method:
         return bound
     # Bound anew at each call: a bound method stored on its own module is a cycle, and the
     # module's memory would wait for the garbage collector.
-    return _bind_late(function, weakref.ref(module))
+    is_of_class = getattr(type(module), name, None) is function
+    return _bind_late(function, weakref.ref(module), name if is_of_class else None)
 
 
-def _bind_late(function: Method, module_ref: Callable[[], nn.Module | None]) -> Method:
+def _bind_late(
+    function: Method, module_ref: Callable[[], nn.Module | None], name: str | None
+) -> Method:
+    """`name`: look it up on the class at each call, for libraries that patch classes."""
+
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
-        return function(module_ref(), *args, **kwargs)
+        module = module_ref()
+        current = function if name is None else getattr(type(module), name)
+        return current(module, *args, **kwargs)
 
     return method
 
@@ -131,17 +168,48 @@ def _call(
         dtype = unit.options.mixed_precision.input_dtype(unit.module) if casts else None
         if dtype is not None:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
-        outputs = method(*args, **kwargs)
+        if call.in_autocast:
+            with root.cast_watch.watching():
+                outputs = method(*args, **kwargs)
+        else:
+            outputs = method(*args, **kwargs)
         if casts and unit.output_dtype is not None:
             outputs = cast_floating(outputs, unit.output_dtype)
     except BaseException as error:
         if call is not None:
+            explain(error)  # while modules show what they showed
             root.abandon_call(call, error)
         raise
     root.end_call(call)
+    if type(outputs) in _LAZY:
+        return _step_by_step(unit, outputs, casts)
     if torch.is_grad_enabled():
         _watch_gradients(outputs, call)
     return outputs
+
+
+class _End:
+    """What a generator returned."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _advance(lazy: Any, sent: Any) -> Any:
+    try:
+        return next(lazy) if sent is None else lazy.send(sent)
+    except StopIteration as stop:
+        return _End(stop.value)
+
+
+def _step_by_step(unit: Unit, lazy: Any, casts: bool) -> Generator[Any, Any, Any]:
+    """A forward that goes on as its results are asked for: each step is a call of the unit."""
+    sent = None
+    while True:
+        value = _call(unit, _advance, (lazy, sent), {}, casts)
+        if isinstance(value, _End):
+            return value.value
+        sent = yield value
 
 
 # Where a graph is traced through the call of another unit, it ends before and goes on after.
@@ -160,16 +228,19 @@ def _watch_gradients(outputs: Any, call: ForwardCall) -> None:
 
 
 def run_in_float32(module: nn.Module) -> None:
-    """Cast inputs of a module in a low-precision unit to float32, and its outputs back."""
+    """Cast inputs of a module in a low-precision unit to float32, and its outputs back.
+
+    Back to what the last input was that had to be cast, as FSDP1 does; without one they stay.
+    """
     method = _method_of(module, "forward")
 
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        floating = (t for t in find_tensors((args, kwargs)) if t.is_floating_point())
-        first = next(floating, None)
+        dtypes = [t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()]
+        cast = [dtype for dtype in dtypes if dtype != torch.float32]
         outputs = method(
             *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32)
         )
-        return outputs if first is None else cast_floating(outputs, first.dtype)
+        return cast_floating(outputs, cast[-1]) if cast else outputs
 
-    setattr(module, "forward", forward)  # noqa: B010 - a method, which type checkers guard
+    _put(module, "forward", forward)

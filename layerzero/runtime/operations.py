@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from layerzero.comm.collectives import Operation, messages_carry_names
 from layerzero.comm.diagnosis import CollectiveError
+from layerzero.comm.lookout import Lookout
+from layerzero.comm.model_numbers import number_model
 from layerzero.comm.streams import Streams
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
@@ -53,7 +55,10 @@ class Operations:
     failure: CollectiveError | None
     """The first collective that failed; see Note [A failed collective is final]."""
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
+    def __init__(
+        self, device: torch.device, streams: Streams, groups: Iterable[ShardGroup]
+    ) -> None:
+        """`groups`: all that the model was made for. Collective over those that are new."""
         self.prefix = ""
         self.failure = None
         self._device = device
@@ -61,6 +66,11 @@ class Operations:
         self._count = 0
         self._tensor_parallel_count = 0
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
+        groups = list(groups)
+        self._numbers = number_model(groups, device)
+        named = {g.process_group for g in groups if messages_carry_names(g, device)}
+        places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
+        self._lookout = Lookout(places) if places else None
 
     def next(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """Name the next collective, which `group` takes part in; every rank counts alike.
@@ -71,7 +81,7 @@ class Operations:
         if self.failure is not None:
             self.refuse()
         self._count += 1
-        return Operation(verb, self.prefix + unit, self._count, self._watchdog_of(group))
+        return self._named(verb, unit, self._count, group, self._lookout)
 
     def next_tensor_parallel(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for one of the root's `tensor_parallel_groups`, counted apart.
@@ -81,8 +91,18 @@ class Operations:
         if self.failure is not None:
             self.refuse()
         self._tensor_parallel_count += 1
-        number = self._tensor_parallel_count
-        return Operation(verb, self.prefix + unit, number, self._watchdog_of(group))
+        # The lookout compares what has one number, and these have numbers of their own.
+        return self._named(verb, unit, self._tensor_parallel_count, group, None)
+
+    def _named(
+        self, verb: str, unit: str, number: int, group: ShardGroup, lookout: Lookout | None
+    ) -> Operation:
+        unit = self.prefix + unit
+        if lookout is not None:
+            lookout.issued.append((number, verb, unit))
+        place = self._numbers.get(group.process_group)
+        model = 0 if place is None else place.number
+        return Operation(verb, unit, number, self._watchdog_of(group), lookout, model)
 
     def remember(self, error: CollectiveError) -> CollectiveError:
         """A collective failed.
@@ -108,7 +128,9 @@ class Operations:
             watchdog = None
             if group.size > 1 and not messages_carry_names(group, self._device):
                 mark = self._streams.mark_compute
-                watchdog = Watchdog(group, self._device, mark, self._remember_weakly())
+                number = self._numbers.get(group.process_group)
+                place = None if number is None else number.place
+                watchdog = Watchdog(group, self._device, mark, self._remember_weakly(), place)
             return self._watchdogs.setdefault(group.process_group, watchdog)
 
     def _remember_weakly(self) -> Callable[[CollectiveError], None]:

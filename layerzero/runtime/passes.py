@@ -17,19 +17,27 @@ class ForwardPass:
     def __init__(self, start: int) -> None:
         self.start = start
         self.first_start: dict[Unit, int] = {}
+        self.cast_start: dict[Unit, int] = {}
+        """Start of each unit's first call under autocast, with autograd on or off."""
+        self.shares_casts = False
+        """Whether it uses casts of an earlier forward; see Note [Casts are older than their uses]
+        in autocast.py."""
+        self.keeps_casts = True
+        """Whether autocast keeps casts of units that are freed; see `CastCache.drop`."""
         self.order: Order = ()
 
 
 class ForwardCall:
     """One forward call of one unit. Hooks on its outputs hold it; it lives as long as its graph."""
 
-    __slots__ = ("end", "forward_pass", "graph_task", "start", "unit")
+    __slots__ = ("end", "forward_pass", "graph_task", "in_autocast", "start", "unit")
 
     def __init__(self, unit: Unit, forward_pass: ForwardPass, start: int) -> None:
         self.unit = unit
         self.forward_pass = forward_pass
         self.start = start
         self.end = start
+        self.in_autocast = False
         self.graph_task: int | None = None
         """The backward pass that has reached this call last."""
 

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from layerzero.comm.collectives import Pending, flags_tensor, gather_flags
 from layerzero.config import Accumulation
 from layerzero.core.groups import ShardGroup
+from layerzero.core.parameter_hooks import accumulate_with_hooks
 from layerzero.runtime.accumulation import AccumulationCosts, choose_sharded
 from layerzero.runtime.reduction import Reduction, reduce_unit
 from layerzero.runtime.unit import Unit
@@ -111,21 +113,28 @@ class GradientReducer:
             self._complete_all()
             arrived = presence()
             self._undelivered = []
+        # A unit reached by nested passes (reentrant checkpoints) is reduced in each of them.
+        last_of = {reduction.unit: index for index, (reduction, _) in enumerate(arrived)}
+        hooked: list[tuple[nn.Parameter, torch.Tensor]] = []
+        complete: list[Unit] = []
         for index, (reduction, present) in enumerate(arrived):
             # One after the other, in the order of issue: the host may work on what has landed
             # while the device still computes the rest.
             root.streams.wait_on_host(reduction.landed)
             with torch.no_grad():
                 scale = reduction.unit.options.gradient_scale
-                reduction.handle.gradients.deliver(reduction.chunk, present, scale)
+                hooked += reduction.handle.gradients.deliver(reduction.chunk, present, scale)
             if reduction.pending is None:
                 reduction.handle.gradients.release()
-            is_unit_complete = (
-                index + 1 == len(arrived) or arrived[index + 1][0].unit is not reduction.unit
-            )
-            if self.on_delivered is not None and is_unit_complete:
-                self.on_delivered(reduction.unit)
+            if self.on_delivered is not None and last_of[reduction.unit] == index:
+                complete.append(reduction.unit)
+                if not hooked:
+                    self.on_delivered(complete.pop())
+        if hooked:
+            accumulate_with_hooks(hooked)
         if self.on_delivered is not None:
+            for unit in complete:
+                self.on_delivered(unit)
             self.on_delivered(None)
 
     def drop(self) -> None:

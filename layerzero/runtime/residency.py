@@ -108,23 +108,19 @@ class Residency:
     # All units ------------------------------------------------------------------------------
 
     def begin_forward(self, unit: Unit, distrusts: bool) -> None:
-        """A forward of the model begins with `unit`. `distrusts`: see `_distrust`."""
+        """A forward of the model begins with `unit`. `distrusts`: see `distrust`."""
         for other in self._units:
             # What an earlier forward left resident may be older than the weights.
             stays = other.explicitly_unsharded or other is self.first or self.keeps_units
             if other.state is not ShardState.SHARDED and (other.is_stale or not stays):
                 other.reshard()
                 if self.graph_of_backward:
-                    other.unshard()  # A backward to come needs it, this forward or not.
+                    other.gather()  # A backward to come needs it, this forward or not.
         self.first = self._kept = None
         if distrusts:
-            self._distrust()
+            self.distrust()
         if self.gathers_all_first:
-            with_parameters = [other for other in self._units if other.handles]
-            for other in with_parameters:
-                other.unshard()
-            for other in with_parameters:
-                other.wait_for_unshard()
+            self.gather_ahead(self._units)
         self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
 
     def end_forward(self, grad_enabled: bool) -> Order:
@@ -139,18 +135,28 @@ class Residency:
                 self.free(unit)
         return order
 
+    def gather_ahead(self, units: Sequence[Unit]) -> None:
+        """Gather units before any is needed, and order compute after all of it."""
+        with_parameters = [unit for unit in units if unit.handles]
+        for unit in with_parameters:
+            if unit.is_stale:
+                unit.reshard()
+            unit.gather()
+        for unit in with_parameters:
+            unit.wait_for_unshard()
+
     def gather_all(self, distrusts: bool) -> None:
-        """Start gathering all units, and keep them. `distrusts`: see `_distrust`."""
+        """Start gathering all units, and keep them. `distrusts`: see `distrust`."""
         if distrusts:
-            self._distrust()
+            self.distrust()
         for unit in self._units:
             if unit.is_stale:
                 unit.reshard()
             if unit.handles:
-                unit.unshard()
+                unit.gather()
         self.keeps_units = True
 
-    def _distrust(self) -> None:
+    def distrust(self) -> None:
         """Between optimizer steps weights may have been written in ways that versions miss.
 
         While micro-batches add up they have not, and the root does not ask for it.
@@ -197,7 +203,7 @@ class Residency:
             self._kept = None
         if unit.state is not ShardState.UNSHARDED:
             self.recorder.visit(unit.index)
-            unit.unshard()
+            unit.gather()
         if prefetches:
             self.prefetch_after(unit, in_backward)
         unit.wait_for_unshard()
@@ -219,8 +225,10 @@ class Residency:
             if other.state is ShardState.SHARDED and other.handles:
                 # What is kept is resident in the end anyway, however early it is gathered.
                 if not (self.keeps_units or self.limiter.admits(other.nbytes)):
-                    return
-                other.unshard(behind_reductions=in_backward)
+                    with other.root.profile("budget_full", other):  # seen, and takes no time
+                        return
+                with other.root.profile("prefetch", other):
+                    other.gather(behind_reductions=in_backward)
 
     def free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
         """The forward of `unit` has ended, and was no recomputation."""

@@ -15,11 +15,14 @@ Note [When a unit is done in backward]
 
 from __future__ import annotations
 
+import gc
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from layerzero.comm.diagnosis import CollectiveError
@@ -27,7 +30,11 @@ from layerzero.comm.streams import Mark, Streams
 from layerzero.config import Accumulation, BackwardPrefetch, GatherBudget
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
+from layerzero.runtime.autocast import CastCache, in_autocast
+from layerzero.runtime.awaited import check_first_forward
 from layerzero.runtime.exec_order import Order
+from layerzero.runtime.guards import refuse_export
+from layerzero.runtime.leaf_checks import LeafChecks
 from layerzero.runtime.operations import Operations, remembers_failure
 from layerzero.runtime.passes import (
     FINISH_LAST,
@@ -36,12 +43,18 @@ from layerzero.runtime.passes import (
     ForwardPass,
     Sentinel,
 )
+from layerzero.runtime.pieces import remember_root
 from layerzero.runtime.reducer import GradientReducer
 from layerzero.runtime.residency import Residency
+from layerzero.runtime.saved_casts import CastWatch
 from layerzero.runtime.states import ShardState, TrainingState
+from layerzero.runtime.structure import Ignored, Structure
+from layerzero.runtime.surroundings import check_surroundings
 from layerzero.runtime.unit import Unit
 
+_logger = logging.getLogger(__name__)
 _NOTHING: AbstractContextManager[object] = nullcontext()
+_is_tracing = torch._C._is_tracing
 
 
 class UnshardHandle:
@@ -73,6 +86,12 @@ class RootState:
     """Behind the last copy of a main shard from the host, until the host waited for it."""
     tensor_parallel_groups: tuple[ShardGroup, ...]
     """Along the axes of the mesh of DTensor parameters."""
+    structure: Structure
+    """What was in the module tree when it was wrapped."""
+    looks_first: bool
+    """Whether `check_first_forward` comes before the next forward."""
+    wrapper_ref: Callable[[], nn.Module | None]
+    """The wrapper around the outermost module."""
 
     def __init__(
         self,
@@ -84,13 +103,17 @@ class RootState:
         budget_is_default: bool,
         accumulation: Accumulation,
         tensor_parallel_groups: tuple[ShardGroup, ...],
+        ignored: Ignored,
     ) -> None:
         self.units = list(units)
+        self.structure = Structure(self.units, ignored)
+        self.wrapper_ref = lambda: None
         self.device = device
         self.tensor_parallel_groups = tensor_parallel_groups
-        groups = [g for unit in units for h in unit.handles for g in h.placement.groups]
+        placements = {id(h.placement): h.placement for unit in units for h in unit.handles}
+        groups = [group for placement in placements.values() for group in placement.all_groups]
         self.streams = Streams(device, any(group.backend == "gloo" for group in groups))
-        self.operations = Operations(device, self.streams)
+        self.operations = Operations(device, self.streams, [*groups, *tensor_parallel_groups])
         self.residency = Residency(
             self.units, forward_depth, backward_prefetch, budget, budget_is_default
         )
@@ -99,12 +122,17 @@ class RootState:
         self.freed_mark = None
         self.offloaded_mark = None
         self.uploaded_mark = None
+        self._casts = CastCache(device)
+        self.cast_watch = CastWatch(self.units)
+        self._leaf_checks = LeafChecks(self.units)
         self._profiling = torch.autograd._profiler_enabled
         self._clock = 0
         self._call_depth = 0
         self._forward_pass = ForwardPass(0)
         self._passes: list[BackwardPass] = []
+        self.looks_first = any(unit.awaits_values for unit in self.units)
         self._join_units()
+        remember_root(self)
 
     def _join_units(self) -> None:
         placements: dict[Placement, Placement] = {}
@@ -113,14 +141,30 @@ class RootState:
             for handle in unit.handles:
                 # One object for equal ones, so that what goes by placement is done once for all.
                 handle.placement = placements.setdefault(handle.placement, handle.placement)
+            lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
+            if lists:  # Of a nested wrapper.
+                self.looks_first = True
+                self.residency.make_room_for(max(map(len, lists)))
 
     # Small services -------------------------------------------------------------------------
 
     def profile(self, action: str, unit: Unit) -> AbstractContextManager[object]:
-        """A range in the profiler's timeline; free when no profiler runs."""
+        """A range in the profiler's timeline, and a log record at DEBUG where it begins.
+
+        Free when no profiler runs and the level is off.
+        """
+        if _logger.isEnabledFor(logging.DEBUG):
+            _logger.debug("LayerZeRO3.%s(%s)", action, unit.label)
         if self._profiling():
             return torch.profiler.record_function(f"LayerZeRO3.{action}({unit.label})")
         return _NOTHING
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether somebody still has the wrapper; one that only a cycle holds is gone."""
+        if self.wrapper_ref() is not None:
+            gc.collect()
+        return self.wrapper_ref() is not None
 
     @property
     def in_backward(self) -> bool:
@@ -154,7 +198,7 @@ class RootState:
         self.weights_mark = self.streams.mark_compute()
         if unit.is_stale:
             unit.reshard()
-        unit.unshard()
+        unit.gather()
         unit.explicitly_unsharded = True
         self._wait_for_uploads()
         unit.watch_leaves()
@@ -170,6 +214,24 @@ class RootState:
             unit.wait_for_unshard()
             unit.show_full()
 
+    @remembers_failure
+    def pregather(self, units: Sequence[Unit], waits: bool) -> None:
+        """What `layerzero.pregather` does."""
+        if self.operations.failure is not None:
+            self.operations.refuse()
+        self.clear_abandoned()
+        if self._passes or self._call_depth:
+            raise RuntimeError("pregather inside forward or backward: call it between them")
+        self.weights_mark = self.streams.mark_compute()
+        if not self.reducer.adds_up:
+            self.residency.distrust()
+        self.residency.gather_ahead(units)
+        for unit in units:
+            unit.explicitly_unsharded = bool(unit.handles)
+        self._wait_for_uploads()
+        if waits:
+            self.streams.wait_on_host(self.streams.mark_compute())
+
     # Forward --------------------------------------------------------------------------------
 
     @remembers_failure
@@ -180,6 +242,9 @@ class RootState:
         self._call_depth += 1
         self._clock += 1
         call = ForwardCall(unit, self._forward_pass, self._clock)
+        if in_autocast():
+            call.in_autocast = True
+            self._note_casts(call)
         if unit.training_state is TrainingState.IDLE:
             unit.set_training_state(TrainingState.FORWARD)
         unit.depth += 1
@@ -188,34 +253,67 @@ class RootState:
         except BaseException as error:
             self.abandon_call(call, error)
             raise
+        first_forward = self._leaf_checks.first_forward
+        if first_forward is not None and unit.depth == 1 and not self._passes:
+            first_forward.begin_call(unit)
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
+        if _is_tracing() or torch.compiler.is_exporting():
+            refuse_export(unit.label)
         if self.operations.failure is not None:
             self.operations.refuse()
+        if self.looks_first:
+            check_first_forward(self)
+            self.looks_first = False
         self.clear_abandoned()
         self._forward_pass = ForwardPass(self._clock)
         if self._passes:
             return  # Recomputation: its visits belong to the backward pass.
+        self.structure.check("forward")
+        check_surroundings(piece for each in self.units for piece in each.pieces)
+        self._leaf_checks.before_forward()
         self.weights_mark = self.streams.mark_compute()
         self.residency.begin_forward(unit, distrusts=not self.reducer.adds_up)
+
+    def _note_casts(self, call: ForwardCall) -> None:
+        """`call` is under autocast, and so perhaps the first to cast the unit's parameters."""
+        forward_pass = call.forward_pass
+        if not forward_pass.cast_start:
+            # Recomputation is not asked: it would count the question as an operation of its own.
+            open_starts = (max(unit.open_starts) for unit in self.units if unit.open_starts)
+            forward_pass.shares_casts = bool(self._passes) or self._casts.shared_by(
+                call.start, max(open_starts, default=None)
+            )
+            forward_pass.keeps_casts = forward_pass.shares_casts or torch.is_grad_enabled()
+        forward_pass.cast_start.setdefault(call.unit, call.start)
 
     @remembers_failure
     def end_call(self, call: ForwardCall) -> None:
         """The forward of `call` has returned."""
         grad_enabled = torch.is_grad_enabled()
+        first_forward = self._leaf_checks.first_forward
+        if first_forward is not None and call.unit.depth == 1 and not self._passes:
+            first_forward.end_call(call.unit)
         self._leave(call)
         if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
             self.residency.free_after_forward(call.unit, grad_enabled)
+            if call.in_autocast and not call.forward_pass.keeps_casts:
+                self._casts.drop()
         self._clock += 1
         call.end = self._clock
         if grad_enabled:
-            call.forward_pass.first_start.setdefault(call.unit, call.start)
+            start = call.forward_pass.cast_start.get(call.unit, call.start)
+            call.forward_pass.first_start.setdefault(call.unit, start)
             if not self._passes:
                 call.unit.open_starts.add(call.start)
         if self._call_depth == 0 and not self._passes:
             self._wait_for_uploads()
             self._forward_pass.order = self.residency.end_forward(grad_enabled)
+            error = self._leaf_checks.after_forward()
+            if error is not None:
+                self.abort(error)
+                raise error
 
     def _leave(self, call: ForwardCall) -> None:
         self._call_depth = max(self._call_depth - 1, 0)
@@ -319,9 +417,12 @@ class RootState:
             if start > call.end and unit is not call.unit
         ]
         for unit in done:
-            if any(start < current.active[unit] for start in unit.open_starts):
+            if call.forward_pass.shares_casts or any(
+                start < current.active[unit] for start in unit.open_starts
+            ):
                 # An earlier forward is still to come back, perhaps in this very pass, and then
-                # autograd holds the gradients until they are summed: free, but wait with them.
+                # autograd holds the gradients until they are summed, or they come through casts
+                # of an earlier one: free, but wait with them.
                 self.residency.free(unit)
                 current.active[unit] = FINISH_LAST
             else:

@@ -12,6 +12,7 @@ from torch import nn
 from layerzero.comm.collectives import broadcast_, gather_small
 from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.layout import Piece
+from layerzero.core.parameter_hooks import kind_of_hooks
 from layerzero.core.parameter_info import copy_attributes
 from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.root import RootState
@@ -39,6 +40,7 @@ class _Summoned:
 def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterator[None]:
     """Show full parameters of `units`. Collective over their groups, at entry and exit."""
     _check_idle(root, units)
+    root.structure.check("summon_full_params")
     summoned: list[_Summoned] = []
     for unit in units:
         unit.reshard()
@@ -54,13 +56,32 @@ def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
         yield
         finished = True
     finally:
-        for unit in units:
-            unit.views.show_sharded()
-            unit.set_training_state(TrainingState.IDLE)
+        try:
+            if finished and options.writeback:
+                _check_written(root, units, summoned, options)
+        finally:
+            for unit in units:
+                unit.views.show_sharded()
+                unit.set_training_state(TrainingState.IDLE)
         if finished and options.writeback:
             with torch.no_grad():
                 for entry in summoned:
                     _write_back(root, entry, options)
+        if finished:
+            _refuse_hooks(summoned)
+
+
+def _refuse_hooks(summoned: list[_Summoned]) -> None:
+    """Full parameters go, and hooks that were put on them with these, silently otherwise."""
+    for entry in summoned:
+        for name, parameter in zip(entry.handle.fqns, entry.parameters or (), strict=False):
+            hooks_from = kind_of_hooks(parameter)
+            if hooks_from is not None:
+                raise RuntimeError(
+                    f"parameter {name!r}: hooks were put on it by {hooks_from} inside "
+                    "summon_full_params, and would never run: its full parameters are made anew "
+                    "each time; put hooks on the parameters outside, which are this rank's pieces"
+                )
 
 
 def _check_idle(root: RootState, units: list[Unit]) -> None:
@@ -78,6 +99,58 @@ def _check_idle(root: RootState, units: list[Unit]) -> None:
         )
 
 
+def _check_written(
+    root: RootState, units: list[Unit], summoned: list[_Summoned], options: SummonOptions
+) -> None:
+    """What was put in a parameter's place is its new value. Nothing is written before all is known.
+
+    Collective with `rank0_only`: the others wait for what the first rank has.
+
+    Raises:
+        RuntimeError, ValueError: a parameter that is gone, or of another shape.
+    """
+    error: Exception | None = None
+    try:
+        for entry in summoned:
+            if entry.parameters is not None:
+                _take_replaced(entry, units)
+    except (RuntimeError, ValueError) as found:
+        error = found
+    for handle in [entry.handle for entry in summoned[:1]] if options.rank0_only else []:
+        is_bad = torch.tensor([error is not None], dtype=torch.uint8, device=root.device)
+        if _broadcast(root, is_bad, handle, "summon verdict", handle.fqns[0]).item():
+            error = error or RuntimeError(
+                "summon_full_params: the first rank of the group has parameters that cannot be "
+                "written back; its own error says which"
+            )
+    if error is not None:
+        raise error
+
+
+def _take_replaced(entry: _Summoned, units: list[Unit]) -> None:
+    handle = entry.handle
+    unit = next(unit for unit in units if handle in unit.handles)
+    assert entry.parameters is not None
+    for index, sharded in enumerate(handle.sharded_params):
+        shown = {id(each): each for each in unit.views.shown_for(sharded)}
+        new = [each for each in shown.values() if each is not entry.parameters[index]]
+        where = f"summon_full_params: {handle.fqns[index]!r} (rank {handle.placement.rank})"
+        if len(shown) != 1 or (new and not isinstance(new[0], torch.Tensor)):
+            raise RuntimeError(
+                f"{where} was removed, or replaced in some of its places; copy new values into the "
+                "parameter in place, or change the module before wrapping it"
+            )
+        shape = handle.full_params[index].shape
+        value = new[0] if new else entry.parameters[index]
+        assert isinstance(value, torch.Tensor)
+        if value.shape != shape:
+            raise ValueError(
+                f"{where}: expected values of shape {tuple(shape)}, got {tuple(value.shape)}"
+            )
+        if new:
+            entry.parameters[index] = value
+
+
 def _gather(
     root: RootState, unit: Unit, handle: FlatParamHandle, options: SummonOptions
 ) -> _Summoned:
@@ -89,6 +162,8 @@ def _gather(
         full_grad = _gather_flat(root, unit, handle, _flat_gradient(handle))
     if options.rank0_only and not handle.placement.is_first:
         return _Summoned(handle, None)
+    if full.untyped_storage().data_ptr() == handle.main_shard.untyped_storage().data_ptr():
+        full = full.clone()  # In a group of one. What is not written back must be gone.
     values = _views(handle, full, options)
     grads = None if full_grad is None else _views(handle, full_grad, options)
     parameters = []

@@ -1,13 +1,14 @@
 """Tensors inside what a module takes and returns: find them, or rebuild it with others.
 
 Containers are tuples (named ones too), lists, mappings and dataclasses, nested in any way. Other
-objects are opaque, but `find_tensors` looks through the attributes of plain ones.
+objects are opaque, but `find_tensors` looks through the attributes of plain ones, `__slots__` too.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ def find_tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
         yield value
     elif depth == 0 or isinstance(value, _LEAVES):
         return
-    elif isinstance(value, (tuple, list, set, frozenset)):
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
         for item in value:
             yield from find_tensors(item, depth - 1)
     elif isinstance(value, Mapping):
@@ -31,6 +32,18 @@ def find_tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
     elif not isinstance(value, (type, torch.nn.Module)) and not callable(value):
         for item in getattr(value, "__dict__", {}).values():
             yield from find_tensors(item, depth - 1)
+        for item in _in_slots(value):
+            yield from find_tensors(item, depth - 1)
+
+
+def _in_slots(value: Any) -> Iterator[Any]:
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{cls.__name__.lstrip('_')}{name}"
+            if name not in ("__dict__", "__weakref__"):
+                yield getattr(value, name, None)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from layerzero.comm.collectives import Operation, all_gather
 from layerzero.comm.streams import Mark, Waitable
@@ -21,10 +22,13 @@ from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
 from layerzero.core.groups import ShardGroup
 from layerzero.core.parameter_info import rename
 from layerzero.core.views import ParameterViews
+from layerzero.runtime import piece_gradients, saved_casts
+from layerzero.runtime.saved_casts import SavedCast
 from layerzero.runtime.states import ShardState, TrainingState, check_transition
 
 if TYPE_CHECKING:
-    from layerzero.runtime.root import RootState
+    from layerzero.runtime.awaited import AwaitedBuffer
+    from layerzero.runtime.root import RootState, UnshardHandle
 
 _UNIT = "_layerzero_unit"
 
@@ -63,14 +67,23 @@ class Unit:
     """What floating-point outputs are cast to."""
     open_starts: set[int]
     """Starts of forward calls with gradients whose backward has not begun."""
+    saved_casts: dict[int, SavedCast]
+    """Casts of its leaves that autograd saved under autocast, by id."""
     forward_prefetch: list[Unit] | None
     """What the user wants gathered when its forward begins; None: what the recorder predicts."""
     backward_prefetch: list[Unit] | None
     expected_in_forward: Sequence[Unit]
     """What is gathered when its forward begins in a pass of which no order is known yet."""
     expected_in_backward: Sequence[Unit]
+    replaced: list[str]
+    """Names of full parameters that a call of the module has put others in place of."""
+    awaits_values: bool
+    """Whether a load brings its parameters' values; looked at before the first forward alone."""
+    awaited_buffers: tuple[AwaitedBuffer, ...]
     lenders: tuple[Unit, ...]
     """Units that hold tied parameters which modules inside this unit use too."""
+    state_dict_hooks: list[RemovableHandle]
+    """On the modules that show its parameters."""
 
     def __init__(
         self,
@@ -91,7 +104,10 @@ class Unit:
         self.shows_full = False
         self.explicitly_unsharded = False
         self.lenders = ()
+        self.replaced = []
+        self.state_dict_hooks = []
         self.open_starts = set()
+        self.saved_casts = {}
         self.output_dtype: torch.dtype | None = None
         self.originals = [
             (original.fqn, weakref.ref(original.parameter))
@@ -100,14 +116,21 @@ class Unit:
         ]
         self.forward_prefetch = None
         self.backward_prefetch = None
+        self.awaits_values = False
+        self.awaited_buffers = ()
         self.expected_in_forward = ()
         self.expected_in_backward = ()
         self._shard_state = ShardState.SHARDED
         self._training_state = TrainingState.IDLE
         self._module_ref = weakref.ref(module)
+        slots = (slot for group in originals for original in group for slot in original.slots)
+        self._owner_refs = [
+            weakref.ref(each) for each in {id(s.module): s.module for s in slots}.values()
+        ]
         self._root_ref: Callable[[], RootState | None] = lambda: None
         self._gathers: list[Waitable] = []
         self._is_watched = False
+        self._watched_pieces: dict[nn.Parameter, object] = {}
         for handle, group in zip(handles, originals, strict=True):
             for original, sharded, full in zip(
                 group, handle.sharded_params, handle.full_params, strict=True
@@ -124,6 +147,15 @@ class Unit:
         if module is None:
             raise RuntimeError(f"{self.label}: its module was deleted")
         return module
+
+    @property
+    def owners(self) -> list[nn.Module]:
+        """Modules with something of this unit: its own, those that show its parameters."""
+        refs = (self._module_ref, *self._owner_refs)
+        return [module for ref in refs if (module := ref()) is not None]
+
+    def add_owner(self, module: nn.Module) -> None:
+        self._owner_refs.append(weakref.ref(module))
 
     @property
     def label(self) -> str:
@@ -155,12 +187,14 @@ class Unit:
         units = []
         for module in modules:
             unit = get_unit(module)
-            if unit is None or unit.root is not self.root:
+            if unit is None:
                 raise ValueError(
                     f"{self.label}: modules to prefetch must be units of the same model, got "
                     f"{type(module).__name__}"
                 )
             units.append(unit)
+        # Units of nested wrappers may belong to one model only later: the first forward looks.
+        self.root.looks_first = True
         self.root.residency.make_room_for(len(units))
         return units
 
@@ -191,6 +225,10 @@ class Unit:
             raise RuntimeError(f"{self.label}: the ZeRO3 wrapper around it was deleted")
         return root
 
+    @property
+    def root_if_alive(self) -> RootState | None:
+        return self._root_ref()
+
     def join(self, root: RootState, index: int) -> None:
         """Become unit `index` of `root`."""
         self._root_ref = weakref.ref(root)
@@ -213,7 +251,15 @@ class Unit:
         """Whether main shards changed since they were gathered, as far as torch's versions tell."""
         return any(handle.is_stale for handle in self.handles)
 
-    def unshard(self, behind_reductions: bool = False) -> None:
+    def unshard(self, *, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters by hand, as `ZeRO3.unshard` does. Collective.
+
+        They stay until the end of the unit's next forward or of the next backward, or until
+        `reshard`.
+        """
+        return self.root.unshard_explicitly(self, async_op)
+
+    def gather(self, behind_reductions: bool = False) -> None:
         """Start gathering the full parameters. Collective over the shard group.
 
         Does not block the host. Nothing happens when they are resident or on their way.
@@ -308,9 +354,12 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Order compute after the gather; blocks the host only where there are no streams."""
         if self._shard_state is ShardState.GATHERING:
-            for gather in self._gathers:
-                gather.wait()
+            with self.root.profile("wait_for_unshard", self):
+                for gather in self._gathers:
+                    gather.wait()
             self._set_shard_state(ShardState.UNSHARDED)
+            if self.saved_casts:
+                saved_casts.fill(self.saved_casts)
 
     def reshard(self, returns: bool = False) -> None:
         """Free the full parameters; a gather under way is waited for first.
@@ -332,6 +381,8 @@ class Unit:
             root.freed_mark = root.streams.mark_compute()
             for handle in self.handles:
                 handle.free_full()
+            if self.saved_casts:
+                saved_casts.free(self.saved_casts)
         root.residency.limiter.release(self.nbytes)
         self.explicitly_unsharded = False
         self._set_shard_state(ShardState.SHARDED)
@@ -349,7 +400,7 @@ class Unit:
     def show_sharded(self) -> None:
         """Module attributes become this rank's pieces."""
         if self.shows_full:
-            self.views.show_sharded()
+            self.replaced += self.views.take_full_away()
             self.shows_full = False
 
     # Gradients ------------------------------------------------------------------------------
@@ -361,6 +412,16 @@ class Unit:
             if tuple(trainable) != handle.gradients.layout.trainable:
                 handle.gradients.set_trainable(trainable)
         self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)
+        self._watched_pieces |= piece_gradients.watch(
+            (
+                piece
+                for handle in self.handles
+                if handle.placement.num_ranks > 1
+                for piece in handle.sharded_params
+                if piece.requires_grad and piece not in self._watched_pieces
+            ),
+            is_first=self.handles[0].placement.is_first if self.handles else True,
+        )
 
     def watch_leaves(self) -> None:
         """Hear of gradients that come from outside the unit's forward (explicit `unshard`)."""
@@ -394,6 +455,7 @@ class Unit:
     def reset(self) -> None:
         """Back to the state between steps, after an error."""
         self.depth = 0
+        self.replaced = []
         self.drop_gradients()
         self.drop_kept_shards()
         self.show_sharded()
@@ -405,6 +467,11 @@ class Unit:
 def get_unit(module: nn.Module) -> Unit | None:
     """The unit a module is wrapped as, if it is one."""
     return module.__dict__.get(_UNIT)
+
+
+def unset_unit(module: nn.Module) -> None:
+    """The module is a unit no longer."""
+    module.__dict__.pop(_UNIT, None)
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3, units
-from tests.harness.models import WIDTH, Block, Mlp
+from layerzero.checkpoint import ParameterShard
+from tests.harness.checks import assert_bitwise, warns_on_first_rank
+from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import run_ranks
 
 
@@ -25,6 +28,7 @@ def refuses(error: type[Exception], pattern: str, module: nn.Module | None = Non
 
 def _arguments() -> None:
     refuses(TypeError, "expected an nn.Module, got Tensor", torch.ones(1))
+    refuses(TypeError, "got list: put one module around them", [Mlp(), Mlp()])
     refuses(TypeError, "auto_wrap_policy: expected a set", auto_wrap_policy={"Block"})
     refuses(TypeError, "backward_prefetch: expected a BackwardPrefetch", backward_prefetch="pre")
     refuses(ValueError, "forward_prefetch: expected a bool or a depth", forward_prefetch=-1)
@@ -161,9 +165,8 @@ def _changed_data() -> None:
     with model.summon_full_params():
         whole = dict(model.named_parameters())["blocks.1.up.weight"]
         assert not whole.any(), "a replaced tensor of the right shape is taken over"
-    model.half()
-    with pytest.raises(ValueError, match="cast or move the module before wrapping"):
-        model(x)
+    with pytest.raises(RuntimeError, match="cast or move the module before wrapping"):
+        model.half()
 
 
 def test_data_of_another_shape_or_dtype_is_refused_and_of_the_same_taken_over() -> None:
@@ -173,7 +176,7 @@ def test_data_of_another_shape_or_dtype_is_refused_and_of_the_same_taken_over() 
 def _replaced() -> None:
     model = ZeRO3(Mlp(), auto_wrap_policy={Block})
     model.module.blocks[0].up.weight = nn.Parameter(torch.zeros(7, WIDTH))
-    with pytest.raises(RuntimeError, match=r"blocks\.0: parameters \['blocks.0.up.weight'\]"):
+    with pytest.raises(RuntimeError, match=r"replaced \['blocks.0.up.weight'\]"):
         model(torch.randn(2, WIDTH))
 
 
@@ -183,8 +186,10 @@ def test_a_replaced_parameter_is_refused() -> None:
 
 def _optimizer_first() -> None:
     module = Mlp()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"built before wrapping.*stem\.weight"):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    loss_of(module(torch.ones(2, WIDTH))).backward()
+    optimizer.step()
+    with warns_on_first_rank(r"built before wrapping, and has state.*stem\.weight"):
         ZeRO3(module)
     del optimizer
     gc.collect()
@@ -197,8 +202,42 @@ def _optimizer_first() -> None:
         assert kept
 
 
-def test_an_optimizer_built_before_wrapping_is_warned_of() -> None:
+def test_an_optimizer_that_trained_before_wrapping_is_warned_of() -> None:
     run_ranks(2, _optimizer_first)
+
+
+def _optimizer_goes_on() -> None:
+    found = []
+    for is_first in (True, False):
+        torch.manual_seed(0)
+        module = TiedAcrossUnits()
+        models: list[nn.Module] = [] if is_first else [ZeRO3(module, auto_wrap_policy={Block})]
+        vectors = [n for n, _ in module.named_parameters() if n.endswith("bias")]
+        parameters = dict((models or [module])[0].named_parameters())
+        groups = [
+            {"params": [p for n, p in parameters.items() if (n in vectors) == wants], "lr": lr}
+            for wants, lr in ((True, 0.1), (False, 0.05))
+        ]
+        optimizer = torch.optim.SGD([g for g in groups if g["params"]], momentum=0.9)
+        if is_first:
+            models.append(ZeRO3(module, auto_wrap_policy={Block}))
+            own = list(models[0].parameters())
+            assert {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, own))
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            loss_of(models[0](torch.randn(3, WIDTH, generator=generator))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert isinstance(
+            next(iter(optimizer.state_dict()["state"].values()))["momentum_buffer"], ParameterShard
+        )
+        found.append([parameter.detach() for parameter in models[0].parameters()])
+    for before, after in zip(*found, strict=True):
+        assert_bitwise(before, after)
+
+
+def test_an_optimizer_built_before_wrapping_trains_the_wrapped_model() -> None:
+    run_ranks(2, _optimizer_goes_on)
 
 
 def _others() -> None:
@@ -229,11 +268,29 @@ def test_calls_at_the_wrong_time_are_refused() -> None:
 
 def _different_models() -> None:
     torch.manual_seed(0)
-    model = ZeRO3(
-        Mlp(depth=2 + dist.get_rank()), auto_wrap_policy={Block}, timeout=timedelta(seconds=2)
+
+    def differs(module: nn.Module, pattern: str, **options: Any) -> None:
+        refuses(
+            ValueError,
+            rf"process_group: the parameters of its ranks differ: {pattern}",
+            module,
+            **options,
+        )
+
+    is_other = dist.get_rank() == 1
+    pattern = (
+        r"rank 1 has 'blocks\.2\.up\.weight' \[7, 5\] torch\.float32 trainable in blocks\.2, "
+        r"where the first rank has no other parameter \(15 parameters in all, 11 there\); "
+        r"every rank must"
     )
-    with pytest.raises(layerzero.CollectiveError, match=r"blocks|the root unit|presence"):
-        model(torch.randn(2, WIDTH)).sum().backward()
+    differs(Mlp(depth=2 + is_other), pattern, auto_wrap_policy={Block})
+    pattern = r"rank 1 has 'weight' \[4, 3\].*, where the first rank has 'weight' \[4, 2\]"
+    differs(nn.Linear(2 + is_other, 4), pattern, sync_module_states=True)
+    frozen = nn.Linear(2, 4).requires_grad_(not is_other)
+    differs(frozen, r"rank 1 has 'weight' \[4, 2\] torch\.float32 frozen in the root unit")
+    differs(nn.Linear(2, 4).to(torch.float64 if is_other else torch.float32), "rank 1 .*float64")
+    differs(Mlp(), "rank 1 has .* in the root", auto_wrap_policy=None if is_other else {Block})
+    layerzero.ZeRO3(Mlp())  # and ranks are still in step
 
 
 def test_different_models_on_ranks_are_an_error() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict as theirs
 
 from layerzero import ZeRO3, checkpoint
 from tests.distributed.test_experts import (
@@ -36,8 +38,12 @@ def _save(folder: str, ep: int, kind: type[nn.Module]) -> Any:
     model, reference = wrapped(ep, kind), seeded(lambda: Model(kind))
     optimizer = train(model, reference, 2)
     checkpoint.save(f"{folder}/ep {ep}", model, optimizer)
+    weights, state = theirs.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp {ep}")
     values, states = _everything(model, optimizer)
     assert states, "momentum"
+    whole = theirs.StateDictOptions(full_state_dict=True)
+    assert_same_parameters(theirs.get_model_state_dict(model, options=whole), values)
     with model.summon_full_params(writeback=False):
         summoned = whole_values({n: p.detach().clone() for n, p in model.named_parameters()})
     assert_same_parameters(values, summoned)
@@ -68,9 +74,21 @@ def _load(folder: str, ep: int, eps: Sequence[int], kind: type[nn.Module], expec
                 parameter.zero_()
         optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
         checkpoint.load(f"{folder}/ep {ep}", model, optimizer)
-        for own, whole in zip(_everything(model, optimizer), expected, strict=True):
-            assert own
-            assert_same_parameters(own, {name: whole[name] for name in own}, what=f"ep {own_ep}")
+        _check(model, optimizer, expected, f"ep {own_ep}")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
+        weights, state = theirs.get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp {ep}")
+        theirs.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        _check(model, optimizer, expected, f"ep {own_ep}, torch.distributed.checkpoint")
+
+
+def _check(model: ZeRO3, optimizer: torch.optim.Optimizer, expected: Any, what: str) -> None:
+    for own, whole in zip(_everything(model, optimizer), expected, strict=True):
+        assert own
+        assert_same_parameters(own, {name: whole[name] for name in own}, what=what)
 
 
 @pytest.mark.parametrize("kind", [NamedExperts, StackedExperts])

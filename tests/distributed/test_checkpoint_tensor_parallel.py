@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
-from layerzero import ZeRO3
+from layerzero import ZeRO3, checkpoint
 from layerzero.checkpoint import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -73,12 +74,12 @@ def _write(root: str, num_tensor: int, in_sequence: bool, zero3_size: int | None
     model, optimizer = _build(0, num_tensor, in_sequence, zero3_size=zero3_size)
     _train(model, optimizer)
     save(f"{root}/ours", model, optimizer)
-    both = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    dcp.save(both, checkpoint_id=f"{root}/dcp")
+    weights, state = theirs.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{root}/dcp")
     everything = _everything(model, optimizer)
+    whole = theirs.StateDictOptions(full_state_dict=True)
+    found = theirs.get_state_dict(model, optimizer, options=whole)
+    _assert_same(found, everything, "full_state_dict=True")
     for name, value in stream_full(model, 600):
         assert_bitwise(value, everything[0][name], name)
     # A handing round of full values, from one rank to all.
@@ -109,13 +110,14 @@ def _read(root: str, num_tensors: list[int], expected: Any) -> None:
             load(f"{root}/ours", model, optimizer)
             _assert_same(_everything(model, optimizer), expected, what)
             model, optimizer = _build(2, num_tensor, in_sequence)
+            tools: Any = theirs if in_sequence else checkpoint  # torch's functions, or ours
             both = {
-                "model": get_model_state_dict(model),
-                "optimizer": get_optimizer_state_dict(model, optimizer),
+                "model": tools.get_model_state_dict(model),
+                "optimizer": tools.get_optimizer_state_dict(model, optimizer),
             }
             dcp.load(both, checkpoint_id=f"{root}/dcp")
-            set_model_state_dict(model, both["model"])
-            set_optimizer_state_dict(model, optimizer, both["optimizer"])
+            tools.set_model_state_dict(model, both["model"])
+            tools.set_optimizer_state_dict(model, optimizer, both["optimizer"])
             _assert_same(_everything(model, optimizer), expected, f"{what}, DCP")
             if num_tensor <= 2:  # there are two heads
                 _train(model, optimizer, 1)

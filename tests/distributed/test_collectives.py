@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from layerzero import MixedPrecision, ZeRO3, units
+from layerzero.config import GatherBudget
 from layerzero.runtime.states import ShardState
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
@@ -112,9 +113,6 @@ def _storages() -> None:
     model = wrapped()
     residency = units(model)[0].root.residency
     residents: list[int] = []
-    for unit in units(model):
-        unit.module.register_forward_pre_hook(lambda *_: None)
-
     original = residency.make_full
 
     def watching(unit, in_backward: bool) -> None:
@@ -193,11 +191,23 @@ def test_an_unshard_copies_no_parameter_and_a_gradient_is_copied_once() -> None:
 
 def _labels() -> None:
     model = wrapped()
+    model(batch()).sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(batch()).sum().backward()
     names = {event.name for event in profiler.events()}
-    for action in ("unshard", "reshard", "reduce"):
+    for action in ("unshard", "reshard", "reduce", "prefetch", "wait_for_unshard"):
         assert f"LayerZeRO3.{action}(blocks.1)" in names
+    # What was prefetched is told from what was demanded: gathers are inside.
+    begins = {event.name: event for event in profiler.events()}
+    ahead, gather = (begins[f"LayerZeRO3.{name}(blocks.1)"] for name in ("prefetch", "unshard"))
+    assert gather.cpu_parent is ahead
+    assert not any(name.startswith("LayerZeRO3.budget_full") for name in names)
+    units(model)[0].root.residency.limiter.budget = GatherBudget(max_units=1)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(batch()).sum().backward()
+    names = {event.name for event in profiler.events()}
+    assert "LayerZeRO3.budget_full(blocks.1)" in names
+    assert not any(name.startswith("LayerZeRO3.prefetch") for name in names)
 
 
 def test_the_profiler_shows_what_happens_to_which_unit() -> None:
@@ -241,5 +251,5 @@ def _states() -> None:
     assert [unit.fqn for unit in units(model)] == ["", *(f"blocks.{i}" for i in range(DEPTH))]
 
 
-def test_units_are_listed_in_execution_order() -> None:
+def test_units_begin_sharded_and_are_all_listed() -> None:
     run_ranks(2, _states)

@@ -294,3 +294,22 @@ def _modes() -> None:
 
 def test_train_and_eval_reach_the_modules_inside() -> None:
     run_ranks(2, _modes)
+
+
+def _unequal() -> None:
+    """Any number of forwards on each rank while all parameters are there."""
+    plain, model = seeded(Mlp).eval(), zero3(Mlp, Block).eval()
+    own = [torch.full((2, WIDTH), float(index)) for index in range(3 * dist.get_rank())]
+    with model.summon_full_params(writeback=False), torch.no_grad():
+        outputs = [model(batch) for batch in own]
+        outputs += [block(batch) for batch in own for block in model.blocks]
+    with torch.no_grad():
+        expected = [plain(batch) for batch in own]
+        expected += [block(batch) for batch in own for block in plain.blocks]
+    for index, (output, other) in enumerate(zip(outputs, expected, strict=True)):
+        assert_bitwise(output, other, f"output {index}")
+    assert_trains_alike(model, plain, batches_of(CASES["mlp"], dist.get_world_size(), steps=1))
+
+
+def test_ranks_evaluate_unequally_where_all_parameters_are_full() -> None:
+    run_ranks(3, _unequal)

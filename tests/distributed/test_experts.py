@@ -15,11 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from layerzero import GradScaler, ParallelManager, ShardingPlan, ZeRO3, shard_with_plan, units
+from layerzero import (
+    GradScaler,
+    ParallelManager,
+    ShardingPlan,
+    ZeRO3,
+    global_norm,
+    shard_with_plan,
+    units,
+)
 from tests.harness.checks import (
     assert_close,
     assert_same_on_all_ranks,
     assert_same_parameters,
+    warns_on_first_rank,
 )
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
@@ -218,6 +227,8 @@ def train(
         loss = run(model, batch[dist.get_rank()])
         expected = backward_of_all_ranks(reference, batch, run)[dist.get_rank()]
         assert_close(loss, expected, ROUNDINGS, f"step {step}: loss")
+        values = nn.utils.get_total_norm(list(reference.parameters()))
+        assert_close(global_norm(model.parameters()), values, ROUNDINGS, "norm of values")
         if clip is not None:
             norm = model.clip_grad_norm_(clip)
             whole = nn.utils.clip_grad_norm_(reference.parameters(), clip)
@@ -399,7 +410,7 @@ def _trains_by_a_plan() -> None:
     model = part_of(seeded(Model), 2)
     with pytest.raises(ValueError, match=r"ep_plan=\['layers.\{\*\}.experts'\]; pass expert_mesh"):
         shard_with_plan(model, plan)
-    with pytest.warns(UserWarning, match="expert_mesh has no effect"):
+    with warns_on_first_rank("expert_mesh has no effect"):
         shard_with_plan(part_of(seeded(Model), 1), ShardingPlan(), expert_mesh=mesh)
 
 

@@ -50,7 +50,7 @@ def _save_two_stages(folder: str) -> None:
     stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     _a_group_for_some([0, 3])  # as for weights that the first stage shares with the last
     model = nn.ModuleDict({f"stage{rank // 2}": nn.Linear(8, 8)})
-    wrapped = ZeRO3(model, stages[rank // 2], timeout=SHORT)
+    wrapped = ZeRO3(model, stages[rank // 2], auto_wrap_policy={nn.Linear}, timeout=SHORT)
     checkpoint.save(folder, wrapped, process_group=dist.group.WORLD)
 
 

@@ -12,9 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from layerzero import GradScaler, MixedPrecision, ZeRO3, units
+from layerzero import GradScaler, MixedPrecision, ZeRO3, global_norm, units
 from layerzero.runtime.states import ShardState
-from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_same_parameters
+from tests.harness.checks import (
+    assert_bitwise,
+    assert_same_on_all_ranks,
+    assert_same_parameters,
+    warns_on_first_rank,
+)
 from tests.harness.compare import (
     assert_same_gradients,
     assert_same_values,
@@ -25,7 +30,7 @@ from tests.harness.compare import (
 )
 from tests.harness.models import CASES, OUTPUT_KINDS, Block, Mlp
 from tests.harness.ranks import run_ranks
-from tests.harness.recording import recorded_operations
+from tests.harness.recording import gathered, recorded_operations
 from tests.harness.reference import (
     OPTIMIZERS,
     batches_of,
@@ -494,7 +499,9 @@ def _clips_alike(mode: str) -> None:
         for each in (flat, model):
             each.zero_grad()
             forward_backward(each, step[dist.get_rank()])
+            own = global_norm([p.grad for p in each.parameters() if p.grad is not None], norm_type)
             norms.append(each.clip_grad_norm_(0.05, norm_type))
+            assert_bitwise(own, norms[-1], "norm")
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
         assert_same_on_all_ranks(norms[1], "norm")
         assert_same_gradients(model, flat, 64)
@@ -590,7 +597,7 @@ def _bad_input() -> None:
     _refuses("zero3_size=2, outer='shard'", process_group=mesh, outer="shard" if rank else "zero1")
     with pytest.raises(TypeError, match="zero3_size: expected an int or None, got '2'"):
         ZeRO3(seeded(Mlp), zero3_size="2")
-    with pytest.warns(UserWarning, match="outer='replicate' has no effect"):
+    with warns_on_first_rank("outer='replicate' has no effect"):
         ZeRO3(seeded(Mlp), outer="replicate")
     model = zero3(Mlp, Block, process_group=mesh, zero3_size=2)
     assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=1))
@@ -598,3 +605,21 @@ def _bad_input() -> None:
 
 def test_sizes_that_do_not_fit_or_differ_are_refused_on_every_rank() -> None:
     run_ranks(4, _bad_input)
+
+
+# Units that stay between forward and backward -----------------------------------------------------
+
+
+def _replicas_that_stay() -> None:
+    """FSDP1's `_HYBRID_SHARD_ZERO2`."""
+    world_size = dist.get_world_size()
+    model = _layered("mlp", 2, "replicate", reshard_after_forward=False)
+    batches = batches_of(CASES["mlp"], world_size, steps=3)
+    assert_trains_alike(model, seeded(Mlp), batches, roundings=roundings_of(world_size))
+    with recorded_operations(model) as operations:
+        forward_backward(model, batches[0][dist.get_rank()])
+    assert sorted(gathered(operations)) == sorted({unit.label for unit in units(model)})
+
+
+def test_replicated_shard_groups_train_with_units_that_stay() -> None:
+    run_ranks(4, _replicas_that_stay)

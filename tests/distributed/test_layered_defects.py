@@ -88,6 +88,7 @@ def _settings_have_an_effect() -> None:
         param_init_fn=lambda module: (
             initialised.append(type(module).__name__),
             module.to_empty(device="cpu", recurse=False),
+            module.reset_parameters(),
         ),
     )
     assert initialised == ["Linear"] * 8

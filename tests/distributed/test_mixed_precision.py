@@ -1,7 +1,9 @@
 """Low-precision compute and reduction around main weights in the original dtype."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero import GradScaler, MixedPrecision
+from layerzero import GradScaler, MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_same_parameters
 from tests.harness.compare import assert_same_values, sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
+from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -397,3 +400,76 @@ _BAD: dict[str, Callable[[], object]] = {
 def test_a_bad_dtype_is_refused_with_its_field(field: str) -> None:
     with pytest.raises((TypeError, ValueError), match=field):
         _BAD[field]()
+
+
+class _Masked(nn.Module):
+    """A norm that takes several floating-point inputs, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, mask: Tensor | None, *others: Tensor, **named: Tensor) -> Tensor:
+        taken = [each for each in (mask, *others, *named.values()) if each is not None]
+        floating = [each for each in taken if each.is_floating_point()]
+        assert {each.dtype for each in (self.weight, *floating)} == {torch.float32}
+        return sum(floating, self.weight)
+
+
+def _several_inputs() -> None:
+    precision = MixedPrecision(param_dtype=BF16, cast_forward_inputs=False, keep_float32=(_Masked,))
+    model = ZeRO3(nn.Sequential(_Masked()), mixed_precision=precision)
+    norm = model[0]
+    wide, low, whole = torch.ones(WIDTH), torch.ones(WIDTH, dtype=BF16), torch.ones(WIDTH).half()
+    with model.summon_full_params(), torch.no_grad():
+        assert norm(wide, low).dtype == BF16
+        assert norm(wide, hidden=low).dtype == BF16
+        assert norm(low, wide).dtype == BF16
+        assert norm(low, whole).dtype == torch.float16, "of the last one that was cast"
+        assert norm(wide, wide).dtype == torch.float32
+        assert norm(None, torch.arange(WIDTH)).dtype == torch.float32, "nothing to go back to"
+
+
+def test_outputs_of_a_float32_module_have_the_dtype_of_the_last_input_that_was_cast() -> None:
+    run_ranks(2, _several_inputs)
+
+
+class _Large(nn.Module):
+    """The gradient of each element is its input: sums over ranks leave the range of float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def _large_gradients() -> None:
+    plain_group = make_plain_group(timedelta(seconds=25))
+    for group in (None, plain_group):
+        for options in ({}, {"deterministic": True}, {"zero3_size": 1}):
+            precision = MixedPrecision(reduce_dtype=torch.float16)
+            model = ZeRO3(_Large(), group, mixed_precision=precision, **options)
+            for number in (1, 2):  # 60000 and 120000 in all: above 65504
+                with model.no_sync() if number == 1 else contextlib.nullcontext():
+                    model(torch.tensor(30000.0)).backward()
+            gradients = full_gradients(model)
+            assert gradients["weight"].eq(60000).all(), (group, options, gradients)
+
+
+def test_means_in_float16_do_not_overflow_where_sums_would() -> None:
+    run_ranks(2, _large_gradients)
+
+
+def _ignored_buffers() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
+    ignored = model[1]
+    precision = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
+    model = ZeRO3(model, mixed_precision=precision, ignored_modules=[ignored])
+    assert model[0].running_mean.dtype == BF16
+    assert ignored.running_mean.dtype == ignored.weight.dtype == torch.float32
+
+
+def test_buffers_of_ignored_modules_are_not_cast() -> None:
+    run_ranks(2, _ignored_buffers)

@@ -255,7 +255,9 @@ def _leaves_early() -> None:
             return receive(*args, **kwargs)
 
         dist.ProcessGroup.recv = late
-    model(batch())
+    output = model(batch())
+    torch.manual_seed(0)
+    assert torch.equal(output, Block()(batch()))
 
 
 def test_a_rank_may_drop_the_model_as_soon_as_its_forward_returned() -> None:

@@ -232,3 +232,106 @@ def _user_hooks_see_full_parameters() -> None:
 def test_module_hooks_of_the_user_see_full_parameters() -> None:
     # Hooks compute from weights: weight and spectral normalisation work like this.
     run_ranks(2, _user_hooks_see_full_parameters)
+
+
+class Slotted:
+    __slots__ = ("__hidden", "shown")
+
+    def __init__(self, hidden: Tensor, shown: list[Tensor]) -> None:
+        self.__hidden = hidden
+        self.shown = shown
+
+    def total(self) -> Tensor:
+        return self.__hidden + self.shown[0]
+
+
+class Streaming(nn.Module):
+    """Yields, with a state that goes from step to step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.block = Block()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.kind == "slots":
+            return Slotted(self.block(x) * self.scale, [x * self.scale])
+        if self.kind == "map":
+            return map(lambda part: self.block(part) * self.scale, [x, 2 * x])
+        return self._stream(x)
+
+    def _stream(self, x: Tensor) -> Any:
+        for _ in range(3):
+            x = self.block(x) * self.scale
+            yield x
+        return x
+
+
+class Consumer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.stream = Streaming(kind)
+        self.between = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.stream(x)
+        if isinstance(parts, Slotted):
+            return self.between(parts.total())
+        return sum((self.between(part) for part in parts), torch.zeros(()))
+
+
+def _lazy_outputs() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    for kind in ("slots", "map", "generator"):
+        for units in ((Streaming, Block), (Streaming,), (Block,), ()):
+            model = zero3(lambda kind=kind: Consumer(kind), *units)
+            assert_trains_alike(model, seeded(lambda kind=kind: Consumer(kind)), batches)
+
+    def total(model: nn.Module, batch: Tensor) -> Tensor:
+        loss = torch.stack([part.square().mean() for part in model(batch)]).sum()
+        loss.backward()
+        return loss.detach()
+
+    model = zero3(lambda: Streaming("generator"), Block)
+    assert_trains_alike(model, seeded(lambda: Streaming("generator")), batches, run=total)
+
+
+def test_generators_and_objects_with_slots_are_outputs() -> None:
+    run_ranks(2, _lazy_outputs)
+
+
+class Borrowing(nn.Module):
+    """Uses the weight of a child without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.blocks[1].up
+        return nn.functional.linear(
+            self.blocks[0](x),
+            weight.weight,
+        )
+
+
+def _borrowed() -> None:
+    model = zero3(Borrowing, Block)
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)sharded parameters outside .*'blocks\.1\.up\.weight' \(elements \d+ to \d+ of "
+        r"shape \(7, 5\)\)\. Call the module that has the parameter",
+    ) as raised:
+        model(torch.randn(2, WIDTH))
+    assert str(raised.value).count("1-D piece") == 1
+    together = zero3(Borrowing)
+    x = torch.randn(2, WIDTH)
+    assert_bitwise(together(x), seeded(Borrowing)(x), "in one unit")
+    with pytest.raises(RuntimeError) as raised:
+        together(torch.randn(2, WIDTH + 1))
+    assert "sharded" not in str(raised.value)
+
+
+def test_an_error_where_a_piece_was_used_names_the_parameter_and_what_to_do() -> None:
+    run_ranks(2, _borrowed)

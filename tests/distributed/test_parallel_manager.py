@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero import MixedPrecision, OffloadPolicy, ParallelManager, ShardingPlan, units
 from layerzero.parallel import context
@@ -34,7 +37,7 @@ from tests.distributed.test_tensor_parallel import (
     whole_gradients,
     whole_values,
 )
-from tests.harness.checks import assert_close, assert_same_parameters
+from tests.harness.checks import assert_close, assert_same_parameters, warns_on_first_rank
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
 
@@ -95,7 +98,7 @@ def _refused_sizes() -> None:
         ParallelManager(tp_size=3)
     with pytest.raises(TypeError, match="expected a MixedPrecision"):
         ParallelManager(mixed_precision=torch.bfloat16)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="no effect: tp_size is 1"):
+    with warns_on_first_rank("no effect: tp_size is 1"):
         ParallelManager(sequence_parallel=True)
     manager = ParallelManager(tp_size=2)
     assert repr(manager) == f"ParallelManager(2 ranks on cpu: tp 2; rank {rank} is tp {rank})"
@@ -308,6 +311,100 @@ def _refused_plans() -> None:
 
 def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
     run_ranks(2, _refused_plans)
+
+
+class _LlamaLayer(nn.Module):
+    """With the names of Llama's, and with no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.self_attn.add_module(name, nn.Linear(8, 8, bias=False))
+        for name, (width, out) in {"gate": (8, 16), "up": (8, 16), "down": (16, 8)}.items():
+            self.mlp.add_module(f"{name}_proj", nn.Linear(width, out, bias=False))
+        self.self_attn.forward = self._attend
+        self.mlp.forward = self._mix
+
+    def _attend(self, hidden: Tensor) -> Tensor:
+        own = self.self_attn
+        return own.o_proj(own.q_proj(hidden) * own.k_proj(hidden) + own.v_proj(hidden))
+
+    def _mix(self, hidden: Tensor) -> Tensor:
+        own = self.mlp
+        return own.down_proj(F.silu(own.gate_proj(hidden)) * own.up_proj(hidden))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class _Decoder(nn.Module):
+    """What the last module between embedding and layers makes of them needs whole sequences."""
+
+    def __init__(self, between: type[nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(7, 8)
+        self.between = between() if between is nn.Identity else between(4, 8)
+        self.layers = nn.ModuleList([_LlamaLayer(), _LlamaLayer()])
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        hidden = self.embed_tokens(symbols)
+        assert hidden.shape == (*symbols.shape, 8), "models make positions and masks of it"
+        if isinstance(self.between, nn.Embedding):
+            hidden = hidden + self.between(torch.arange(symbols.shape[1]))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.norm(hidden).pow(3).mean()
+
+
+class _OnTheWire(TorchDispatchMode):
+    """Elements that a rank of a ring of two sends for torch's sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        name = str(func)
+        if name.startswith(("_c10d_functional.all_reduce", "_c10d_functional.reduce_scatter")):
+            self.numel += args[0].numel() if "all_reduce" in name else args[0].numel() // 2
+        return func(*args, **(kwargs or {}))
+
+
+def _embeddings() -> None:
+    manager = ParallelManager(tp_size=2, sequence_parallel=True)
+    symbols = torch.arange(8).view(2, 4) % 7
+    logger, handler = logging.getLogger("layerzero.parallel.tp_plans"), _Lines()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for between, expected in ((nn.Identity, 32), (nn.Embedding, 64)):
+        make = functools.partial(_Decoder, between)
+        model, plain = manager.parallelize(seeded(make), timeout=TIMEOUT), seeded(make)
+        assert_close(loss_backward(model, symbols), loss_backward(plain, symbols), 8, "loss")
+        assert_same_parameters(whole_gradients(model), gradients_of(plain), 64, "gradient of")
+        with _OnTheWire() as sent, torch.no_grad():
+            model.embed_tokens(symbols)
+        assert sent.numel == expected, (sent.numel, "of the 64 elements of the hidden states")
+    line = "tensor parallelism: Llama's plan (the model has none) splits _Decoder, sequences as"
+    assert [each.startswith(line) for each in handler.lines] == [True] * 2 * (dist.get_rank() == 0)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_an_embedding_scatters_sequences_that_nothing_needs_whole_and_the_plan_is_logged() -> None:
+    run_ranks(2, _embeddings)
 
 
 class _Small(nn.Module):

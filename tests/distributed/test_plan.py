@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan, units
-from tests.harness.checks import assert_bitwise
+from layerzero.runtime.states import ShardState
+from tests.harness.checks import assert_bitwise, warns_on_first_rank
 from tests.harness.compare import assert_trains_alike
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
@@ -115,6 +117,33 @@ def _patterns() -> None:
 
 def test_patterns_name_the_units() -> None:
     run_ranks(2, _patterns)
+
+
+def _wrapped_layers() -> Model:
+    module = seeded(Model)
+    module.layers[0] = checkpoint_wrapper(module.layers[0])
+    module.layers[1] = torch.compile(module.layers[1], backend="eager")
+    module.layers[2] = checkpoint_wrapper(torch.compile(module.layers[2], backend="eager"))
+    return module
+
+
+def _wrappers() -> None:
+    def policy(module: nn.Module, fqn: str) -> bool:
+        return fqn in (*LAYERS, *ATTENTIONS)
+
+    plan = ShardingPlan(apply_modules={"layers.{*}": {"act_ckpt": None}, "layers.{*}.attn": {}})
+    for model in (
+        shard_with_plan(_wrapped_layers(), plan),
+        ZeRO3(_wrapped_layers(), auto_wrap_policy=policy),
+    ):
+        assert fqns(model) == sorted(["", *LAYERS, *ATTENTIONS])
+        known = {name for name, _ in Model().named_parameters()}
+        assert {piece.layerzero.fqn for piece in model.parameters()} == known
+        assert_trains_alike(model, _wrapped_layers(), batches(2))
+
+
+def test_names_are_those_without_wrappers() -> None:
+    run_ranks(2, _wrappers)
 
 
 def _ignored_parameter() -> None:
@@ -236,9 +265,9 @@ def test_inputs_are_cast_unless_the_plan_says_no() -> None:
 
 
 def _offload() -> None:
-    with pytest.warns(UserWarning, match=r"offload=OffloadPolicy\(params=True, grads=False, pin_"):
+    with warns_on_first_rank(r"offload=OffloadPolicy\(params=True, grads=False, pin_"):
         shard_with_plan(seeded(Model), ShardingPlan(cpu_offload={"pin_memory": False}))
-    with pytest.warns(UserWarning, match="cpu has no memory of its own"):
+    with warns_on_first_rank("cpu has no memory of its own"):
         plan = ShardingPlan(apply_modules={"head": {"cpu_offload": True}})
         trains_alike(shard_with_plan(seeded(Model), plan))
 
@@ -333,6 +362,77 @@ def test_lists_come_from_the_plan_until_an_order_was_recorded() -> None:
     run_ranks(2, _order)
 
 
+class Tower(nn.Module):
+    """A series between an input and a norm of its own: a unit around units."""
+
+    def __init__(self, depth: int, embeds: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH) if embeds else None
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class SeesAndSpeaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = Tower(3, embeds=False)
+        self.language = Tower(3, embeds=True)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.language(self.visual(x)))
+
+
+def _units_around_units(post: bool) -> None:
+    plan = ShardingPlan(
+        apply_modules=[
+            "visual", "visual.layers.{*}",
+            "language", "language.embed", "language.layers.{*}", "head",
+        ],
+        defaults={"backward_prefetch": "backward_post"} if post else {},
+    )  # fmt: skip
+    model = shard_with_plan(seeded(SeesAndSpeaks), plan)
+    by_fqn = {unit.fqn: unit for unit in units(model)}
+    residency = by_fqn[""].root.residency
+    on_demand: list[str] = []
+    ahead: list[int] = []
+    demand = residency.demand
+
+    def recording(unit: Any, prefetches: bool, in_backward: bool) -> None:
+        if unit.state is ShardState.SHARDED:
+            on_demand.append(unit.fqn)
+        demand(unit, prefetches, in_backward)
+        ahead.append(sum(each.state is ShardState.GATHERING for each in by_fqn.values()))
+
+    loss = model(batch()).square().sum()
+    residency.demand = recording
+    with recorded_operations(model) as operations:
+        loss.backward()
+    del residency.demand
+    assert not on_demand  # The head stayed since forward.
+    assert max(ahead) == 1, "nothing is gathered earlier than one step before its turn"
+    order = ["language", *(f"language.layers.{i}" for i in (2, 1, 0)), "language.embed",
+             "visual", *(f"visual.layers.{i}" for i in (2, 1, 0))]  # fmt: skip
+    assert gathered(operations) == order
+    model.zero_grad()
+    assert_trains_alike(model, seeded(SeesAndSpeaks), batches(2))
+
+
+def _both_ways() -> None:
+    for post in (False, True):
+        _units_around_units(post)
+
+
+def test_the_first_backward_meets_units_around_units_first() -> None:
+    run_ranks(2, _both_ways)
+
+
 def _pregather() -> None:
     model = sharded(apply_modules=["layers.{*}", "head"], pregather=True)
     full = sum(unit.nbytes for unit in units(model))
@@ -352,11 +452,16 @@ def test_pregather_has_everything_before_the_first_layer_runs() -> None:
 # Activations ----------------------------------------------------------------------------------
 
 
+def _own_checkpoint(function: Any, *args: Any, **options: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
+
+
 def _activations() -> None:
     for choice in (
         "composable",
         "wrapped",
         {"mode": "wrapped", "preserve_rng_state": False},
+        ("wrapped", {"checkpoint_fn": _own_checkpoint, "preserve_rng_state": False}),
         ["wrapped_offload", {"pin_memory": False}],
     ):
         calls: list[str] = []
@@ -463,10 +568,6 @@ def _refused() -> None:
             shard_with_plan(again, plan)
     module = seeded(Model)
     ZeRO3(module.layers[1])
-    with pytest.raises(RuntimeError, match=r"sharded already: 'layers\.1'; shard each once"):
-        shard_with_plan(module, plan)
-    with pytest.raises(RuntimeError, match=r"sharded already: 'layers\.1\.attn'; shard each once"):
-        shard_with_plan(module, ShardingPlan(apply_modules=["*attn"]))
     model = shard_with_plan(module, ShardingPlan(apply_modules=["layers.0", "layers.2"]))
     assert fqns(model) == sorted(["", *LAYERS])
     trains_alike(model)
@@ -478,6 +579,35 @@ def _refused() -> None:
 
 def test_what_cannot_be_sharded_is_refused_before_anything_is_changed() -> None:
     run_ranks(2, _refused)
+
+
+def _overlapping() -> None:
+    for own, expected in (
+        (ShardingPlan(apply_modules={"layers.{*}": {"act_ckpt": "wrapped"}}), LAYERS),
+        (ShardingPlan(apply_modules=["*attn"]), ["layers.0.attn", "layers.1", "layers.2.attn"]),
+    ):
+        module = seeded(Model)
+        ZeRO3(module.layers[1], reshard_after_forward=False)
+        with warns_on_first_rank(r"'layers\.1(\.attn)?', sharded already .* keeps those of that"):
+            model = shard_with_plan(module, own)
+        assert fqns(model) == sorted(["", *expected])
+        assert not units(module.layers[1])[0].options.reshard_after_forward
+        calls: list[str] = []
+        for fqn in ("embed", "layers.1.attn.up"):
+            called = module.get_submodule(fqn)
+            called.register_forward_hook(lambda *_, fqn=fqn, calls=calls: calls.append(fqn))
+        trains_alike(model)
+        assert calls.count("layers.1.attn.up") == calls.count("embed"), "nor is it recomputed"
+    # A list of modules has no call that would gather it: what is inside belongs to the root.
+    plan = ShardingPlan(apply_modules={"layers": {"act_ckpt": "wrapped"}, "layers.0": {}})
+    with warns_on_first_rank(r"'layers', which cannot be called \(ModuleList has no forward\)"):
+        model = shard_with_plan(seeded(Model), plan)
+    assert fqns(model) == ["", "layers.0"]
+    trains_alike(model)
+
+
+def test_directives_for_what_is_sharded_or_cannot_be_called_are_skipped_with_a_warning() -> None:
+    run_ranks(2, _overlapping)
 
 
 # A shard group of one rank --------------------------------------------------------------------
@@ -548,6 +678,7 @@ def _alone() -> None:
         if other.grad is not None:
             assert_bitwise(own.grad, other.grad.flatten())
     expected = 3 if dist.get_rank() == 0 else 0
+    records = [text for text in records if "the shard group has one rank" in text]
     assert len(records) == expected, records
     for text, numbers in zip(records, ("2 ranks, 4", "2 ranks, 4", "1 ranks, 0"), strict=False):
         assert f"nothing is sharded: plain data parallelism over {numbers} parameters" in text

@@ -69,7 +69,7 @@ class Timeline:
 
 
 def timeline() -> Timeline:
-    return Timeline([(Unit, "unshard", "g"), (Unit, "show_full", "u")])
+    return Timeline([(Unit, "gather", "g"), (Unit, "show_full", "u")])
 
 
 def _forward(depth: bool | int, expected: list[str]) -> None:
@@ -123,6 +123,21 @@ def test_backward_gathers_ahead_once_the_order_is_known(mode, expected) -> None:
     run_ranks(2, _backward, mode, expected)
 
 
+def _listed() -> None:
+    model = wrapped()
+    wrapping_order = ["", *(f"blocks.{i}" for i in range(DEPTH))]
+    assert [unit.fqn for unit in units(model)] == wrapping_order
+    model(batch(), [3, 0, 2])
+    assert [unit.fqn for unit in units(model)] == [
+        *("blocks.3", "blocks.0", "blocks.2"),
+        *("", "blocks.1", "blocks.4"),  # it demanded none of these, so they stay as wrapped
+    ]
+
+
+def test_units_are_listed_in_execution_order() -> None:
+    run_ranks(2, _listed)
+
+
 def _first_step() -> None:
     model = wrapped()
     with recorded_operations(model) as operations:
@@ -138,7 +153,6 @@ def _branches() -> None:
     """Alternating branches, eval between: every gather is of a block that is used."""
     model = wrapped(forward_prefetch=3)
     routes = [[0, 1, 2], [0, 3, 4], [0, 1, 2], [0, 3, 4], [0, 1, 2, 3, 4], [0, 3, 4], [0, 1, 2]]
-    reference = Routed()
     torch.manual_seed(0)
     reference = Routed()
     for step, route in enumerate(routes * 2):
@@ -266,7 +280,7 @@ def _budget(limit, most: int) -> None:
     nbytes = max(unit.nbytes for unit in units(model))
     root = units(model)[0].root
     counts: list[int] = []
-    original = Unit.unshard
+    original = Unit.gather
 
     def counting(unit, **options) -> None:
         original(unit, **options)
@@ -274,11 +288,11 @@ def _budget(limit, most: int) -> None:
 
     with torch.no_grad():
         model(batch(), ALL)
-        Unit.unshard = counting
+        Unit.gather = counting
         try:
             model(batch(), ALL)
         finally:
-            Unit.unshard = original
+            Unit.gather = original
     assert max(counts) == most
     assert root.residency.limiter.nbytes == root.residency.limiter.num_units == 0
 
@@ -290,3 +304,34 @@ def _budget(limit, most: int) -> None:
 )
 def test_the_budget_bounds_what_is_resident(limit, most: int) -> None:
     run_ranks(2, _budget, limit, most)
+
+
+def _lists_of_nested() -> None:
+    """Wrappers that are made by hand get their lists before there is a root around them."""
+    torch.manual_seed(0)
+    module = Routed()
+    for index, block in enumerate(module.blocks):
+        module.blocks[index] = ZeRO3(block, limit_all_gathers=1)
+    blocks = module.blocks
+    blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2], blocks[3]])
+    blocks[4].set_modules_to_backward_prefetch([blocks[3], blocks[2]])
+    with pytest.raises(ValueError, match=r"the root unit of another; wrap a module"):
+        blocks[0](batch())  # They belong to models of their own until then.
+    model = ZeRO3(module)
+    for _ in range(2):
+        with timeline() as seen:
+            loss = model(batch(), ALL).sum()
+        assert seen.events[:4] == ["g0", "g1", "g2", "g3"]
+        with timeline() as seen:
+            loss.backward()
+        assert seen.events[:3] == ["g3", "g2", "u4"]
+    other = wrapped()
+    units(model)[0].set_modules_to_forward_prefetch([other.module.blocks[0]])
+    with pytest.raises(ValueError, match=r"units of the same model, got blocks\.0 of another"):
+        model(batch(), ALL)
+    units(model)[0].set_modules_to_forward_prefetch([])
+    model(batch(), ALL)
+
+
+def test_lists_may_be_set_before_the_root_is_wrapped() -> None:
+    run_ranks(2, _lists_of_nested)

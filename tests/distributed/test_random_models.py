@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict as theirs
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    size_based_auto_wrap_policy,
+)
 from torch.utils.checkpoint import checkpoint as recompute
 
-from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3
+from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3, rewrap, units
 from layerzero.core.parameter_info import get_info
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
@@ -85,11 +92,11 @@ def _make(rng: random.Random, depth: int) -> nn.Module:
     return nn.Sequential(*(_make(rng, depth - 1) for _ in range(rng.randint(1, 3))))
 
 
-def _model(seed: int) -> nn.Module:
+def _model(seed: int, dtype: torch.dtype) -> nn.Module:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = nn.Sequential(*(_make(rng, rng.randint(1, 2)) for _ in range(rng.randint(1, 3))))
-    model.to(torch.float64)
+    model.to(dtype)
     parameters = list(model.parameters())
     if rng.random() < 0.3:
         for parameter in rng.sample(parameters[1:], len(parameters) // 4):
@@ -106,7 +113,15 @@ def _settings(rng: random.Random, model: nn.Module, world_size: int) -> dict[str
     outer = rng.choice(["zero1", "replicate", "shard"]) if is_layered else "zero1"
     return {
         "auto_wrap_policy": rng.choice(
-            [None, {Branches, Tied}, {nn.Linear}, lambda module, fqn: fqn in names]
+            [
+                None,
+                {Branches, Tied},
+                {nn.Linear},
+                lambda module, fqn: fqn in names,
+                ModuleWrapPolicy({Branches, nn.Sequential}),
+                functools.partial(size_based_auto_wrap_policy, min_num_params=rng.choice([30, 90])),
+                always_wrap_policy,
+            ]
         ),
         "zero3_size": zero3_size,
         "outer": outer,
@@ -123,6 +138,51 @@ def _settings(rng: random.Random, model: nn.Module, world_size: int) -> dict[str
     }
 
 
+STARTS = ["given", "given", "written", "emptied", "emptied inside", "later", "first rank"]
+"""Where a model's values come from."""
+
+
+def _sharded(twin: nn.Module, start: str, settings: dict[str, Any]) -> ZeRO3:
+    """A copy of `twin` in a `ZeRO3`; its values reach that in one of the ways of `STARTS`."""
+    module = copy.deepcopy(twin)
+    if start == "given":
+        return ZeRO3(module, **settings)
+    if start == "first rank":
+        for parameter in module.parameters():
+            parameter.data.add_(dist.get_rank())
+        return ZeRO3(module, sync_module_states=True, **settings)
+    module = _on_meta(module)
+    if start == "later":
+        model = ZeRO3(module, param_init_fn="later", **settings)
+        with pytest.raises(RuntimeError, match="has no value yet"):
+            model(torch.zeros(1, WIDTH, dtype=next(twin.parameters()).dtype))
+        model.load_state_dict(twin.state_dict())
+        return model
+    twins = dict(zip(module.modules(), twin.modules(), strict=True))
+
+    def initialise(part: nn.Module) -> None:
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if start != "written":
+            if not any(each.is_meta for each in own):
+                return
+            part.to_empty(device="cpu", recurse=start == "emptied inside")
+        with torch.no_grad():
+            for name, value in twins[part].named_parameters(recurse=False):
+                part.get_parameter(name).copy_(value)
+            for name, value in twins[part].named_buffers(recurse=False):
+                part.get_buffer(name).copy_(value)
+
+    return ZeRO3(module, param_init_fn=initialise, **settings)
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    module = module.to("meta")
+    for part in module.modules():
+        if isinstance(part, Tied):
+            part.last.weight = part.first.weight
+    return module
+
+
 class _Boom(Exception):
     pass
 
@@ -130,19 +190,56 @@ class _Boom(Exception):
 class _Run:
     """One model, sharded, and its twin that is not."""
 
-    def __init__(self, seed: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        seed: int,
+        dtype: torch.dtype = torch.float64,
+        start: str | None = None,
+        **settings: Any,
+    ) -> None:
         self._rng = random.Random(seed)
-        self._twin = _model(seed)
+        self._dtype = dtype
+        self._twin = _model(seed, dtype)
         settings = _settings(self._rng, self._twin, dist.get_world_size()) | settings
         self._divisor = dist.get_world_size() if settings["gradient_reduction"] == "mean" else 1
-        self._model = ZeRO3(copy.deepcopy(self._twin), **settings)
-        optimizer = self._rng.choice([torch.optim.AdamW, torch.optim.SGD])
+        start = self._rng.choice(STARTS) if start is None else start
+        self._model = _sharded(self._twin, start, settings)
+        self._set_lists()
+        self._make_optimizer: Callable[..., torch.optim.Optimizer] = self._rng.choice(
+            [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)]
+        )
         self._optimizers = [
-            optimizer(each.parameters(), lr=1e-2) for each in (self._model, self._twin)
+            self._make_optimizer(each.parameters(), lr=1e-2) for each in (self._model, self._twin)
         ]
         self._clips = self._rng.random() < 0.3
         self._to_none = self._rng.random() < 0.7
         self._generator = torch.Generator().manual_seed(seed)
+        self._hooked: set[str] = set()
+        self._ran: set[str] = set()
+        if seed % 2:  # the others may grow, and pieces that are laid out anew lose their hooks
+            self._put_hooks(random.Random(~seed))
+
+    def _put_hooks(self, rng: random.Random) -> None:
+        """Hooks that scale gradients on both: the model's see the sum, the twin's each summand."""
+        twins = dict(self._twin.named_parameters())
+        for name, piece in self._model.named_parameters():
+            if piece.requires_grad and rng.random() < 0.15:
+                self._hooked.add(name)
+                for parameter in (piece, twins[name]):
+                    parameter.register_hook(lambda gradient: gradient * 0.5)
+                piece.register_post_accumulate_grad_hook(lambda _, name=name: self._ran.add(name))
+
+    def _set_lists(self) -> None:
+        """Of modules to gather ahead, which may name what is not needed, or in a wrong order."""
+        every = units(self._model)
+        for unit in every:
+            if self._rng.random() < 0.1:
+                chosen = self._rng.sample(every, self._rng.randint(0, min(3, len(every))))
+                modules = [each.module for each in chosen if each is not unit]
+                if self._rng.random() < 0.5:
+                    unit.set_modules_to_forward_prefetch(modules)
+                else:
+                    unit.set_modules_to_backward_prefetch(modules)
 
     def train(self, others: list[str]) -> None:
         for _ in range(STEPS):
@@ -164,7 +261,7 @@ class _Run:
     def _batches(self) -> list[torch.Tensor]:
         """Every rank's."""
         shape = (dist.get_world_size(), 2, WIDTH)
-        return list(torch.randn(shape, generator=self._generator, dtype=torch.float64))
+        return list(torch.randn(shape, generator=self._generator, dtype=self._dtype))
 
     def _step(self) -> None:
         Branches.uses_all = self._rng.random() < 0.7
@@ -185,9 +282,56 @@ class _Run:
         for optimizer in self._optimizers:
             optimizer.step()
 
+    # In low precision -----------------------------------------------------------------------
+
+    def train_under_autocast(self, others: list[str]) -> None:
+        """From equal weights in each step, because a rounding in a weight may become one in a cast.
+
+        Both compute the same bits then, apart from the order of sums in float32.
+        """
+        for _ in range(STEPS):
+            self._zero_grad()
+            getattr(self, f"_{self._rng.choice(others)}", lambda: None)()
+            with self._model.summon_full_params(writeback=False), torch.no_grad():
+                full = dict(self._model.named_parameters())
+                for name, parameter in self._twin.named_parameters():
+                    parameter.copy_(full[name])
+            for parameter in (*self._model.parameters(), *self._twin.parameters()):
+                parameter.grad = None
+            self._step_under_autocast()
+            self._ran.clear()
+            self._optimizers[0].step()
+
+    def _step_under_autocast(self) -> None:
+        Branches.uses_all = self._rng.random() < 0.7
+        passes = self._rng.choices(["no_grad", "wait", "backward", "no_sync"], k=3)
+        batches = [self._batches() for _ in range(len(passes) + 1)]
+        rank = dist.get_rank()
+        _run_under_autocast(self._model, passes, [each[rank] for each in batches], 1)
+        for index in range(dist.get_world_size()):
+            parts = [each[index] for each in batches]
+            _run_under_autocast(self._twin, passes, parts, self._divisor)
+        pieces = dict(self._model.named_parameters())
+        for name, parameter in self._twin.named_parameters():
+            info, gradient = get_info(pieces[name]), pieces[name].grad
+            assert info is not None
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if gradient is None:
+                assert not expected.any(), f"{name} has no gradient after {passes}"
+                continue
+            largest = float(expected.abs().max()) if expected.numel() else 0.0
+            expected = expected.view(-1)[slice(*info.range)]
+            torch.testing.assert_close(
+                gradient, expected, rtol=0, atol=1e-5 * largest, msg=f"{name} after {passes}"
+            )
+
     def _fill_in_unused(self) -> None:
         """Where our gradient is zeros and the twin's is None, let its optimizer step as well."""
         pieces = dict(self._model.named_parameters())
+        if self._to_none:
+            trainable = {name for name in self._hooked if pieces[name].requires_grad}
+            assert self._ran == {name for name in trainable if pieces[name].grad is not None}
+        self._ran.clear()
         for name, parameter in self._twin.named_parameters():
             gradient = pieces[name].grad
             if parameter.grad is None and gradient is not None:
@@ -222,11 +366,68 @@ class _Run:
         pieces[name].requires_grad_(requires_grad)
         twins[name].requires_grad_(requires_grad)
 
+    def _spoil(self) -> None:
+        """What changes a parameter is refused; undone, it has done no harm."""
+        owners = [
+            m for m in self._model.modules() if any(True for _ in m.parameters(recurse=False))
+        ]
+        owner = self._rng.choice(owners)
+        name, piece = next(iter(owner.named_parameters(recurse=False)))
+        with pytest.raises(RuntimeError, match="is not as it was wrapped: replaced"):
+            setattr(owner, name, nn.Parameter(torch.zeros(1, dtype=torch.float64)))
+            self._model(self._batches()[0])
+        setattr(owner, name, piece)
+        owner.late = nn.Linear(2, 2)
+        with pytest.raises(RuntimeError, match=r"is not as it was wrapped: added .*late\.weight"):
+            self._model.state_dict()
+        del owner.late
+
+    def _patch(self) -> None:
+        for each in (self._model, self._twin):
+            each.forward = functools.partial(lambda before, x: 0.9 * before(x), each.forward)
+
+    def _grow(self) -> None:
+        """A layer more: new optimizers, since the root's own parameters are laid out anew."""
+        if self._hooked:
+            return
+        torch.manual_seed(self._rng.randrange(1000))
+        layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        for each in (self._model, self._twin):
+            each.append(copy.deepcopy(layer))
+        rewrap(self._model)
+        self._optimizers = [
+            self._make_optimizer(each.parameters(), lr=1e-2) for each in (self._model, self._twin)
+        ]
+
     def _summon(self) -> None:
         with self._model.summon_full_params():
             full = dict(self._model.named_parameters())
             for name, parameter in self._twin.named_parameters():
                 torch.testing.assert_close(full[name], parameter, **CLOSE, msg=name)
+
+    def _reload(self) -> None:
+        """Both through torch's own state dicts, into weights of zero and fresh optimizers."""
+        options = theirs.StateDictOptions(
+            full_state_dict=self._rng.random() < 0.5,
+            strict=False,  # a parameter that had no gradient yet has no state
+        )
+        by_name = self._rng.random() < 0.7
+        for number, model in enumerate((self._model, self._twin)):
+            optimizer = self._optimizers[number]
+            optimizer.zero_grad()  # torch's functions make state only where there is no gradient
+            weights, state = theirs.get_state_dict(model, optimizer, options=options)
+            weights, state = copy.deepcopy((weights, state))
+            own = copy.deepcopy(optimizer.state_dict())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            fresh = self._make_optimizer(model.parameters(), lr=1.0)
+            if by_name:
+                theirs.set_optimizer_state_dict(model, fresh, state, options=options)
+            else:
+                fresh.load_state_dict(own)
+            theirs.set_model_state_dict(model, weights, options=options)
+            self._optimizers[number] = fresh
 
 
 def _backward(output: torch.Tensor, divisor: int = 1) -> None:
@@ -235,10 +436,54 @@ def _backward(output: torch.Tensor, divisor: int = 1) -> None:
         loss.backward()
 
 
+def _run_under_autocast(
+    model: nn.Module, passes: list[str], batches: list[torch.Tensor], divisor: int
+) -> None:
+    """Forwards and backwards inside one autocast, the last of which synchronizes gradients."""
+    waiting: list[torch.Tensor] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for way, batch in zip([*passes, "backward"], batches, strict=True):
+            if way == "no_grad":
+                with torch.no_grad():
+                    model(batch)
+                continue
+            loss = model(batch).float().square().mean() / divisor
+            waiting += [loss] if loss.requires_grad else []
+            if way == "wait" or not waiting:
+                continue
+            adds_up = way == "no_sync" and isinstance(model, ZeRO3)
+            with model.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
+                torch.stack(waiting).sum().backward()
+            waiting = []
+
+
+def _train_under_autocast(seeds: range) -> None:
+    for seed in seeds:
+        with _named(seed):
+            run = _Run(seed, torch.float32)
+            run.train_under_autocast(["nothing", "raise", "freeze"])
+
+
+def test_random_models_share_casts_as_one_process_does() -> None:
+    run_ranks(2, _train_under_autocast, range(300, 314), timeout=120)
+
+
 def _train(seeds: range) -> None:
     for seed in seeds:
         with _named(seed):
-            _Run(seed).train(["nothing", "evaluate", "raise", "freeze", "summon"])
+            _Run(seed).train(
+                [
+                    "nothing",
+                    "evaluate",
+                    "raise",
+                    "freeze",
+                    "summon",
+                    "reload",
+                    "spoil",
+                    "patch",
+                    "grow",
+                ]
+            )
 
 
 @contextlib.contextmanager
@@ -260,7 +505,9 @@ def _train_on_a_device(seeds: range) -> None:
     for seed in seeds:
         with _named(seed), simulated_device() as device:
             offload = OffloadPolicy(params=seed % 4 < 2, grads=seed % 2 == 0)
-            _Run(seed, process_group=group, offload=offload).train(["nothing", "raise", "freeze"])
+            _Run(seed, start="given", process_group=group, offload=offload).train(
+                ["nothing", "raise", "freeze"]
+            )
             assert sorted(set(device.races)) == []
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -479,3 +480,61 @@ def _peak_of_stream() -> None:
 
 def test_two_buckets_at_most_exist_within_the_bytes_allowed() -> None:
     run_ranks(2, _peak_of_stream)
+
+
+class CopiesByName(Mlp):
+    """Loads as much old code does: into the tensors of its own state dict."""
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        own = self.state_dict()
+        for name, value in state_dict.items():
+            own[name].copy_(value)
+
+
+def _own_load() -> None:
+    model, _ = _wrapped(CopiesByName)
+    torch.manual_seed(3)
+    values = Mlp().state_dict()
+    model(torch.ones(2, WIDTH))  # the last unit stays full
+    for given in (values, {name: nn.Parameter(value + 1) for name, value in values.items()}):
+        model.load_state_dict(given)
+        assert_same_parameters(_full(model), {n: v.detach() for n, v in given.items()})
+        plain = Mlp()
+        plain.load_state_dict(given)
+        assert_bitwise(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
+    before = _full(model)
+    with pytest.raises(RuntimeError):
+        model.load_state_dict({"stem.weight": torch.ones(WIDTH, WIDTH + 1)})
+    assert_same_parameters(_full(model), before)
+
+
+def test_a_module_that_copies_into_its_own_state_dict_loads() -> None:
+    run_ranks(2, _own_load)
+
+
+def _as_a_file(folder: str) -> None:
+    path = Path(folder) / str(dist.get_rank())
+    path.mkdir()
+    model, _ = _wrapped()
+    calls = {
+        "save_file": lambda: safetensors.torch.save_file(model.state_dict(), path / "a"),
+        "save_model": lambda: safetensors.torch.save_model(model, str(path / "b")),
+        "numpy": lambda: model.state_dict()["stem.weight"].cpu().numpy(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=r"get_model_state_dict\(model, full=True"):
+            call()
+            pytest.fail(name)
+    batch = torch.ones(2, WIDTH)
+    for record in (
+        lambda: torch.export.export(model, (batch,)),
+        lambda: torch.jit.trace(model, (batch,)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"the root unit: .*export that one"):
+            record()
+    assert not list(path.iterdir())
+    loss_of(model(batch)).backward()  # the model is as it was
+
+
+def test_what_writes_or_records_a_whole_model_is_refused_with_a_recipe(tmp_path: Path) -> None:
+    run_ranks(2, _as_a_file, str(tmp_path))

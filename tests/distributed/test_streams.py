@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, units
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, pregather, units
 from layerzero.comm.streams import DeviceLane, Streams, _OnLane
 from layerzero.runtime.root import RootState
 from tests.harness.models import WIDTH, Block, Mlp
@@ -87,6 +87,16 @@ def explicit_unshard(model: ZeRO3) -> None:
     train(model, 1)
 
 
+def pregathering(model: ZeRO3) -> None:
+    for wait in (True, False):
+        for _ in range(2):
+            pregather(model, wait=wait)
+            train(model, 1)
+    units(model)[1].unshard()
+    pregather(model)
+    train(model, 1)
+
+
 def recomputation(model: ZeRO3) -> None:
     for block in model.module.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -146,6 +156,7 @@ USES = [
     clipping,
     summoning,
     explicit_unshard,
+    pregathering,
     recomputation,
     several_forwards,
     pipelining,
@@ -275,6 +286,24 @@ def _blocks_host() -> list[str]:
 def test_no_operation_of_a_step_blocks_the_host() -> None:
     """The last one is the test's own, so that it is seen to be seen."""
     assert run_ranks(2, _blocks_host) == [["_local_scalar_dense"]] * 2
+
+
+def _host_waits(wait: bool) -> int:
+    with simulated_device() as device:
+        model = wrapped()
+        train(model, 1)
+        assert device.races == []
+        pregather(model, wait=wait)
+        # The host itself reads what was gathered.
+        for unit in units(model):
+            for handle in unit.handles:
+                device._access(handle.full, device._host, "a read", writes=False)
+    return len(device.races)
+
+
+def test_pregathering_waits_on_the_host_when_asked() -> None:
+    assert run_ranks(2, _host_waits, True) == [0, 0]
+    assert min(run_ranks(2, _host_waits, False)) > 0
 
 
 def _losses(simulated: bool) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.checkpoint import checkpoint
 
-from layerzero import GradScaler, MixedPrecision, ZeRO3, units
+from layerzero import GradScaler, MixedPrecision, ZeRO3, global_norm, units
 from tests.harness.checks import (
     assert_bitwise,
     assert_close,
@@ -347,7 +347,12 @@ def _clip() -> None:
             limit = 0.3 * float(
                 nn.utils.get_total_norm(list(gradients_of(plain).values()), norm_type)
             )
+            unclipped = global_norm(model, norm_type)
             norm = model.clip_grad_norm_(limit, norm_type)
+            assert_bitwise(unclipped, norm, "norm")
+            values = global_norm(model.parameters(), norm_type)
+            whole_norm = nn.utils.get_total_norm(list(plain.parameters()), norm_type)
+            torch.testing.assert_close(values, whole_norm, rtol=1e-5, atol=0)
             expected = nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
             torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
             assert_same_on_all_ranks(norm, f"norm {norm_type}")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, units
-from tests.harness.checks import assert_bitwise
+from tests.harness.checks import assert_bitwise, warns_on_first_rank
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
@@ -103,7 +103,7 @@ def _refused() -> None:
         with pytest.raises(error, match=message):
             ZeRO3(module, auto_wrap_policy=policy(block1=own))
         assert module.stem.weight.shape == (WIDTH, WIDTH), "nothing was changed"
-    with pytest.warns(UserWarning, match="cpu has no memory of its own"):
+    with warns_on_first_rank("cpu has no memory of its own"):
         own = {"offload": OffloadPolicy(params=True)}
         ZeRO3(Mlp(), auto_wrap_policy=policy(block1=own))
 

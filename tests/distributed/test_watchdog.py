@@ -40,7 +40,7 @@ class Chain(nn.Module):
 def wrapped(module: nn.Module, timeout: timedelta = TIMEOUT, **arguments) -> ZeRO3:
     # Gloo cannot be aborted, so a rank blocked in it comes back when gloo itself gives up: soon.
     groups.BACKEND_GRACE = timedelta(seconds=6)
-    group = make_plain_group(timedelta(seconds=60))
+    group = make_plain_group(timeout + groups.BACKEND_GRACE)
     return ZeRO3(module, group, auto_wrap_policy={Block}, timeout=timeout, **arguments)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -99,3 +103,18 @@ def _difference(actual: Tensor, expected: Tensor, same: Tensor) -> str:
 
 def _kind(value: Tensor | None) -> str:
     return "None" if value is None else f"a tensor {tuple(value.shape)}"
+
+
+@contextmanager
+def warns_on_first_rank(match: str) -> Iterator[None]:
+    """One warning that matches, on rank 0; on the others none."""
+    if dist.get_rank() == 0:
+        with pytest.warns(UserWarning, match=match) as caught:
+            yield
+        matching = [each for each in caught if re.search(match, str(each.message))]
+        assert len(matching) == 1, [str(each.message) for each in caught]
+        return
+    with warnings.catch_warnings(record=True) as others:
+        warnings.simplefilter("always")
+        yield
+    assert not [each for each in others if re.search(match, str(each.message))]

@@ -40,12 +40,18 @@ def _let_saves_work() -> None:
 
 
 @contextmanager
-def megatron_on_cpu(tensor_parallel_size: int = 1, pipeline_size: int = 1) -> Iterator[None]:
+def megatron_on_cpu(
+    tensor_parallel_size: int = 1, pipeline_size: int = 1, expert_parallel_size: int = 1
+) -> Iterator[None]:
     """Inside, this rank is one of Megatron's."""
     _let_saves_work()
     with ExitStack() as stack:
         stack.enter_context(emulation())
-        parallel_state.initialize_model_parallel(tensor_parallel_size, pipeline_size)
+        parallel_state.initialize_model_parallel(
+            tensor_parallel_size,
+            pipeline_size,
+            expert_model_parallel_size=expert_parallel_size,
+        )
         stack.callback(parallel_state.destroy_model_parallel)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         yield
@@ -94,8 +100,7 @@ def zero3(module: nn.Module, **options: Any) -> ZeRO3:
     return ZeRO3(
         module,
         parallel_state.get_data_parallel_group(with_context_parallel=True),
-        auto_wrap_policy={TransformerLayer},
-        **options,
+        **{"auto_wrap_policy": {TransformerLayer}, **options},
     )
 
 

@@ -9,13 +9,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 pytest.importorskip("finetuning_scheduler", reason="the extra [lightning] is not installed")
@@ -23,13 +24,20 @@ pytest.importorskip("finetuning_scheduler", reason="the extra [lightning] is not
 import lightning.pytorch as pl
 from finetuning_scheduler import FinetuningScheduler, FTSCheckpoint, FTSEarlyStopping
 from lightning.pytorch.callbacks import Callback
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor.parallel import parallelize_module
 
-from layerzero import BackwardPrefetch, OffloadPolicy, units
+from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3, units
+from layerzero.core.parameter_info import get_info
 from layerzero.integrations.finetuning_scheduler import ZeRO3StrategyAdapter
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import assert_close, assert_same_parameters
 from tests.harness.ranks import run_ranks
+from tests.integrations.test_lightning_parallel import loader, styles, whole
 from tests.integrations.trainers import (
     NUM_BATCHES,
     RANKS,
@@ -112,6 +120,7 @@ def _fit(
     max_epochs: int,
     strategy: Any = None,
     model: Regression | None = None,
+    data: Callable[[], Any] = rows,
     **arguments: Any,
 ) -> tuple[Regression, _Watch]:
     model = model or seeded()
@@ -123,7 +132,7 @@ def _fit(
         default_root_dir=folder,
         enable_checkpointing=True,
     )
-    own.fit(model, rows(), rows(), **arguments)
+    own.fit(model, data(), data(), **arguments)
     return model, watch
 
 
@@ -233,8 +242,16 @@ def test_an_implicit_schedule_with_early_stopping_is_that_of_one_process(tmp_pat
 # The plan -------------------------------------------------------------------------------------
 
 
+class _Own(Regression):
+    """Shards a block itself."""
+
+    def configure_model(self) -> None:
+        if get_info(self.blocks[1].up.weight) is None:
+            ZeRO3(self.blocks[1])
+
+
 def _planned(tmp_path: Path) -> None:
-    def fit(strategy: ZeRO3Strategy, **cfg: Any) -> Regression:
+    def fit(strategy: ZeRO3Strategy, model: Regression | None = None, **cfg: Any) -> Regression:
         scheduler = _scheduler(
             ft_schedule=_schedule(),
             epoch_transitions_only=True,
@@ -242,7 +259,7 @@ def _planned(tmp_path: Path) -> None:
             strategy_adapter_cfg=cfg,
         )
         checkpoints = FTSCheckpoint(tmp_path / "planned", save_top_k=0)
-        return _fit(tmp_path, [scheduler, checkpoints], 2, strategy)[0]
+        return _fit(tmp_path, [scheduler, checkpoints], 2, strategy, model)[0]
 
     plain = fit(zero3_strategy())
     plan = {
@@ -260,6 +277,13 @@ def _planned(tmp_path: Path) -> None:
     assert not found["blocks.0"].options.reshard_after_forward
     assert found["blocks.1"].options.reshard_after_forward
     assert found[""].root.residency.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    # What configure_model sharded, and a list of modules, is skipped.
+    overlapping = {"blocks": {}, r"blocks\.\d+": {"reshard_after_forward": False}, "head": {}}
+    model = fit(ZeRO3Strategy(), seeded(_Own), zero3_plan=overlapping)
+    assert model.losses == plain.losses
+    found = {unit.fqn: unit for unit in units(model)}
+    assert sorted(found) == ["", "blocks.0", "blocks.1", "head"]
+    assert [found[f"blocks.{i}"].options.reshard_after_forward for i in (0, 1)] == [False, True]
     with pytest.raises(ValueError, match=r"matches no.*near matches: 'blocks'"):
         fit(ZeRO3Strategy(), zero3_plan={"bloks": {}})
     with pytest.raises(ValueError, match="auto_wrap_policy is given, and strategy_adapter_cfg has"):
@@ -272,6 +296,64 @@ def _planned(tmp_path: Path) -> None:
 
 def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: Path) -> None:
     run_ranks(RANKS, _planned, tmp_path)
+
+
+# What configure_model changes ------------------------------------------------------------------
+
+
+class _Changed(Regression):
+    """Splits and wraps its layers, and makes a parameter anew, once the schedule is there."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.blocks[0], CheckpointWrapper):
+            return
+        for block in self.blocks:
+            parallelize_module(block, self.device_mesh["tensor_parallel"], styles())
+        self.blocks[0] = checkpoint_wrapper(self.blocks[0])
+        self.blocks[1] = torch.compile(self.blocks[1], backend="eager")
+        self.stem.weight = nn.Parameter(self.stem.weight.detach())
+
+
+class _Renamed(Regression):
+    def configure_model(self) -> None:
+        self.blocks = nn.ModuleList([nn.Sequential(*self.blocks)])
+
+
+_SHORT = {
+    depth: {"params": names, "max_transition_epoch": depth + 1}
+    for depth, names in enumerate(PHASES)
+}
+
+
+def _short(folder: Path, strategy: Any = None, cls: Any = Regression, **cfg: Any) -> Any:
+    scheduler = _scheduler(
+        ft_schedule=_SHORT, epoch_transitions_only=True, restore_best=False, **cfg
+    )
+    checkpoints = FTSCheckpoint(folder / "checkpoints", save_top_k=0)
+    data = partial(loader, 1 if strategy is None else 2)
+    return _fit(folder, [scheduler, checkpoints], 3, strategy, seeded(cls), data)
+
+
+def _changed(tmp_path: Path) -> Any:
+    cfg = {"zero3_plan": {r"blocks\.\d+": {"reshard_after_forward": False}, "head": {}}}
+    strategy = ZeRO3Strategy(tensor_parallel_size=2)
+    model, watch = _short(tmp_path, strategy, _Changed, strategy_adapter_cfg=cfg)
+    assert isinstance(model, _Changed) and type(model).__name__ == "_Changed"
+    assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1", "head"]
+    with pytest.raises(ValueError, match=r"phase 0 thaws 'blocks.1.down.weight', which .* no lon"):
+        _short(tmp_path, ZeRO3Strategy(), _Renamed)
+    return model.losses, whole(model), watch.epochs
+
+
+def test_wrapped_split_and_remade_layers_are_thawed_by_their_phases(tmp_path: Path) -> None:
+    results = run_ranks(4, _changed, tmp_path, timeout=120)
+    model, alone = _short(tmp_path / "alone")
+    losses = torch.tensor([losses for losses, _, _ in results]).view(2, 2, -1)
+    assert torch.equal(losses[:, 0], losses[:, 1]), "tensor-parallel ranks have one batch"
+    assert_close(losses[:, 0].mean(0), torch.tensor(model.losses), ROUNDINGS, "losses")
+    assert_same_parameters(results[0][1], full(model), ROUNDINGS)
+    assert [epoch[1] for epoch in results[0][2]] == [epoch[1] for epoch in alone.epochs]
+    assert len(alone.epochs) == 3
 
 
 @pytest.mark.parametrize(
@@ -292,10 +374,10 @@ def test_cpu_offload_policy_is_the_plans_cpu_offload(policy: Any, expected: Offl
         assert own == {"cpu_offload": expected}
 
 
-def _plan_of(**cfg: Any) -> Any:
+def _plan_of(model: Regression | None = None, **cfg: Any) -> Any:
     """What the adapter makes of a configuration, without any training."""
     strategy = ZeRO3Strategy()
-    model = seeded()
+    model = model or seeded()
     model._trainer = type("Trainer", (), {"strategy": strategy})()
     adapter = ZeRO3StrategyAdapter(**cfg)
     adapter.connect(type("Scheduler", (), {"pl_module": model})())
@@ -303,7 +385,23 @@ def _plan_of(**cfg: Any) -> Any:
     return strategy.plan
 
 
+def test_wrappers_of_init_are_in_no_name_a_schedule_sees() -> None:
+    model = seeded()
+    names = [name for name, _ in model.named_parameters()]
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    plan = _plan_of(model, zero3_plan={"blocks.0": {}, r"blocks\.\d+\.up": {}})
+    assert [name for name, _ in model.named_parameters()] == names
+    assert type(model).__name__ == "Regression" and isinstance(model, Regression)
+    assert list(plan.apply_modules) == ["blocks.0", r"re:blocks\.\d+\.up"]
+
+
 def test_what_the_adapter_cannot_use_is_refused() -> None:
+    with pytest.raises(TypeError, match="unknown argument 'fsdp_plan': use zero3_plan"):
+        ZeRO3StrategyAdapter(fsdp_plan={})
+    with pytest.warns(UserWarning, match="unknown mode 'selective'; 'composable' is taken"):
+        plan = _plan_of(zero3_plan={"head": {"act_ckpt": ("selective", {"debug": True})}})
+    assert plan.apply_modules["head"]["act_ckpt"].mode == "composable"
+    assert plan.apply_modules["head"]["act_ckpt"].arguments == {"debug": True}
     with pytest.raises(TypeError, match="zero3_plan: expected a mapping, got"):
         ZeRO3StrategyAdapter(zero3_plan=["head"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cpu_offload_policy and cpu_offload are both given"):

@@ -239,6 +239,7 @@ def _folders(tmp_path: Path) -> None:
     steps = [each.name for each in path.iterdir() if each.is_dir()]
     assert steps == [f"step-{NUM_BATCHES:08d}"]
     _weights_alone(tmp_path)
+    _before_it_is_sharded(tmp_path)
     _one_rank_fails(tmp_path)
     _a_hook_changes_what_is_saved(tmp_path)
 
@@ -270,6 +271,29 @@ def _weights_alone(tmp_path: Path) -> None:
         assert_same_parameters(full(other), full(model))
         with pytest.raises(KeyError, match="optimizer state"):
             trainer().fit(seeded(), rows(), ckpt_path=tmp_path / f"weights_{kind}")
+
+
+def _before_it_is_sharded(tmp_path: Path) -> None:
+    """As DDP does, which writes a file, too."""
+    for kind in ("full", "sharded"):
+        own = trainer(zero3_strategy(state_dict_type=kind))
+        own.strategy.connect(seeded())
+        own.save_checkpoint(tmp_path / f"early_{kind}.ckpt")
+        loaded = Regression.load_from_checkpoint(tmp_path / f"early_{kind}.ckpt")
+        assert_same_parameters(full(loaded), full(seeded()))
+    unmade = trainer()
+    with unmade.init_module(empty_init=True):
+        unmade.strategy.connect(Regression())
+    with pytest.raises(RuntimeError, match=r"'num_calls' has no storage, .* save after fit"):
+        unmade.save_checkpoint(tmp_path / "never.ckpt")
+    # Sharded by an earlier Trainer.
+    model = seeded()
+    trainer(max_epochs=1).fit(model, rows())
+    own = trainer()
+    own.strategy.connect(model)
+    own.save_checkpoint(tmp_path / "again.ckpt")
+    loaded = Regression.load_from_checkpoint(tmp_path / "again.ckpt")
+    assert_same_parameters(full(loaded), full(model))
 
 
 def _one_rank_fails(tmp_path: Path) -> None:
@@ -402,7 +426,12 @@ def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     [
         ({"state_dict_type": "local"}, ValueError, r"expected one of \['full', 'sharded'\]"),
         ({"reshard_after_foward": True}, TypeError, "near matches: 'reshard_after_forward'"),
-        ({"process_group": None}, ValueError, "use zero3_size and outer"),
+        ({"process_group": [0, 1]}, TypeError, "expected a ProcessGroup, a DeviceMesh or None"),
+        ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size: expected at least 1, got"),
+        ({"data_parallel_size": "all"}, TypeError, "expected an int or 'auto', got 'all'"),
+        ({"activation_checkpointing_policy": {Block}}, TypeError, "use act_ckpt of a plan"),
+        ({"save_distributed_checkpoint": True}, TypeError, "use state_dict_type='sharded'"),
+        ({"device_mesh": (2, 2)}, TypeError, "use process_group, which takes a mesh"),
         ({"device": "cpu"}, ValueError, "use accelerator and devices of the Trainer"),
         ({"plan": {}, "auto_wrap_policy": {Block}}, ValueError, "both given"),
         ({"plan": {}, "outer": "zero1"}, ValueError, "plan and outer are both given"),
@@ -419,6 +448,11 @@ def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
         "state_dict_type",
         "misspelt",
         "process_group",
+        "no ranks",
+        "no size",
+        "of FSDPStrategy",
+        "of ModelParallelStrategy",
+        "device_mesh",
         "device",
         "plan and policy",
         "plan and outer",

@@ -30,11 +30,19 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.utils import sharded_state_dict_default
 
-from layerzero import MixedPrecision, ZeRO3
+from layerzero import MixedPrecision, ZeRO3, checkpoint
 from layerzero.checkpoint import CheckpointError, get_optimizer_state_dict
+from layerzero.integrations.megatron import (
+    ZeRO3DataParallel,
+    ZeRO3Optimizer,
+    get_zero3_optimizer,
+)
 from layerzero.integrations.megatron_checkpoint import (
     load_main_parameters,
     load_model_state_dict,
@@ -154,6 +162,141 @@ def _to_and_fro(root: str) -> None:
                 wanted = {"model": back.sharded_state_dict()}
                 back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
                 _assert_same(_full(back), _full(model))
+
+
+def _with_experts(seed: int) -> GPTModel:
+    """Four experts in each layer, split over the expert-parallel ranks, unequal ones on each."""
+    place, size = (
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+    module = gpt(
+        seed=seed,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=8,
+        add_bias_linear=False,
+        expert_model_parallel_size=size,
+        moe_token_dispatcher_type="allgather",
+        hetereogenous_dist_checkpoint=True,
+    )
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if not getattr(parameter, "allreduce", True):
+                parameter += place + 1
+    return module
+
+
+def _sharded(seed: int, **options: Any) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
+    module = _with_experts(seed)
+    settings = DistributedDataParallelConfig(gradient_reduce_div_fusion=False)
+    chunk = ZeRO3DataParallel(module.config, settings, module, **options)
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0)
+    return chunk, get_zero3_optimizer(config, [chunk])
+
+
+def _both(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer, is_loading: bool) -> dict[str, Any]:
+    own = chunk.sharded_state_dict()
+    state = optimizer.sharded_state_dict({"model": own}, is_loading)
+    return {"model": own, "optimizer": state}
+
+
+def _read_both(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer, folder: str) -> None:
+    loaded = dist_checkpointing.load(_both(chunk, optimizer, True), folder)
+    load_model_state_dict(chunk.engine, loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _experts_of_a_rank(root: str) -> dict[str, Tensor]:
+    """Checkpoints of split experts; returns this rank's weights by names among all."""
+    with megatron_on_cpu(expert_parallel_size=2):
+        theirs = ddp(_with_experts(3))
+        before, after = _folder(root, "theirs"), _folder(root, "ours")
+        dist_checkpointing.save({"model": theirs.module.sharded_state_dict()}, before)
+        chunk, optimizer = _sharded(4)
+        loaded = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, before)
+        load_model_state_dict(chunk.engine, loaded["model"])
+        expected = _tensors(theirs.module.state_dict())
+        _assert_same(_tensors(chunk.state_dict_for_save_checkpoint()), expected)
+        chunk, _ = _sharded(4)
+        chunk.load_state_dict(expected)  # as of a rank's file in Megatron's `torch` format
+        _assert_same(_tensors(chunk.state_dict_for_save_checkpoint()), expected)
+        with pytest.raises(NotImplementedError, match="use outer='zero1'"):
+            _sharded(4, zero3_size=1, outer="replicate")
+        chunk, optimizer = _sharded(4)
+        optimizer.reload_model_params({"model": expected})
+        _assert_same(_tensors(chunk.state_dict_for_save_checkpoint()), expected)
+
+        loss_of(chunk, batch(0)).backward()
+        optimizer.step()
+        dist_checkpointing.save(_both(chunk, optimizer, False), after)
+        checkpoint.save(f"{root}/layerzero", chunk.engine, optimizer.optimizer)
+        back = ddp(_with_experts(5)).module
+        wanted = {"model": back.sharded_state_dict()}
+        back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
+        own = _tensors(chunk.state_dict_for_save_checkpoint())
+        _assert_same(_tensors(back.state_dict()), own)
+        other, again = _sharded(6)
+        _read_both(other, again, after)
+        _assert_same(_tensors(other.state_dict_for_save_checkpoint()), own)
+        moments = _moments(chunk.engine, optimizer.optimizer)
+        _assert_same(_moments(other.engine, again.optimizer), moments)
+        weights = _tensors(checkpoint.get_model_state_dict(chunk.engine, full=True))
+        return {**weights, **moments}
+
+
+def _experts_of_all(root: str, expected: dict[str, Tensor]) -> None:
+    with megatron_on_cpu():
+        chunk, optimizer = _sharded(7)
+        _read_both(chunk, optimizer, f"{root}/ours")
+        moments = _moments(chunk.engine, optimizer.optimizer)
+        found = checkpoint.get_model_state_dict(chunk.engine, full=True)
+        _assert_same({**_tensors(found), **moments}, expected)
+        # Megatron has a group of its own for experts that other ranks do not have.
+        with pytest.raises(CheckpointError, match="mixes parameters of saved groups"):
+            checkpoint.load(f"{root}/layerzero", chunk.engine, optimizer.optimizer)
+        chunk, _ = _sharded(7)
+        checkpoint.load(f"{root}/layerzero", chunk.engine)
+        found = checkpoint.get_model_state_dict(chunk.engine, full=True)
+        _assert_same({**_tensors(found), **moments}, expected)
+
+
+def test_experts_split_over_ranks_are_saved_as_megatron_does_and_load_at_other_splits(
+    tmp_path: Path,
+) -> None:
+    expected: dict[str, Tensor] = {}
+    for own in run_ranks(2, _experts_of_a_rank, str(tmp_path), timeout=120):
+        expected.update(own)
+    run_ranks(1, _experts_of_all, str(tmp_path), expected, timeout=120)
+
+
+def _plain(seed: int) -> nn.Sequential:
+    """Nothing of Megatron's, and a buffer."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, bias=False))
+
+
+def _plain_modules(root: str) -> None:
+    with megatron_on_cpu():
+        theirs, ours = _plain(0), zero3(_plain(1), auto_wrap_policy={nn.Linear})
+        before, after = _folder(root, "plain"), _folder(root, "plain ours")
+        entries = sharded_state_dict_default(theirs)
+        dist_checkpointing.save({"model": entries}, before)
+        _load_model(ours, before)
+        _assert_same(_full(ours), _full(theirs))
+        dist_checkpointing.save({"model": sharded_state_dict(ours)}, after)
+        assert _described(after) == _described(before)
+        back = _plain(2)
+        wanted = {"model": sharded_state_dict_default(back)}
+        back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
+        _assert_same(_full(back), _full(theirs))
+
+
+def test_modules_without_a_sharded_state_dict_get_megatrons_default(tmp_path: Path) -> None:
+    run_ranks(2, _plain_modules, str(tmp_path), timeout=120)
 
 
 def _num_written(entries: dict[str, Any]) -> int:

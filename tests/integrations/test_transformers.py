@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from layerzero import ZeRO3, checkpoint, units
 from layerzero.checkpoint import CheckpointError
+from layerzero.core.parameter_info import get_info
 from tests.harness.checks import assert_bitwise, assert_close, assert_same_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import recorded_operations, reduced
@@ -509,8 +510,15 @@ def _refuses(folder: str) -> None:
         ZeRO3Trainer(nn.Linear(2, 2), arguments(folder))
     with pytest.raises(ValueError, match="the model is sharded"):
         ZeRO3Trainer(shard(build("llama")), arguments(folder), zero3={"forward_prefetch": 2})
+    # An optimizer that was built first goes on with the pieces, unless it has stepped.
     module = build("llama")
     adam = torch.optim.AdamW(module.parameters())
+    ZeRO3Trainer(module, arguments(folder), optimizers=(adam, None))
+    assert all(get_info(p) is not None for p in adam.param_groups[0]["params"])
+    module = build("llama")
+    adam = torch.optim.AdamW(module.parameters())
+    module(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    adam.step()
     with pytest.raises(ValueError, match="are not the sharded model's"):
         ZeRO3Trainer(module, arguments(folder), optimizers=(adam, None))
     trainer = ZeRO3Trainer(build("llama"), arguments(folder))

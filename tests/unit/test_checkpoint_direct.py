@@ -45,6 +45,11 @@ def _forget(path: Path) -> None:
     os.close(descriptor)
 
 
+def _nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems forget a file when they like: beside other work perhaps not at once."""
+    monkeypatch.setattr(FileReader, "_is_cached", lambda reader, offset: False)
+
+
 def _watch(monkeypatch: pytest.MonkeyPatch, cls: type, method: str) -> list[bool]:
     """What `_read_direct` or `_write_direct` answered."""
     answers: list[bool] = []
@@ -99,6 +104,7 @@ def test_pages_at_both_ends_are_read_past_the_cache(
 ) -> None:
     if not _can_go_direct(tmp_path):
         pytest.skip("this file system reads through the cache alone")
+    _nothing_is_cached(monkeypatch)
     content = _file_of(tmp_path / "file", MIB + 9000, random.Random(0))
     seen = _reads(monkeypatch)
     before = offset % PAGE_NBYTES
@@ -175,6 +181,7 @@ def test_what_the_cache_holds_is_read_from_there(
 def test_a_file_system_that_refuses_gets_ordinary_reads_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
+    _nothing_is_cached(monkeypatch)
     content = _file_of(tmp_path / "file", MIB, random.Random(0))
     refused = _refuse(monkeypatch, error)
     with FileWriter(tmp_path / "file", MIB) as writer:
@@ -192,6 +199,7 @@ def test_a_file_system_that_refuses_gets_ordinary_reads_and_writes(
 def test_a_full_or_broken_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not _can_go_direct(tmp_path):
         pytest.skip("this file system reads and writes through the cache alone")
+    _nothing_is_cached(monkeypatch)
     _file_of(tmp_path / "file", MIB, random.Random(0))
     _refuse(monkeypatch, errno.ENOSPC)
     with (

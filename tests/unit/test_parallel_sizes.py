@@ -29,6 +29,15 @@ def test_data_parallel_ranks_are_what_the_other_sizes_leave() -> None:
     assert infer(8, dp_size=4, tp_size=2) == infer(8, tp_size=2)
 
 
+@pytest.mark.parametrize("unsaid", [None, 0])
+def test_an_axis_that_a_recipe_leaves_open_is_inferred_or_one(unsaid: int | None) -> None:
+    others = dict.fromkeys(("cp_size", "ep_size", "pp_size"), unsaid)
+    expected = infer(8, tp_size=2)
+    for dp_size in (unsaid, -1):
+        assert infer(8, dp_size=dp_size, tp_size=2, **others) == expected
+    assert infer(8, tp_size=unsaid, **others) == infer(8)
+
+
 def test_places_are_those_of_the_mesh_and_of_the_expert_mesh() -> None:
     sizes = infer(48, tp_size=2, cp_size=3, pp_size=2, ep_size=6)
     seen = set()
@@ -57,8 +66,10 @@ def test_places_are_those_of_the_mesh_and_of_the_expert_mesh() -> None:
         (4, {"dp_size": 4, "tp_size": 2}, ValueError, r"makes 8 ranks.*start 8 ranks"),
         (6, {"ep_size": 4}, ValueError, r"ep_size=4 does not divide the 6 data-parallel ranks"),
         (8, {"tp_size": 2, "zero3_size": 8}, ValueError, r"zero3_size=8 .*the 4 data-parallel"),
-        (4, {"tp_size": 0}, ValueError, r"tp_size: expected at least 1, got 0"),
-        (4, {"dp_size": -1}, ValueError, r"dp_size: expected at least 1, got -1"),
+        (4, {"tp_size": -1}, ValueError, r"tp_size: expected at least 0, got -1"),
+        (4, {"ep_size": -3}, ValueError, r"ep_size: expected at least 0, got -3"),
+        (4, {"zero3_size": 0}, ValueError, r"zero3_size: expected at least 1, got 0"),
+        (4, {"dp_size": "auto"}, TypeError, r"dp_size: expected a number of ranks, got 'auto'"),
         (4, {"cp_size": True}, TypeError, r"cp_size: expected a number of ranks, got True"),
         (4, {"zero3_size": 2.0}, TypeError, r"zero3_size: expected a number of ranks, got 2.0"),
     ],

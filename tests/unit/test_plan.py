@@ -5,12 +5,19 @@ from __future__ import annotations
 import sys
 import warnings
 from datetime import timedelta
+from enum import Enum
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+import layerzero
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ShardingPlan
+from layerzero.plan.shard import is_of_adapter
 from tests.harness.models import WIDTH, Block
 
 
@@ -83,6 +90,61 @@ def test_values_are_read_as_a_file_has_them() -> None:
     assert (read.num_forward, read.num_backward) == (1, 1)
 
 
+class Mode(str, Enum):
+    WRAPPED = "wrapped"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "wrapped",
+        ("wrapped",),
+        ["wrapped", None],
+        ("wrapped", {}),
+        {"mode": "wrapped"},
+        ("wrapped", {"use_reentrant": False, "checkpoint_impl": CheckpointImpl.NO_REENTRANT}),
+        SimpleNamespace(mode=Mode.WRAPPED, cfg={}),
+        SimpleNamespace(mode="wrapped", cfg=None),
+        layerzero.ActivationCheckpointing(mode="wrapped"),
+    ],
+    ids=str,
+)
+def test_act_ckpt_has_many_forms(form) -> None:
+    expected = layerzero.ActivationCheckpointing(mode="wrapped")
+    assert ShardingPlan(act_ckpt=form).act_ckpt == expected
+    assert ShardingPlan(apply_modules={"a": {"act_ckpt": form}}).apply_modules == {
+        "a": {"act_ckpt": expected}
+    }
+
+
+def test_what_fully_shard_takes_is_taken_or_refused_with_ours_named() -> None:
+    own = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "reshard_after_forward": False,
+    }
+    expected = {
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+        "offload": OffloadPolicy(params=True, pin_memory=False),
+        "reshard_after_forward": False,
+    }
+    assert ShardingPlan(apply_modules={"a": own}).apply_modules == {"a": expected}
+    assert ShardingPlan(defaults=own).defaults == expected
+    read = ShardingPlan(cpu_offload=CPUOffloadPolicy(pin_memory=False)).cpu_offload
+    assert read == expected["offload"]
+    for name, value, message in (
+        ("reshard_after_forward", 2, "use zero3_size=2, outer='shard', reshard_after_forward='com"),
+        ("mesh", None, "it is the mesh that shard_with_plan is given"),
+        ("shard_placement_fn", None, "parameters are split as flat elements"),
+        ("ignored_params", set(), "use the plan's ignored_parameters"),
+        ("mp_policy", fsdp.MixedPrecision(), "use layerzero.MixedPrecision, or FSDP2's"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            ShardingPlan(apply_modules={"a": {name: value}})
+    with pytest.raises(ValueError, match="mp_policy and mixed_precision are both given"):
+        ShardingPlan(defaults={"mp_policy": own["mp_policy"], "mixed_precision": None})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -99,12 +161,20 @@ def test_values_are_read_as_a_file_has_them() -> None:
         ({"apply_modules": {"a": {"param_dtype": "int8"}}}, "param_dtype: expected.*got 'int8'"),
         ({"apply_modules": {"a": 3}}, "'a': expected a mapping of options, got 3"),
         ({"reshard_after_forward": "yes"}, "reshard_after_forward: expected True.*got 'yes'"),
+        ({"reshard_after_forward": 8}, "got 8; for shards over 8 ranks use zero3_size=8, "
+         "outer='shard', reshard_after_forward='compute_shard'"),
+        ({"apply_modules": {"a": {"reshard_after_forward": 8}}}, "'a': reshard.*zero3_size=8"),
+        ({"broadcast_buffers": "no"}, "broadcast_buffers: expected True or False, got 'no'"),
+        ({"ep_plan": {"apply_modules": ["l.{*}"], "apply_efsdp_modules": ["l.{*}.mlp.experts"]}},
+         r"ep_plan: expected a list of patterns.*write ep_plan: \['l.\{\*\}.mlp.experts'\]"),
         ({"cast_forward_inputs": 1}, "cast_forward_inputs: expected True or False, got 1"),
         ({"pregather": "on"}, "pregather: expected True or False, got 'on'"),
         ({"num_to_forward_prefetch": -1}, "num_to_forward_prefetch: expected.*got -1"),
         ({"num_to_backward_prefetch": True}, "num_to_backward_prefetch: expected.*got True"),
         ({"act_ckpt": "selective"}, r"act_ckpt: expected one of \['composable'.*got 'selective'"),
         ({"act_ckpt": {"mode": "wrapped", "pin_memory": True}}, "'wrapped' has no argument 'pin_"),
+        ({"act_ckpt": ("wrapped", {"use_reentrant": True})}, "use_reentrant=True.*leave use_reen"),
+        ({"act_ckpt": ["wrapped", {"checkpoint_impl": CheckpointImpl.REENTRANT}]}, "not reentrant"),
         ({"cpu_offload": {"pinned": True}}, "cpu_offload: unknown argument 'pinned'; near"),
         ({"defaults": {"auto_wrap_policy": None}}, "apply_modules is the policy"),
         ({"defaults": {"limit_all_gathers": 0}}, "at least 1 unit, got 0"),
@@ -231,8 +301,6 @@ def test_wildcards_cross_dots_and_expressions_match_whole_names() -> None:
     [
         ({"apply_modules": ["layer.{*}"]}, r"apply_modules: 'layer.\{\*\}' matches no module; near "
          r"matches: 'layers.\{\*\}'"),
-        ({"apply_modules": ["re:layers"]}, r"'re:layers' matches 'layers', which cannot be called "
-         r"\(ModuleList has no forward\).*such as 'layers.\{\*\}'"),
         ({"ignored_modules": ["hed"]}, "ignored_modules: 'hed' matches no module; near.*'head'"),
         ({"ignored_parameters": ["head.wait"]}, "no parameter; near matches: 'head.weight'"),
         ({"apply_modules": ["head"], "hook_modules": {"embed": "head"}}, "hook_modules: 'embed' "
@@ -272,17 +340,19 @@ def freeze(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"apply_modules": ["layers.0", "layers.{*}"]}, "'layers.0' has no effect .'layers.0': "
-         "taken by 'layers"),
-        ({"apply_modules": ["layers.{*}.act", "head"]}, "'layers...act' has no effect.*no param"),
-        ({"apply_modules": ["layers*"]}, "'layers.' matches 'layers'.*cannot be called"),
+        ({"apply_modules": ["layers.0", "layers.{*}"]},
+         r"'layers\.0' has no effect \('layers\.0': taken by 'layers"),
+        ({"apply_modules": ["layers.{*}.act", "head"]},
+         r"'layers\.\{\*\}\.act' has no effect.*no param"),
+        ({"apply_modules": ["layers*"]}, r"'layers\*' matches 'layers'.*cannot be called"),
+        ({"apply_modules": ["re:layers"]}, r"'re:layers' matches 'layers', which cannot be called "
+         r"\(ModuleList has no forward\).*such as 'layers.\{\*\}'"),
         ({"apply_modules": ["layers.{*}"], "ignored_parameters": ["head.*"]}, "ignored parameters "
          "that are trained: 'head.weight', 'head.bias'; the other .* are sharded"),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_has_no_effect_or_is_left_out_is_warned_of(fields, message) -> None:
-    message = message.replace("...act", r"\.\{\*\}\.act").replace("layers.' ", r"layers\*' ")
     with pytest.warns(UserWarning, match=message):
         ShardingPlan.from_dict(fields).validate(Model())
 
@@ -293,3 +363,36 @@ def test_a_plan_that_fits_says_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan("layers.{*}", ignored_modules=["head"]).validate(model)
+
+
+class Stubborn(Model):
+    """Its own traversals know no duplicates, as those of many older models."""
+
+    def named_parameters(self, prefix="", recurse=True):
+        return super().named_parameters(prefix, recurse)
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        assert remove_duplicate
+        return super().named_modules(memo, prefix)
+
+
+def test_a_model_with_traversals_of_its_own_is_planned_for_like_any_other() -> None:
+    fields = {"apply_modules": ["layers.{*}"], "ignored_parameters": ["head.*"]}
+    with pytest.warns(UserWarning, match=r"'head.weight', 'head.bias'; the other .* are sharded"):
+        ShardingPlan(**fields).validate(Stubborn())
+    own, other = (ShardingPlan(**fields).explain(make()) for make in (Stubborn, Model))
+    assert own.replace("Stubborn", "Model") == other
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *[(f"layers.0.{name}.weight", True) for name in (
+            "lora_A", "loraA", "LoraA", "LORA_down", "LoRA", "my_lora", "qlora", "gateLora", "lora",
+            "lora0", "w1_lora_B.default", "qLoRA")],
+        *[(f"{name}.weight", False) for name in (
+            "flora", "exploration", "floral", "adapter", "l.ora", "Flora", "coloralpha", "lo_ra")],
+    ],
+)  # fmt: skip
+def test_adapters_are_known_by_a_word_of_their_name(name: str, expected: bool) -> None:
+    assert is_of_adapter(name) == expected

@@ -100,3 +100,41 @@ def test_lists_hold_the_rest_of_the_step_and_the_next_steps() -> None:
         "layers.1": ("layers.0", "layers.0.b", "layers.0.a"),
     }
     assert forward_lists(found, 0) == {} == backward_lists(found, 0, when_done=False)
+
+
+def test_in_backward_a_unit_around_others_comes_before_them() -> None:
+    blocks = [place(f"visual.blocks.{index}", 1, member=True) for index in range(2)]
+    layers = [place(f"language.layers.{index}", 3, member=True) for index in range(2)]
+    found = order_steps(
+        [
+            place("visual", 0),
+            *blocks,
+            place("language", 2),
+            place("language.embed", 2),
+            *layers,
+            place("head", 4),
+        ]
+    )
+    assert backward_lists(found, 1, when_done=False) == {
+        "": ("head",),
+        "head": ("language",),
+        "language": ("language.layers.1",),
+        "language.layers.1": ("language.layers.0",),
+        "language.layers.0": ("language.embed",),
+        "language.embed": ("visual",),
+        "visual": ("visual.blocks.1",),
+        "visual.blocks.1": ("visual.blocks.0",),
+    }
+    # When the head is done, what is around the layers is needed at once, and its last layer next.
+    assert backward_lists(found, 1, when_done=True) == {
+        "head": ("language", "language.layers.1"),
+        "language.layers.1": ("language.layers.0",),
+        "language.layers.0": ("language.embed",),
+        "language.embed": ("visual", "visual.blocks.1"),
+        "visual.blocks.1": ("visual.blocks.0",),
+    }
+    inside = [place("layer", 0), place("layer.a", 1), place("layer.a.q", 2), place("layer.b", 3)]
+    assert order_steps(inside)[0] == ("layer", ("layer.a", "layer.a.q", "layer.b"), False)
+    lists = backward_lists(order_steps(inside), 1, when_done=False)
+    assert lists == {"": ("layer", "layer.b", "layer.a", "layer.a.q"),
+                     "layer": ("layer.b", "layer.a", "layer.a.q")}  # fmt: skip

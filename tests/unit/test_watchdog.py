@@ -32,7 +32,7 @@ class Dog(Watchdog):
     def __init__(self, group: ShardGroup) -> None:
         self.failure: CollectiveError | None = None
         self.group = group
-        super().__init__(group, CPU, Event, self.remember)
+        super().__init__(group, CPU, Event, self.remember, None)
 
     def remember(self, error: CollectiveError) -> None:
         self.failure = error

@@ -1,0 +1,49 @@
+"""Bits that stand in memory which nobody has written yet.
+
+In floating-point tensors they are NaNs, each with a payload that arithmetic does not make, so that
+what is never written shows itself; in others a number that is unlikely to be meant.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from layerzero.core.tensor_parallel import local_of
+
+_BITS = {
+    1: (torch.uint8, 0xA5),
+    2: (torch.int16, 0x7FE5),
+    4: (torch.int32, 0x7FE5A5A5),
+    8: (torch.int64, 0x7FFA5A5A5A5A5A5A),
+}
+
+
+def fill(tensor: torch.Tensor) -> None:
+    """Write the bits into all of a tensor, of a DTensor into what this rank has."""
+    bits = _bits_of(tensor)
+    if bits is not None:
+        bits.fill_(_BITS[bits.element_size()][1])
+
+
+def is_left(tensor: torch.Tensor) -> bool:
+    """Whether the bits are still in a tensor. Waits for the device.
+
+    In an element, where no other value has these bits; else in all of them.
+    """
+    bits = _bits_of(tensor)
+    if bits is None or not bits.numel():
+        return False
+    found = bits == _BITS[bits.element_size()][1]
+    is_rare = bits.element_size() > 2 or (tensor.is_floating_point() and bits.element_size() > 1)
+    return bool(found.any() if is_rare else found.all())
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    if tensor.is_meta:
+        return None
+    local = local_of(tensor)
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    if local.is_quantized or local.layout is not torch.strided:
+        return None
+    return local.view(_BITS[local.element_size()][0])

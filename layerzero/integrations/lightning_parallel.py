@@ -1,0 +1,244 @@
+"""MeshStrategy: data-parallel times tensor-parallel ranks under Lightning's Trainer.
+
+    data_parallel_size 2, tensor_parallel_size 2      rank             0  1  2  3
+    device_mesh, axes of Lightning's names            data_parallel    0  0  1  1
+                                                      tensor_parallel  0  1  0  1
+
+Ranks that differ along `tensor_parallel` alone hold parts of one model: they need the same batch,
+and count as one where samples are dealt and values reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
+
+from layerzero.core.groups import resolve_process_groups
+from layerzero.core.parameter_info import get_info
+from layerzero.core.tensor_parallel import TensorParallelSplit, local_of, split_of
+from layerzero.notices import warn_once
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"
+Size = int | Literal["auto"]
+
+
+def check_sizes(data_size: Size, tensor_size: Size, process_group: object) -> None:
+    """Refuse what cannot be a size, and sizes beside a group. Not collective.
+
+    Raises:
+        ValueError, TypeError: named, with what was expected.
+    """
+    sizes = {"data_parallel_size": data_size, "tensor_parallel_size": tensor_size}
+    for name, size in sizes.items():
+        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
+            raise TypeError(f"ZeRO3Strategy: {name}: expected an int or 'auto', got {size!r}")
+        if size != "auto" and size < 1:
+            raise ValueError(f"ZeRO3Strategy: {name}: expected at least 1, got {size}")
+    if process_group is None:
+        return
+    if not isinstance(process_group, (dist.ProcessGroup, DeviceMesh)):
+        raise TypeError(
+            "ZeRO3Strategy: process_group: expected a ProcessGroup, a DeviceMesh or None, got "
+            f"{process_group!r}"
+        )
+    if (data_size, tensor_size) != ("auto", 1):
+        raise ValueError(
+            f"ZeRO3Strategy: process_group, data_parallel_size={data_size!r} and "
+            f"tensor_parallel_size={tensor_size!r}: expected either the ranks that share the "
+            "model, or the sizes of a mesh that the strategy makes"
+        )
+
+
+class MeshStrategy(DDPStrategy):
+    """Knows which ranks share a model's data, and which its batch; shards nothing itself."""
+
+    def __init__(
+        self,
+        data_parallel_size: Size,
+        tensor_parallel_size: Size,
+        process_group: dist.ProcessGroup | DeviceMesh | None,
+        **of_ddp: Any,
+    ) -> None:
+        check_sizes(data_parallel_size, tensor_parallel_size, process_group)
+        super().__init__(**of_ddp)
+        self._sizes = data_parallel_size, tensor_parallel_size
+        self._given_group = process_group
+        self._device_mesh: DeviceMesh | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Axes "data_parallel" and "tensor_parallel"; with `process_group`, its own mesh.
+
+        Raises:
+            RuntimeError: the Trainer has not started, or `process_group` is no mesh.
+        """
+        if self._device_mesh is None:
+            raise RuntimeError(
+                "ZeRO3Strategy: there is no device mesh: it is made when the Trainer starts, and "
+                "with process_group it is the mesh that this is an axis of, if it is one"
+            )
+        return self._device_mesh
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        """The ranks a model is sharded over; None: all."""
+        if self._given_group is not None:
+            return self._given_group
+        if self._device_mesh is None or self._device_mesh[TENSOR].size() == 1:
+            return None
+        return self._device_mesh[DATA]
+
+    def _groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Along each axis of `data_parallel_group`; none where that is all ranks."""
+        group = self.data_parallel_group
+        return () if group is None else resolve_process_groups(group)
+
+    def setup_environment(self) -> None:
+        """Join the process group, and make the mesh. Collective.
+
+        Raises:
+            ValueError: sizes that do not fill the world, the same on all ranks.
+        """
+        super().setup_environment()
+        if self._given_group is not None:
+            if isinstance(self._given_group, DeviceMesh):
+                self._device_mesh = self._given_group._get_root_mesh()
+        elif self._device_mesh is None:
+            self._device_mesh = self._make_mesh(*self._resolved_sizes())
+        if self.lightning_module is not None:
+            # Where LightningModule.device_mesh looks, in configure_model.
+            self.lightning_module._device_mesh = self._device_mesh
+
+    def _resolved_sizes(self) -> tuple[int, int]:
+        given_data, given_tensor = self._sizes
+        world = dist.get_world_size()
+        if given_tensor != "auto":
+            tensor = given_tensor
+        else:  # As Lightning has it: one tensor-parallel group a node.
+            tensor = self.num_processes if given_data == "auto" else max(world // given_data, 1)
+        data = max(world // tensor, 1) if given_data == "auto" else given_data
+        if data * tensor != world:
+            raise ValueError(
+                f"ZeRO3Strategy: data_parallel_size={self._sizes[0]!r} and tensor_parallel_size="
+                f"{self._sizes[1]!r} make {data} x {tensor} = {data * tensor} ranks, the Trainer "
+                f"has {world}; choose a tensor_parallel_size that divides {world}, and leave out "
+                "data_parallel_size"
+            )
+        return data, tensor
+
+    def _make_mesh(self, data: int, tensor: int) -> DeviceMesh:
+        device_type = self.root_device.type
+        if tensor > 1:
+            return init_device_mesh(device_type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
+        # Without a group for each rank of the world, of which each rank would have to know.
+        (everyone,) = resolve_process_groups(None)
+        alone = dist.new_group(
+            [dist.get_rank()],
+            backend=dist.get_backend_config(),
+            use_local_synchronization=True,
+        )
+        assert isinstance(alone, dist.ProcessGroup), "this rank is in it"
+        ranks = torch.arange(data).view(data, 1)
+        groups = [everyone, alone]
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, TENSOR))
+
+    # Data -------------------------------------------------------------------------------------
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Tensor-parallel ranks get the same samples."""
+        groups = self._groups()
+        if not groups:
+            return super().distributed_sampler_kwargs
+        number, place = 1, 0
+        for group in reversed(groups):
+            number *= group.size()
+            place = place * group.size() + dist.get_rank(group)
+        return {"num_replicas": number, "rank": place}
+
+    def reduce(
+        self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean"
+    ) -> torch.Tensor:
+        """Over the data-parallel ranks, unless told otherwise. Collective."""
+        for each in (group,) if group is not None else self._groups() or (None,):
+            tensor = super().reduce(tensor, each, reduce_op)
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Of all ranks, data-parallel or not. Collective."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = super().reduce(votes, dist.group.WORLD, "sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    # The model --------------------------------------------------------------------------------
+
+    def prepare_mesh(self, model: nn.Module, equalize: bool) -> None:
+        """What tensor-parallel ranks need before a model is sharded. Collective over them.
+
+        Args:
+            equalize: what they all have gets the values of the first of them.
+
+        Raises:
+            ValueError: parameters are split over ranks that share the model, too.
+        """
+        groups = self._groups()
+        if len(groups) == 1:
+            for module in model.modules():
+                if isinstance(module, Metric) and module.process_group is None:
+                    module.process_group = groups[0]
+        split = next(filter(None, map(_split_of, model.parameters())), None)
+        if self._given_group is None:
+            assert self._device_mesh is not None, "made with the environment"
+            mesh = self._device_mesh[TENSOR]
+            if split is None and mesh.size() > 1:
+                warn_once(
+                    "tensor_parallel_size without DTensors",
+                    f"ZeRO3Strategy: tensor_parallel_size={mesh.size()}, but no parameter is a "
+                    f"DTensor: {mesh.size()} ranks each compute the same; call "
+                    f'parallelize_module(..., self.device_mesh["{TENSOR}"], ...) in '
+                    "configure_model",
+                )
+            if split is not None and mesh.size() == 1 and split.mesh.size() > 1:
+                raise ValueError(
+                    f"ZeRO3Strategy: parameters are split over ranks {split.mesh.mesh.tolist()} "
+                    "already, and the strategy shards over all "
+                    f"ranks; pass tensor_parallel_size={split.mesh.size()} and parallelize "
+                    f'on self.device_mesh["{TENSOR}"], or pass process_group, the data-parallel '
+                    "axis of a mesh of yours"
+                )
+        if equalize and split is not None:
+            for tensor in _whole_tensors(model):
+                self._equalize(tensor, split.mesh)
+
+    def _equalize(self, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+        local = local_of(tensor)
+        value = local.to(self.root_device).contiguous()
+        for axis in range(mesh.ndim):
+            dist.broadcast(value, group=mesh.get_group(axis), group_src=0)
+        if value is not local:
+            local.copy_(value)
+
+
+def _split_of(parameter: nn.Parameter) -> TensorParallelSplit | None:
+    info = get_info(parameter)
+    return split_of(parameter) if info is None else info.tensor_parallel
+
+
+def _whole_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers with values that every tensor-parallel rank has all of.
+
+    Without pieces, which a ZeRO3 inside has equalized as it was told to.
+    """
+    own = [parameter for parameter in model.parameters() if get_info(parameter) is None]
+    for tensor in (*own, *model.buffers()):
+        is_split = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
+        if not is_split and not tensor.is_meta:
+            yield tensor

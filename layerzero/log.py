@@ -1,0 +1,121 @@
+"""The log of what was made: one INFO record a model, on the first rank."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from layerzero.config import MixedPrecision
+from layerzero.runtime.root import RootState
+from layerzero.runtime.unit import Unit
+
+_logger = logging.getLogger(__name__)
+_SHOWN = 12
+"""Names that are listed before the rest is counted."""
+
+
+def log_units(module: nn.Module, root: RootState, is_first: bool) -> None:
+    """Tell what became of a module that was wrapped. Costs nothing where nobody listens."""
+    if not is_first or not _logger.isEnabledFor(logging.INFO):
+        return
+    lines = [_summary(module, root), *_placements(root.units), *_precisions(module, root.units)]
+    _logger.info("\n  ".join([*lines, _gathering(root)]))
+
+
+def _summary(module: nn.Module, root: RootState) -> str:
+    units = root.units
+    frozen = sum(
+        unit.pieces[index].layerzero.shape.numel()  # type: ignore[attr-defined]
+        for unit in units
+        for index, piece in enumerate(unit.pieces)
+        if not piece.requires_grad
+    )
+    total = sum(unit.num_parameters for unit in units)
+    shards = sum(handle.main_shard.nbytes for unit in units for handle in unit.handles)
+    full = sum(unit.nbytes for unit in units)
+    largest = max(units, key=lambda unit: unit.nbytes)
+    return (
+        f"ZeRO3: {len(units)} units of {type(module).__name__} on {root.device}: {total:,} "
+        f"parameters{f' ({frozen:,} frozen)' if frozen else ''}, {nbytes_text(shards)} of them on "
+        f"this rank, {nbytes_text(full)} if all units are full, the largest, {largest.label}, "
+        f"{nbytes_text(largest.nbytes)}\n  units: {names_text([unit.label for unit in units])}"
+    )
+
+
+def _placements(units: Sequence[Unit]) -> list[str]:
+    by_placement: dict[str, list[str]] = {}
+    for unit in units:
+        for handle in unit.handles:
+            placement = handle.placement
+            seconds = placement.shard_group.timeout.total_seconds()
+            text = f"{placement}, {placement.shard_group.backend}, timeout {seconds:g} s"
+            labels = by_placement.setdefault(text, [])
+            if unit.label not in labels:
+                labels.append(unit.label)
+    return [f"{text}: {names_text(labels)}" for text, labels in by_placement.items()]
+
+
+def _precisions(module: nn.Module, units: Sequence[Unit]) -> list[str]:
+    by_precision: dict[MixedPrecision, list[str]] = {}
+    for unit in units:
+        by_precision.setdefault(unit.options.mixed_precision, []).append(unit.label)
+    lines = []
+    for precision, labels in by_precision.items():
+        dtypes = {
+            name: str(value).removeprefix("torch.")
+            for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+            if (value := getattr(precision, name)) is not None
+        }
+        if not dtypes:
+            continue
+        kept = Counter(
+            type(inside).__name__ for inside in module.modules() if precision.keeps_float32(inside)
+        )
+        stays = ", ".join(f"{name} ({count})" for name, count in sorted(kept.items()))
+        unmet = [
+            cls.__name__
+            for cls in precision.keep_float32
+            if not any(isinstance(inside, cls) for inside in module.modules())
+        ]
+        lines.append(
+            "mixed precision: "
+            + ", ".join(f"{name}={value}" for name, value in dtypes.items())
+            + (f"; float32 stay: {stays}" if stays else "")
+            + (f"; keep_float32 met no {', '.join(unmet)}" if unmet else "")
+            + (f"; of {names_text(labels)}" if len(by_precision) > 1 else "")
+        )
+    return lines
+
+
+def _gathering(root: RootState) -> str:
+    residency = root.residency
+    budget = residency.limiter.budget
+    limits = [
+        *([] if budget.max_units is None else [f"{budget.max_units} units"]),
+        *([] if budget.max_nbytes is None else [nbytes_text(budget.max_nbytes)]),
+    ]
+    kept = [unit.label for unit in root.units if unit.options.reshard_after_forward is not True]
+    when = residency.backward_prefetch
+    return (
+        f"gathered ahead: {residency.forward_depth} in forward, "
+        f"{'none' if when is None else when.name} in backward, "
+        f"at most {' and '.join(limits) or 'any number'} at a time"
+        + (f"; not freed after forward: {names_text(kept)}" if kept else "")
+    )
+
+
+def names_text(labels: Sequence[str]) -> str:
+    """Names, the last of them counted where they are many."""
+    shown = ", ".join(labels[:_SHOWN])
+    more = len(labels) - _SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def nbytes_text(nbytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes} B"

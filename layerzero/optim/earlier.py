@@ -1,0 +1,61 @@
+"""Optimizers that were built before wrapping: they go on with the pieces, where they can."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from layerzero.notices import warn_once
+from layerzero.optim import attach
+from layerzero.runtime.unit import Unit
+
+
+def hand_over_pieces(built: Sequence[Unit]) -> None:
+    """Put pieces in the place of the original parameters in every optimizer that has these.
+
+    Groups, their options and their order stay. State cannot follow, since it has the shape of the
+    whole; an optimizer that has any for these parameters is left as it is, with a warning.
+    """
+    pieces: dict[int, tuple[str, nn.Parameter]] = {}
+    for unit in built:
+        for (fqn, reference), piece in zip(unit.originals, unit.pieces, strict=True):
+            original = reference()
+            if original is not None and original is not piece:
+                pieces[id(original)] = (fqn, piece)
+    if not pieces:
+        return
+    for optimizer in _optimizers():
+        held = [p for g in optimizer.param_groups for p in g["params"] if id(p) in pieces]
+        if not held:
+            continue
+        if any(parameter in optimizer.state for parameter in held):
+            first = pieces[id(held[0])][0]
+            warn_once(
+                f"an optimizer was built before wrapping: {first}",
+                f"an optimizer ({type(optimizer).__name__}) was built before wrapping, and has "
+                f"state for {len(held)} parameters that no longer belong to the model, {first!r} "
+                "first: it trains nothing; build it from the wrapped model's parameters()",
+                is_first=_is_first(built),
+                stacklevel=3,
+            )
+            continue
+        for group in optimizer.param_groups:
+            # In place: an optimizer may keep the list by another name.
+            group["params"][:] = [pieces.get(id(p), ("", p))[1] for p in group["params"]]
+        attach.look_at(optimizer)
+
+
+def _optimizers() -> Iterator[torch.optim.Optimizer]:
+    for candidate in gc.get_objects():
+        # Not isinstance: it asks the object itself for its class, and lazy ones then load or warn.
+        if issubclass(type(candidate), torch.optim.Optimizer):
+            yield candidate
+
+
+def _is_first(built: Sequence[Unit]) -> bool:
+    """Whether this rank speaks for those that share the model."""
+    groups = [group for u in built for handle in u.handles[:1] for group in handle.placement.groups]
+    return not any(group.rank for group in (*groups, *built[0].root.tensor_parallel_groups))

@@ -1,0 +1,192 @@
+"""Optimizers that are not element-wise are told so: one by name, any other by a step on stand-ins.
+
+An element-wise optimizer makes of each element what it makes of it in a whole parameter, so pieces
+train as the whole does. One that takes a norm, a row or a matrix of what it is given takes that of
+a piece, and trains otherwise without a word. Which it is cannot be read off a class; but a
+parameter of a few elements, and the same elements as pieces, tell after a few steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+
+from layerzero.core.parameter_info import get_info
+from layerzero.notices import warn_once
+from layerzero.optim import attach
+from layerzero.optim.decay import original_ndim
+from layerzero.optim.in_backward import is_narrowed
+from layerzero.optim.probe import differs_on_pieces
+from layerzero.runtime.pieces import Owner, owner_of_each
+
+_ELEMENT_WISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.SparseAdam,
+)
+
+_USES: list[tuple[str, str]] = [
+    (r"(?i)adafactor|^came$|^sm3$|lomo$|^adalite$", "rows, columns and norms of a parameter"),
+    (
+        r"(?i)muon|shampoo|^soap|kron|psgd|k-?fac|galore|^scion|^dion|^apollo|^flora|^fira|^racs"
+        r"|^alice|spectral|adahessian|^polargrad",
+        "matrices of a parameter",
+    ),
+    (r"(?i)lamb$|lars|^larc$|novograd|fromage|^nero$", "the norm of a parameter"),
+    (r"(?i)prodigy|dadapt|^mechanic|^dog$|^ldog$", "a step size from sums over all elements"),
+    (r"(?i)^stableadamw|^adamp$|^sgdp$|^adai|mini$|^aida$", "norms or means over a parameter"),
+    (r"(?i)^ranger", "the mean over rows of a gradient, which a piece has not"),
+    (
+        r"(?i)(8|4)bit|fp8$",
+        "blocks of neighbours to quantize its state, which pieces cut otherwise",
+    ),
+]
+"""Names of classes, and what these use that a piece has not."""
+
+_REFUSED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "expects the gradient and curvature of all parameters together, and calls "
+    "its closure, which is collective, until they are small: not as often on each rank",
+    torch.optim.Adafactor: "expects whole parameters for its rows, columns and norms, and fails on "
+    "the rank whose piece has no element",
+}
+"""With these, ranks would part, and not only train otherwise."""
+
+_PERTURBS = re.compile(r"(?<!B)S(AM|am)$")
+_INSTEAD = "Use one that treats each element by itself, such as torch.optim.AdamW or SGD"
+_perturbing: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Sharpness-aware ones: wrappers whose own `step` may never be called."""
+
+
+class _Pieces(NamedTuple):
+    """What an optimizer has of one model."""
+
+    owner: Owner
+    ndim: int
+    """The most dimensions that an original parameter has."""
+
+    @property
+    def are_parts(self) -> bool:
+        """Whether some elements are elsewhere, and not only the shapes."""
+        return self.owner.placement.num_main_shards > 1 or self.owner.is_tensor_parallel
+
+    @property
+    def change_anything(self) -> bool:
+        return self.are_parts or self.ndim != 1
+
+
+@attach.on_pieces
+def _note(optimizer: torch.optim.Optimizer) -> None:
+    if _PERTURBS.search(type(optimizer).__name__):
+        _perturbing.add(optimizer)
+
+
+@attach.on_first_step
+def _tell(optimizer: torch.optim.Optimizer) -> None:
+    """Before the first step of an optimizer that has pieces.
+
+    Raises:
+        NotImplementedError: on every rank: the ranks would part.
+    """
+    uses = _what_it_uses(optimizer)
+    groups_are_full = all(group["params"] for group in optimizer.param_groups)
+    if uses is None and groups_are_full and not _perturbing and _is_known(type(optimizer)):
+        return  # Before any pass over the pieces: there may be an optimizer for each of them.
+    pieces = _pieces_of(optimizer)
+    if pieces is None:
+        return
+    for cls, why in _REFUSED.items():
+        if isinstance(optimizer, cls) and pieces.are_parts:
+            raise NotImplementedError(
+                f"{cls.__name__} {why}, got this rank's pieces of a sharded model. {_INSTEAD}; or "
+                "leave the model unsharded (DistributedDataParallel)"
+            )
+    if not is_narrowed(optimizer):
+        _tell_of_decay(optimizer, pieces)
+    held = {id(parameter) for parameter in _parameters(optimizer)}
+    for each in list(_perturbing):
+        if pieces.are_parts and any(id(parameter) in held for parameter in _parameters(each)):
+            name = type(each).__name__
+            warn_once(
+                f"not element-wise: {name}",
+                f"{name} perturbs weights by the norm of all gradients, and gets this rank's "
+                "pieces: take the norm over all ranks, layerzero.global_norm(model), in its place",
+                is_first=pieces.owner.speaks,
+                stacklevel=5,
+            )
+    if optimizer in _perturbing or not pieces.change_anything:
+        return
+    if uses is None and pieces.owner.speaks and not _is_known(type(optimizer)):
+        ndim = 2 if pieces.ndim > 1 else 1
+        if differs_on_pieces(optimizer, ndim, 2 if pieces.are_parts else 1):
+            uses = "more than one element at a time (a step on stand-ins shows it)"
+    if uses is not None:
+        name = type(optimizer).__name__
+        warn_once(
+            f"not element-wise: {name}",
+            f"{name} uses {uses}: over the pieces of a sharded model, each 1-D and a part, it "
+            f"trains otherwise than over whole parameters. {_INSTEAD}",
+            is_first=pieces.owner.speaks,
+            stacklevel=5,
+        )
+
+
+def _what_it_uses(optimizer: torch.optim.Optimizer) -> str | None:
+    for cls in type(optimizer).__mro__[:-1]:
+        for pattern, uses in _USES:
+            if issubclass(cls, torch.optim.Optimizer) and re.search(pattern, cls.__name__):
+                return uses
+    return None
+
+
+def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether it steps as one of torch's that are element-wise."""
+    return next(each for each in cls.__mro__ if "step" in vars(each)) in _ELEMENT_WISE
+
+
+def _tell_of_decay(optimizer: torch.optim.Optimizer, pieces: _Pieces) -> None:
+    """All shapes in one group and none in another: they were told apart by `parameter.ndim`."""
+    groups = optimizer.param_groups
+    empty = {group.get("weight_decay") for group in groups if not group["params"]}
+    held = {group.get("weight_decay") for group in groups if group["params"]}
+    if not empty or len(held) != 1 or empty == held:
+        return
+    ndims = {original_ndim(parameter) > 1 for parameter in _parameters(optimizer)}
+    if ndims != {True, False}:
+        return
+    name, decay = type(optimizer).__name__, max(empty | held, key=lambda each: each or 0.0)
+    warn_once(
+        f"decay groups: {name}",
+        f"{name}: all parameters are in the group with weight_decay={held.pop()}, and the one "
+        f"with weight_decay={empty.pop()} is empty. Pieces of a sharded model are 1-D, so "
+        "parameter.ndim tells no matrix from a vector: use layerzero.optim.decay_groups(model, "
+        f"weight_decay={decay}), or len(parameter.layerzero.shape)",
+        is_first=pieces.owner.speaks,
+        stacklevel=6,
+    )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _pieces_of(optimizer: torch.optim.Optimizer) -> _Pieces | None:
+    marked = [each for each in _parameters(optimizer) if get_info(each) is not None]
+    known = owner_of_each()
+    owners = [known[id(piece)] for piece in marked if id(piece) in known]
+    if not owners:
+        return None
+    return _Pieces(owners[0], max(original_ndim(piece) for piece in marked))

@@ -1,0 +1,67 @@
+"""torch's norm of gradients, given those of pieces: it is that of a part, and a warning says so.
+
+`torch.nn.utils.clip_grad_norm_` finds its helper among the globals of its module when it is called,
+so a helper that looks first is met by every call, also by those who imported the function before.
+It looks until it has told once, and computes what torch does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from layerzero.notices import warn_once
+from layerzero.optim import attach
+from layerzero.runtime.pieces import Owner, owner_of_each
+
+_LOOKS = "_layerzero_looks"
+
+
+@attach.on_pieces
+def look(optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Begin to look; before an optimizer has pieces, few would clip their gradients."""
+    for owner, name, caller, instead in (
+        (clip_grad, "_get_total_norm", "clip_grad_norm_", "model.clip_grad_norm_(max_norm)"),
+        (torch.nn.utils, "get_total_norm", "get_total_norm", "layerzero.global_norm(model)"),
+    ):
+        former = getattr(owner, name, None)
+        if former is not None and not hasattr(former, _LOOKS):
+            setattr(owner, name, _looking(former, owner, name, caller, instead))
+
+
+def _looking(
+    former: Callable[..., torch.Tensor], module: Any, name: str, caller: str, instead: str
+) -> Callable[..., torch.Tensor]:
+    @functools.wraps(former)
+    def norm(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            owner = _owner_of_any(tensors)
+            if owner is not None:
+                setattr(module, name, former)
+                warn_once(
+                    caller,
+                    f"torch.nn.utils.{caller} was given pieces of a sharded model: its norm is "
+                    f"that of this rank's part, another one on each rank. Use {instead}, which is "
+                    "the same on all ranks; every rank calls it",
+                    is_first=owner.speaks,
+                    stacklevel=4,
+                )
+        return former(tensors, *args, **kwargs)
+
+    setattr(norm, _LOOKS, True)
+    return norm
+
+
+def _owner_of_any(tensors: list[Any]) -> Owner | None:
+    """Of the first piece, or gradient of one, whose parameter is not here as a whole."""
+    given = {id(tensor) for tensor in tensors}
+    for owner in owner_of_each().values():
+        is_part = owner.placement.num_main_shards > 1 or owner.is_tensor_parallel
+        if is_part and (id(owner.piece) in given or id(owner.piece.grad) in given):
+            return owner
+    return None

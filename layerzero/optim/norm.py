@@ -1,0 +1,253 @@
+"""Norms of what is spread over ranks, with one small collective for each group.
+
+Where several ranks have copies of the same elements, each contributes 1/copies of their power: no
+element counts twice, one number goes through one gather for each axis, and every rank of the whole
+mesh ends with the same norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.comm.collectives import gather_small
+from layerzero.core.parameter_info import get_info
+from layerzero.core.placement import Placement
+from layerzero.runtime.operations import remembers_failure
+from layerzero.runtime.pieces import Owner, owner_of_each, owners
+from layerzero.runtime.root import RootState
+
+
+class Part(NamedTuple):
+    """A tensor that lies on ranks as a parameter does: its gradient, its value, a moment of it."""
+
+    parameter: nn.Parameter
+    tensor: torch.Tensor
+
+
+def global_norm(
+    tensors_or_model: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    *,
+    like: Iterable[nn.Parameter] | None = None,
+) -> torch.Tensor:
+    """The norm over all ranks of gradients, parameters, or tensors that lie like them.
+
+    `torch.nn.utils.get_total_norm` for pieces, and what `p.norm()` of a whole parameter would be:
+    for logging, for SAM's perturbation, for statistics of gradients. Collective over the ranks of
+    each model that the tensors are of, the mesh of its DTensors included: every rank calls it with
+    tensors of the same parameters, its pieces without elements among them. Does not block the host
+    on a device with streams.
+
+    Args:
+        tensors_or_model: a module: the norm of its gradients, as `clip_grad_norm_` returns it; what
+            has no gradient counts nothing. Or parameters (the norm of their values), or the `.grad`
+            of parameters, one or many. A parameter that is not sharded is taken to be the same on
+            every rank.
+        norm_type: p > 0, or infinity.
+        like: parameters, one for each tensor: for tensors of their shapes that are neither
+            parameters nor their `.grad`, such as the moments of an optimizer.
+
+    Returns:
+        A scalar tensor, float32 (float64 if any tensor is), the same on all ranks.
+
+    Raises:
+        ValueError: `norm_type` is no norm; no tensor at all; or a tensor that belongs to no
+            parameter, so that nobody knows whether it is a part or a copy.
+        NotImplementedError: an unsharded DTensor.
+    """
+    norm_type = checked_norm_type(norm_type, "global_norm")
+    dtype = torch.float32
+    known = owner_of_each()
+    sharded: dict[RootState, list[Part]] = {}
+    whole: list[Part] = []
+    for parameter, tensor in _entries(tensors_or_model, like, known):
+        owner = known.get(id(parameter))
+        dtype = torch.promote_types(dtype, parameter.dtype)
+        parts = whole if owner is None else sharded.setdefault(owner.root, [])
+        if tensor is None:
+            continue
+        if isinstance(tensor, DTensor):
+            raise NotImplementedError(
+                "global_norm: got a DTensor that is not sharded by ZeRO3; take the norm of its "
+                "full_tensor(), or wrap the module that has it"
+            )
+        if owner is not None and tensor.shape != parameter.shape:
+            raise ValueError(
+                f"global_norm: expected a tensor like the piece of {_name(parameter)}, shape "
+                f"{tuple(parameter.shape)}, got {tuple(tensor.shape)}"
+            )
+        dtype = torch.promote_types(dtype, tensor.dtype)
+        if tensor.numel():
+            parts.append(Part(parameter, tensor.detach()))
+    if not sharded:
+        return root_of_power(_power([part.tensor for part in whole], norm_type, dtype), norm_type)
+    total = None
+    for root, parts in sharded.items():
+        tensor_of = {id(part.parameter): part.tensor for part in parts}
+        # All placements of the model, also those without a tensor: the same gathers on every rank.
+        by_placement: dict[int, tuple[Placement, list[Part]]] = {}
+        for _, placement, piece in owners(root):
+            _, own = by_placement.setdefault(id(placement), (placement, []))
+            if id(piece) in tensor_of:
+                own.append(Part(piece, tensor_of[id(piece)]))
+        power = global_power(root, [*by_placement.values()], whole, norm_type, dtype, "norm")
+        total = power if total is None else _sum(total, power.to(total.device), norm_type)
+        whole = []
+    assert total is not None
+    return root_of_power(total, norm_type)
+
+
+def _entries(
+    tensors_or_model: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    like: Iterable[nn.Parameter] | None,
+    known: dict[int, Owner],
+) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+    """Each tensor with the parameter that it lies like."""
+    if isinstance(tensors_or_model, nn.Module):
+        if like is not None:
+            raise ValueError("global_norm: like goes with tensors, got a module")
+        return [(parameter, parameter.grad) for parameter in tensors_or_model.parameters()]
+    if isinstance(tensors_or_model, torch.Tensor):
+        tensors_or_model = [tensors_or_model]
+    tensors = list(tensors_or_model)
+    if not tensors:
+        raise ValueError(
+            "global_norm: expected tensors, got none; give the same ones on every rank, those "
+            "without elements too, or the model"
+        )
+    if like is not None:
+        parameters = [like] if isinstance(like, nn.Parameter) else list(like)
+        if len(parameters) != len(tensors):
+            raise ValueError(
+                f"global_norm: expected one parameter in like for each tensor, got "
+                f"{len(parameters)} for {len(tensors)}"
+            )
+        return [*zip(parameters, tensors, strict=True)]
+    of_gradient = {
+        id(gradient): owner.piece
+        for owner in known.values()
+        if (gradient := owner.piece.grad) is not None
+    }
+    return [(_parameter_of(tensor, of_gradient), tensor) for tensor in tensors]
+
+
+def _parameter_of(tensor: torch.Tensor, of_gradient: dict[int, nn.Parameter]) -> nn.Parameter:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(
+            f"global_norm: expected a module or tensors, got a {type(tensor).__name__}"
+        )
+    if id(tensor) not in of_gradient:
+        raise ValueError(
+            f"global_norm: a tensor of shape {tuple(tensor.shape)} is neither a parameter nor the "
+            ".grad of a sharded one, so it may be a part or a copy; pass like=[parameter, ...], "
+            "with the parameter that each tensor belongs to"
+        )
+    return of_gradient[id(tensor)]
+
+
+def _name(parameter: nn.Parameter) -> str:
+    info = get_info(parameter)
+    return repr(info.fqn) if info is not None else f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def checked_norm_type(norm_type: float, where: str) -> float:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"{where}: expected norm_type > 0 or inf, got {norm_type}")
+    return norm_type
+
+
+@remembers_failure
+def global_power(
+    root: RootState,
+    sharded: Sequence[tuple[Placement, Sequence[Part]]],
+    replicated: Sequence[Part],
+    norm_type: float,
+    dtype: torch.dtype,
+    what: str,
+) -> torch.Tensor:
+    """The sum of |x|^p over all elements on all ranks; for infinity their maximum. Collective.
+
+    Args:
+        sharded: for each placement of the model's units what this rank has there; the same
+            placements on every rank.
+        replicated: what is whole on every rank.
+        norm_type: p.
+        dtype: of the sum.
+        what: name of the collectives.
+
+    Returns:
+        A scalar tensor, the same on all ranks, tensor-parallel ones included.
+    """
+    is_max = math.isinf(norm_type)
+    total = torch.zeros((), dtype=dtype, device=root.device)
+    for placement, parts_here in sharded:
+        part = _share(root, parts_here, norm_type, dtype)
+        if not is_max:
+            part = part / placement.num_met
+        if placement is sharded[0][0] and replicated:
+            own = _share(root, replicated, norm_type, dtype)
+            count = math.prod(group.size for group in placement.all_owner_groups)
+            part = torch.maximum(part, own) if is_max else part + own / count
+        # Gathered and then reduced here: in the order of the flat buffer, which is the same however
+        # ranks are grouped, and a NaN survives a maximum.
+        parts = part
+        for group in placement.all_owner_groups:
+            operation = root.operations.next(what, "the model", group)
+            parts = gather_small(parts, group, operation)
+        total = _sum(total, parts.amax() if is_max else parts.flatten().sum(), norm_type)
+    for group in root.tensor_parallel_groups:
+        operation = root.operations.next_tensor_parallel(what, "the model", group)
+        parts = gather_small(total, group, operation)
+        total = parts.amax() if is_max else parts.sum()
+    return total
+
+
+def root_of_power(power: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm."""
+    return power if math.isinf(norm_type) else power.pow(1.0 / norm_type)
+
+
+def _share(
+    root: RootState, parts: Sequence[Part], norm_type: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """What this rank contributes to the power over tensor-parallel ranks, as a scalar."""
+    num_ranks = math.prod(group.size for group in root.tensor_parallel_groups)
+    if num_ranks == 1:
+        return _power([part.tensor for part in parts], norm_type, dtype, root.device)
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for parameter, tensor in parts:
+        info = get_info(parameter)
+        split = None if info is None else info.tensor_parallel
+        by_copies.setdefault(num_ranks if split is None else split.num_copies, []).append(tensor)
+    total = torch.zeros((), dtype=dtype, device=root.device)
+    for copies, tensors in by_copies.items():
+        power = _power(tensors, norm_type, dtype, root.device)
+        total = _sum(total, power if math.isinf(norm_type) else power / copies, norm_type)
+    return total
+
+
+def _sum(left: torch.Tensor, right: torch.Tensor, norm_type: float) -> torch.Tensor:
+    return torch.maximum(left, right) if math.isinf(norm_type) else left + right
+
+
+def _power(
+    tensors: list[torch.Tensor],
+    norm_type: float,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Sum of |x|^p over local elements (their maximum for infinity), as a scalar."""
+    if not tensors:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+    power = norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    return power.to(device) if device is not None else power

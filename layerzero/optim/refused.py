@@ -1,0 +1,31 @@
+"""Optimizers that split or average parameters over ranks themselves, and so cannot have pieces."""
+
+from __future__ import annotations
+
+import torch
+
+from layerzero.optim import attach
+
+_NAMES = {
+    "ZeroRedundancyOptimizer",
+    "PostLocalSGDOptimizer",
+    "OSS",
+    "DistributedFusedAdam",
+    "DistributedFusedLAMB",
+}
+
+
+@attach.on_pieces
+def refuse(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse such an optimizer while it is constructed.
+
+    Raises:
+        TypeError: it is one.
+    """
+    names = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _NAMES]
+    if names:
+        raise TypeError(
+            f"{names[0]} was given parameters of a ZeRO3 module: it would send this rank's pieces "
+            "to other ranks, which have other pieces. The optimizer is split over ranks already: "
+            "give the parameters to the optimizer inside it, such as torch.optim.AdamW"
+        )

@@ -1,0 +1,91 @@
+"""rewrap: take in what changed in a model after it was wrapped."""
+
+from __future__ import annotations
+
+from layerzero.core.parameter_hooks import kind_of_hooks
+from layerzero.core.parameter_info import get_info
+from layerzero.notices import warn_once
+from layerzero.runtime.states import TrainingState
+from layerzero.runtime.unit import get_unit
+from layerzero.runtime.unwrap import unwrap
+from layerzero.zero3 import ZeRO3
+
+
+def rewrap(model: ZeRO3) -> list[str]:
+    """Shard a model anew whose modules or parameters changed after wrapping. Collective.
+
+    With the arguments the model was wrapped with, and the same wrapper object. A parameter whose
+    unit is laid out as before keeps its piece, the very object, and with it `.grad`, hooks and the
+    state an optimizer has for it; a warning names others that had hooks. Lists of units to
+    prefetch, and recorded orders, start anew.
+
+    Every rank gathers the whole model for it, once. What new parameters hold must be equal on all
+    ranks.
+
+    Args:
+        model: the outermost ZeRO3 module, between steps.
+
+    Returns:
+        Names of the parameters whose pieces are new: no optimizer has these yet. One that held the
+        pieces before them must be made anew.
+
+    Raises:
+        ValueError: `model` is no outermost ZeRO3 module.
+        RuntimeError: it is in forward or backward, gradients wait for a backward that synchronizes,
+            or methods of modules were replaced after wrapping.
+        NotImplementedError: a module inside has a ZeRO3 of its own, or `step_in_backward` is on.
+    """
+    unit = get_unit(model)
+    if not isinstance(model, ZeRO3) or unit is None or unit.root.units[0] is not unit:
+        raise ValueError(f"rewrap: expected the outermost ZeRO3 module, got {type(model).__name__}")
+    root = unit.root
+    root.clear_abandoned()
+    busy = root.in_backward or any(u.training_state is not TrainingState.IDLE for u in root.units)
+    waits = any(h.gradients.is_waiting for each in root.units for h in each.handles)
+    if busy or waits:
+        raise RuntimeError(
+            "rewrap: expected a model between steps, but "
+            + ("it is in forward, backward or summon_full_params" if busy else "gradients wait")
+            + "; leave that, or call reduce_gradients(), first"
+        )
+    for name, module in model.named_modules():
+        if module is not model and isinstance(module, ZeRO3):
+            raise NotImplementedError(
+                f"rewrap: {name!r} has a ZeRO3 of its own, whose arguments would be lost; build "
+                "and wrap the model anew, with auto_wrap_policy"
+            )
+    if root.reducer.on_delivered is not None:
+        raise NotImplementedError(
+            "rewrap: the optimizer of step_in_backward has pieces that may go; call "
+            "step_in_backward(None) before, and step_in_backward(a new optimizer) after"
+        )
+    pieces = {id(piece): piece for each in root.units for piece in each.pieces}
+    hooked = {
+        id(piece): info.fqn
+        for piece in pieces.values()
+        if kind_of_hooks(piece) is not None and (info := get_info(piece)) is not None
+    }
+    ignored = root.structure.ignored_now()
+    given: dict[str, object] = dict(model.__dict__["_given"])
+    given.update(ignored_modules=ignored.modules, ignored_parameters=ignored.parameters)
+    patches = model.forward_patches
+    if patches:
+        del model.forward
+    unwrap(root.units)
+    del unit, root
+    ZeRO3.__init__(model, **given)  # type: ignore[arg-type]
+    for patch in patches:
+        model._patch_forward(patch)
+    shown = {id(parameter) for parameter in model.parameters()}
+    lost = [fqn for number, fqn in hooked.items() if number not in shown]
+    if lost:
+        warn_once(
+            f"rewrap: {lost}",
+            f"rewrap: hooks on {lost} were on pieces that are gone, since their units are laid "
+            "out anew; register them again",
+        )
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if get_info(parameter) is not None and id(parameter) not in pieces
+    ]

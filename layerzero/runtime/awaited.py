@@ -1,0 +1,87 @@
+"""What is looked at before the first forward of a model, and never again.
+
+Values that a load brings (`param_init_fn="later"`), and prefetch lists that were made when their
+units did not belong to one model yet.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from layerzero.comm.texts import gather_texts
+from layerzero.core import canary
+from layerzero.core.placement import Placement
+
+if TYPE_CHECKING:
+    from layerzero.runtime.root import RootState
+    from layerzero.runtime.unit import Unit
+
+
+class AwaitedBuffer(NamedTuple):
+    """A buffer whose value comes after construction."""
+
+    fqn: str
+    """In the module that was wrapped with it."""
+    module: weakref.ref[nn.Module]
+    name: str
+
+
+def await_values(units: Sequence[Unit], buffers: Sequence[AwaitedBuffer]) -> None:
+    """Have the first forward look whether all values of one `ZeRO3` call are there."""
+    for unit in units:
+        unit.awaits_values = True
+    units[0].awaited_buffers = tuple(buffers)
+
+
+def check_first_forward(root: RootState) -> None:
+    """Refuse a forward that something is missing for. Collective where values are awaited.
+
+    Raises:
+        RuntimeError: on every rank: parameters or buffers have no values yet.
+        ValueError: a prefetch list names units of another model.
+    """
+    for unit in root.units:
+        for other in (*(unit.forward_prefetch or ()), *(unit.backward_prefetch or ())):
+            if other not in root.units:
+                raise ValueError(
+                    f"{unit.label}: modules to prefetch must be units of the same model, got "
+                    f"{other.label} of another; wrap a module that contains both, or leave it out"
+                )
+    by_placement: dict[int, tuple[Placement, list[Unit]]] = {}
+    for unit in root.units:
+        for handle in unit.handles if unit.awaits_values else ():
+            placement = handle.placement.data_parallel or handle.placement
+            units = by_placement.setdefault(id(placement), (placement, []))[1]
+            if unit not in units:
+                units.append(unit)
+    waiting = [unit for unit in root.units if unit.awaits_values]
+    for placement, units in by_placement.values():
+        missing = next(_missing(units + [u for u in waiting if not u.handles]), None)
+        told = gather_texts(missing, placement.rank, placement.groups, root.device, "values")
+        if told:
+            rank, text = next(iter(told.items()))
+            raise RuntimeError(
+                f"{text} has no value yet (rank {rank}): it came from the meta device with "
+                'param_init_fn="later"; load a checkpoint that has it before the first forward'
+            )
+    for unit in waiting:
+        unit.awaits_values, unit.awaited_buffers = False, ()
+
+
+def _missing(units: Sequence[Unit]) -> Iterator[str]:
+    for unit in units:
+        for handle in unit.handles:
+            for fqn, piece in zip(handle.fqns, handle.sharded_params, strict=True):
+                if canary.is_left(piece.detach()):
+                    yield f"parameter {fqn!r}"
+        for fqn, module_ref, name in unit.awaited_buffers:
+            module = module_ref()
+            buffer = None if module is None else module._buffers.get(name)
+            if module is not None and buffer is not None and canary.is_left(buffer):
+                full = f"{unit.fqn}.{fqn}" if unit.fqn else fqn
+                is_saved = name not in module._non_persistent_buffers_set
+                yield f"buffer {full!r}" + ("" if is_saved else ", which no checkpoint has,")

@@ -1,0 +1,129 @@
+"""What a module with sharded parameters refuses, or does in a way that keeps them sharded.
+
+Attributes of the instance, as the methods that hooks.py wraps: a module that shares its class with
+others is none of ours.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from layerzero.core.parameter_info import get_info
+from layerzero.runtime.unit import Unit
+
+_NAMES = "_layerzero_sharded"
+_Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+def refuse_copies(name: str) -> NoReturn:
+    """Two modules would share what belongs to one: hooks, pieces, the unit itself.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"{name}: a module that ZeRO3 sharded cannot be copied or pickled (copy, deepcopy, pickle, "
+        "torch.save of the module itself). For averaged weights copy the pieces: {name: "
+        "p.detach().clone() for name, p in model.named_parameters()}; for a second model copy the "
+        "module before wrapping it, and wrap both; to save, use layerzero.checkpoint.save, or "
+        "torch.save of layerzero.checkpoint.get_model_state_dict(model, full=True)"
+    )
+
+
+def refuse_export(label: str) -> NoReturn:
+    """What records a forward would record gathers, and parameters that have no memory afterwards.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"{label}: a sharded model cannot be exported or traced (torch.export, torch.onnx, "
+        "torch.jit.trace). Call full = layerzero.checkpoint.get_model_state_dict(model, full=True, "
+        "cpu_offload=True, rank0_only=True) on every rank, load_state_dict(full) into a module "
+        "that is not wrapped on the first, and export that one"
+    )
+
+
+def install(module: nn.Module) -> None:
+    """Guard a module that shows sharded parameters, or is a unit."""
+    module_ref = weakref.ref(module)
+
+    def refuse_state() -> NoReturn:
+        refuse_copies(type(module_ref()).__name__)
+
+    def apply(convert: _Convert, recurse: bool = True) -> nn.Module:
+        guarded = module_ref()
+        assert guarded is not None, "else nobody could call its method"
+        for part in guarded.modules() if recurse else (guarded,):
+            _check_conversion(part, convert)
+        return _convert(guarded, convert, recurse)
+
+    # What copy, deepcopy and pickle ask of an object.
+    module.__dict__["__getstate__"] = refuse_state
+    # What to(), half(), cuda() and the like call.
+    module.__dict__["_apply"] = apply
+
+
+def add_name(module: nn.Module, name: str, unit: Unit) -> None:
+    """This parameter of a guarded module is one of `unit`."""
+    module.__dict__.setdefault(_NAMES, {})[name] = unit
+
+
+def units_of(module: nn.Module) -> set[Unit]:
+    """Whose parameters a module shows, without those inside it."""
+    return set(module.__dict__.get(_NAMES, {}).values())
+
+
+def remove(module: nn.Module) -> None:
+    """The module has no sharded parameters any more."""
+    for name in (_NAMES, "__getstate__", "_apply"):
+        module.__dict__.pop(name, None)
+
+
+def _sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What the slots show now, be it pieces or full ones."""
+    parameters = module._parameters
+    return {
+        name: parameter
+        for name in module.__dict__.get(_NAMES, ())
+        if (parameter := parameters.get(name)) is not None
+    }
+
+
+def _check_conversion(module: nn.Module, convert: _Convert) -> None:
+    for name, shown in _sharded_parameters(module).items():
+        sample = torch.empty(0, dtype=shown.dtype, device=shown.device)
+        converted = convert(sample)
+        if converted.dtype != shown.dtype or converted.device != shown.device:
+            info = get_info(shown)
+            raise RuntimeError(
+                f"parameter {name if info is None else info.fqn!r} is sharded as {shown.dtype} on "
+                f"{shown.device} and cannot become {converted.dtype} on {converted.device} now; no "
+                "parameter was converted: cast or move the module before wrapping it, or compute "
+                "in another dtype with MixedPrecision(param_dtype=...)"
+            )
+
+
+def _convert(module: nn.Module, convert: _Convert, recurse: bool) -> nn.Module:
+    """What the module's class does, with sharded parameters that stay the objects they are.
+
+    torch may swap every parameter for a new one (torch.__future__), and the new one has no mark.
+    """
+    sharded = _sharded_parameters(module)
+    for name in sharded:
+        module._parameters[name] = None
+    try:
+        type(module)._apply(module, convert, recurse)
+    finally:
+        module._parameters.update(sharded)
+    with torch.no_grad():
+        for parameter in dict.fromkeys(sharded.values()):
+            parameter.data = convert(parameter.data)
+            if parameter.grad is not None:
+                parameter.grad.data = convert(parameter.grad.data)
+    return module

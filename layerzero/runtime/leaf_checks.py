@@ -1,0 +1,160 @@
+"""What a model does to its full parameters that would be lost without a word.
+
+Full parameters are copies, freed after use. Some things that plain torch allows leave no trace in
+the pieces, and are refused at the end of the forward, or at the beginning of the next one:
+
+- A write in forward: `nn.Embedding(max_norm=...)`, a clamp, a codebook that follows its inputs.
+  Versions tell, but for writes through `.data`: for these the first training forward is looked at
+  more closely, bit by bit.
+- A parameter that takes the place of a full one in forward (`self.w = nn.Parameter(...)`).
+- A gradient that comes to a unit though no output of its calls had one: a tensor left the unit
+  another way (a hook that keeps an activation), and nothing else led back in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from layerzero.core.flat_param import FlatParamHandle
+from layerzero.runtime.unit import Unit
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LeafChecks:
+    """Looks at the full parameters of all units of a model, once before and after its forward."""
+
+    first_forward: FirstForward | None
+    """Until the first training forward has ended."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._leaves = [leaf for unit in units for h in unit.handles for leaf in h.full_params]
+        copies = [h for unit in units for h in unit.handles if not _is_main_memory(h)]
+        self._copies = [
+            (fqn, leaf) for h in copies for fqn, leaf in zip(h.fqns, h.full_params, strict=True)
+        ]
+        self._versions = self._current_versions()
+        self.first_forward = FirstForward()
+
+    def _current_versions(self) -> list[int]:
+        return [leaf._version for _, leaf in self._copies]
+
+    def before_forward(self) -> None:
+        """A forward of the model begins, and no backward is under way.
+
+        Raises:
+            RuntimeError: a leaf has a gradient that no reduction has taken.
+        """
+        for leaf in self._leaves:
+            if leaf.grad is not None:
+                self._refuse_gradients()
+
+    def _refuse_gradients(self) -> None:
+        names = []
+        for unit in self._units:
+            for handle in unit.handles:
+                for fqn, leaf in zip(handle.fqns, handle.full_params, strict=True):
+                    if leaf.grad is not None:
+                        names.append(fqn)
+                        leaf.grad = None
+        raise RuntimeError(
+            f"the last backward computed gradients of {_listed(names)} that were not reduced and "
+            "are dropped: they came through a tensor that left its unit another way than as an "
+            "output of a forward (kept by a hook, or on a module), while no output had a "
+            "gradient; return that tensor from the forward, or add an output to the loss with "
+            "factor 0"
+        )
+
+    def after_forward(self) -> RuntimeError | None:
+        """The outermost forward has ended; what is wrong with it."""
+        replaced = [name for unit in self._units for name in unit.replaced]
+        if replaced:
+            for unit in self._units:
+                unit.replaced = []
+            return RuntimeError(
+                f"the forward put other parameters in place of {_listed(replaced)}, which are "
+                "sharded; these are dropped, and the sharded ones are in place again: make them "
+                "buffers, leave them out of sharding (ignored_parameters), or change values "
+                "between steps, inside summon_full_params()"
+            )
+        names: list[str] = []
+        versions = self._current_versions()
+        if versions != self._versions:
+            pairs = zip(self._copies, self._versions, versions, strict=True)
+            names = [fqn for (fqn, _), before, after in pairs if before != after]
+            self._versions = versions
+        if self.first_forward is not None and self.first_forward.was_training:
+            names = names or self.first_forward.written()
+            self.first_forward = FirstForward() if names else None
+        if not names:
+            return None
+        return RuntimeError(
+            f"the forward wrote into the full parameters {_listed(names)}. These are copies that "
+            "are freed after use, so what was written is lost: make them buffers, leave them out "
+            "of sharding (ignored_parameters), or write between steps, inside summon_full_params()"
+        )
+
+
+class FirstForward:
+    """Sums the bits of full parameters around each call of their unit."""
+
+    def __init__(self) -> None:
+        self.was_training = False
+        self._before: dict[Unit, list[torch.Tensor]] = {}
+        self._pairs: list[tuple[Unit, list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def begin_call(self, unit: Unit) -> None:
+        """Its full parameters are there, and no call of it is running."""
+        if torch.is_grad_enabled() and unit.module.training:
+            self.was_training = True
+            self._before[unit] = _digests(unit)
+
+    def end_call(self, unit: Unit) -> None:
+        """Its last running call has ended, and its full parameters are still there."""
+        before = self._before.pop(unit, None)
+        if before is not None:
+            self._pairs.append((unit, before, _digests(unit)))
+
+    def written(self) -> list[str]:
+        """Names of parameters whose bits changed. Blocks the host."""
+        names: dict[str, None] = {}
+        for unit, before, after in self._pairs:
+            handles = [handle for handle in unit.handles if not _is_main_memory(handle)]
+            for handle, old, new in zip(handles, before, after, strict=True):
+                for fqn, is_equal in zip(handle.fqns, (old == new).tolist(), strict=True):
+                    if not is_equal:
+                        names[fqn] = None
+        return list(names)
+
+
+def _is_main_memory(handle: FlatParamHandle) -> bool:
+    """Whether full parameters are what the optimizer updates: writes stay, as in plain torch."""
+    return handle.is_whole and not handle.has_compute_shard
+
+
+def _digests(unit: Unit) -> list[torch.Tensor]:
+    """For each flat parameter [number of parameters], int64: sums of the bits of each."""
+    # No user's dispatch mode sees it: selective checkpointing counts operations.
+    with _disable_current_modes(), torch.no_grad():
+        return [_digest(handle) for handle in unit.handles if not _is_main_memory(handle)]
+
+
+def _digest(handle: FlatParamHandle) -> torch.Tensor:
+    full = handle.full.data
+    bits = full.view(_BITS.get(full.element_size(), torch.uint8))
+    factor = bits.numel() // max(full.numel(), 1)
+    starts, numels = handle.layout.starts, handle.layout.numels
+    sums = [
+        bits[start * factor : (start + numel) * factor].sum(dtype=torch.int64)
+        for start, numel in zip(starts, numels, strict=True)
+    ]
+    return torch.stack(sums)
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    listed = ", ".join(repr(name) for name in names[:most])
+    return listed + (f" and {len(names) - most} more" if len(names) > most else "")

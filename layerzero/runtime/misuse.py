@@ -1,0 +1,85 @@
+"""Says so in the error when the line that failed used a piece where a parameter was meant.
+
+Torch's own text tells of shapes alone. Looked for only once something was raised: the expressions
+of the failing lines are followed through modules and local variables, and nothing is called.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterator
+from types import CodeType, TracebackType
+from typing import Any
+
+from torch import nn
+
+from layerzero.core.parameter_info import get_info
+
+_EXPRESSION = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*")
+_STEP = re.compile(r"\w+")
+_EXPLAINED = "_layerzero_explained"
+
+
+def explain(error: BaseException) -> None:
+    """Name the pieces that the failing lines used, if there are any, in the error's own text."""
+    if not isinstance(error, (RuntimeError, ValueError, IndexError, TypeError)):
+        return
+    if hasattr(error, _EXPLAINED) or not (error.args and isinstance(error.args[0], str)):
+        return
+    setattr(error, _EXPLAINED, True)
+    found: dict[str, str] = {}
+    traceback = error.__traceback__
+    while traceback is not None:
+        for piece in _pieces_used_at(traceback):
+            info = get_info(piece)
+            if info is not None:
+                start, stop = info.range
+                found[info.fqn] = f"elements {start} to {stop} of shape {tuple(info.shape)}"
+        traceback = traceback.tb_next
+    if found:
+        listed = "; ".join(f"{fqn!r} ({what})" for fqn, what in found.items())
+        error.args = (
+            f"{error.args[0]}\nThe line that failed uses sharded parameters outside the forward of "
+            f"their unit, where each is this rank's 1-D piece: {listed}. Call the module that has "
+            "the parameter, let it be in the unit of the module that uses it (auto_wrap_policy), "
+            "name the method with layerzero.register_forward_method, or use "
+            "summon_full_params()",
+            *error.args[1:],
+        )
+
+
+def _pieces_used_at(traceback: TracebackType) -> Iterator[nn.Parameter]:
+    frame = traceback.tb_frame
+    names = {**frame.f_globals, **frame.f_locals}
+    for number in _lines(frame.f_code, traceback):
+        for match in _EXPRESSION.finditer(linecache.getline(frame.f_code.co_filename, number)):
+            first, *steps = _STEP.findall(match.group())
+            value = names.get(first)
+            for step in steps:
+                value = _step(value, step)
+            if isinstance(value, nn.Parameter):
+                yield value
+
+
+def _lines(code: CodeType, traceback: TracebackType) -> range:
+    """Of the expression that failed; Python before 3.11 knows its first line alone."""
+    first = last = traceback.tb_lineno
+    if hasattr(code, "co_positions"):
+        positions = list(code.co_positions())[traceback.tb_lasti // 2]
+        first, last = positions[0] or first, positions[1] or last
+    return range(first, last + 1)
+
+
+def _step(value: Any, name: str) -> Any:
+    """An attribute or item, without running code of the value's class."""
+    if isinstance(value, nn.Module):
+        own = value.__dict__
+        module = own.get("_wrapped", value)  # of a wrapper
+        for where in (module._parameters, module._modules, module.__dict__):
+            if name in where:
+                return where[name]
+        return None
+    if isinstance(value, (list, tuple)) and name.isdigit() and int(name) < len(value):
+        return value[int(name)]
+    return getattr(value, "__dict__", {}).get(name)

@@ -1,0 +1,53 @@
+"""Tells of gradients that autograd computes for pieces, and not for full parameters.
+
+A penalty on `model.parameters()` uses what the model shows between calls: this rank's pieces. Of a
+sum over elements the gradient is right; of a norm, or anything else that needs whole tensors, not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.core.parameter_hooks import is_accumulating
+from layerzero.core.parameter_info import get_info
+from layerzero.notices import warn_once
+
+
+def watch(pieces: Iterable[nn.Parameter], is_first: bool) -> dict[nn.Parameter, Any]:
+    """Warn once of a gradient of a piece. Costs nothing until there is one.
+
+    Returns:
+        By piece what must be kept: autograd holds the node that has the hook weakly.
+    """
+    return {piece: _watch(piece, is_first) for piece in pieces}
+
+
+def _watch(piece: nn.Parameter, is_first: bool) -> Any:
+    with torch.enable_grad(), torch.inference_mode(False):
+        view = piece.view_as(piece)
+    assert view.grad_fn is not None, "the piece requires grad"
+    accumulator = view.grad_fn.next_functions[0][0]
+    assert accumulator is not None
+    info = get_info(piece)
+    assert info is not None, "pieces are marked"
+    fqn = info.fqn
+
+    def warn(_: object) -> None:
+        if is_accumulating():
+            return  # The reduced gradient of a piece that has hooks.
+        warn_once(
+            "gradients of pieces",
+            f"{fqn!r} was used outside the forward of its unit, where it is this rank's piece, as "
+            "in a penalty on model.parameters(): autograd gave the piece a gradient of its own, "
+            "which is not reduced. This is right for sums over elements, such as an L2 penalty, "
+            "and wrong for norms and whatever else needs the whole tensor: compute that inside the "
+            "model's forward",
+            is_first=is_first,
+        )
+
+    accumulator.register_prehook(warn)
+    return accumulator

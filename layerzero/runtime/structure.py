@@ -1,0 +1,226 @@
+"""What was in a model's module tree when it was wrapped, and what has changed since.
+
+A module or parameter that comes later is in no unit: nobody gathers it, and its gradients stay on
+the rank that computed them. So every forward of the model, and whatever reads or saves its weights,
+compares first. The comparison is a few passes over dicts in C, by identity; only where these differ
+is the tree walked, and names tell whether a parameter came, went, or is another one. What changes
+no parameter is nobody's business: modules without any, a module around another one that keeps its
+name (`checkpoint_wrapper`, `torch.compile`), what is ignored.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+
+from torch import nn
+
+from layerzero.core.names import clean_name
+from layerzero.runtime.unit import Unit, get_unit
+
+_children_of = itemgetter("_modules")
+_parameters_of = itemgetter("_parameters")
+_END = (None,)
+"""After the last parameter, so that a list that is shorter than expected differs, too."""
+
+
+class Ignored:
+    """Modules and parameters of a model that are not ours, by identity and by place.
+
+    By place as well, because what is ignored may be replaced.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module] = (), parameters: Iterable[nn.Parameter] = ()
+    ) -> None:
+        self._modules = {id(module): weakref.ref(module) for module in modules}
+        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self.names: set[str] = set()
+        """Places in the model, once `note_names` was called."""
+
+    def has_module(self, module: nn.Module) -> bool:
+        reference = self._modules.get(id(module))
+        return reference is not None and reference() is module
+
+    def has_parameter(self, parameter: nn.Parameter) -> bool:
+        reference = self._parameters.get(id(parameter))
+        return reference is not None and reference() is parameter
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for ref in self._modules.values() if (module := ref()) is not None]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [each for ref in self._parameters.values() if (each := ref()) is not None]
+
+    def and_also(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> Ignored:
+        return Ignored([*self.modules, *modules], [*self.parameters, *parameters])
+
+
+class Structure:
+    """The tree of one model. Holds what is below the root, and the root weakly."""
+
+    def __init__(self, units: Sequence[Unit], ignored: Ignored) -> None:
+        """`units` is the root's list, outermost first."""
+        self.ignored = ignored
+        self._units = units
+        self._root_ref = weakref.ref(units[0].module)
+        self._note_ignored(units[0].module)
+        self._named = dict(self._walk())
+        self._take_snapshot()
+
+    def check(self, what: str) -> None:
+        """Refuse a model whose parameters are not those that were wrapped. Not collective.
+
+        Args:
+            what: is about to happen.
+
+        Raises:
+            RuntimeError: a parameter came, went, or was replaced; with all their names.
+        """
+        if not self._is_same():
+            changes = self._changes()
+            if changes:
+                raise RuntimeError(
+                    f"{what}: the model is not as it was wrapped: {changes}. What came later is in "
+                    "no unit: it would neither be sharded, nor reduced, nor saved. Change a module "
+                    "before wrapping it, values inside summon_full_params(); or call "
+                    "layerzero.rewrap(model) on every rank, and give new parameters to the "
+                    "optimizer"
+                )
+            self._take_snapshot()
+
+    # In C -----------------------------------------------------------------------------------
+
+    def _take_snapshot(self) -> None:
+        root = self._root_ref()
+        assert root is not None, "whoever asks has it"
+        modules = self._modules(root)
+        self._dicts = [module.__dict__ for _, module in modules if module is not root]
+        dicts = [root.__dict__, *self._dicts]
+        self._children = [dict(_children_of(each)) for each in dicts]
+        self._parameter_dicts = [_parameters_of(each) for each in dicts]
+        shown = chain.from_iterable(each.values() for each in self._parameter_dicts)
+        pieces = {id(leaf): piece for piece, leaf in self._shown_full()}
+        self._parameters = [pieces.get(id(each), each) for each in shown]
+        self._parameters.append(None)
+
+    def _is_same(self) -> bool:
+        root = self._root_ref()
+        assert root is not None, "whoever asks has it"
+        dicts = [root.__dict__, *self._dicts]
+        expected = self._parameters
+        leaves = {id(piece): leaf for piece, leaf in self._shown_full()}
+        if leaves:
+            expected = [leaves.get(id(each), each) for each in expected]
+        values = chain.from_iterable(map(dict.values, self._parameter_dicts))
+        # Dicts are equal when the values are the same objects: modules compare by identity.
+        return (
+            list(map(_children_of, dicts)) == self._children
+            and all(map(is_, map(_parameters_of, dicts), self._parameter_dicts))
+            and all(map(is_, chain(values, _END), expected))
+        )
+
+    def _shown_full(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Pieces that leaves stand in for now, with these: of units unsharded by hand."""
+        for unit in self._units:
+            if unit.shows_full:
+                for handle in unit.handles:
+                    yield from zip(handle.sharded_params, handle.full_params, strict=True)
+
+    # By name --------------------------------------------------------------------------------
+
+    def _changes(self) -> str:
+        """What differs, as a part of a sentence; empty where nothing does."""
+        leaves = {id(leaf): piece for piece, leaf in self._shown_full()}
+        now = {name: leaves.get(id(shown), shown) for name, shown in self._walk()}
+        before = self._named
+        came = {name: each for name, each in now.items() if name not in before}
+        gone = {name: each for name, each in before.items() if name not in now}
+        new_names = {id(each): name for name, each in came.items()}
+        moved = {name: new_names[id(each)] for name, each in gone.items() if id(each) in new_names}
+        replaced = [n for n, each in now.items() if n in before and before[n] is not each]
+        parts = {
+            "added": [name for name in came if name not in moved.values()],
+            "removed": [name for name in gone if name not in moved],
+            "replaced": replaced,
+            "renamed": [f"{name} -> {new}" for name, new in moved.items()],
+        }
+        return "; ".join(f"{what} {_some(names)}" for what, names in parts.items() if names)
+
+    def _modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Every module that is not ignored, once, with its first name; of wrappers the wrapped."""
+        return self._visit(root, "", set())
+
+    def _visit(
+        self, module: nn.Module, fqn: str, seen: set[int]
+    ) -> Iterator[tuple[str, nn.Module]]:
+        unit = get_unit(module)
+        module = module if unit is None else unit.module
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield fqn, module
+        for name, child in module._modules.items():
+            inner = clean_name(f"{fqn}.{name}" if fqn else name)
+            if child is not None and not self._is_ignored(child, inner):
+                yield from self._visit(child, inner, seen)
+
+    def _is_ignored(self, module: nn.Module, name: str) -> bool:
+        return self.ignored.has_module(module) or name in self.ignored.names
+
+    def _walk(self) -> Iterator[tuple[str, nn.Parameter]]:
+        root = self._root_ref()
+        assert root is not None, "whoever asks has it"
+        for fqn, module in self._modules(root):
+            for name, parameter in module._parameters.items():
+                full_name = clean_name(f"{fqn}.{name}" if fqn else name)
+                if parameter is not None and full_name not in self.ignored.names:
+                    yield full_name, parameter
+
+    def _note_ignored(self, root: nn.Module) -> None:
+        names = self.ignored.names
+        for fqn, module in list(self._modules(root)):
+            for name, child in module._modules.items():
+                if child is not None and self.ignored.has_module(child):
+                    names.add(clean_name(f"{fqn}.{name}" if fqn else name))
+            for name, parameter in module._parameters.items():
+                if parameter is not None and self.ignored.has_parameter(parameter):
+                    names.add(clean_name(f"{fqn}.{name}" if fqn else name))
+
+    def ignored_now(self) -> Ignored:
+        """What is ignored, as it is after replacements."""
+        root = self._root_ref()
+        modules, parameters = self.ignored.modules, self.ignored.parameters
+        for fqn, module in self._modules(root) if root is not None else ():
+            prefix = f"{fqn}." if fqn else ""
+            for name, child in module._modules.items():
+                if child is not None and self._is_ignored(child, clean_name(prefix + name)):
+                    modules.append(child)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and clean_name(prefix + name) in self.ignored.names:
+                    parameters.append(parameter)
+        return Ignored(modules, parameters)
+
+
+def nested_ignored(module: nn.Module) -> Ignored:
+    """What the ZeRO3 modules inside `module` ignore."""
+    roots = {
+        id(root): root
+        for part in module.modules()
+        if (unit := get_unit(part)) is not None and (root := unit.root_if_alive) is not None
+    }
+    every = [root.structure.ignored_now() for root in roots.values()]
+    return Ignored(
+        [each for one in every for each in one.modules],
+        [each for one in every for each in one.parameters],
+    )
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{list(names[:limit])}{more}"

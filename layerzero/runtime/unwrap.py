@@ -1,0 +1,120 @@
+"""From units back to plain modules: full parameters in place, nothing of ours on the modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from layerzero.comm.collectives import Operation, gather_small
+from layerzero.core.flat_param import FlatParamHandle
+from layerzero.core.parameter_info import copy_attributes, keep_piece
+from layerzero.runtime import guards, hooks
+from layerzero.runtime.unit import Unit, get_unit, unset_unit
+
+
+def modules_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Every module inside; of wrappers the wrapped one as well."""
+    for part in module.modules():
+        yield part
+        unit = get_unit(part)
+        if unit is not None and unit.module is not part:
+            yield unit.module
+
+
+def units_inside(module: nn.Module) -> list[Unit]:
+    """Units of any model that modules inside are, or show parameters of; outermost first."""
+    found: dict[Unit, None] = {}
+    for part in modules_of(module):
+        unit = get_unit(part)
+        if unit is not None:
+            found[unit] = None
+        found.update(dict.fromkeys(guards.units_of(part)))
+    return sorted(found, key=lambda unit: unit.index)
+
+
+def left_units(module: nn.Module) -> list[Unit]:
+    """Units inside whose wrapper is gone, so that they may be wrapped again.
+
+    Not those that a wrapper inside `module` holds, or that were wrapped inside it without keeping
+    the wrapper: these are nested, and join what is wrapped around them.
+
+    Raises:
+        RuntimeError: some belong to a model that is wrapped, and that is not inside `module`.
+    """
+    inside = {id(part) for part in modules_of(module)}
+    wrapped = [p for p in module.modules() if (u := get_unit(p)) is not None and u.module is not p]
+    nested = {unit for part in wrapped for unit in units_inside(part)}
+    left = []
+    for unit in units_inside(module):
+        root = unit.root_if_alive
+        if unit in nested:
+            continue
+        if root is not None:
+            outermost = root.units[0].module
+            if outermost is not module and id(outermost) in inside:
+                continue
+            if root.is_wrapped:
+                raise RuntimeError(
+                    f"ZeRO3: {unit.label!r} of a {type(outermost).__name__} that is wrapped is "
+                    f"inside this {type(module).__name__}: a module cannot be in two wrapped "
+                    "models. Put both into one module and wrap that (each part may still be "
+                    "called by itself), or delete the first wrapper before"
+                )
+        left.append(unit)
+    return left
+
+
+def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
+    """Gather the parameters of `units` and leave plain modules. Collective over their groups.
+
+    Memory: all of these parameters at once.
+
+    Returns:
+        By the `id` of a piece, the full parameter in its place.
+
+    Raises:
+        RuntimeError: a method of a module was replaced since it was wrapped.
+    """
+    modules = {id(module): module for unit in units for module in unit.owners}
+    for module in modules.values():
+        patched = hooks.patched_methods(module)
+        if patched:
+            raise RuntimeError(
+                f"{type(module).__name__}: {patched} were replaced after wrapping, around what "
+                "ZeRO3 put there; undo that before the module is wrapped again"
+            )
+    full: dict[int, nn.Parameter] = {}
+    for unit in units:
+        if unit.root_if_alive is not None:
+            unit.reshard()
+            unit.drop_gradients()
+        unit.show_sharded()
+        for number, handle in enumerate(unit.handles):
+            handle.adopt_changes(unit.label)
+            full.update(_give_back(unit, handle, number))
+        for hook in unit.state_dict_hooks:
+            hook.remove()
+        unit.state_dict_hooks = []
+    for module in modules.values():
+        hooks.uninstall(module)
+        guards.remove(module)
+        unset_unit(module)
+    return full
+
+
+@torch.no_grad()
+def _give_back(unit: Unit, handle: FlatParamHandle, number: int) -> dict[int, nn.Parameter]:
+    full = {}
+    flat = handle.main_shard.to(handle.full.device)
+    for group in handle.placement.owner_groups:
+        flat = gather_small(flat, group, Operation("unwrap", unit.label, number)).view(-1)
+    for index, sharded in enumerate(handle.sharded_params):
+        value = handle.view_of(flat, index).clone()
+        parameter = nn.Parameter(value, requires_grad=sharded.requires_grad)
+        copy_attributes(sharded, parameter)
+        keep_piece(parameter, sharded)
+        unit.views.give_back(sharded, parameter)
+        full[id(sharded)] = parameter
+    return full

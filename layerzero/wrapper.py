@@ -1,0 +1,271 @@
+"""A wrapper that shows the module it wraps: attributes, methods, items; and what cannot be copied.
+
+What the wrapper and its class define is the wrapper's (hooks on calls, the methods of `ZeRO3` and
+of subclasses of it). All else that a user reads, sets, calls or overrides is the wrapped module's.
+
+Note [A patched forward]
+    `model.forward = f` replaces what runs inside the calls of the wrapped module, so that `f` sees
+    full parameters, and every way to call the module (`generate`, say) reaches it. What `f` calls
+    as the forward before it is the `model.forward` that was read, the wrapper's own; inside `f`
+    that goes on with the forward before, as `super().forward` would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from layerzero.runtime.guards import refuse_copies
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Dicts of the wrapped module that are the wrapper's, too. Sharing them, instead of holding the
+module as a child, keeps every name the original one at any nesting, with torch's own traversal."""
+
+_METHODS = (
+    *("train", "eval", "requires_grad_", "zero_grad", "share_memory", "_apply", "type"),
+    *("to", "to_empty", "cpu", "cuda", "xpu", "ipu", "mtia", "float", "double", "half", "bfloat16"),
+    *("parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children"),
+    *("modules", "named_modules", "get_submodule", "set_submodule", "get_parameter", "get_buffer"),
+    *("register_buffer", "register_parameter", "register_module", "add_module"),
+    "load_state_dict",
+)
+"""Methods of nn.Module that are the wrapped module's where its class, or itself, has its own."""
+
+_EXTRA_STATE = ("get_extra_state", "set_extra_state")
+"""torch asks the class whether it has its own: a wrapper's has them where the wrapped has."""
+
+_SPECIAL_METHODS = (
+    *("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__"),
+    *("__contains__", "__reversed__", "__bool__", "__enter__", "__exit__"),
+    *("__add__", "__radd__", "__iadd__", "__mul__", "__rmul__", "__imul__", "__or__", "__ior__"),
+)
+"""Looked up on the type, so that a wrapper of a container has them there."""
+
+W = TypeVar("W", bound="ModuleWrapper")
+
+
+class ModuleWrapper(nn.Module):
+    """Base of `ZeRO3`: everything about being a wrapper, nothing about sharding."""
+
+    def _become_wrapper_of(self, module: nn.Module) -> None:
+        is_new = "_wrapped" not in self.__dict__
+        self.__dict__["_wrapped"] = module
+        self._share_dicts()
+        if is_new:
+            self.__class__ = _class_for(type(self), type(module))
+
+    def _share_dicts(self) -> None:
+        for name in _SHARED:
+            self.__dict__[name] = self.module.__dict__[name]
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self.__dict__["_wrapped"]
+
+    @property
+    def training(self) -> bool:
+        wrapped = self.__dict__.get("_wrapped")
+        return True if wrapped is None else wrapped.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        wrapped = self.__dict__.get("_wrapped")
+        if wrapped is not None:
+            wrapped.training = mode
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module. Collective."""
+        own = self.__dict__
+        before = own.get("_forward_before_patch")
+        if before is not None:
+            return before(*args, **kwargs)
+        module = own["_wrapped"]
+        if own["_modules"] is not module.__dict__["_modules"]:
+            self._share_dicts()  # A container makes a new dict when an item is deleted.
+        return module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def apply(self: W, fn: Callable[[nn.Module], None]) -> W:
+        """Call `fn` with every module inside, and with the wrapped one in the wrapper's place."""
+        self.module.apply(fn)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.module._load_from_state_dict(*args, **kwargs)
+
+    # Attributes -----------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        wrapped = self.__dict__.get("_wrapped")
+        if wrapped is None:
+            return super().__getattr__(name)
+        return getattr(wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        wrapped = self.__dict__.get("_wrapped")
+        if wrapped is None or self._is_own(name):
+            super().__setattr__(name, value)
+        elif name == "forward":
+            self._patch_forward(value)
+        else:
+            setattr(wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        wrapped = self.__dict__.get("_wrapped")
+        if wrapped is None or name in self.__dict__:
+            super().__delattr__(name)
+        elif name == "forward" and self.__dict__.get("_unpatched_forward") is not None:
+            self._restore_forward()
+        else:
+            delattr(wrapped, name)
+
+    def __dir__(self) -> Iterable[str]:
+        return sorted({*object.__dir__(self), *dir(self.__dict__.get("_wrapped"))})
+
+    def _is_own(self, name: str) -> bool:
+        """Whether the wrapper, or a subclass, has an attribute of this name by itself."""
+        if name in self.__dict__ or name.startswith("__"):
+            return True
+        for cls in type(self).__mro__:
+            if cls is nn.Module:
+                return False
+            if name in inspect.get_annotations(cls) or (name in vars(cls) and name != "forward"):
+                return True
+        return False
+
+    # Forward ----------------------------------------------------------------------------------
+
+    def _patch_forward(self, function: Callable[..., Any]) -> None:
+        """See Note [A patched forward]."""
+        own, module = self.__dict__, self.module
+        is_ours = getattr(function, "__func__", None) in _forwards_of(type(self))
+        if is_ours and getattr(function, "__self__", None) is self:
+            self._restore_forward()
+            return
+        before = module.__dict__["forward"]
+        own.setdefault("_unpatched_forward", before)
+        own.setdefault("_forward_patches", []).append(function)
+        wrapper_ref = weakref.ref(self)
+
+        @functools.wraps(function)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            wrapper = wrapper_ref()
+            if wrapper is None:
+                return function(*args, **kwargs)
+            own = wrapper.__dict__
+            outside = own.get("_forward_before_patch")
+            own["_forward_before_patch"] = before
+            try:
+                return function(*args, **kwargs)
+            finally:
+                own["_forward_before_patch"] = outside
+
+        module.__dict__["forward"] = patched
+
+    def _restore_forward(self) -> None:
+        self.__dict__.pop("_forward_patches", None)
+        before = self.__dict__.pop("_unpatched_forward", None)
+        if before is not None:
+            self.module.__dict__["forward"] = before
+
+    @property
+    def forward_patches(self) -> list[Callable[..., Any]]:
+        """What `model.forward` was set to, one around the other."""
+        return list(self.__dict__.get("_forward_patches", ()))
+
+    # Copies -----------------------------------------------------------------------------------
+
+    def __copy__(self) -> Any:
+        refuse_copies(type(self).__name__)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        refuse_copies(type(self).__name__)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        refuse_copies(type(self).__name__)
+
+
+def _delegating(name: str) -> Callable[..., Any]:
+    inherited = getattr(nn.Module, name)
+
+    @functools.wraps(inherited)
+    def method(self: ModuleWrapper, *args: Any, **kwargs: Any) -> Any:
+        wrapped = self.__dict__.get("_wrapped")
+        is_plain = wrapped is None or (
+            name not in wrapped.__dict__ and getattr(type(wrapped), name) is inherited
+        )
+        if is_plain:
+            return inherited(self, *args, **kwargs)
+        result = getattr(wrapped, name)(*args, **kwargs)
+        return self if result is wrapped else result
+
+    return method
+
+
+for _name in _METHODS:
+    if hasattr(nn.Module, _name):
+        setattr(ModuleWrapper, _name, _delegating(_name))
+
+
+def _delegating_special(name: str) -> Callable[..., Any]:
+    def method(self: ModuleWrapper, *args: Any) -> Any:
+        wrapped = self.module
+        result = getattr(type(wrapped), name)(wrapped, *args)
+        self._share_dicts()
+        return self if result is wrapped else result
+
+    method.__name__ = name
+    return method
+
+
+def _has_own(cls: type, name: str) -> bool:
+    """Not `hasattr`: that asks the class of the class as well."""
+    return any(name in vars(each) for each in cls.__mro__)
+
+
+def _forwards_of(cls: type) -> list[Any]:
+    return [vars(each)["forward"] for each in cls.__mro__ if "forward" in vars(each)]
+
+
+def _class_for(cls: type[W], wrapped: type[nn.Module]) -> type[W]:
+    """`cls` for wrappers of a `wrapped`: its special methods, and the signature of its forward."""
+    members: dict[str, Any] = {
+        name: _delegating_special(name)
+        for name in _SPECIAL_METHODS
+        if _has_own(wrapped, name) and not _has_own(cls, name)
+    }
+    for name in _EXTRA_STATE:
+        if getattr(wrapped, name) is not getattr(nn.Module, name):
+            members[name] = _delegating(name)
+    if cls.forward is ModuleWrapper.forward:
+
+        def forward(self: ModuleWrapper, *args: Any, **kwargs: Any) -> Any:
+            return ModuleWrapper.forward(self, *args, **kwargs)
+
+        forward.__doc__ = ModuleWrapper.forward.__doc__
+        with contextlib.suppress(ValueError, TypeError):
+            forward.__signature__ = inspect.signature(wrapped.forward)  # type: ignore[attr-defined]
+        members["forward"] = forward
+    if not members:
+        return cls
+    names = {key: getattr(cls, key) for key in ("__doc__", "__module__", "__qualname__")}
+    made: type[W] = type(cls)(cls.__name__, (cls,), names | members)  # type: ignore[misc]
+    return made

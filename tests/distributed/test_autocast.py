@@ -1,0 +1,577 @@
+"""Under torch.autocast a model trains as in plain torch, whatever passes share one autocast.
+
+Autocast keeps the casts of float32 parameters until its outermost context ends. They join the
+graphs of all passes that use them: in plain torch, and here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.memory import live_bytes
+from layerzero import BackwardPrefetch, GradScaler, MixedPrecision, ZeRO3, units
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.models import (
+    WIDTH,
+    Block,
+    FrozenParts,
+    Mlp,
+    RepeatedModule,
+    SharedModule,
+    TiedAcrossUnits,
+    TiedBlock,
+    TiedInUnit,
+    UnusedParts,
+    loss_of,
+)
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import OPTIMIZERS, full_parameters, seeded
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+def autocast(**options: Any) -> torch.autocast:
+    return torch.autocast("cpu", **{"dtype": torch.bfloat16} | options)
+
+
+def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    return model.no_sync() if isinstance(model, ZeRO3) else contextlib.nullcontext()
+
+
+def outside(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast():
+        loss = loss_of(model(x))
+    loss.backward()
+    return loss.detach()
+
+
+def inside(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast():
+        loss = loss_of(model(x))
+        loss.backward()
+    return loss.detach()
+
+
+def no_grad_pass_first(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast():
+        with torch.no_grad():
+            target = model(x.flip(0))
+        loss = loss_of(model(x) - target)
+    loss.backward()
+    return loss.detach()
+
+
+def inference_pass_between(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast():
+        first = loss_of(model(x))
+        with torch.no_grad():
+            scale = loss_of(model(x.flip(0)).requires_grad_())
+        loss = first + scale * loss_of(model(x * 2))
+    loss.backward()
+    return loss.detach()
+
+
+def evaluation_first(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast():
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+        loss = loss_of(model(x))
+        loss.backward()
+    return loss.detach()
+
+
+def two_forwards_one_backward(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast():
+        loss = loss_of(model(x)) + loss_of(model(x.flip(0))) + loss_of(model(x * 0.5))
+    loss.backward()
+    return loss.detach()
+
+
+def two_forwards_two_backwards(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast():
+        losses = [loss_of(model(x)), loss_of(model(x * 0.5))]
+    for loss in losses:
+        loss.backward()
+    return torch.stack(losses).sum().detach()
+
+
+def two_forwards_backwards_in_reverse(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast():
+        losses = [loss_of(model(x)), loss_of(model(x * 0.5))]
+        for loss in reversed(losses):
+            loss.backward()
+    return torch.stack(losses).sum().detach()
+
+
+def pairs(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast():
+        losses = []
+        for part in (x, x * 0.5, x.flip(0)):
+            losses.append(loss_of(model(part)))
+            losses[-1].backward()
+    return torch.stack(losses).sum().detach()
+
+
+def pairs_interleaved(model: nn.Module, x: Tensor) -> Tensor:
+    """One forward ahead of the backwards, as a pipeline does."""
+    with autocast():
+        losses = [loss_of(model(x))]
+        for part in (x * 0.5, x.flip(0)):
+            losses.append(loss_of(model(part)))
+            losses[-2].backward()
+        losses[-1].backward()
+    return torch.stack(losses).sum().detach()
+
+
+def micro_batches_without_sync(model: nn.Module, x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    with autocast():
+        with no_sync(model):
+            for part in (x, x * 0.5):
+                loss = loss_of(model(part))
+                loss.backward()
+                total += loss.detach()
+        loss = loss_of(model(x.flip(0)))
+        loss.backward()
+    return total + loss.detach()
+
+
+def with_a_part_in_float32(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast():
+        first = model(x)
+        with autocast(enabled=False):
+            second = model(x)
+        loss = loss_of(first) + loss_of(second)
+    loss.backward()
+    return loss.detach()
+
+
+def without_its_cache(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast(cache_enabled=False):
+        loss = loss_of(model(x)) + loss_of(model(x.flip(0)))
+    loss.backward()
+    return loss.detach()
+
+
+def with_another_dtype(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast(dtype=torch.float16):
+        loss = loss_of(model(x)) * 16
+        loss.backward()
+    with autocast():
+        other = loss_of(model(x))
+        other.backward()
+    return loss.detach() + other.detach()
+
+
+def with_gradients_in_the_forward(model: nn.Module, x: Tensor) -> Tensor:
+    """A penalty on the input's gradient is computed between two forwards."""
+    x = x.clone().requires_grad_()
+    with autocast():
+        (slope,) = torch.autograd.grad(loss_of(model(x)), x)
+        loss = loss_of(model(x + slope.detach()))
+    loss.backward()
+    return loss.detach()
+
+
+RUNS: tuple[Run, ...] = (
+    outside,
+    inside,
+    no_grad_pass_first,
+    inference_pass_between,
+    evaluation_first,
+    two_forwards_one_backward,
+    two_forwards_two_backwards,
+    two_forwards_backwards_in_reverse,
+    pairs,
+    pairs_interleaved,
+    micro_batches_without_sync,
+    with_a_part_in_float32,
+    without_its_cache,
+    with_another_dtype,
+    with_gradients_in_the_forward,
+)
+
+
+def _batches(steps: int = 2) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    size = dist.get_world_size()
+    return [[torch.randn(4, WIDTH, generator=generator) for _ in range(size)] for _ in range(steps)]
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {what}")
+        raise
+
+
+def _compare_runs(build: Callable[[], nn.Module], unit: type[nn.Module], **options: Any) -> None:
+    for run in RUNS:
+        with _named(run.__name__):
+            model = zero3(build, unit, **options)
+            assert_trains_alike(model, seeded(build), _batches(), run=run)
+
+
+def test_every_order_of_passes_in_one_autocast_is_bitwise_plain_torch() -> None:
+    run_ranks(2, _compare_runs, Mlp, Block)
+
+
+class Inside(nn.Module):
+    """Enters autocast by itself, around parts of its forward; some of it runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.block = Block()
+        self.last = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with autocast():
+            with torch.no_grad():
+                shift = self.block(x)
+            x = self.stem(self.block(self.stem(x) + shift)).float()
+        with autocast(), autocast(enabled=False):
+            return self.last(x) + self.stem(x)
+
+
+def enabled_inside_disabled(model: nn.Module, x: Tensor) -> Tensor:
+    """No cast is in use around the model, and still none is dropped before the end."""
+    with autocast(), autocast(enabled=False):
+        return no_grad_pass_first(model, x) + pairs(model, x)
+
+
+class Recomputed(nn.Module):
+    """Regions of one block, of two, and inside a block."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.second, self.third = Block(), Block(), TiedBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._recompute(self.first, x)
+        x = self._recompute(lambda y: self.third(self.second(y)), x)
+        return self.first(self._recompute(self.third, x))
+
+    def _recompute(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(function, x, use_reentrant=self.use_reentrant)
+        return result
+
+
+def reentrant(run: Run) -> Run:
+    """Reentrant checkpoints want an input that requires grad."""
+
+    def with_grad(model: nn.Module, x: Tensor) -> Tensor:
+        return run(model, x.clone().requires_grad_())
+
+    return with_grad
+
+
+def _compare_models() -> None:
+    few: list[Run] = [no_grad_pass_first, two_forwards_one_backward, pairs_interleaved]
+    for build, wrapped in (
+        (RepeatedModule, (Block,)),
+        (SharedModule, (Block,)),
+        (TiedInUnit, (TiedBlock,)),
+        (TiedAcrossUnits, (Block,)),
+        (FrozenParts, (Block, nn.Linear)),
+        (UnusedParts, (Block, nn.Linear)),
+        (Mlp, ()),
+    ):
+        for run in few:
+            with _named(f"{build.__name__}, {run.__name__}"):
+                assert_trains_alike(zero3(build, *wrapped), seeded(build), _batches(), run=run)
+    for run in (outside, two_forwards_one_backward, pairs, enabled_inside_disabled):
+        with _named(f"Inside, {run.__name__}"):
+            # Float32 sums over micro-batches, here after those over ranks.
+            roundings = 4 if run in (pairs, enabled_inside_disabled) else 0
+            model, reference = zero3(Inside, Block), seeded(Inside)
+            assert_trains_alike(model, reference, _batches(), run=run, roundings=roundings)
+
+
+def test_casts_of_weights_that_several_calls_use_are_those_of_plain_torch() -> None:
+    run_ranks(2, _compare_models, timeout=120)
+
+
+def _compare_recomputation() -> None:
+    for use_reentrant in (False, True):
+
+        def build(use_reentrant: bool = use_reentrant) -> nn.Module:
+            return Recomputed(use_reentrant)
+
+        for run in (outside, inside, no_grad_pass_first, pairs, micro_batches_without_sync):
+            with _named(f"{use_reentrant=}, {run.__name__}"):
+                assert_trains_alike(
+                    zero3(build, Block, TiedBlock), seeded(build), _batches(), run=reentrant(run)
+                )
+
+
+def test_recomputation_in_an_autocast_is_bitwise_plain_torch() -> None:
+    run_ranks(2, _compare_recomputation)
+
+
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"forward_prefetch": 2, "limit_all_gathers": False},
+    {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    {"reshard_after_forward": False, "backward_prefetch": None},
+    {"zero3_size": 1},
+    {"zero3_size": 1, "outer": "shard", "reshard_after_forward": "compute_shard"},
+    {"accumulation": "sharded"},
+)
+
+
+def _compare_options() -> None:
+    for options in _OPTIONS:
+        for run in (no_grad_pass_first, two_forwards_one_backward, micro_batches_without_sync):
+            with _named(f"{options}, {run.__name__}"):
+                model = zero3(Mlp, Block, **options)
+                assert_trains_alike(model, seeded(Mlp), _batches(), run=run, roundings=0)
+
+
+def test_casts_follow_units_that_are_kept_prefetched_or_layered() -> None:
+    run_ranks(2, _compare_options)
+
+
+def _train(model: nn.Module, run: Run, scaler: torch.amp.GradScaler | None = None) -> list[Tensor]:
+    optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
+    losses = []
+    for step in _batches(4):
+        optimizer.zero_grad()
+        x = step[dist.get_rank()]
+        if scaler is None:
+            losses.append(run(model, x))
+            optimizer.step()
+            continue
+        with autocast(dtype=torch.float16):
+            with torch.no_grad():
+                target = model(x.flip(0))
+            loss = loss_of(model(x) - target) + loss_of(model(x))
+            if len(losses) == 2:
+                loss = loss * 1e5  # overflows
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach())
+    return losses
+
+
+def _compare_with_ddp() -> None:
+    scalers = [GradScaler("cpu", init_scale=256.0), torch.amp.GradScaler("cpu", init_scale=256.0)]
+    runs = (outside, no_grad_pass_first, two_forwards_one_backward, pairs, None)
+    for run in runs:
+        with _named("a scaled run" if run is None else run.__name__):
+            models = [zero3(Mlp, Block), DistributedDataParallel(seeded(Mlp))]
+            losses = [
+                _train(model, run or outside, None if run else scaler)
+                for model, scaler in zip(models, scalers, strict=True)
+            ]
+            for step, (loss, expected) in enumerate(zip(*losses, strict=True)):
+                assert_bitwise(loss, expected, f"loss of step {step}")
+            parameters = [full_parameters(model) for model in (models[0], models[1].module)]
+            assert_same_parameters(*parameters)
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 128.0
+
+
+def test_autocast_is_bitwise_that_of_ddp_with_and_without_a_scaler() -> None:
+    run_ranks(2, _compare_with_ddp)
+
+
+def _summon_between_passes() -> None:
+    model, reference = zero3(Mlp, Block), seeded(Mlp)
+    (x,) = [step[dist.get_rank()] for step in _batches(1)]
+    for each in (model, reference):
+        with autocast():
+            with torch.no_grad():
+                each(x)
+            full = each.summon_full_params() if isinstance(each, ZeRO3) else torch.no_grad()
+            with full, torch.no_grad():
+                each.head.weight.mul_(2.0)
+                F.linear(x, each.stem.weight)
+            torch.clear_autocast_cache()  # or the plain model goes on with the old weights
+            loss = loss_of(each(x))
+            loss.backward()
+            if each is model:
+                own = loss.detach()
+    assert_bitwise(own, loss.detach())
+    with pytest.raises(_Stop), autocast():
+        _stop_in_the_middle(model, x)
+    model.zero_grad()
+    assert_trains_alike(model, reference, _batches(), run=pairs)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop_in_the_middle(model: ZeRO3, x: Tensor) -> None:
+    def stop(*_: object) -> None:
+        raise _Stop
+
+    with model.module.blocks[1].register_forward_pre_hook(stop):
+        model(x)
+
+
+def test_weights_summoned_and_passes_that_fail_inside_an_autocast() -> None:
+    run_ranks(2, _summon_between_passes)
+
+
+WIDE = 256
+LAYERS = 8
+LAYER_NBYTES = 2 * WIDE * WIDE * 2
+"""Of the weights of one block in bfloat16."""
+
+
+class Wide(nn.Module):
+    """Blocks whose weights outweigh everything else."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.blocks = nn.Sequential(*(Block(WIDE, WIDE) for _ in range(LAYERS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return x
+
+
+def _held(model: nn.Module, under: Callable[[], Any], inside: bool, grad: bool = True) -> int:
+    """Bytes that a forward leaves, while its autocast is still entered or after it."""
+    x = torch.zeros(1, WIDE)
+    loss_of(model(x)).backward()  # what is made once
+    model.zero_grad()
+    gc.collect()
+    before = live_bytes()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(under())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        output = model(x)
+        if not inside:
+            stack.close()
+        held = live_bytes() - before
+    if grad:
+        loss_of(output).backward()
+        model.zero_grad()
+    return held
+
+
+def _measure() -> None:
+    mixed = zero3(Wide, Block, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    wanted = _held(mixed, contextlib.nullcontext, inside=True)
+    model = zero3(Wide, Block)
+    # The unit that stays after its forward is in float32 here, twice as much, and has its casts:
+    # two more. The very first product saves no weight, so its cast stays in autocast's cache.
+    spare = 3 * LAYER_NBYTES
+    for inside in (False, True):
+        assert _held(model, autocast, inside) - wanted < spare, f"{inside=}"
+    recomputing = zero3(lambda: Wide(recomputes=True), Block)
+    assert _held(recomputing, autocast, inside=True) - wanted < spare, "with recomputation"
+    assert _held(model, autocast, inside=True, grad=False) < LAYER_NBYTES, "in evaluation"
+
+
+def test_casts_take_no_more_memory_than_mixed_precision() -> None:
+    run_ranks(2, _measure)
+
+
+def _hooks_around() -> None:
+    """Hooks of others on what autograd saves see it all, once."""
+    x = _batches(1)[0][dist.get_rank()]
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    counts = []
+    for each in (model, plain):
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor, saved: list[Tensor] = saved) -> int:
+            saved.append(tensor.detach().clone())
+            return len(saved) - 1
+
+        with autocast(), torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
+            loss = loss_of(each(x))
+        loss.backward()
+        counts.append(len(saved))
+    assert counts[0] == counts[1]
+    with torch.autograd.graph.save_on_cpu():
+        assert_trains_alike(zero3(Mlp, Block), seeded(Mlp), _batches(), run=pairs)
+
+
+class _ChangesWhatWasSaved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(self.linear(x))
+        return y.mul_(2)
+
+
+class _GivesItsCast(nn.Module):
+    """Uses a cast that it made by itself, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self.linear.weight.bfloat16()
+        return F.linear(x, weight), weight
+
+
+def _odd_modules() -> None:
+    x = _batches(1)[0][dist.get_rank()].requires_grad_()
+    model = zero3(lambda: nn.Sequential(_ChangesWhatWasSaved()), _ChangesWhatWasSaved)
+    with autocast():
+        loss = loss_of(model(x))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+    module = seeded(_GivesItsCast)
+    weight = module.linear.weight.detach().bfloat16()
+    giver = ZeRO3(nn.Sequential(module, Block()), auto_wrap_policy={_GivesItsCast, Block})
+    with autocast():
+        hidden, cast = giver.module[0](x)
+        giver.module[1](hidden.float())
+    for unit in units(giver):
+        unit.reshard()
+    assert_bitwise(cast.detach(), weight, "a cast that left its unit")
+
+
+def test_hooks_and_casts_of_the_users_own_are_left_as_they_are() -> None:
+    run_ranks(2, _hooks_around)
+    run_ranks(2, _odd_modules)
+
+
+def _log() -> str:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("layerzero.runtime.saved_casts")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    model = zero3(FrozenParts, Block)
+    for x in (torch.ones(2, WIDTH), torch.zeros(2, WIDTH)):
+        outside(model, x)
+    return "\n".join(lines)
+
+
+def test_the_first_rank_logs_once_what_mixed_precision_would_save() -> None:
+    first, second = run_ranks(2, _log)
+    assert first.count("MixedPrecision") == 1
+    assert "casts of 224 frozen parameters stay until backward" in first
+    assert not second

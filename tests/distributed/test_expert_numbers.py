@@ -1,0 +1,249 @@
+"""Experts that have the same names on every rank of the expert axis: numbered among all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as torch_names
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero import ParallelManager, ShardingPlan, ZeRO3, checkpoint, shard_with_plan, units
+from tests.distributed.test_experts import (
+    EXPERTS,
+    ROUNDINGS,
+    Expert,
+    Model,
+    Moe,
+    NamedExperts,
+    batches,
+    expert_mesh,
+    part_of,
+    run,
+    wrapped,
+)
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
+
+
+class LocalExperts(nn.Module):
+    """In a list of this rank's, as Megatron's `local_experts` are; each with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        for number, expert in enumerate(self.each):
+            expert.register_buffer("number", torch.tensor(float(number)))
+
+    def keep(self, mesh: DeviceMesh) -> None:
+        share, rank = EXPERTS // mesh["ep"].size(), mesh["ep"].get_local_rank()
+        self.each = self.each[share * rank : share * (rank + 1)]
+
+    def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [expert(x) for expert, x in zip(self.each, parts, strict=True)]
+
+
+PLAN = {
+    "apply_modules": ["layers.{*}", "layers.{*}.experts"],
+    "ep_plan": ["layers.{*}.experts"],
+    "local_experts": True,
+    "defaults": {"timeout": 25},
+}
+
+
+def _own(ep: int) -> range:
+    share = EXPERTS // ep
+    return range(share * (dist.get_rank() % ep), share * (dist.get_rank() % ep + 1))
+
+
+def _make(way: str, ep: int) -> ZeRO3:
+    mesh, model = expert_mesh(ep), part_of(seeded(lambda: Model(LocalExperts)), ep)
+    if way == "plan":
+        return shard_with_plan(model, ShardingPlan.from_dict(PLAN), expert_mesh=mesh)
+    if way == "manager":
+        return ParallelManager(ep_size=ep).parallelize(model, ShardingPlan.from_dict(PLAN))
+    numbers: Any = mesh["ep"] if way == "axis" else mesh["ep"].get_group()
+    if way == "mapping":
+        numbers = {local: number for local, number in enumerate(_own(ep))}
+
+    def choose(module: nn.Module, fqn: str) -> Any:
+        if isinstance(module, Expert if way == "each" else LocalExperts):
+            return {"process_group": mesh["edp"], "expert_numbers": numbers}
+        return isinstance(module, Moe)
+
+    return ZeRO3(model, auto_wrap_policy=choose, timeout=timedelta(seconds=25))
+
+
+def _names(ep: int) -> set[str]:
+    """Of this rank's parameters, among all."""
+    others = {f".each.{number}." for number in range(EXPERTS)} - {f".each.{n}." for n in _own(ep)}
+    whole = seeded(lambda: Model(LocalExperts))
+    names = {name for name, _ in whole.named_parameters()}
+    return {name for name in names if not any(other in name for other in others)}
+
+
+def _everything(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    values = checkpoint.get_model_state_dict(model, full=True)
+    state = checkpoint.get_optimizer_state_dict(model, optimizer, full=True)["state"]
+    return values, {f"{n}: {k}": v for n, own in state.items() for k, v in own.items()}
+
+
+def _train(way: str, ep: int) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    """Two steps beside the whole model on one process."""
+    model, reference = _make(way, ep), seeded(lambda: Model(LocalExperts))
+    names = _names(ep)
+    assert {piece.layerzero.fqn for piece in model.parameters()} == names
+    buffers = {f"layers.{layer}.experts.each.{n}.number" for layer in (0, 1) for n in _own(ep)}
+    assert model.state_dict().keys() == names | buffers
+    own, expected = (OPTIMIZERS["sgd_momentum"](m.parameters()) for m in (model, reference))
+    for batch in batches(2):
+        own.zero_grad()
+        expected.zero_grad()
+        run(model, batch[dist.get_rank()])
+        backward_of_all_ranks(reference, batch, run)
+        own.step()
+        expected.step()
+    values, _ = _everything(model, own)
+    whole = reference.state_dict()
+    assert_same_parameters(values, {name: whole[name] for name in values}, ROUNDINGS, way)
+    with model.summon_full_params():
+        assert model.state_dict().keys() == values.keys()
+    return model, own
+
+
+def _ways(folder: str) -> Any:
+    for way, ep in {"axis": 2, "group": 4, "mapping": 2, "plan": 2, "manager": 4}.items():
+        _train(way, ep)
+    model, optimizer = _train("each", 2)
+    assert [unit.fqn for unit in units(model)][-2:] == [
+        f"layers.1.experts.each.{index}" for index in (0, 1)
+    ], "units are called what their modules are"
+    values, states = _everything(model, optimizer)
+    checkpoint.save(f"{folder}/ours", model, optimizer)
+
+    # Its own state dict, by torch's own means, and by another way of wrapping.
+    fresh = _make("each", 2)
+    fresh.load_state_dict(model.state_dict())
+    assert_same_parameters(checkpoint.get_model_state_dict(fresh, full=True), values)
+    fresh = _make("axis", 2)
+    assert not checkpoint.set_model_state_dict(fresh, values).missing_keys
+    assert_same_parameters(checkpoint.get_model_state_dict(fresh, full=True), values)
+    fresh, both = _make("axis", 2), {"model": checkpoint.get_model_state_dict(model)}
+    dcp.save(both, checkpoint_id=f"{folder}/torch")
+    wanted = {"model": checkpoint.get_model_state_dict(fresh)}
+    dcp.load(wanted, checkpoint_id=f"{folder}/torch")
+    checkpoint.set_model_state_dict(fresh, wanted["model"])
+    assert_same_parameters(checkpoint.get_model_state_dict(fresh, full=True), values)
+
+    # torch's own functions would name them by their modules.
+    for ask in (torch_names.get_model_state_dict, torch_names.get_state_dict):
+        with pytest.raises(NotImplementedError, match=r"of layerzero\.checkpoint"):
+            ask(model, *([optimizer] if ask is torch_names.get_state_dict else []))
+    with pytest.raises(NotImplementedError, match="one rank's would take the place of another's"):
+        torch_names.get_optimizer_state_dict(model, optimizer)
+    # The groups' lists of names are no tensors, of which dcp keeps one rank's.
+    saved = checkpoint.get_optimizer_state_dict(model, optimizer)["state"]
+    dcp.save(saved, checkpoint_id=f"{folder}/states")
+    again = OPTIMIZERS["sgd_momentum"](model.parameters())
+    wanted = checkpoint.get_optimizer_state_dict(model, again)
+    dcp.load(wanted["state"], checkpoint_id=f"{folder}/states")
+    checkpoint.set_optimizer_state_dict(model, again, wanted)
+    assert_same_parameters(_everything(model, again)[1], states)
+    torch_names.get_model_state_dict(_make("manager", 1))  # which has all of them
+
+    # The optimizer's own numbers stand for other experts on other ranks.
+    with pytest.raises(CheckpointException, match="and on ranks with other experts of another"):
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/local")
+
+    # What another rank has is not taken for one's own.
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, values)
+    theirs = everyone[dist.get_rank() ^ 1]
+    before = checkpoint.get_model_state_dict(fresh, full=True)
+    own, other = _own(2)[0], 2 - _own(2)[0]
+    message = (
+        rf'Missing key[^:]*: "layers.0.experts.each.{own}.*Unexp[^:]*: "layers.0[a-z.]*{other}'
+    )
+    with pytest.raises(RuntimeError, match=f"(?s){message}"):
+        fresh.load_state_dict(theirs)
+    for expert in range(2):
+        name = f"layers.0.experts.each.{_own(2)[expert]}.up.weight"
+        value = checkpoint.get_model_state_dict(fresh, full=True)[name]
+        assert_bitwise(value, before[name], name)
+    return values, states
+
+
+def _load(folder: str, expected: Any, named: bool) -> None:
+    """At another split, and into a model whose experts are named by their number among all."""
+    for ep in {4: (1, 4), 1: (1,)}[dist.get_world_size()]:
+        model = wrapped(ep, NamedExperts) if named else _make("axis", ep)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
+        checkpoint.load(folder, model, optimizer, strict=not named)  # of buffers
+        for own, whole in zip(_everything(model, optimizer), expected, strict=True):
+            assert own
+            assert_same_parameters(own, {name: whole[name] for name in own}, what=f"ep {ep}")
+
+
+def test_local_experts_train_and_are_saved_under_their_numbers_among_all(tmp_path: Path) -> None:
+    expected: Any = ({}, {})
+    for values in run_ranks(4, _ways, str(tmp_path)):
+        for into, own in zip(expected, values, strict=True):
+            into.update(own)
+    run_ranks(4, _load, f"{tmp_path}/ours", expected, False)
+    run_ranks(1, _load, f"{tmp_path}/ours", expected, True)
+
+
+def _refuses() -> None:
+    mesh, rank = expert_mesh(2), dist.get_rank()
+    edp, ep = mesh["edp"], mesh["ep"]
+    where = rf"layers.0.experts \(rank {rank}\): expert_numbers"
+
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(2, 2)
+
+    for own, error, message, kind in (
+        ({"expert_numbers": ep}, ValueError, f"{where} without a process_group", LocalExperts),
+        ({"process_group": edp, "expert_numbers": edp}, ValueError, "expected this rank alone", 0),
+        ({"process_group": edp, "expert_numbers": 2}, TypeError, "expected a ProcessGroup", 0),
+        ({"process_group": edp, "expert_numbers": {0: 1.5}}, TypeError, "expected a mapping", 0),
+        ({"process_group": edp, "expert_numbers": {0: 2}}, ValueError, r"\[0, 1\], got numbers", 0),
+        ({"process_group": edp, "expert_numbers": {0: 2, 1: 2}}, ValueError, "have one number", 0),
+        ({"process_group": edp, "expert_numbers": {0: 2, 1: 3}}, ValueError, "one name means", 0),
+        ({"process_group": edp, "expert_numbers": ep}, ValueError, "no number in it", Stacked),
+        ({"process_group": edp, "expert_numbers": ep}, ValueError, "leave expert_n", NamedExperts),
+        ({"process_group": edp}, ValueError, "or give expert_numbers beside the process_group", 0),
+    ):
+        kind = kind or LocalExperts
+        model = seeded(lambda kind=kind: Model(kind))
+        for layer in model.layers if kind is not Stacked else ():
+            layer.experts.keep(mesh)
+
+        def choose(module: nn.Module, fqn: str, own: Any = own, kind: Any = kind) -> Any:
+            return own if isinstance(module, kind) else False
+
+        if kind is NamedExperts and rank % 2 == 0:
+            continue
+        with pytest.raises(error, match=message):
+            ZeRO3(model, auto_wrap_policy=choose)
+        assert not any("_layerzero" in key for m in model.modules() for key in vars(m))
+    plan = ShardingPlan.from_dict(PLAN)
+    with pytest.raises(ValueError, match=r"local_experts.*an axis 'ep'"):
+        shard_with_plan(part_of(seeded(lambda: Model(LocalExperts)), 2), plan, expert_mesh=edp)
+
+
+def test_numbers_that_do_not_fit_are_refused_on_every_rank() -> None:
+    run_ranks(4, _refuses)

@@ -1,0 +1,99 @@
+"""The log tells what was sharded, and how: one rank at INFO, and each turn of a unit at DEBUG."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan
+from tests.harness.models import WIDTH, Block
+from tests.harness.ranks import run_ranks
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append((record.levelname, record.getMessage()))
+
+    def take(self, level: str) -> list[str]:
+        found = [text for name, text in self.texts if name == level]
+        self.texts.clear()
+        return found
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(14))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 3, bias=False)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def _logs() -> tuple[list[str], list[str], list[str]]:
+    records, logger = Records(), logging.getLogger("layerzero")
+    logger.addHandler(records)
+    logger.setLevel(logging.INFO)
+    precision = MixedPrecision(
+        param_dtype=torch.bfloat16, keep_float32=(nn.LayerNorm, nn.BatchNorm1d)
+    )
+    model = ZeRO3(
+        Model(),
+        auto_wrap_policy={Block},
+        mixed_precision=precision,
+        reshard_after_forward=lambda module, fqn: fqn != "layers.13",
+    )
+    model(torch.ones(2, WIDTH)).sum().backward()
+    wrapped = records.take("INFO")
+    plan = ShardingPlan(
+        apply_modules={"layers.{*}": {}, "norm": {"reshard_after_forward": False}},
+        param_dtype="bfloat16",
+        num_to_forward_prefetch=2,
+    )
+    model = shard_with_plan(Model(), plan)
+    planned = records.take("INFO")
+    logger.setLevel(logging.DEBUG)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    return wrapped, planned, records.take("DEBUG")
+
+
+def test_the_log_tells_what_was_made() -> None:
+    (first, planned, turns), (*others, their_turns) = run_ranks(2, _logs)
+    assert others == [[], []], "one rank speaks"
+    (text,) = first
+    for part in (
+        "15 units of Model on cpu",
+        f"({3 * WIDTH} frozen)",
+        "units: the root unit, layers.0, layers.1",
+        "layers.10 and 3 more",
+        "group of 2, gloo, timeout 60 s: the root unit",
+        "mixed precision: param_dtype=bfloat16; float32 stay: LayerNorm (1)",
+        "keep_float32 met no BatchNorm1d",
+        "gathered ahead: 1 in forward, BACKWARD_PRE in backward, at most",
+        "not freed after forward: layers.13",
+    ):
+        assert part in text, (part, text)
+    of_units, of_plan = planned
+    assert "16 units of Model" in of_units
+    for part in (
+        "shard_with_plan: Model, {",
+        "norm: {'reshard_after_forward': False}",
+        "(root) -> [layers.0, layers.1]",
+        "layers.12 -> [layers.13, norm]",
+        "set backward prefetch, until an order was recorded:",
+        "layers.1 -> [layers.0]",
+    ):
+        assert part in of_plan, (part, of_plan)
+    for action in ("prefetch", "unshard", "wait_for_unshard", "reshard", "reduce"):
+        assert f"LayerZeRO3.{action}(layers.3)" in turns
+    assert turns == their_turns

@@ -1,0 +1,192 @@
+"""What plain torch allows and sharding would drop in silence is refused, or told once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import layerzero
+from layerzero import ZeRO3
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import full_gradients
+
+
+def wrapped(build: Callable[[], nn.Module] = Mlp, **options) -> ZeRO3:
+    torch.manual_seed(0)
+    options.setdefault("auto_wrap_policy", {Block})
+    return ZeRO3(build(), timeout=timedelta(seconds=20), **options)
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+class Writes(nn.Module):
+    """Changes a parameter in its forward, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Embedding(4, WIDTH, max_norm=0.1 if how == "max_norm" else None)
+        self.codes = nn.Parameter(torch.zeros(2, WIDTH), requires_grad=how == "replaced")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "in place":
+            with torch.no_grad():
+                self.linear.weight.clamp_(-0.01, 0.01)
+        elif self.how == "data":
+            self.codes.data.copy_(x[:2].detach())
+        elif self.how == "replaced":
+            self.codes = nn.Parameter(self.codes * 0.5 + 1)
+        row = self.table(torch.tensor([1]))
+        return self.linear(x) + self.codes.mean() + row
+
+
+def _writes(how: str, name: str, verb: str) -> None:
+    model = wrapped(lambda: Writes(how), auto_wrap_policy=None)
+    before = [piece.detach().clone() for piece in model.parameters()]
+    with pytest.raises(RuntimeError, match=rf"the forward {verb}.*{name!r}.*summon_full_params"):
+        model(batch())
+    assert all(map(torch.equal, before, model.parameters()))
+    model.module.how = "nothing"
+    model.module.table.max_norm = None
+    model(batch()).sum().backward()  # the error left the model as it was
+    assert model.module.linear.weight.grad is not None
+
+
+def _all_writes() -> None:
+    _writes("in place", "linear.weight", "wrote into")
+    _writes("max_norm", "table.weight", "wrote into")
+    _writes("data", "codes", "wrote into")
+    _writes("replaced", "codes", "put other parameters in place of")
+
+
+def test_a_forward_that_changes_its_parameters_is_refused() -> None:
+    run_ranks(2, _all_writes)
+
+
+def _keeps_what_is_whole() -> None:
+    model = wrapped(lambda: Writes("in place"), auto_wrap_policy=None)
+    model(batch())
+    assert model.module.linear.weight.abs().max() <= 0.01
+
+
+def test_on_one_rank_parameters_are_whole_and_may_be_changed() -> None:
+    run_ranks(1, _keeps_what_is_whole)
+
+
+def _kept_by_a_hook() -> None:
+    model = wrapped()
+    kept: list[torch.Tensor] = []
+    hook = model.module.stem.register_forward_hook(lambda *each: kept.append(each[2]))
+    model(batch())
+    kept[0].sum().backward()
+    with pytest.raises(RuntimeError, match=r"gradients of 'stem\.weight'.*return that"):
+        model(batch())
+    hook.remove()
+    model(batch()).sum().backward()
+    expected = wrapped()
+    expected(batch()).sum().backward()
+    for name, gradient in full_gradients(expected).items():
+        assert torch.equal(full_gradients(model)[name], gradient), "what was dropped stays away"
+
+
+def test_gradients_that_came_another_way_are_refused_at_the_next_forward() -> None:
+    run_ranks(2, _kept_by_a_hook)
+
+
+def _penalty(power: int) -> tuple[list[str], bool]:
+    model = wrapped(lambda: nn.Linear(8, 8))  # each rank has a part of the weight
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in (model, plain):
+            penalty = sum(p.norm() if power == 1 else p.square().sum() for p in each.parameters())
+            (each(torch.ones(3, 8)).sum() + 0.1 * penalty).backward()
+    gradients = full_gradients(model)
+    is_right = all(torch.allclose(gradients[name], p.grad) for name, p in plain.named_parameters())
+    return [str(each.message) for each in caught], is_right
+
+
+def test_a_penalty_on_pieces_is_told_by_the_first_rank() -> None:
+    (norms, is_right), (others, _) = run_ranks(2, _penalty, 1)
+    assert not is_right and others == []
+    (told,) = norms
+    assert "was used outside the forward of its unit" in told and "wrong for norms" in told
+
+
+def _hooked() -> list[str]:
+    model = wrapped()
+    for piece in model.parameters():
+        piece.register_hook(lambda gradient: gradient * 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(batch()).sum().backward()
+    return [str(each.message) for each in caught]
+
+
+def test_gradients_of_pieces_with_hooks_are_nothing_to_tell() -> None:
+    assert run_ranks(2, _hooked) == [[], []]
+
+
+def test_an_l2_penalty_on_pieces_is_right() -> None:
+    assert all(is_right for _, is_right in run_ranks(2, _penalty, 2))
+
+
+def _refused_around() -> None:
+    model = wrapped()
+    pieces = list(model.parameters())
+    with pytest.raises(TypeError, match=r"ZeroRedundancyOptimizer was given.*torch\.optim\.AdamW"):
+        ZeroRedundancyOptimizer(pieces, torch.optim.SGD, lr=0.1)
+    before = [piece.detach().clone() for piece in pieces]
+    for module in (model, model.module):
+        with pytest.raises(RuntimeError, match="leave out DistributedDataParallel"):
+            DistributedDataParallel(module)
+    assert all(map(torch.equal, before, pieces))
+    # Of equal sizes on both ranks, or torch finds out itself.
+    inside = nn.Sequential(ZeRO3(nn.Linear(8, 8, bias=False)), nn.Linear(8, 1))
+    around = DistributedDataParallel(inside)
+    with pytest.raises(RuntimeError, match="inside a module that DistributedDataParallel wraps"):
+        around(torch.ones(3, 8))
+    inside = nn.Sequential(ZeRO3(nn.Linear(8, 8, bias=False)), nn.Linear(8, 1))
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(inside, ["0.weight"])
+    around = DistributedDataParallel(inside)
+    around(torch.ones(3, 8)).sum().backward()
+    assert inside[0].weight.grad is not None and inside[1].weight.grad is not None
+    with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
+        torch.func.vmap(model)(batch())
+
+
+def test_engines_that_would_mix_up_pieces_are_refused() -> None:
+    run_ranks(2, _refused_around)
+
+
+def _scaled(scaler: type[torch.amp.GradScaler]) -> list[str]:
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = scaler("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            scaler.scale(model(batch()).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return [str(each.message) for each in caught]
+
+
+def test_the_scaler_of_torch_is_told_of_once() -> None:
+    (told,), nothing = run_ranks(2, _scaled, torch.amp.GradScaler)
+    assert "use layerzero.GradScaler" in told and nothing == []
+    assert run_ranks(2, _scaled, layerzero.GradScaler) == [[], []]

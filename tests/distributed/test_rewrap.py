@@ -1,0 +1,234 @@
+"""A model is wrapped again: after it changed, after its wrapper is gone; never by two at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import layerzero
+from layerzero import MixedPrecision, ZeRO3
+from tests.distributed.test_changed_structure import LowRank
+from tests.harness.checks import assert_bitwise
+from tests.harness.compare import assert_same_values, assert_trains_alike, zero3
+from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import batches_of, forward_backward, seeded
+
+
+def _block() -> nn.Module:
+    return seeded(Block, seed=5)
+
+
+def _adapt(model: nn.Module) -> None:
+    torch.manual_seed(3)
+    model.blocks[1].up = LowRank(model.blocks[1].up)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("base" not in name)
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "appended": lambda model: model.blocks.append(_block()),
+    "inserted": lambda model: model.blocks.insert(0, _block()),
+    "removed": lambda model: model.blocks.__delitem__(1),
+    "replaced": lambda model: setattr(model, "head", seeded(lambda: nn.Linear(WIDTH, 2), seed=4)),
+    "a parameter replaced": lambda model: setattr(
+        model.head, "weight", nn.Parameter(torch.full((3, WIDTH), 0.1))
+    ),
+    "adapters": _adapt,
+    "nothing": lambda model: None,
+}
+
+
+def _changed() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    for what, change in CHANGES.items():
+        model, plain = zero3(Mlp, Block), seeded(Mlp)
+        assert_trains_alike(model, plain, batches[:1])
+        wrapper, kept = model, model.blocks[2].down.weight
+        for each in (model, plain):
+            change(each)
+            each.note = what
+        new = layerzero.rewrap(model)
+        assert model is wrapper and model.note == what and type(model).__name__ == "ZeRO3"
+        assert any(kept is piece for piece in model.parameters()), what
+        if what in ("nothing", "appended"):
+            assert new == [n for n, _ in model.named_parameters() if n.startswith("blocks.3")]
+        assert_same_values(model, plain)
+        assert_trains_alike(model, plain, batches[1:])
+
+
+def test_a_changed_model_trains_on_once_it_is_wrapped_again() -> None:
+    run_ranks(2, _changed)
+
+
+def _optimizer_goes_on() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, eps=1e-3) for each in (model, plain)]
+    for step, batch in enumerate(batches):
+        if step == 2:
+            for each in (model, plain):
+                each.blocks.append(_block())
+            added = set(layerzero.rewrap(model))
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                named = dict(each.named_parameters())
+                optimizer.add_param_group({"params": [named[name] for name in sorted(added)]})
+        forward_backward(model, batch[dist.get_rank()])
+        for each in batch:
+            forward_backward(plain, each)
+        for parameter in plain.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad / len(batch)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, plain)
+
+
+def test_an_optimizer_keeps_its_state_of_units_that_did_not_change() -> None:
+    run_ranks(2, _optimizer_goes_on)
+
+
+def _hooked() -> None:
+    model = zero3(Mlp, Block)
+    ran: list[str] = []
+    for name in ("stem.bias", "blocks.0.up.bias"):
+        piece = model.get_parameter(name)
+        piece.register_post_accumulate_grad_hook(lambda _, name=name: ran.append(name))
+    model.add_module("late", nn.Linear(9, 9))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        layerzero.rewrap(model)
+    is_first = dist.get_rank() == 0
+    expected = "rewrap: hooks on ['stem.bias'] were on pieces that are gone"
+    assert sum(expected in str(each.message) for each in told) == is_first
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert ran == ["blocks.0.up.bias"]
+
+
+def test_hooks_stay_on_pieces_that_stay_and_others_are_told_of() -> None:
+    run_ranks(2, _hooked)
+
+
+def _refused() -> None:
+    model = zero3(Mlp, Block)
+    with pytest.raises(ValueError, match="rewrap: expected the outermost ZeRO3 module, got Linear"):
+        layerzero.rewrap(model.stem)
+    with model.summon_full_params(), pytest.raises(RuntimeError, match="a model between steps"):
+        layerzero.rewrap(model)
+    with model.no_sync():
+        model(torch.randn(2, WIDTH)).sum().backward()
+    with pytest.raises(RuntimeError, match="gradients wait"):
+        layerzero.rewrap(model)
+    nested = ZeRO3(nn.Sequential(zero3(Block)))
+    with pytest.raises(NotImplementedError, match="'0' has a ZeRO3 of its own"):
+        layerzero.rewrap(nested)
+
+
+def test_what_cannot_be_wrapped_again_is_refused() -> None:
+    run_ranks(2, _refused)
+
+
+def _wrapper_is_gone() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    plain = seeded(Mlp)
+    model = zero3(Mlp, Block)
+    module = model.module
+    assert_trains_alike(model, plain, batches[:1])
+    with pytest.raises(RuntimeError, match="is wrapped already"):
+        ZeRO3(module)
+    del model
+    again = ZeRO3(module, auto_wrap_policy={nn.Linear}, zero3_size=1, outer="replicate")
+    assert len(layerzero.units(again)) == 9
+    assert_trains_alike(again, plain, batches[1:])
+    block = again.blocks[1]
+    del again, module
+    alone = ZeRO3(block)
+    assert_same_values(alone, plain.blocks[1])
+    x = torch.randn(2, WIDTH)
+    assert_bitwise(alone(x), plain.blocks[1](x), "a part of a model that is gone")
+
+
+def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone() -> None:
+    run_ranks(2, _wrapper_is_gone)
+
+
+class Head(nn.Module):
+    """A head on a backbone that it shares with others."""
+
+    def __init__(self, backbone: nn.Module, width: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.out = nn.Linear(3, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.backbone(x))
+
+
+class Both(nn.Module):
+    """Actor and critic on one backbone: what is to be wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        backbone = Mlp()
+        self.actor, self.critic = Head(backbone, 4), Head(backbone, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.actor(x), self.critic(x)], dim=1)
+
+
+def _shared() -> None:
+    x = torch.randn(2, WIDTH)
+    for policy in (None, {Block}):
+        both = seeded(Both)
+        actor = ZeRO3(both.actor, auto_wrap_policy=policy)
+        before = list(actor.parameters())
+        with pytest.raises(RuntimeError, match=r"a Head that is wrapped.*one module and wrap that"):
+            ZeRO3(both.critic, auto_wrap_policy=policy)
+        with pytest.raises(RuntimeError, match="a Head that is wrapped"):
+            ZeRO3(actor.backbone)
+        assert all(a is b for a, b in zip(before, actor.parameters(), strict=True))
+        assert type(both.critic.out.weight) is nn.Parameter and both.critic.out.weight.ndim == 2
+        actor(x).sum().backward()
+        assert all(p.grad is not None for p in actor.parameters())
+        del actor, before
+        critic = ZeRO3(both.critic, auto_wrap_policy=policy)
+        assert_bitwise(critic(x), seeded(Both).critic(x), "after the first wrapper is gone")
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+
+    def together(model: nn.Module, batch: Tensor) -> Tensor:
+        loss = model.actor(batch).square().mean() + model.critic(batch).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def actor_alone(model: nn.Module, batch: Tensor) -> Tensor:
+        return forward_backward(model.actor, batch)
+
+    for run in (forward_backward, together, actor_alone):
+        model = zero3(Both, Block, Head)
+        assert_trains_alike(model, seeded(Both), batches, run=run)
+
+
+def test_one_backbone_is_in_one_wrapped_model_which_trains_its_parts_alone_or_together() -> None:
+    run_ranks(2, _shared)
+
+
+def _precision() -> None:
+    model = zero3(Mlp, Block, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    x = torch.randn(2, WIDTH)
+    expected = model(x)
+    model.blocks.append(nn.Identity())
+    assert layerzero.rewrap(model) == []
+    assert_bitwise(model(x), expected, "arguments are those of the first time")
+    before = model.forward
+    model.forward = lambda x: 2 * before(x)
+    layerzero.rewrap(model)
+    assert_bitwise(model(x), 2 * expected, "a patched forward stays")
+
+
+def test_the_arguments_are_those_of_the_first_time() -> None:
+    run_ranks(1, _precision)

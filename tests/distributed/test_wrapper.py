@@ -1,0 +1,319 @@
+"""A wrapper shows the module it wraps: what is set, called or indexed is the module's."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerzero import ZeRO3
+from tests.harness.checks import assert_bitwise
+from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import batches_of, seeded
+
+
+class Configured(nn.Module):
+    """Computes as the attributes on it say, and has a property that can be set."""
+
+    flag = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.loss_function: Callable[[Tensor], Tensor] = torch.tanh
+        self._factor = 1.0
+
+    @property
+    def factor(self) -> float:
+        return self._factor
+
+    @factor.setter
+    def factor(self, value: float) -> None:
+        self._factor = 2 * value
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.loss_function(self.linear(self.block(x))) * self._factor
+        return -x if self.flag else x
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x) + 1
+
+
+def _attributes() -> None:
+    model, plain = zero3(Configured, Block), seeded(Configured)
+    x = torch.randn(3, WIDTH)
+    for each in (model, plain):
+        each.flag = True
+        each.factor = 3.0
+        each.loss_function = torch.sin
+        each.generation_config = {"length": 5}
+        each.offset = torch.ones(())  # a tensor, and no buffer
+    assert model.module.flag and model.module.generation_config is model.generation_config
+    assert model.factor == plain.factor == 6.0
+    assert_bitwise(model(x), plain(x), "attributes that forward reads")
+    assert_bitwise(model.generate(x), plain.generate(x), "a method that calls the module")
+    assert {"generation_config", "loss_function", "no_sync", "factor"} <= set(dir(model))
+    for each in (model, plain):
+        del each.flag, each.generation_config
+        assert not hasattr(each, "generation_config") and each.flag is False
+    model.register_buffer("seen", torch.zeros(1))
+    assert model.module.seen is model.seen and "seen" in model.module.state_dict()
+    assert model.get_submodule("block.up") is model.module.block.up
+
+
+def test_attributes_set_on_the_wrapper_are_the_modules() -> None:
+    run_ranks(2, _attributes)
+
+
+class Stubborn(nn.Module):
+    """Keeps a part of itself from training; counts what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.told: list[str] = []
+
+    def train(self, mode: bool = True) -> Stubborn:
+        super().train(mode)
+        self.norm.eval()
+        self.told.append(f"train({mode})")
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.told.append("zero_grad")
+
+    def get_extra_state(self) -> int:
+        return len(self.told)
+
+    def set_extra_state(self, state: int) -> None:
+        self.told.append(f"extra {state}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+def _overrides() -> None:
+    model = zero3(Stubborn, nn.Linear)
+    assert model.train() is model and model.eval() is model and model.train() is model
+    assert not model.norm.training and model.linear.training and model.training
+    model.zero_grad()
+    model.load_state_dict(model.state_dict())
+    expected = ["train(True)", "train(False)", "train(True)", "zero_grad", "extra 4"]
+    assert model.told == expected
+    nn.Sequential(model).eval()  # from around it
+    assert model.told == [*expected, "train(False)"] and not model.linear.training
+    seen: list[bool] = []
+    linear = nn.Linear(2, 2)
+    linear.train = lambda mode=True: seen.append(mode)  # type: ignore[assignment]
+    ZeRO3(linear).eval()
+    assert seen == [False]
+    visited: list[nn.Module] = []
+    assert model.apply(visited.append) is model
+    assert visited[-1] is model.module and len(visited) == 3
+
+
+def test_overridden_methods_of_the_root_are_called() -> None:
+    run_ranks(2, _overrides)
+
+
+def _patch(model: nn.Module, where: str) -> None:
+    """The new forward uses parameters itself, and the forward before."""
+    inner = getattr(model, "module", model)
+    if where == "class":
+        # Not on `Configured`: other tests use it.
+        inner.__class__ = type("Patched", (Configured,), {"forward": Configured.forward})
+        type(inner).forward = lambda self, x: Configured.forward(self, x) * self.linear.weight.sum()
+        return
+    patched: Any = {"wrapper": model, "module": inner, "unit": model.block}[where]
+    linear, before = (patched.up if where == "unit" else patched.linear), patched.forward
+    patched.forward = lambda x: before(x) * linear.weight.sum()
+
+
+def _patches() -> None:
+    x = torch.randn(3, WIDTH)
+    for where in ("wrapper", "module", "unit", "class"):
+        model, plain = zero3(Configured, Block), seeded(Configured)
+        for each in (model, plain):
+            _patch(each, where)
+        assert_bitwise(model(x), plain(x), f"a patched forward of the {where}")
+        assert_bitwise(model.generate(x), plain.generate(x), f"by a method, patched on {where}")
+        model(x).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+    model, plain = zero3(Configured, Block), seeded(Configured)
+    before = model.forward
+    model.forward = types.MethodType(lambda self, x: self.linear(x) + before(x), model)
+    assert_bitwise(model(x), plain.linear(x) + plain(x), "a method as the forward")
+    once = model.forward
+    model.forward = lambda x: 2 * once(x)
+    assert_bitwise(model(x), 2 * (plain.linear(x) + plain(x)), "patched twice")
+    model.forward = before
+    assert_bitwise(model(x), plain(x), "the forward put back")
+    model.forward = lambda x: x
+    assert model(x) is x
+    del model.forward
+    assert_bitwise(model(x), plain(x), "the patch deleted")
+
+
+def test_a_patched_forward_runs_inside_the_unit() -> None:
+    run_ranks(2, _patches)
+
+
+class Engine(ZeRO3):
+    """What a user derives."""
+
+    limit: int = 7
+
+    def __init__(self, module: nn.Module, tag: str, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.tag = tag
+        self.limit += 1
+
+    @property
+    def twice(self) -> str:
+        return 2 * self.tag
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def _subclasses() -> None:
+    x = torch.randn(3, WIDTH)
+    engine, plain = Engine(seeded(Mlp), "a", auto_wrap_policy={Block}), seeded(Mlp)
+    assert isinstance(engine, Engine) and isinstance(engine, ZeRO3)
+    assert type(engine).__name__ == "Engine" and type(engine).forward is Engine.forward
+    assert (engine.tag, engine.twice, engine.limit) == ("a", "aa", 8)
+    assert not hasattr(engine.module, "limit")
+    assert_bitwise(engine(x), plain(x) * 2, "forward of the subclass")
+    listed = Engine(nn.Sequential(Block(), nn.Tanh()), "b")
+    assert isinstance(listed, Engine) and len(listed) == 2 and listed.twice == "bb"
+
+
+def test_a_subclass_keeps_what_it_is() -> None:
+    run_ranks(2, _subclasses)
+
+
+def _containers() -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2))
+
+    x = torch.randn(3, WIDTH)
+    model, plain = zero3(build, Block), seeded(build)
+    assert len(model) == 3 and list(model) == list(model.module) and bool(model)
+    assert model[-1] is model.module[2] and model[1] in model
+    assert_bitwise(model[0:2](x), plain[0:2](x), "a slice")
+    assert_bitwise(model[2](x), plain[2](x), "an item of the root unit")
+    named = ZeRO3(nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)}), auto_wrap_policy={nn.Linear})
+    assert "a" in named and named["a"] is named.module["a"] and list(named.keys()) == ["a"]
+    assert named["a"](x).shape == x.shape
+    with pytest.raises(TypeError):
+        len(zero3(Mlp))
+
+
+def test_a_wrapped_container_is_indexed_as_one() -> None:
+    run_ranks(2, _containers)
+
+
+def _copies() -> None:
+    model = zero3(Mlp, Block)
+    parts = {
+        "the wrapper": model,
+        "the module": model.module,
+        "a unit": model.blocks[0],
+        "a module in a unit": model.blocks[0].up,
+        "a module around": nn.Sequential(model),
+    }
+    ways: list[Callable[[nn.Module], object]] = [
+        copy.deepcopy,
+        pickle.dumps,
+        lambda module: torch.save(module, io.BytesIO()),
+    ]
+    for part, module in parts.items():
+        for do in ways:
+            with pytest.raises(
+                RuntimeError, match=r"cannot be copied or pickled.*checkpoint\.save"
+            ):
+                do(module)
+        if part != "a module around":
+            with pytest.raises(NotImplementedError, match="copy the module before wrapping it"):
+                copy.copy(module)
+    with pytest.raises(NotImplementedError, match="averaged weights copy the pieces"):
+        torch.optim.swa_utils.AveragedModel(model)
+    pieces = copy.deepcopy([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(pieces, model.parameters(), strict=True))
+
+
+def test_copies_are_refused_with_what_to_do() -> None:
+    run_ranks(2, _copies)
+
+
+def _conversions() -> None:
+    x = torch.randn(3, WIDTH)
+    refused: list[Callable[[nn.Module], object]] = [
+        lambda model: model.half(),
+        lambda model: model.to(torch.float64),
+        lambda model: model.blocks[0].up.double(),
+        lambda model: model.to("meta"),
+        lambda model: nn.Sequential(model).bfloat16(),
+    ]
+    harmless: list[Callable[[nn.Module], object]] = [
+        lambda model: model.float(),
+        lambda model: model.to("cpu", torch.float32),
+        lambda model: model.cpu(),
+        lambda model: model.blocks[1].to(torch.float32),
+        lambda model: model.type(torch.float32),
+    ]
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    try:
+        for swap in (False, True):
+            torch.__future__.set_swap_module_params_on_conversion(swap)
+            model, plain = zero3(Mlp, Block), seeded(Mlp)
+            pieces = list(model.parameters())
+            for convert in refused:
+                with pytest.raises(RuntimeError, match=r"sharded as torch.float32 on cpu and"):
+                    convert(model)
+            with model.summon_full_params(), pytest.raises(RuntimeError, match="cannot become"):
+                model.half()
+            for convert in harmless:
+                convert(model)
+            assert all(a is b for a, b in zip(pieces, model.parameters(), strict=True))
+            assert all(hasattr(piece, "layerzero") for piece in pieces)
+            assert_bitwise(model(x), plain(x), f"after conversions, swap={swap}")
+            assert_trains_alike(model, plain, batches_of(CASES["mlp"], 2, steps=1))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def test_a_conversion_after_wrapping_changes_nothing_or_is_refused() -> None:
+    run_ranks(2, _conversions)
+
+
+def _hooks() -> None:
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    for each in (model, plain):
+        each.calls = []
+        each.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+        each.register_forward_hook(lambda m, args, output: output + 1)
+        each.register_full_backward_hook(
+            lambda m, gradients, outputs, each=each: each.calls.append(gradients[0].sum())
+        )
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    assert_bitwise(model(x), plain(x), "hooks on the wrapper")
+    assert_bitwise(model.calls[0], plain.calls[0], "a backward hook on the wrapper")
+
+
+def test_hooks_registered_on_the_wrapper_run() -> None:
+    run_ranks(1, _hooks)

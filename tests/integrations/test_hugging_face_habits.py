@@ -1,0 +1,264 @@
+"""What users of transformers and accelerate do around training: counts, second trainers, names."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layerzero import ZeRO3, checkpoint
+from layerzero.optim import attach
+from tests.harness.checks import assert_same_parameters
+from tests.harness.ranks import run_ranks
+
+pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("accelerate")
+
+from tests.integrations.test_transformers import (
+    Sentences,
+    arguments,
+    as_if_launched,
+    build,
+    logged,
+    plain_trainer,
+    safetensors_of,
+    sharded_trainer,
+    weights_of,
+)
+
+
+def _counts(folder: str) -> None:
+    from transformers import TrainerCallback
+
+    plain = build("qwen2")
+    plain.model.layers[0].requires_grad_(False)
+    module = build("qwen2")
+    module.model.layers[0].requires_grad_(False)
+    seen: dict[str, int] = {}
+
+    class Reads(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            seen.update(all=model.num_parameters(), trained=model.num_parameters(True))
+
+    ours = sharded_trainer(module, lambda: arguments(folder, max_steps=1), callbacks=[Reads()])
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers.trainer")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    ours.train()
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    trained = plain.num_parameters(only_trainable=True)
+    assert seen == {"all": plain.num_parameters(), "trained": trained}
+    assert ours.get_num_trainable_parameters() == trained < plain.num_parameters()
+    assert module.num_parameters(exclude_embeddings=True) == plain.num_parameters(False, True)
+    assert module.model.num_parameters() == plain.model.num_parameters()
+    assert [line for line in lines if f"Number of trainable parameters = {trained:,}" in line]
+    _counts_of_adapters()
+
+
+def _counts_of_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    from layerzero.integrations.transformers import shard
+
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    plain = peft.get_peft_model(build("llama"), config)
+    model = shard(peft.get_peft_model(build("llama"), config))
+    assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+
+
+def _trainers_in_turn(folder: str) -> None:
+    """Train, evaluate with another trainer, train on with a third: as plain ones do."""
+    evaluated, losses, weights = [], [], []
+    for make, accumulation in ((sharded_trainer, 1), (plain_trainer, 2)):
+        model = build("llama")
+        options = {"gradient_accumulation_steps": accumulation}
+        first = make(model, lambda options=options: arguments(folder, **options))
+        first.train()
+        del first
+        second = make(
+            model,
+            lambda: arguments(folder, per_device_eval_batch_size=4),
+            eval_dataset=Sentences(),
+        )
+        evaluated.append(second.evaluate()["eval_loss"])
+        third = make(model, lambda options=options: arguments(folder, seed=7, **options))
+        third.train()
+        losses.append(logged(third, "loss"))
+        sharded = getattr(third, "sharded_model", None)
+        weights.append(model.state_dict() if sharded is None else weights_of(sharded))
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
+    assert losses[0] == losses[1]
+    assert_same_parameters(*weights)
+    from layerzero.integrations.transformers import ZeRO3Trainer
+
+    as_if_launched(True)
+    model = build("llama")
+    options = {"forward_prefetch": 2}
+    one = ZeRO3Trainer(model, arguments(folder), zero3=options)
+    assert ZeRO3Trainer(model, arguments(folder), zero3=options).sharded_model is one.sharded_model
+    with pytest.raises(ValueError, match=r"an earlier trainer sharded this LlamaForCausalLM"):
+        ZeRO3Trainer(model, arguments(folder), zero3={"forward_prefetch": 3})
+
+
+def _no_device_named(folder: str) -> None:
+    from layerzero.integrations.transformers import ZeRO3Trainer
+
+    as_if_launched(True)
+    # As transformers sees it without use_cpu on a machine that has no accelerator.
+    args = arguments(folder)
+    state = args.distributed_state
+    state.distributed_type, state.num_processes = type(state.distributed_type)("NO"), 1
+    with pytest.raises(ValueError, match="Pass use_cpu=True"):
+        ZeRO3Trainer(build("llama"), args)
+
+
+def _habits(folder: str) -> None:
+    """Options of TrainingArguments that touch the model or the loss, beside a plain trainer."""
+    for name, changes in {
+        "uneven": {"eval_dataset": torch.utils.data.Subset(Sentences(), range(7))},
+        "recomputed": {"gradient_checkpointing": True},
+    }.items():
+        data = changes.pop("eval_dataset", Sentences())
+        plain = plain_trainer(
+            build("llama"),
+            lambda changes=changes: arguments(folder, gradient_accumulation_steps=2, **changes),
+        )
+        plain.train()
+        expected = torch.from_numpy(plain.predict(data).predictions)
+        # What is launched is a fact of the process: not before the plain one is through.
+        ours = sharded_trainer(build("llama"), lambda changes=changes: arguments(folder, **changes))
+        ours.train()
+        assert logged(ours, "loss") == logged(plain, "loss"), name
+        predicted = torch.from_numpy(ours.predict(data).predictions)
+        torch.testing.assert_close(predicted, expected, msg=name)
+    noisy = sharded_trainer(build("llama"), lambda: arguments(folder, neftune_noise_alpha=5.0))
+    noisy.train()
+    assert logged(noisy, "loss") != logged(ours, "loss")
+    assert not noisy.model.get_input_embeddings()._forward_hooks, "the noise is for training alone"
+
+
+def test_counts_are_whole(tmp_path: Path) -> None:
+    run_ranks(2, _counts, str(tmp_path), timeout=120)
+
+
+def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
+    run_ranks(2, _trainers_in_turn, str(tmp_path), timeout=120)
+
+
+def test_what_touches_model_and_loss_is_as_ever(tmp_path: Path) -> None:
+    run_ranks(2, _habits, str(tmp_path), timeout=120)
+
+
+def test_a_launcher_on_a_machine_without_an_accelerator_needs_use_cpu(tmp_path: Path) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("has an accelerator")
+    run_ranks(2, _no_device_named, str(tmp_path))
+
+
+# Saving ----------------------------------------------------------------------------------------
+
+
+def _refuses_to_save_pieces(folder: str) -> None:
+    from layerzero.integrations.transformers import shard
+
+    as_if_launched(True)
+    root, first = Path(folder), dist.get_rank() == 0
+    plain = build("llama")
+    layers = {type(plain.model.layers[0])}
+    model = ZeRO3(build("llama"), auto_wrap_policy=layers)
+    for save in (model.save_pretrained, model.module.save_pretrained):
+        with pytest.raises(RuntimeError, match=r"transformers\.save_pretrained"):
+            save(root / "refused")
+    with pytest.raises(RuntimeError, match=r"of 'model' .*summon_full_params"):
+        model.module.model.save_pretrained(root / "refused")
+    assert not (root / "refused").exists()
+    full = checkpoint.get_model_state_dict(model, full=True, cpu_offload=True)
+    model.save_pretrained(root / "given", is_main_process=first, state_dict=full)
+    with model.summon_full_params(writeback=False):
+        model.model.save_pretrained(root / "inside", is_main_process=first)
+    ready = shard(build("llama"))
+    ready.save_pretrained(root / "ours", max_shard_size="10KB", safe_serialization=True)
+    with pytest.raises(NotImplementedError, match="variant"):
+        ready.save_pretrained(root / "refused", variant="fp16")
+    dist.barrier()
+    assert len(list((root / "ours").glob("*.safetensors"))) > 1
+    expected = dict(sorted(plain.state_dict().items()))
+    assert_same_parameters(
+        dict(sorted(safetensors_of(root / "given" / "model.safetensors").items())), expected
+    )
+    inside = dict(sorted(safetensors_of(root / "inside" / "model.safetensors").items()))
+    assert_same_parameters(inside, dict(sorted(plain.model.state_dict().items())))
+    assert not (root / "refused").exists()
+
+
+def test_pieces_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
+    run_ranks(2, _refuses_to_save_pieces, str(tmp_path), timeout=120)
+
+
+def _automatic(folder: str) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from layerzero.integrations.accelerate import prepare
+
+    as_if_launched(True)
+    root = Path(folder, "checkpoints")
+
+    def started(**changes: Any) -> tuple[Any, Any, Any]:
+        named = ProjectConfiguration(folder, automatic_checkpoint_naming=True, **changes)
+        accelerator = Accelerator(cpu=True, project_config=named)
+        module = build("llama")
+        optimizer = torch.optim.AdamW(module.parameters(), 1e-2)
+        return accelerator, *prepare(accelerator, module, optimizer)
+
+    accelerator, model, optimizer = started(total_limit=2)
+    # It was made before the model was sharded, and is known all the same.
+    assert isinstance(optimizer.optimizer, torch.optim.AdamW)
+    assert attach.holds_pieces(optimizer.optimizer)
+    assert "_layerzero_attached" in vars(optimizer.optimizer)
+    with pytest.raises(ValueError, match="found none"):
+        accelerator.load_state()
+    saved = []
+    for _ in range(3):
+        loss = model(input_ids=torch.arange(6).view(1, -1), labels=torch.arange(6).view(1, -1)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.save_state()
+        saved.append(weights_of(model))
+    assert sorted(path.name for path in root.iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (root / "checkpoint_7").mkdir()  # killed while it was written
+    accelerator, model, optimizer = started(iteration=2)
+    accelerator.load_state()
+    assert_same_parameters(weights_of(model), saved[2])
+    accelerator.load_state(root / "checkpoint_1")
+    assert_same_parameters(weights_of(model), saved[1])
+    with pytest.raises(ValueError, match=r"checkpoint_2: is there already"):
+        accelerator.save_state()
+    accelerator.project_configuration.iteration = 3
+    assert Path(accelerator.save_state()).parent == root / "checkpoint_3"
+    with pytest.raises(ValueError, match="found none"):
+        accelerator.load_state(root / "checkpoint_9")
+    accelerator.save_model(model, Path(folder, "model"))
+    dist.barrier()
+    kept = safetensors_of(Path(folder, "model", "model.safetensors"))
+    assert_same_parameters(
+        {name: saved[1][name] for name in sorted(kept)}, dict(sorted(kept.items()))
+    )
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    with pytest.raises(NotImplementedError, match="register_save_state_pre_hook"):
+        accelerator.save_state()
+
+
+def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
+    run_ranks(2, _automatic, str(tmp_path), timeout=120)

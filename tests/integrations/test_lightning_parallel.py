@@ -1,0 +1,259 @@
+"""Tensor parallelism under Lightning's Trainer: two by two ranks equal one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import SumMetric
+
+from layerzero import ShardingPlan, ZeRO3, units
+from layerzero.core.parameter_info import get_info
+from layerzero.integrations.lightning import ZeRO3Strategy
+from tests.harness.checks import (
+    assert_close,
+    assert_same_on_all_ranks,
+    assert_same_parameters,
+    warns_on_first_rank,
+)
+from tests.harness.models import WIDTH, Block
+from tests.harness.ranks import run_ranks
+from tests.integrations.trainers import NUM_BATCHES, Regression, seeded, trainer
+
+ROUNDINGS = 128
+"""Products are summed in two parts, and batches of ranks in another order, for 8 steps of AdamW."""
+
+
+def styles() -> dict[str, ParallelStyle]:
+    """Of a block, in unequal parts."""
+    return {
+        "up": ColwiseParallel(output_layouts=Replicate()),
+        "down": RowwiseParallel(input_layouts=Replicate()),
+    }
+
+
+class Split(Regression):
+    """Its blocks are split over the tensor-parallel axis, if there is one."""
+
+    def configure_model(self) -> None:
+        for block in self.blocks:
+            if isinstance(block.up.weight, DTensor) or get_info(block.up.weight) is not None:
+                continue  # configure_model is called again for each use of the Trainer.
+            if self.device_mesh is not None:
+                parallelize_module(block, self.device_mesh["tensor_parallel"], styles())
+
+
+class Counting(Split):
+    """Counts its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_samples = SumMetric()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.num_samples.update(len(batch[0]))
+        self.log("samples", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_epoch=True)
+        return loss
+
+
+def loader(num_data_ranks: int = 1) -> DataLoader[Any]:
+    """Dealt out by the Trainer: the same 8 rows a step, whatever the number of ranks.
+
+    Shuffled as it does it, for one process, too.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(NUM_BATCHES * 8, WIDTH, generator=generator)
+    data = TensorDataset(inputs, inputs[:, :2].sin())
+    sampler = None if dist.is_initialized() else DistributedSampler(data, 1, 0)
+    return DataLoader(data, 8 // num_data_ranks, sampler=sampler)
+
+
+def strategy(**arguments: Any) -> ZeRO3Strategy:
+    if "plan" not in arguments:
+        arguments.setdefault("auto_wrap_policy", {Block})
+    return ZeRO3Strategy(tensor_parallel_size=2, **arguments)
+
+
+def fit(
+    own: ZeRO3Strategy | None = None, cls: type = Split, seed: int = 0, ckpt: Any = None, **options
+) -> Any:
+    model = seeded(cls, seed=seed)
+    fitter = trainer(own, **options)
+    num_data_ranks = dist.get_world_size() // 2 if dist.is_initialized() else 1
+    fitter.fit(model, loader(num_data_ranks), ckpt_path=ckpt)
+    return model
+
+
+def whole(model: Any) -> dict[str, Tensor]:
+    wrapper = model.__dict__.get("_layerzero_lightning_wrapper")
+    if not isinstance(wrapper, ZeRO3):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    with wrapper.summon_full_params(writeback=False):
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in model.named_parameters()
+        }
+
+
+CLIP = {"gradient_clip_val": 0.05}
+
+
+class _Save(Callback):
+    """Saves after the first epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def _trains(tmp_path: Path) -> Any:
+    plan = ShardingPlan(apply_modules={"blocks.{*}": {"act_ckpt": "wrapped"}})
+    model = fit(strategy())
+    assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1"]
+    assert model.blocks[0].up.weight.layerzero.tensor_parallel is not None
+    expected = whole(model)
+    for options in ({"plan": plan}, {"zero3_size": 1, "outer": "replicate"}, {"zero3_size": 1}):
+        other = fit(strategy(**options))
+        assert_close(torch.tensor(other.losses), torch.tensor(model.losses), ROUNDINGS, "losses")
+        assert_same_parameters(whole(other), expected, ROUNDINGS)
+    for kind in ("full", "sharded"):
+        path = tmp_path / kind
+        again = fit(strategy(state_dict_type=kind), callbacks=[_Save(path)])
+        resumed = fit(strategy(), seed=7, ckpt=path)
+        assert again.losses[NUM_BATCHES:] == resumed.losses == model.losses[NUM_BATCHES:]
+        assert_same_parameters(whole(resumed), expected)
+    with trainer(strategy()).init_module(empty_init=True):
+        unmade = Split()
+    trainer(strategy()).fit(unmade, loader(2), ckpt_path=tmp_path / "full")
+    assert_same_parameters(whole(unmade), expected, what="without storage before")
+    clipped = fit(strategy(), **CLIP)
+    _an_overflow_of_one_part_is_one_of_all()
+    _one_value_on_all_ranks()
+    _samples_are_counted_once()
+    _what_does_not_fit()
+    return model.losses, expected, whole(clipped)
+
+
+class _Overflow(Callback):
+    """On the last rank, in the first step, in what is split; and the scales that follow."""
+
+    def __init__(self) -> None:
+        self.scales: list[float] = []
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if not self.scales and trainer.global_rank == 3:
+            module.blocks[1].down.weight.grad.fill_(torch.inf)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())
+
+
+def _an_overflow_of_one_part_is_one_of_all() -> None:
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    overflow = _Overflow()
+    model = fit(strategy(precision_plugin=scaled), callbacks=[overflow], max_epochs=1)
+    assert overflow.scales == [32.0] * NUM_BATCHES
+    # The stem is whole on every rank: it stays the same on those of one tensor-parallel group.
+    for name, value in whole(model).items():
+        assert_same_on_all_ranks(value, name)
+
+
+def _one_value_on_all_ranks() -> None:
+    """Ranks that were seeded differently start from the first one's weights."""
+    own = trainer(strategy(), max_epochs=0)
+    model = seeded(Split, seed=dist.get_rank())
+    own.fit(model, loader(2))
+    for name, value in whole(model).items():
+        assert_same_on_all_ranks(value, name)
+    assert_same_parameters(whole(model), whole_of_plain(0))
+
+
+def whole_of_plain(seed: int) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in seeded(Regression, seed=seed).named_parameters()}
+
+
+def _samples_are_counted_once() -> None:
+    own = strategy()
+    fitter = trainer(own, max_epochs=1)
+    model = seeded(Counting)
+    fitter.fit(model, loader(2))
+    assert fitter.callback_metrics["samples_epoch"] == NUM_BATCHES * 8
+    assert model.num_samples.compute() == NUM_BATCHES * 8
+    mesh = model.device_mesh
+    assert mesh is own.device_mesh and mesh.mesh_dim_names == ("data_parallel", "tensor_parallel")
+    place = mesh["data_parallel"].get_local_rank()
+    assert own.distributed_sampler_kwargs == {"num_replicas": 2, "rank": place}
+    for all_of, expected in ((True, False), (False, True)):
+        assert own.reduce_boolean_decision(dist.get_rank() == 3, all_of) is expected
+    assert own.reduce_boolean_decision(True)
+
+
+class _OnOwnMesh(Regression):
+    mesh: Any
+
+    def configure_model(self) -> None:
+        parallelize_module(self.blocks[0], self.mesh["tp"], styles())
+
+
+def _what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"make 1 x 3 = 3 ranks, the Trainer has 4; choose"):
+        fit(ZeRO3Strategy(tensor_parallel_size=3))
+    with pytest.raises(ValueError, match=r"expected either the ranks that share the model"):
+        ZeRO3Strategy(process_group=dist.group.WORLD, tensor_parallel_size=2)
+    plain = trainer(strategy(), max_epochs=1)
+    with warns_on_first_rank("but no parameter is a DTensor: 2 ranks each compute the same"):
+        plain.fit(seeded(), loader(2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _OnOwnMesh.mesh = mesh
+    with pytest.raises(ValueError, match=r"pass tensor_parallel_size=2 and .* or pass process_gro"):
+        fit(ZeRO3Strategy(), _OnOwnMesh)
+    own = ZeRO3Strategy({Block}, process_group=mesh["dp"], zero3_size=1)
+    model = fit(own, _OnOwnMesh)
+    assert model.device_mesh == mesh
+    assert own.distributed_sampler_kwargs["num_replicas"] == 2
+    assert_same_parameters(whole(model), whole(fit(strategy())), ROUNDINGS)
+
+
+def _goes_on(tmp_path: Path) -> None:
+    for kind in ("full", "sharded"):
+        model = seeded(Regression, seed=3)
+        trainer(ZeRO3Strategy({Block})).fit(model, loader(2), ckpt_path=tmp_path / kind)
+        assert len(model.losses) == NUM_BATCHES
+        assert_same_parameters(whole(model), torch.load(tmp_path / "expected"), ROUNDINGS)
+
+
+def test_two_by_two_ranks_train_save_and_go_on_as_one_process(tmp_path: Path) -> None:
+    results = run_ranks(4, _trains, tmp_path)
+    plain = fit()
+    losses = torch.tensor([losses for losses, _, _ in results])
+    assert torch.equal(losses[0], losses[1]) and torch.equal(losses[2], losses[3])
+    assert not torch.equal(losses[0], losses[2])
+    assert_close(losses[::2].mean(0), torch.tensor(plain.losses), ROUNDINGS, "losses")
+    assert_same_parameters(results[0][1], whole(plain), ROUNDINGS)
+    assert_same_parameters(results[0][2], whole(fit(**CLIP)), ROUNDINGS)
+    torch.save(whole(plain), tmp_path / "expected")
+    run_ranks(2, _goes_on, tmp_path)
+    alone = fit(cls=Regression, seed=3, ckpt=tmp_path / "full")
+    assert_same_parameters(whole(alone), whole(plain), ROUNDINGS)

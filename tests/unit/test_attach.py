@@ -1,0 +1,94 @@
+"""Every torch optimizer that is given a piece of a wrapped model is known from then on."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from layerzero.core.parameter_info import ParameterInfo, set_info
+from layerzero.optim import attach
+
+
+def piece() -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(2))
+    set_info(parameter, ParameterInfo("w", torch.Size([4]), (0, 2)))
+    return parameter
+
+
+def plain() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2))
+
+
+class Calls:
+    """What the registered functions were called with."""
+
+    def __init__(self) -> None:
+        self.met: list[torch.optim.Optimizer] = []
+        self.stepping: list[torch.optim.Optimizer] = []
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    found = Calls()
+    monkeypatch.setattr(attach, "_on_pieces", [])
+    monkeypatch.setattr(attach, "_on_first_step", [])
+    attach.on_pieces(found.met.append)
+    attach.on_first_step(found.stepping.append)
+    attach.watch()
+    return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW([p]),
+        lambda p: torch.optim.SGD([{"params": [plain()]}, {"params": [p]}], lr=0.1),
+        lambda p: torch.optim.Adam([("w", p)]),
+        lambda p: type("Own", (torch.optim.SGD,), {})([p]),
+    ],
+    ids=["list", "second group", "named", "subclass"],
+)
+def test_an_optimizer_is_met_once_when_it_gets_a_piece(calls: Calls, make: object) -> None:
+    optimizer = make(piece())  # type: ignore[operator]
+    named = "param_names" in optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [("other", piece()) if named else piece()]})
+    assert calls.met == [optimizer]
+
+
+def test_an_optimizer_of_other_parameters_is_left_as_it_is(calls: Calls) -> None:
+    optimizer = torch.optim.AdamW([plain()])
+    assert calls.met == []
+    assert not optimizer._optimizer_step_pre_hooks
+    optimizer.add_param_group({"params": [piece()]})
+    assert calls.met == [optimizer], "a group added later counts"
+
+
+def test_functions_for_the_first_step_run_once_before_it(calls: Calls) -> None:
+    optimizer = torch.optim.SGD([piece()], lr=0.1)
+    assert calls.stepping == []
+    for _ in range(3):
+        optimizer.step()
+    assert calls.stepping == [optimizer]
+
+
+def test_a_copy_of_an_optimizer_is_another_one(calls: Calls) -> None:
+    optimizer = torch.optim.SGD([piece()], lr=0.1)
+    twin = copy.copy(optimizer)
+    stream = io.BytesIO()
+    torch.save(optimizer, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    assert calls.met == [optimizer, twin, loaded]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(calls.met) == 3, "loading state makes no other one of it"
+
+
+def test_watching_twice_wraps_once(calls: Calls) -> None:
+    before = torch.optim.Optimizer.add_param_group
+    attach.watch()
+    assert torch.optim.Optimizer.add_param_group is before

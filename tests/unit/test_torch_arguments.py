@@ -1,0 +1,253 @@
+"""What is written for torch's FSDP means the same here, or is refused with our word for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import wrap as torch_wrap
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
+from layerzero.torch_arguments import (
+    to_backward_prefetch,
+    to_offload,
+    to_precision,
+    to_unit_arguments,
+)
+from layerzero.wrap import plan_units
+from tests.harness.models import Block, Mlp, TiedAcrossUnits, Transformer, TransformerBlock
+
+
+class Attention(nn.Module):
+    """Has modules that a policy by size leaves whole, or passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 40), "b": nn.Linear(8, 3)})
+        self.norm = nn.BatchNorm1d(8)
+
+
+def _by_torch(root: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[str]:
+    """Names of the modules that FSDP1 would wrap, by torch's own walk."""
+    names = {module: name for name, module in root.named_modules()}
+    parameters = {parameter for module in ignored for parameter in module.parameters()}
+    if hasattr(policy, "_run_policy"):
+        chosen = list(policy._run_policy(root, ignored, {}))
+    else:
+        chosen = []
+
+        def note(module: nn.Module, **_: Any) -> nn.Module:
+            chosen.append(module)
+            return module
+
+        torch_wrap._recursive_wrap(root, policy, note, ignored, parameters, only_wrap_children=True)
+    return sorted(names[module] for module in chosen if module is not root)
+
+
+def _by_us(root: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[str]:
+    plans, _ = plan_units(root, policy, ignored, ())
+    return sorted(plan.fqn for plan in plans[1:])
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+_BLOCKS = functools.partial(
+    transformer_auto_wrap_policy, transformer_layer_cls={TransformerBlock, Block}
+)
+POLICIES: dict[str, Any] = {
+    "classes": ModuleWrapPolicy({Block, TransformerBlock}),
+    "function of a module": CustomPolicy(_is_linear),
+    "every module": always_wrap_policy,
+    "layers": _BLOCKS,
+    "lambda": functools.partial(lambda_auto_wrap_policy, lambda_fn=_is_linear),
+    "either": functools.partial(
+        torch_wrap._or_policy,
+        policies=[_BLOCKS, functools.partial(lambda_auto_wrap_policy, lambda_fn=_is_linear)],
+    ),
+    **{
+        f"at least {numel}": functools.partial(size_based_auto_wrap_policy, min_num_params=numel)
+        for numel in (1, 20, 50, 90, 200, 1000, 10**9)
+    },
+    "leaves of ours": functools.partial(
+        size_based_auto_wrap_policy,
+        min_num_params=20,
+        force_leaf_modules={Block},
+        exclude_wrap_modules={nn.Linear},
+    ),
+    "untouched size": size_based_auto_wrap_policy,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_policy_of_torch_chooses_what_it_chooses_for_fsdp1(policy: Any) -> None:
+    for build in (Mlp, Transformer, TiedAcrossUnits, Attention):
+        root = build()
+        first = next(root.children())
+        for ignored in (set(), set(first.modules())):
+            assert _by_us(root, policy, ignored) == _by_torch(root, policy, ignored), build
+
+
+def test_arguments_that_a_custom_policy_gives_are_ours() -> None:
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        if isinstance(module, Block):
+            return {
+                "sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP,
+                "mixed_precision": fsdp.MixedPrecision(param_dtype=torch.bfloat16),
+                "cpu_offload": fsdp.CPUOffload(offload_params=True),
+            }
+        return {} if isinstance(module, nn.ModuleList) else False
+
+    plans, _ = plan_units(Mlp(depth=1), CustomPolicy(choose), (), ())
+    (unit,) = plans[1:]
+    assert to_unit_arguments(unit.arguments, unit.module) == {
+        "reshard_after_forward": False,
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=False),
+        "offload": OffloadPolicy(params=True),
+    }
+    with pytest.raises(ValueError, match=r"HYBRID_SHARD.*for one unit.*outer=\"replicate\""):
+        to_unit_arguments({"sharding_strategy": fsdp.ShardingStrategy.HYBRID_SHARD}, Block())
+
+
+def test_dtypes_and_other_choices_of_torch_are_ours() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    half = {"param_dtype": torch.float16, "reduce_dtype": torch.float32}
+    of_units, of_root = to_precision(
+        fsdp.MixedPrecision(**half, buffer_dtype=torch.bfloat16), model
+    )
+    keeps = {"keep_float32": (nn.modules.batchnorm._BatchNorm,)}
+    ours = {**half, "buffer_dtype": torch.bfloat16, **keeps}
+    assert of_units == MixedPrecision(**ours, cast_forward_inputs=False)
+    assert of_root == MixedPrecision(**ours), "FSDP1 casts the inputs of the root"
+    without_policy = to_precision(fsdp.MixedPrecision(**half), model, has_policy=False)
+    assert without_policy.root == MixedPrecision(**half)
+    assert to_precision(fsdp.MixedPrecision(), nn.Linear(2, 2)).root == MixedPrecision()
+    as_fsdp2 = fsdp.MixedPrecisionPolicy(**half, output_dtype=torch.float32)
+    expected = MixedPrecision(**half, output_dtype=torch.float32)
+    assert to_precision(as_fsdp2, model) == (expected, expected)
+    with pytest.raises(ValueError, match="keep_low_precision_grads=True has no counterpart"):
+        to_precision(fsdp.MixedPrecision(keep_low_precision_grads=True), model)
+    assert to_offload(fsdp.CPUOffload(offload_params=True)) == OffloadPolicy(params=True)
+    assert to_offload(fsdp.CPUOffload()) == OffloadPolicy()
+    assert to_offload(fsdp.OffloadPolicy()) == OffloadPolicy()
+    offload = to_offload(fsdp.CPUOffloadPolicy(pin_memory=False))
+    assert offload == OffloadPolicy(params=True, pin_memory=False)
+    for mode in BackwardPrefetch:
+        assert to_backward_prefetch(fsdp.BackwardPrefetch[mode.name]) is mode
+
+
+def _ignores(build: Callable[[nn.Module], Any], name: str = "ignored_modules") -> dict[str, Any]:
+    model = Mlp()
+    return {"module": model, name: build(model)}
+
+
+_GRAD_OP = fsdp.ShardingStrategy.SHARD_GRAD_OP
+REFUSED: list[tuple[str, dict[str, Any]]] = (
+    [
+        ("sharding_strategy.*reshard_after_forward=False", {"sharding_strategy": _GRAD_OP}),
+        ("sharding_strategy.*zero3_size", {"sharding_strategy": "FULL_SHARD"}),
+        ("use_orig_params.*leave it out", {"use_orig_params": True}),
+        ("cpu_offload.*use offload", {"cpu_offload": fsdp.CPUOffload(True)}),
+        ("offload_policy.*use offload", {"offload_policy": fsdp.CPUOffloadPolicy()}),
+        ("device_id.*use device", {"device_id": 0}),
+        ("device_mesh.*use process_group", {"device_mesh": None}),
+        ("argument mesh .*use process_group", {"mesh": None}),
+        ("mp_policy.*use mixed_precision", {"mp_policy": None}),
+        ("ignored_states.*ignored_modules and ignored_parameters", {"ignored_states": []}),
+        ("ignored_params .*use ignored_parameters", {"ignored_params": set()}),
+        ("shard_placement_fn.*flat", {"shard_placement_fn": None}),
+        ("did you mean mixed_precision", {"mixed_precison": None}),
+        ("expected one of .*'zero3_size'", {"nothing_of_the_kind": 1}),
+        (r"timeout: expected.*got 600; for seconds timedelta\(seconds=600\)", {"timeout": 600}),
+        ("timeout: expected a positive", {"timeout": timedelta(0)}),
+        ("sync_module_states: expected True or False, got 'yes'", {"sync_module_states": "yes"}),
+        ("deterministic: expected True or False, got 1", {"deterministic": 1}),
+        ("param_init_fn: expected a function.*got 42", {"param_init_fn": 42}),
+        ("device: torch knows no 'cudda'", {"device": "cudda"}),
+        ("device: expected a torch.device.*got True", {"device": True}),
+        (r"device='mps'.*CUDA.*torch\.mps\.Stream", {"device": "mps"}),
+        (r"device='meta'.*accelerator with streams", {"device": "meta"}),
+        ("device='cuda:99'.*torch finds", {"device": "cuda:99"}),
+        ("ignored_modules: expected modules, got 'head'; names", {"ignored_modules": ["head"]}),
+        (
+            "ignored_modules: expected an iterable of modules, got 'head'",
+            {"ignored_modules": "head"},
+        ),
+        ("ignored_modules: expected an iterable", _ignores(lambda model: model.head)),
+        ("belong in ignored_parameters", _ignores(lambda model: [model.head.weight])),
+        ("ignored_modules: has the Mlp that is wrapped itself", _ignores(lambda model: [model])),
+        (
+            "ignored_parameters: expected parameters, got Linear; modules belong",
+            _ignores(lambda model: [model.head], "ignored_parameters"),
+        ),
+        (
+            "ignored_parameters: expected parameters, got 'head.weight'; names",
+            {"ignored_parameters": {"head.weight": 1}},
+        ),
+        ("auto_wrap_policy: expected a set.*got 'Block'$", {"auto_wrap_policy": "Block"}),
+        ("auto_wrap_policy: expected a set.*got 5", {"auto_wrap_policy": 5}),
+        ("auto_wrap_policy: expected a set", {"auto_wrap_policy": {Block: {"timeout": 1}}}),
+        ("auto_wrap_policy: expected a set", {"auto_wrap_policy": nn.ReLU()}),
+        (
+            r"callable\(module, fqn\).*too many positional",
+            {"auto_wrap_policy": lambda module: True},
+        ),
+        (
+            "missing.*transformer_layer_cls.*partial",
+            {"auto_wrap_policy": transformer_auto_wrap_policy},
+        ),
+        ("backward_prefetch: expected", {"backward_prefetch": "BACKWARD_PRE"}),
+        ("mixed_precision: expected a MixedPrecision", {"mixed_precision": torch.bfloat16}),
+        ("offload: expected an OffloadPolicy", {"offload": True}),
+        ("zero3_size: expected an int", {"zero3_size": True}),
+        ("limit_all_gathers: expected bool, int", {"limit_all_gathers": 2.5}),
+        ("zero3_size=2, outer='shard'", {"reshard_after_forward": 2}),
+        ("reshard_after_forward: expected True, False", {"reshard_after_forward": _GRAD_OP}),
+        (
+            "blocks.0: reshard_after_forward: expected.*'no'",
+            {"reshard_after_forward": lambda module, fqn: "no" if fqn else True},
+        ),
+        ("process_group: expected a ProcessGroup.*got 0", {"process_group": 0}),
+        (r"process_group: expected a ProcessGroup.*got \[0, 1\]", {"process_group": [0, 1]}),
+    ]
+    if (_says := lambda answer: lambda module, fqn: answer if fqn else True)
+    else []
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("pattern", "arguments"), REFUSED, ids=[each[0] for each in REFUSED])
+def test_a_wrong_argument_gets_one_clear_line_before_anything_is_changed(
+    pattern: str, arguments: dict[str, Any]
+) -> None:
+    arguments = {"module": Mlp(), "auto_wrap_policy": {Block}, **arguments}
+    model = arguments["module"]
+    before = dict(model.named_parameters())
+    with pytest.raises((TypeError, ValueError), match=pattern) as error:
+        ZeRO3(**arguments)
+    assert "\n" not in str(error.value)
+    assert all(now is before[name] for name, now in model.named_parameters())
+    assert isinstance(ZeRO3(model), ZeRO3), "and the module can be wrapped still"
