@@ -6,7 +6,7 @@ package installs without it and runs plain torch. Environment:
 
     LAYERZERO_BUILD_EXT     1: fail where the native part, CUDA included if nvcc is there, cannot be
                             built; 0: do not build it
-    LAYERZERO_CUDA_ARCHS    e.g. "80;90;100"; default: docs/pad_copy.md
+    LAYERZERO_CUDA_ARCHS    e.g. "80;90;100"; default: docs/internals/pad_copy.md
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ that do not depend on its size, and b bytes through the one link that a rank has
 joins ranks of a shard group (a node), the outer link ranks of different ones. A collective over all
 ranks crosses nodes, so all of it goes at the speed of the outer link.
 
-Letters as in docs/layered.md: P bytes of parameters that are gathered, G of gradients that are
-reduced, n ranks in a shard group, K in an outer group, N = n K; g P is gathered in a step. Each hop
-is one collective a unit. Bytes that a rank sends:
+Letters as in docs/reference/layered.md: P bytes of parameters that are gathered, G of gradients
+that are reduced, n ranks in a shard group, K in an outer group, N = n K; g P is gathered in a step.
+Each hop is one collective a unit. Bytes that a rank sends:
 
                 forward                                    backward
     zero1       inner  P (n - 1) / n                       inner  ((g - 1) P + G) (n - 1) / n
@@ -212,7 +212,7 @@ def num_owners(mode: Mode, split: Split) -> int:
 def resident_nbytes(
     mode: Mode, split: Split, main_nbytes: float, compute_nbytes: float, casts: bool
 ) -> float:
-    """Bytes on a rank between backward and optimizer step, with Adam (docs/layered.md).
+    """Bytes on a rank between backward and optimizer step, with Adam (docs/reference/layered.md).
 
     Args:
         main_nbytes: M, of the whole model in the dtype of the optimizer; also of its gradients.

@@ -6,7 +6,8 @@ take turns in each round; ratios are medians of the ratios within a round.
 
     L   a layer of a 1 B Llama: 9 tensors, 60.8 M elements
     S   2000 tensors of 4 KB, where the allocator puts them; with --gap, that many bytes between
-        the end of one and the begin of the next, on which the time depends (docs/pad_copy.md)
+        the end of one and the start of the next: the time depends on them
+        (docs/internals/pad_copy.md)
 
 On a GPU times are CUDA events, with 20 rounds to warm up and 100 that count.
 """

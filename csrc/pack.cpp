@@ -15,7 +15,7 @@
 // end. Rows of a few KB that lie further apart than that each begin with a wait, and how far apart they
 // lie is the allocator's whim: one of 4 KB to bfloat16 took 90 ns up to 6 lines apart, 140 from 7 on.
 // So the next row is fetched by hand while this one is converted, line by line: all at once
-// at the start of a row fills the queue of misses, 115 ns. docs/pad_copy.md.
+// at the start of a row fills the queue of misses, 115 ns. docs/internals/pad_copy.md.
 #include <algorithm>
 
 #include "checks.h"

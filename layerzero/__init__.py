@@ -1,7 +1,7 @@
 """layerzero: ZeRO-3 on flat parameters for PyTorch.
 
 `ZeRO3(module, ...)` shards a module's parameters, gradients and optimizer state over the ranks of
-a process group. See README.md, and docs/life_of_a_parameter.md for how it works inside.
+a process group. See README.md, and docs/internals/life_of_a_parameter.md for how it works inside.
 """
 
 from layerzero import checkpoint, optim

@@ -109,7 +109,7 @@ def check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         several = (
             ": put one module around them, or leave them out of auto_wrap_policy, and they are "
-            "gathered with the unit around them (docs/migrating.md)"
+            "gathered with the unit around them (docs/reference/migrating.md)"
         )
         raise TypeError(
             f"ZeRO3: expected an nn.Module, got {type(module).__name__}"

@@ -301,7 +301,7 @@ def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> 
         raise ValueError(
             f"{where} has hooks, put there by {hooks_from}: they would never run, because wrapping "
             "replaces it; remove them, and put hooks on the parameters of the wrapped model, which "
-            "are this rank's pieces (docs/recipes.md)"
+            "are this rank's pieces (docs/howto/recipes.md)"
         )
     if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
         raise ValueError(

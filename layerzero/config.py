@@ -104,7 +104,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """What lives in host memory between uses; no effect on the CPU. See docs/layered.md.
+    """What lives in host memory between uses; no effect on the CPU. See docs/reference/layered.md.
 
     Attributes:
         params: main shards, their gradients and the optimizer's state.

@@ -99,17 +99,18 @@ class ZeRO3(ModuleWrapper):
         module: any module, on one device or on the meta device; it is changed in place.
         process_group: ranks that share the model: a ProcessGroup, None for all, or a DeviceMesh of
             one axis (the shard group) or two (outer, shard group). With DTensor parameters the
-            data-parallel ranks alone (docs/parallelism.md).
+            data-parallel ranks alone (docs/reference/parallelism.md).
         auto_wrap_policy: set of module classes, or callable(module, fqn) -> bool, or a mapping: a
             unit with arguments of its own (`mixed_precision`, `reshard_after_forward`,
             `gradient_reduction`, `offload`, and for experts `process_group` and `expert_numbers`,
-            see docs/parallelism.md), or with a `hook_module` whose calls are the unit's as well; or
-            a policy of `torch.distributed.fsdp.wrap`, which chooses as it does there. None: units
-            are the nested ZeRO3 modules, or the root alone.
+            see docs/reference/parallelism.md), or with a `hook_module` whose calls are the unit's
+            as well; or a policy of `torch.distributed.fsdp.wrap`, which chooses as it does there.
+            None: units are the nested ZeRO3 modules, or the root alone.
         zero3_size: ranks of a shard group inside `process_group`, neighbours in rank order; None:
             all of it. The same on every rank.
         outer: what the axis outside the shard group does: "zero1" splits the optimizer over it too,
-            "replicate" copies it, "shard" gathers over all ranks in one hop (docs/layered.md).
+            "replicate" copies it, "shard" gathers over all ranks in one hop
+            (docs/reference/layered.md).
         mixed_precision: dtypes of the parts of a step; see `MixedPrecision`.
         forward_prefetch: how many units ahead are gathered in forward once the order is recorded.
         backward_prefetch: when the next unit of the backward pass is gathered; None: on demand.
@@ -136,7 +137,7 @@ class ZeRO3(ModuleWrapper):
         deterministic: sum gradients in rank order, in float32.
         timeout: of any collective, after which the error says who waits for what; None: what
             the process group, or else the default group, was made with if somebody chose it, else
-            5 minutes (docs/errors.md).
+            5 minutes (docs/reference/errors.md).
 
     Raises:
         ValueError, TypeError: a bad argument, named with what was expected; ranks that have other
@@ -334,8 +335,8 @@ class ZeRO3(ModuleWrapper):
         """Backward passes inside add gradients up; the first one after it reduces the sum.
 
         Where they add up, and so what is sent and kept until then, is the `accumulation` the
-        model was made with (docs/layered.md). It applies to the whole model this module belongs
-        to.
+        model was made with (docs/reference/layered.md). It applies to the whole model this module
+        belongs to.
         """
         root = self._root_state
         before = root.reducer.requires_sync

@@ -1,6 +1,7 @@
 """Checkpoints: every rank writes and reads its own pieces of plain safetensors files.
 
-`save` and `load` are all a training run needs; docs/checkpoint_format.md says what is on the disk.
+`save` and `load` are all a training run needs; docs/reference/checkpoint_format.md describes the
+files.
 The four `*_state_dict` functions speak to torch.distributed.checkpoint and to code that wants full
 tensors; `stream_full` hands weights to an inference engine.
 """

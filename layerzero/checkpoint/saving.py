@@ -53,7 +53,7 @@ def save(
     Collective over the ranks that share the model. Nothing is gathered: every rank writes its own
     pieces straight to their places. Nothing of an earlier checkpoint is touched before the new one
     is complete and on the disk; until then, and after an error, `root/latest` names the one before.
-    The format is in docs/checkpoint_format.md.
+    The format is in docs/reference/checkpoint_format.md.
 
     Args:
         root: a folder on a file system that all ranks share; made if it is not there.

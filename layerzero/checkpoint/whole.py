@@ -2,7 +2,7 @@
 
 torch's `get_state_dict` takes what `state_dict()` gave, and gathers the tensors that it knows how
 to gather: DTensors and ShardedTensors. Any other tensor passes as it is. `teach_torch` puts a step
-before that, which gathers ours (docs/decisions/0019-torch-gathers-our-shards.md).
+before that, which gathers ours (docs/internals/decisions/0019-torch-gathers-our-shards.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Adapters to other frameworks, imported on demand.
 
-See docs/lightning.md, docs/megatron.md and docs/transformers.md.
+See docs/reference/lightning.md, docs/reference/megatron.md and docs/reference/transformers.md.
 """

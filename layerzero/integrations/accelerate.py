@@ -244,7 +244,9 @@ class ZeRO3Accelerator(Accelerator):
         return super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """A checkpoint of layerzero in `output_dir` (docs/checkpoint_format.md). Collective.
+        """Saves a layerzero checkpoint in `output_dir`. Collective.
+
+        The files are those of docs/reference/checkpoint_format.md.
 
         With `automatic_checkpoint_naming` it is `project_dir/checkpoints/checkpoint_N`; once it is
         complete, the oldest beyond `total_limit` are removed.

@@ -1,4 +1,4 @@
-"""ZeRO3StrategyAdapter: scheduled fine-tuning of a sharded model. See docs/lightning.md.
+"""ZeRO3StrategyAdapter: scheduled fine-tuning of a sharded model. See docs/reference/lightning.md.
 
 Pieces have the original names and their own `requires_grad`, whatever unit they lie in, so phases,
 optimizer groups and checkpoints need no translation: what the scheduler does to an unsharded model

@@ -1,4 +1,4 @@
-"""ZeRO3Strategy: Lightning's Trainer on layerzero. See docs/lightning.md.
+"""ZeRO3Strategy: Lightning's Trainer on layerzero. See docs/reference/lightning.md.
 
 Note [Weights wait for the model]
     Lightning restores a checkpoint before it sets the strategy up: callbacks need it that early (a

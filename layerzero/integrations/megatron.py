@@ -1,6 +1,7 @@
-"""Megatron on layerzero: sharded chunks of a model, and the optimizer of their pieces.
+"""Megatron on layerzero: sharded model chunks and the optimizer of their parameters.
 
-See docs/megatron.md. Megatron's schedules, models and `finalize_model_grads` run as they are.
+See docs/reference/megatron.md. Megatron's schedules, models and `finalize_model_grads` run
+unchanged.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def setup_model_and_optimizer(
         scheduler: arguments of Megatron's OptimizerParamScheduler. With one, `wd_mult` of a
             parameter's group decides about weight decay (none for biases and norms); without one,
             Megatron decays all parameters, and so does this.
-        options: a YAML file or mapping with options of the engine (docs/megatron.md).
+        options: a YAML file or mapping with options of the engine (docs/reference/megatron.md).
         config_overrides, make_optimizer: of `get_zero3_optimizer`.
         pg_collection, **zero3_options: of `ZeRO3DataParallel`.
 

@@ -1,4 +1,4 @@
-"""ZeRO3DataParallel: a chunk of a Megatron model on layerzero. See docs/megatron.md."""
+"""ZeRO3DataParallel: a chunk of a Megatron model on layerzero. See docs/reference/megatron.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""get_zero3_optimizer: a MegatronOptimizer that updates this rank's pieces (docs/megatron.md)."""
+"""get_zero3_optimizer: a MegatronOptimizer that updates this rank's sharded parameters.
+
+See docs/reference/megatron.md.
+"""
 
 from __future__ import annotations
 

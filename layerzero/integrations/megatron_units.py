@@ -5,9 +5,10 @@ Note [Main parameters are the pieces]
     optimizer works on the pieces themselves, and needs no copies as Megatron's own does.
 
 Note [Experts of a rank]
-    With expert-parallel ranks each `local_experts` list is a unit over the ranks that have the same
-    experts (docs/parallelism.md, Experts), and its members are numbered from 0 on every rank. State
-    dicts of the engine have their numbers among all, those that Megatron asks for its own.
+    With expert parallelism each `local_experts` list is a unit, sharded over the ranks that hold
+    the same experts (docs/reference/parallelism.md, Experts), and Megatron numbers its members from
+    0 on every rank. State dicts of the engine use the global number of an expert; those that
+    Megatron asks for keep Megatron's local number.
 
 Note [Tied embeddings of a pipeline]
     The first and the last stage have the same weight, and Megatron adds up what their ranks have of

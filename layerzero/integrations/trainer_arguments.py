@@ -38,7 +38,7 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         "parallelism_config",
         lambda args: args.parallelism_config is not None,
         "give a mesh with zero3={'process_group': mesh}, or shard a model that "
-        "parallelize_module split (docs/parallelism.md) and pass that as model",
+        "parallelize_module split (docs/reference/parallelism.md) and pass that as model",
     ),
     (
         "fp16",

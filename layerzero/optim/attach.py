@@ -9,7 +9,7 @@ Code that must know registers a function here, once, at import:
     def _warn(optimizer): ...             # its param groups are what it will train
 
 Why by two wrapped methods of `torch.optim.Optimizer`, and what else was possible:
-docs/decisions/0018-optimizers-are-met-where-they-get-parameters.md.
+docs/internals/decisions/0018-optimizers-are-met-where-they-get-parameters.md.
 """
 
 from __future__ import annotations

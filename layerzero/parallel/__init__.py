@@ -1,6 +1,6 @@
 """Parallelism beside data parallelism: `ParallelManager`, stages of a pipeline.
 
-See docs/parallelism.md.
+See docs/reference/parallelism.md.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def context_parallel(
             f"context_parallel: torch has attention over parts of a sequence for CUDA's kernels, "
             f"this mesh is one of {mesh.device_type!r} (cp_size={mesh.size()}); cut sequences "
             'yourself, and gather keys and values over manager.mesh["cp"] in an attention of '
-            "yours: docs/parallelism.md"
+            "yours: docs/reference/parallelism.md"
         )
     return experimental.context_parallel(
         mesh, buffers=list(buffers), buffer_seq_dims=list(seq_dims)

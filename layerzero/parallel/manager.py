@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class ParallelManager:
     """Cuts the world into pipeline, data, context and tensor parallel ranks.
 
-    See docs/parallelism.md.
+    See docs/reference/parallelism.md.
 
     Construction is collective over the world: every rank gives the same sizes. On accelerators
     select this rank's device first (`torch.cuda.set_device`).

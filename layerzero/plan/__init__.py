@@ -1,4 +1,4 @@
-"""Sharding configured by names: `ShardingPlan` and `shard_with_plan`. See docs/plans.md."""
+"""Sharding configured by names: `ShardingPlan`, `shard_with_plan` (docs/reference/plans.md)."""
 
 from layerzero.plan.checkpointing import ActivationCheckpointing
 from layerzero.plan.shard import shard_with_plan

@@ -34,7 +34,7 @@ class ActivationCheckpointing:
     Attributes:
         mode: "composable" or "wrapped": computed again in backward. "wrapped_offload": kept in
             host memory.
-        arguments: of torch's checkpoint function, or `pin_memory` (docs/plans.md).
+        arguments: of torch's checkpoint function, or `pin_memory` (docs/reference/plans.md).
 
     Raises:
         ValueError: a mode or an argument that does not exist.

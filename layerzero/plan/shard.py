@@ -53,7 +53,7 @@ def shard_with_plan(
 
     Args:
         model: changed in place. Nothing is changed when an error in the plan is found.
-        plan: see docs/plans.md.
+        plan: see docs/reference/plans.md.
         mesh: what `ZeRO3` calls `process_group`: a DeviceMesh of one axis, or two (outer, shard
             group), a process group, or None for all ranks.
         expert_mesh: the ranks that have the same experts, for the units that `ep_plan` names: a

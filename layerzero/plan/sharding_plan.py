@@ -41,7 +41,7 @@ _SHORTHANDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """How a model is sharded, by patterns on its names. See docs/plans.md.
+    """How a model is sharded, by patterns on its names. See docs/reference/plans.md.
 
     Attributes:
         apply_modules: patterns of the modules that become units, or a mapping from pattern to the
@@ -63,7 +63,8 @@ class ShardingPlan:
         reshard_after_forward: as in `ZeRO3`.
         cpu_offload: True, or a mapping of arguments of `OffloadPolicy`, in which `params` is True.
         act_ckpt: "composable", "wrapped" or "wrapped_offload"; with arguments a pair, a mapping
-            with "mode", or an `ActivationCheckpointing`. Of the head of each step (docs/plans.md).
+            with "mode", or an `ActivationCheckpointing`. Applies to the head of each step
+            (docs/reference/plans.md).
         pregather: gather all units before each forward starts, and wait for them.
         broadcast_buffers: where nothing is sharded, start forwards with the buffers of the first
             rank, as `DistributedDataParallel` does.

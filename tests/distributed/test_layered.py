@@ -253,7 +253,7 @@ def _bytes_follow_the_formula() -> None:
 
 
 def test_bytes_on_the_wire_are_those_of_the_formula() -> None:
-    """docs/layered.md: the outer group carries an inner-th of what one hop over all carries."""
+    """docs/reference/layered.md: the outer group carries an inner-th of what one hop carries."""
     run_ranks(6, _bytes_follow_the_formula)
 
 

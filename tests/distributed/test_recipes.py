@@ -1,4 +1,4 @@
-"""Every block of Python in docs/recipes.md runs, on two ranks."""
+"""Every block of Python in docs/howto/recipes.md runs, on two ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from tests.harness.models import Block, Mlp, loss_of, rows
 from tests.harness.ranks import run_ranks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "recipes.md"
 
 
 def _sections() -> dict[str, list[str]]:

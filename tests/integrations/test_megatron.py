@@ -139,7 +139,7 @@ def test_losses_and_norms_of_split_experts_are_those_of_megatrons_ddp() -> None:
 
 
 def _ends() -> list[tuple[float, float]]:
-    """Loss and norm of the last step as docs/megatron.md runs the example, of both engines."""
+    """Last loss and norm of the example as docs/reference/megatron.md runs it, of both engines."""
     runs = _on_megatrons_ranks([], lambda options: (_train(options), _train(options, "ddp")))
     return [(run[-1].loss, run[-1].grad_norm) for run in runs]
 

@@ -1,4 +1,4 @@
-"""`accumulation="auto"`: the cost model decides what docs/layered.md says."""
+"""`accumulation="auto"`: the cost model decides what docs/reference/layered.md says."""
 
 import pytest
 

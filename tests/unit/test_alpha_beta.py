@@ -39,7 +39,7 @@ def test_a_collective_takes_its_messages_and_its_bytes() -> None:
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        # n = 2, K = 3, N = 6, g P = 2100: the table of docs/layered.md.
+        # n = 2, K = 3, N = 6, g P = 2100: the table of docs/reference/layered.md.
         ("zero1", {"inner": (2100 + G) / 2, "outer": (P + G) / 2 * 2 / 3, "all": 0}),
         ("replicate", {"inner": (2100 + G) / 2, "outer": 2 * G / 2 * 2 / 3, "all": 0}),
         ("shard", {"inner": 0, "outer": 0, "all": (2100 + G) * 5 / 6}),
