@@ -43,7 +43,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 
 from layerzero import ZeRO3, checkpoint
-from layerzero.checkpoint.direct import PAGE_NBYTES, bytes_of, pages
+from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES, bytes_of, pages
 
 SIZES = {"6m": (256, 8), "25m": (512, 8), "56m": (768, 8), "100m": (1024, 8)}  # width, layers
 NAMES = ("dd", "disk", "memory", "layerzero", "dcp", "dcp_fully_shard")

@@ -4,7 +4,12 @@
 a process group. See README.md, and docs/internals/life_of_a_parameter.md for how it works inside.
 """
 
-from layerzero import checkpoint, optim
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from layerzero import optim
 from layerzero.by_hand import pregather
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
@@ -15,6 +20,9 @@ from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_pla
 from layerzero.rewrap import rewrap
 from layerzero.version import __version__
 from layerzero.zero3 import ZeRO3, register_forward_method, units
+
+if TYPE_CHECKING:
+    from layerzero import checkpoint
 
 __all__ = [
     "ActivationCheckpointing",
@@ -37,3 +45,10 @@ __all__ = [
     "shard_with_plan",
     "units",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Training alone needs no files.
+    if name == "checkpoint":
+        return importlib.import_module("layerzero.checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,8 +15,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.advice import warn_about_ignored, warn_about_policy, warn_about_precision
-from layerzero.argument_types import (
+from layerzero.comm.group_names import agree_on_group_names
+from layerzero.config import (
+    Accumulation,
+    BackwardPrefetch,
+    GatherBudget,
+    MixedPrecision,
+    OffloadPolicy,
+    ReshardAfterForward,
+    prefetch_depth,
+)
+from layerzero.construct.advice import warn_about_ignored, warn_about_policy, warn_about_precision
+from layerzero.construct.argument_types import (
     check_containers,
     check_device,
     check_flags,
@@ -24,7 +34,7 @@ from layerzero.argument_types import (
     check_param_init_fn,
     check_timeout,
 )
-from layerzero.arguments import (
+from layerzero.construct.arguments import (
     GradientReduction,
     UnitArguments,
     check_accumulation,
@@ -38,26 +48,23 @@ from layerzero.arguments import (
     effective_offload,
     tensor_parallel_mesh,
 )
-from layerzero.build import UnitBuilder, resolve_device
-from layerzero.checkpoint.whole import teach_torch
-from layerzero.comm.group_names import agree_on_group_names
-from layerzero.config import (
-    Accumulation,
-    BackwardPrefetch,
-    GatherBudget,
-    MixedPrecision,
-    OffloadPolicy,
-    ReshardAfterForward,
-    prefetch_depth,
+from layerzero.construct.build import UnitBuilder, resolve_device
+from layerzero.construct.expert_numbers import ExpertLists
+from layerzero.construct.experts import check_experts, find_experts, place_units, structure_of
+from layerzero.construct.foreign import guard_saving
+from layerzero.construct.materialize import Materializer
+from layerzero.construct.same_start import Digests, Outline, settle
+from layerzero.construct.torch_arguments import (
+    refuse_unknown,
+    to_backward_prefetch,
+    to_offload,
+    to_precision,
 )
+from layerzero.construct.wrap import WrapPolicy, plan_units
 from layerzero.core.groups import make_shard_groups, mesh_groups
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement, make_placement
-from layerzero.expert_numbers import ExpertLists
-from layerzero.experts import check_experts, find_experts, place_units, structure_of
-from layerzero.foreign import guard_saving
 from layerzero.log import log_units
-from layerzero.materialize import Materializer
 from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.clip import clip_grad_norm_
@@ -69,14 +76,7 @@ from layerzero.runtime.structure import nested_ignored
 from layerzero.runtime.summon import SummonOptions, summon
 from layerzero.runtime.unit import Unit, get_unit, set_unit
 from layerzero.runtime.unwrap import left_units, unwrap
-from layerzero.same_start import Digests, Outline, settle
-from layerzero.torch_arguments import (
-    refuse_unknown,
-    to_backward_prefetch,
-    to_offload,
-    to_precision,
-)
-from layerzero.wrap import WrapPolicy, plan_units
+from layerzero.state_dict.whole import teach_torch
 from layerzero.wrapper import ModuleWrapper
 
 _ROOT = "_layerzero_root"

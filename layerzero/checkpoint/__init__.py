@@ -6,14 +6,14 @@ The four `*_state_dict` functions speak to torch.distributed.checkpoint and to c
 tensors; `stream_full` hands weights to an inference engine.
 """
 
-from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.gather_state import get_model_state_dict, get_optimizer_state_dict
-from layerzero.checkpoint.handle import SaveHandle
 from layerzero.checkpoint.loading import load
-from layerzero.checkpoint.parameter_shard import ParameterShard
+from layerzero.checkpoint.save_handle import SaveHandle
 from layerzero.checkpoint.saving import save
-from layerzero.checkpoint.scatter_state import set_model_state_dict, set_optimizer_state_dict
-from layerzero.checkpoint.stream import stream_full
+from layerzero.state_dict.errors import CheckpointError
+from layerzero.state_dict.get_state_dict import get_model_state_dict, get_optimizer_state_dict
+from layerzero.state_dict.parameter_shard import ParameterShard
+from layerzero.state_dict.set_state_dict import set_model_state_dict, set_optimizer_state_dict
+from layerzero.state_dict.stream import stream_full
 
 __all__ = [
     "CheckpointError",

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from layerzero.checkpoint.convert import convert
-from layerzero.checkpoint.describe import describe
-from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.folder import MANIFEST, committed_steps, resolve
-from layerzero.checkpoint.report import count_text, report, size_text
+from layerzero.checkpoint.command.convert import convert
+from layerzero.checkpoint.command.describe import describe
+from layerzero.checkpoint.command.report import count_text, report, size_text
+from layerzero.checkpoint.command.verify import strangers, verify
+from layerzero.checkpoint.format.folder import MANIFEST, committed_steps, resolve
 from layerzero.checkpoint.source import open_source
-from layerzero.checkpoint.verify import strangers, verify
 from layerzero.config import parse_nbytes
+from layerzero.state_dict.errors import CheckpointError
 
 _PROGRAM = "python -m layerzero.checkpoint"
 _DTYPES = ("float64", "float32", "bfloat16", "float16")

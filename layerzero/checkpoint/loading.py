@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.checkpoint.codec import decode
-from layerzero.checkpoint.errors import CheckpointError, some
-from layerzero.checkpoint.handle import root_states_of
-from layerzero.checkpoint.inventory import MODEL
+from layerzero.checkpoint.file_io.aligned_memory import in_memory
+from layerzero.checkpoint.file_io.transfer import Tally, pack_tallies, read_pieces, sum_tallies
+from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.match import Match, Matcher
-from layerzero.checkpoint.memory import in_memory
-from layerzero.checkpoint.optimizer_state import put_state
-from layerzero.checkpoint.participants import Participants, participants_of
 from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
 from layerzero.checkpoint.save_plan import Stateful
 from layerzero.checkpoint.source import Source, open_source
-from layerzero.checkpoint.transfer import Tally, pack_tallies, read_pieces, sum_tallies
+from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.state_dict.json_codec import decode
+from layerzero.state_dict.optimizer_state import put_state
+from layerzero.state_dict.participants import Participants, participants_of
+from layerzero.state_dict.preconditions import root_states_of
 
 _OWN_NBYTES = 64 << 10
 """State below it gets memory of its own: one number shall not keep what was read beside it."""

@@ -9,23 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.checkpoint.codec import decode
-from layerzero.checkpoint.errors import CheckpointError, some
-from layerzero.checkpoint.inventory import (
+from layerzero.checkpoint.file_io.transfer import Transfer
+from layerzero.checkpoint.format.inventory import (
     MODEL,
     OPTIMIZER,
     Entry,
-    Names,
     Places,
     extra_states,
     model_entries,
-    name_in_group,
-    named_buffers,
     split_state_name,
 )
-from layerzero.checkpoint.optimizer_state import options_of_groups, refuse_other_class
 from layerzero.checkpoint.source import Source
-from layerzero.checkpoint.transfer import Transfer
+from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.state_dict.json_codec import decode
+from layerzero.state_dict.names import Names, name_in_group, named_buffers
+from layerzero.state_dict.optimizer_state import options_of_groups, refuse_other_class
 
 
 @dataclass(frozen=True)

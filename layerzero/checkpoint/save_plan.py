@@ -10,15 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from layerzero.checkpoint.codec import encode
-from layerzero.checkpoint.crc import combine, crc32
-from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.file_plan import announce, merge, plan_files
-from layerzero.checkpoint.inventory import (
+from layerzero.checkpoint.file_io.transfer import Transfer, sum_tallies
+from layerzero.checkpoint.format.crc import combine, crc32
+from layerzero.checkpoint.format.file_plan import announce, merge, plan_files
+from layerzero.checkpoint.format.inventory import (
     MODEL,
     OPTIMIZER,
     Entry,
-    Names,
     OptimizerParts,
     Places,
     extra_states,
@@ -26,9 +24,11 @@ from layerzero.checkpoint.inventory import (
     optimizer_groups,
     optimizer_parts,
 )
-from layerzero.checkpoint.manifest import FileRecord, Manifest
-from layerzero.checkpoint.participants import Participants
-from layerzero.checkpoint.transfer import Transfer, sum_tallies
+from layerzero.checkpoint.format.manifest import FileRecord, Manifest
+from layerzero.state_dict.errors import CheckpointError
+from layerzero.state_dict.json_codec import encode
+from layerzero.state_dict.names import Names
+from layerzero.state_dict.participants import Participants
 
 
 class Stateful(Protocol):

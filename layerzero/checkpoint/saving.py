@@ -23,15 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.checkpoint import folder as folders
-from layerzero.checkpoint.file_plan import FilePlan
-from layerzero.checkpoint.handle import SaveHandle, root_state_of
-from layerzero.checkpoint.participants import Participants, participants_of
+from layerzero.checkpoint.file_io.transfer import Transfer, pack_tallies, write_pieces
+from layerzero.checkpoint.format import folder as folders
+from layerzero.checkpoint.format.file_plan import FilePlan
+from layerzero.checkpoint.format.root_lock import RootLock
 from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
-from layerzero.checkpoint.root_lock import RootLock
+from layerzero.checkpoint.save_handle import SaveHandle
 from layerzero.checkpoint.save_plan import Content, SavePlan, Stateful
-from layerzero.checkpoint.transfer import Transfer, pack_tallies, write_pieces
 from layerzero.config import parse_nbytes
+from layerzero.state_dict.participants import Participants, participants_of
+from layerzero.state_dict.preconditions import root_state_of
 
 
 def save(

@@ -12,26 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from layerzero.checkpoint.crc import combine, crc32
-from layerzero.checkpoint.errors import CheckpointError
-from layerzero.checkpoint.file_plan import index_name
-from layerzero.checkpoint.folder import MANIFEST, is_unfinished, resolve
-from layerzero.checkpoint.inventory import MODEL, OPTIMIZER
-from layerzero.checkpoint.manifest import (
-    FileRecord,
-    Manifest,
-    check_file_name,
-    index_of,
-)
-from layerzero.checkpoint.safetensors_file import (
-    DTYPES,
+from layerzero.checkpoint.format.crc import combine, crc32
+from layerzero.checkpoint.format.file_plan import index_name
+from layerzero.checkpoint.format.folder import MANIFEST, is_unfinished, resolve
+from layerzero.checkpoint.format.inventory import MODEL, OPTIMIZER
+from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name, index_of
+from layerzero.checkpoint.format.safetensors_file import (
     TensorEntry,
     UnknownDtype,
-    dtype_name,
     head_nbytes,
     metadata_of,
     parse_head,
 )
+from layerzero.state_dict.dtype_names import DTYPES, dtype_name
+from layerzero.state_dict.errors import CheckpointError
 
 
 @dataclass(frozen=True)

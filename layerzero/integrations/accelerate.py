@@ -23,12 +23,12 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.utils.data import RandomSampler
 
-from layerzero.checkpoint.gather_state import get_model_state_dict
 from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.saving import save
 from layerzero.config import MixedPrecision
 from layerzero.integrations.accelerate_folders import after_save, folder_to_load, folder_to_save
 from layerzero.optim import attach
+from layerzero.state_dict.get_state_dict import get_model_state_dict
 from layerzero.zero3 import ZeRO3
 
 _OTHER_ENGINES = (
@@ -91,7 +91,7 @@ def _shard(model: nn.Module, options: dict[str, Any]) -> ZeRO3:
     # Where there is a model of transformers, it is imported.
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
     if any(isinstance(part, base) for part in model.modules()):
-        from layerzero.integrations.pretrained import shard
+        from layerzero.integrations.transformers.pretrained import shard
 
         return shard(model, **options)
     return ZeRO3(model, **options)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.arguments import check_mixed_precision, check_module
 from layerzero.config import MixedPrecision, OffloadPolicy
+from layerzero.construct.arguments import check_mixed_precision, check_module
+from layerzero.construct.wrap import has_forward
 from layerzero.notices import warn_once
 from layerzero.parallel.context import context_parallel
 from layerzero.parallel.mesh import make_meshes
@@ -25,7 +26,6 @@ from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, near_matche
 from layerzero.plan.resolve import resolve
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
-from layerzero.wrap import has_forward
 from layerzero.zero3 import ZeRO3
 
 logger = logging.getLogger(__name__)

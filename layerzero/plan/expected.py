@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from layerzero.config import BackwardPrefetch
+from layerzero.construct.wrap import Choice, UnitPlan, plan_units
 from layerzero.plan.order import Lists, Place, Step, backward_lists, forward_lists, order_steps
 from layerzero.plan.resolve import Resolved
-from layerzero.wrap import Choice, UnitPlan, plan_units
 
 if TYPE_CHECKING:
     from layerzero.plan.sharding_plan import ShardingPlan

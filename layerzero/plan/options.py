@@ -16,14 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.arguments import (
-    check_accumulation,
-    check_backward_prefetch,
-    check_gradient_reduction,
-    check_outer,
-    check_reshard_after_forward,
-    check_zero3_size,
-)
 from layerzero.config import (
     BackwardPrefetch,
     GatherBudget,
@@ -31,8 +23,16 @@ from layerzero.config import (
     OffloadPolicy,
     prefetch_depth,
 )
+from layerzero.construct.arguments import (
+    check_accumulation,
+    check_backward_prefetch,
+    check_gradient_reduction,
+    check_outer,
+    check_reshard_after_forward,
+    check_zero3_size,
+)
+from layerzero.construct.torch_arguments import to_offload, to_precision
 from layerzero.plan.checkpointing import read_act_ckpt
-from layerzero.torch_arguments import to_offload, to_precision
 from layerzero.zero3 import ZeRO3
 
 DTYPE_OPTIONS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from layerzero.construct.wrap import has_forward
 from layerzero.core.names import WRAPPER_NAMES
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.plan.options import near_matches
 from layerzero.plan.patterns import Match, NamePattern
 from layerzero.runtime.unit import get_unit
-from layerzero.wrap import has_forward
 from layerzero.zero3 import ZeRO3
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from layerzero.arguments import check_module
 from layerzero.config import MixedPrecision, OffloadPolicy
+from layerzero.construct.arguments import check_module
+from layerzero.construct.wrap import Choice, has_forward
 from layerzero.core.groups import resolve_process_groups
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.plan.activations import checkpoint_activations
@@ -26,7 +27,6 @@ from layerzero.plan.replicas import keep_buffers_equal
 from layerzero.plan.resolve import Resolved, ResolvedUnit, resolve
 from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.runtime.unit import Unit, get_unit
-from layerzero.wrap import Choice, has_forward
 from layerzero.zero3 import ZeRO3
 
 logger = logging.getLogger(__name__)

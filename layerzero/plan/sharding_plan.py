@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.arguments import check_module
 from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward, prefetch_depth
+from layerzero.construct.arguments import check_module
 from layerzero.plan.checkpointing import ActivationCheckpointing
 from layerzero.plan.explain import explain
 from layerzero.plan.options import (

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save, transfer
+from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save
+from layerzero.checkpoint.file_io import transfer
 from layerzero.comm import diagnosis
 from tests.harness.checks import assert_same_parameters
 from tests.harness.models import WIDTH, Block, Mlp, loss_of

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError, load, save
-from layerzero.checkpoint.folder import committed_steps
-from layerzero.checkpoint.verify import verify
+from layerzero.checkpoint.command.verify import verify
+from layerzero.checkpoint.format.folder import committed_steps
 from tests.harness.models import Mlp
 from tests.harness.ranks import run_ranks
 

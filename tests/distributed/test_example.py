@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layerzero.checkpoint.folder import committed_steps
+from layerzero.checkpoint.format.folder import committed_steps
 from tests.harness.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

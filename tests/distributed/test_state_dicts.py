@@ -26,9 +26,9 @@ from layerzero.checkpoint import (
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    stream,
     stream_full,
 )
+from layerzero.state_dict import stream
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.models import (
     WIDTH,

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import GradScaler, ZeRO3
-from layerzero.checkpoint.participants import participants_of
 from layerzero.core.groups import BACKEND_GRACE
 from layerzero.runtime.unit import get_unit
+from layerzero.state_dict.participants import participants_of
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
 

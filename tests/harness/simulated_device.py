@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerzero import arguments
 from layerzero.comm import collectives
 from layerzero.comm.streams import Streams
+from layerzero.construct import arguments
 from layerzero.core.host import HostMemory
 from layerzero.runtime import root
 

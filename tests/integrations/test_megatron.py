@@ -331,7 +331,7 @@ def _gradients_of(options: Any) -> None:
 def _groups_of(options: Any) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from layerzero.integrations.megatron_ranks import MegatronRanks
+    from layerzero.integrations.megatron.ranks import MegatronRanks
 
     collection = ProcessGroupCollection.use_mpu_process_groups()
     assert MegatronRanks.of(collection, 1) == MegatronRanks.of(None, 1)
@@ -634,7 +634,7 @@ OPTIMIZERS = {
 def test_optimizers_that_are_not_supported_are_refused(name: str) -> None:
     from megatron.core.optimizer import OptimizerConfig
 
-    from layerzero.integrations.megatron_arguments import check_optimizer_config
+    from layerzero.integrations.megatron.arguments import check_optimizer_config
 
     settings, message = OPTIMIZERS[name]
     with pytest.raises(ValueError, match=message):
@@ -648,7 +648,7 @@ def _refused_with_groups() -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         from layerzero.integrations.megatron import ZeRO3DataParallel, get_zero3_optimizer
-        from layerzero.integrations.megatron_ranks import MegatronRanks
+        from layerzero.integrations.megatron.ranks import MegatronRanks
 
         collection = ProcessGroupCollection.use_mpu_process_groups()
         with pytest.raises(ValueError, match=r"\['pp', 'tp'\] are missing"):

@@ -43,7 +43,7 @@ from layerzero.integrations.megatron import (
     ZeRO3Optimizer,
     get_zero3_optimizer,
 )
-from layerzero.integrations.megatron_checkpoint import (
+from layerzero.integrations.megatron.checkpoint import (
     load_main_parameters,
     load_model_state_dict,
     load_optimizer_state_dict,

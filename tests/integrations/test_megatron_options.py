@@ -13,7 +13,7 @@ from torch import nn
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, units
 from layerzero.core.parameter_info import get_info
-from layerzero.integrations.megatron_options import OPTIONS, for_module, read_options
+from layerzero.integrations.megatron.options import OPTIONS, for_module, read_options
 from layerzero.plan.options import ZERO3_OPTIONS
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks

@@ -386,7 +386,7 @@ def _folders(folder: str) -> None:
 
 def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
     """The first rank alone writes; what it meets is an error everywhere, and leaves nothing."""
-    from layerzero.integrations import pretrained_saving
+    from layerzero.integrations.transformers import pretrained_saving
 
     with pytest.raises(CheckpointError, match="Not a directory"):
         pretrained_saving.save_pretrained(model, folder / "llama" / "plain" / "config.json" / "in")

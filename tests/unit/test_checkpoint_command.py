@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
-from layerzero.checkpoint import save, verified_read
+from layerzero.checkpoint import save
 from layerzero.checkpoint.__main__ import main
-from layerzero.checkpoint.safetensors_file import make_head
+from layerzero.checkpoint.command import verified_read
+from layerzero.checkpoint.format.safetensors_file import make_head
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 

@@ -13,13 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.checkpoint import direct
-from layerzero.checkpoint.direct import PAGE_NBYTES, FileReader, FileWriter, bytes_of, pages
-from layerzero.checkpoint.inventory import MODEL, Entry
-from layerzero.checkpoint.memory import in_memory
-from layerzero.checkpoint.runs import Extent
-from layerzero.checkpoint.safetensors_file import TensorEntry
-from layerzero.checkpoint.transfer import Transfer
+from layerzero.checkpoint.file_io import direct_io as direct
+from layerzero.checkpoint.file_io.aligned_memory import in_memory
+from layerzero.checkpoint.file_io.direct_io import (
+    PAGE_NBYTES,
+    FileReader,
+    FileWriter,
+    bytes_of,
+    pages,
+)
+from layerzero.checkpoint.file_io.transfer import Transfer
+from layerzero.checkpoint.format.inventory import MODEL, Entry
+from layerzero.checkpoint.format.safetensors_file import TensorEntry
+from layerzero.state_dict.ranges import Extent
 
 MIB = 1 << 20
 SIZES = [0, 1, PAGE_NBYTES, 300_000, MIB, MIB + 1, 2 * MIB - 5]

@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from layerzero.checkpoint import CheckpointError, folder
-from layerzero.checkpoint.codec import decode, encode
-from layerzero.checkpoint.crc import combine, placed
-from layerzero.checkpoint.manifest import FileRecord, Manifest, check_file_name
-from layerzero.checkpoint.root_lock import RootLock
-from layerzero.checkpoint.runs import Extent, boxes, runs
-from layerzero.checkpoint.safetensors_file import DTYPES, head_nbytes, make_head, parse_head
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint.format import folder
+from layerzero.checkpoint.format.crc import combine, placed
+from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name
+from layerzero.checkpoint.format.root_lock import RootLock
+from layerzero.checkpoint.format.safetensors_file import head_nbytes, make_head, parse_head
 from layerzero.checkpoint.source import open_source, read_head
+from layerzero.state_dict.dtype_names import DTYPES
+from layerzero.state_dict.json_codec import decode, encode
+from layerzero.state_dict.ranges import Extent, boxes, runs
 
 WHOLES = [(), (1,), (7,), (4, 5), (1, 5), (3, 1), (2, 3, 4), (2, 1, 3, 2), (0, 3)]
 BLOCKS = [

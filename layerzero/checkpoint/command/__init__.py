@@ -1,0 +1,1 @@
+"""What `python -m layerzero.checkpoint` does: look at, verify and convert checkpoints."""

@@ -1,0 +1,1 @@
+"""Bytes between memory and files."""

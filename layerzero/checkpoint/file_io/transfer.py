@@ -1,0 +1,198 @@
+"""Bytes between this rank's pieces and the files, with the checksum of every piece.
+
+A rank writes and reads its own runs in place; pieces that lie side by side in a file go in one
+call. Nothing here is collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerzero.checkpoint.file_io.direct_io import FileReader, FileWriter, bytes_of
+from layerzero.checkpoint.format.crc import crc32, placed
+from layerzero.checkpoint.format.inventory import Entry
+from layerzero.checkpoint.format.safetensors_file import TensorEntry
+
+_WINDOW_NBYTES = 8 << 20
+"""Files are moved in windows of this size: what was just checksummed is still in the cache."""
+_NUM_THREADS = 4
+_MAX_VIEWS = 512
+"""Of one call; systems allow 1024."""
+
+File = TypeVar("File")
+Progress = Callable[[int], None]
+"""Told of bytes as they are written or read."""
+
+
+class Transfer(NamedTuple):
+    """A piece and the tensor in a file that it is part of."""
+
+    file: str
+    place: TensorEntry
+    number: int
+    """Of the tensor, in the order that all ranks share."""
+    entry: Entry
+    spare: tuple[int, int] = (0, 0)
+    """Bytes of memory before and behind the piece that lie as the file does, and may be read."""
+
+
+class Tally(NamedTuple):
+    """What one rank moved of a tensor; see Note [Checksums add up] in crc.py."""
+
+    number: int
+    replica: int
+    nbytes: int
+    crc: int
+
+
+class _Slice(NamedTuple):
+    offset: int
+    data: memoryview
+    transfer: int
+    behind: int
+    """Bytes of the tensor behind this slice."""
+    spare: tuple[int, int]
+    """As of a transfer."""
+
+
+def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
+    """Write pieces (on the CPU) into files that exist, and bring them to the disk."""
+
+    def write(file: FileWriter, batch: list[_Slice]) -> list[int]:
+        crcs = [crc32(each.data) for each in batch]
+        file.write([each.data for each in batch], batch[0].offset)
+        return crcs
+
+    def open_file(path: Path) -> FileWriter:
+        return FileWriter(path, _WINDOW_NBYTES)
+
+    return _move(folder, transfers, open_file, write, progress)
+
+
+def read_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
+    """Fill pieces (on the CPU); fastest where they lie in memory as in the file (memory.py).
+
+    Raises:
+        OSError: the file is shorter than it was.
+    """
+
+    def read(file: FileReader, batch: list[_Slice]) -> list[int]:
+        spare = batch[0].spare[0], batch[-1].spare[1]
+        file.read([each.data for each in batch], batch[0].offset, spare)
+        return [crc32(each.data) for each in batch]
+
+    return _move(folder, transfers, FileReader, read, progress)
+
+
+def _move(
+    folder: Path,
+    transfers: Sequence[Transfer],
+    open_file: Callable[[Path], contextlib.AbstractContextManager[File]],
+    move: Callable[[File, list[_Slice]], list[int]],
+    progress: Progress,
+) -> list[Tally]:
+    """Move all pieces, file by file, in several threads; `move` returns the CRC of each slice."""
+    by_file: dict[str, list[int]] = {}
+    for index, transfer in enumerate(transfers):
+        by_file.setdefault(transfer.file, []).append(index)
+    crcs: list[int] = []
+    done: list[_Slice] = []
+    # The disk is asked for the next batches while one is copied and checksummed.
+    with ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer") as pool:
+        for name, indices in by_file.items():
+            slices = sorted(
+                (each for index in indices for each in _slices(transfers[index], index)),
+                key=lambda each: each.offset,
+            )
+            try:
+                with open_file(folder / name) as file:
+                    under_way: list[Future[list[int]]] = []
+                    try:
+                        batches = list(_batches(slices))
+                        under_way += [pool.submit(move, file, batch) for batch in batches]
+                        for batch, future in zip(batches, under_way, strict=True):
+                            crcs.extend(future.result())
+                            progress(sum(len(each.data) for each in batch))
+                    finally:
+                        for future in under_way:
+                            future.cancel()
+                        wait(under_way)  # after an error; the file is closed next
+            except OSError as error:
+                raise OSError(f"{folder / name}: {error}") from error
+            done.extend(slices)
+    return _tallies(transfers, done, crcs)
+
+
+def _end(each: _Slice) -> int:
+    return each.offset + len(each.data)
+
+
+def _slices(transfer: Transfer, index: int) -> Iterable[_Slice]:
+    entry, place = transfer.entry, transfer.place
+    data = bytes_of(entry.tensor)
+    width = place.dtype.itemsize
+    for run in entry.runs():
+        begin, end = run.local * width, (run.local + run.numel) * width
+        offset = run.start * width
+        start = begin
+        while start < end:
+            at = offset + start - begin
+            stop = min(end, start + _WINDOW_NBYTES - (place.begin + at) % _WINDOW_NBYTES)
+            behind = place.nbytes - at - (stop - start)
+            spare = transfer.spare
+            if any(spare):
+                spare = spare[0] + start, spare[1] + len(data) - stop
+            yield _Slice(place.begin + at, data[start:stop], index, behind, spare)
+            start = stop
+
+
+def _batches(slices: Sequence[_Slice]) -> Iterable[list[_Slice]]:
+    """Slices that follow each other in one window of the file."""
+    batch: list[_Slice] = []
+    end = 0
+    for each in slices:
+        full = each.offset % _WINDOW_NBYTES == 0 or len(batch) == _MAX_VIEWS
+        if batch and (full or each.offset != end):
+            yield batch
+            batch = []
+        batch.append(each)
+        end = _end(each)
+    if batch:
+        yield batch
+
+
+def _tallies(
+    transfers: Sequence[Transfer], done: Sequence[_Slice], crcs: Sequence[int]
+) -> list[Tally]:
+    parts = placed(crcs, [each.behind for each in done])
+    crc_of: NDArray[np.uint32] = np.zeros(len(transfers), dtype=np.uint32)
+    nbytes_of: NDArray[np.int64] = np.zeros(len(transfers), dtype=np.int64)
+    owners = np.array([each.transfer for each in done], dtype=np.int64)
+    np.bitwise_xor.at(crc_of, owners, parts)
+    np.add.at(nbytes_of, owners, [len(each.data) for each in done])
+    return [
+        Tally(transfer.number, transfer.entry.replica, int(nbytes), int(crc))
+        for transfer, nbytes, crc in zip(transfers, nbytes_of, crc_of, strict=True)
+    ]
+
+
+def pack_tallies(tallies: Sequence[Tally]) -> bytes:
+    return np.array(tallies, dtype=np.int64).tobytes()
+
+
+def sum_tallies(packed: Sequence[bytes]) -> dict[tuple[int, int], tuple[int, int]]:
+    """(bytes, CRC) of each (tensor, replica), from what all ranks moved."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for each in packed:
+        for number, replica, nbytes, crc in np.frombuffer(each, dtype=np.int64).reshape(-1, 4):
+            key = int(number), int(replica)
+            old = found.get(key, (0, 0))
+            found[key] = old[0] + int(nbytes), old[1] ^ int(crc)
+    return found

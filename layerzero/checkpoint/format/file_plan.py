@@ -1,0 +1,140 @@
+"""Which tensor goes where in which file: the same on every rank, from what all announced."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from layerzero.checkpoint.format.inventory import Entry, split_state_name
+from layerzero.checkpoint.format.safetensors_file import TensorEntry, make_head
+from layerzero.state_dict.dtype_names import DTYPES, dtype_name
+from layerzero.state_dict.errors import CheckpointError
+
+
+class Announcement(NamedTuple):
+    """A tensor of the checkpoint, as a rank that has its first element tells of it."""
+
+    kind: str
+    name: str
+    aliases: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    is_whole: bool
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    name: str
+    head: bytes
+    tensors: dict[str, TensorEntry]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """The files of one kind."""
+
+    kind: str
+    files: list[PlannedFile]
+    index: bytes | None
+    """The file that says which tensor is in which, where there are several."""
+
+    @property
+    def index_name(self) -> str:
+        return index_name(self.kind)
+
+
+def index_name(kind: str) -> str:
+    return f"{kind}.safetensors.index.json"
+
+
+def announce(entries: Iterable[Entry]) -> bytes:
+    """What this rank tells the others."""
+    rows = [
+        [
+            entry.kind,
+            entry.name,
+            list(entry.aliases),
+            dtype_name(entry.tensor.dtype, entry.name),
+            list(entry.extent.shape),
+            list(entry.order),
+            entry.is_whole,
+        ]
+        for entry in entries
+        if entry.announces
+    ]
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def merge(announced: Sequence[bytes]) -> tuple[list[Announcement], dict[tuple[str, str], int]]:
+    """All tensors of the checkpoint; and for those that several ranks have whole, who writes.
+
+    Raises:
+        CheckpointError: ranks differ in what a tensor is.
+    """
+    found: dict[tuple[str, str], Announcement] = {}
+    writers: dict[tuple[str, str], int] = {}
+    for rank, text in enumerate(announced):
+        for kind, name, aliases, dtype, shape, order, is_whole in json.loads(text):
+            new = Announcement(
+                kind, name, tuple(aliases), DTYPES[dtype], tuple(shape), tuple(order), is_whole
+            )
+            old = found.setdefault((kind, name), new)
+            if (old.dtype, old.shape, old.is_whole) != (new.dtype, new.shape, new.is_whole):
+                raise CheckpointError(
+                    f"{name} is of {old.dtype} {old.shape} on one rank and of {new.dtype} "
+                    f"{new.shape} on another"
+                )
+            if is_whole:
+                writers.setdefault((kind, name), rank)
+    return list(found.values()), writers
+
+
+def plan_files(kind: str, announced: Iterable[Announcement], max_file_nbytes: int) -> FilePlan:
+    """Lay out all tensors of one kind in files of at most `max_file_nbytes`, or of one tensor."""
+    tensors = sorted((each for each in announced if each.kind == kind), key=_place)
+    groups: list[list[Announcement]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.nbytes > max_file_nbytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    files = []
+    for number, group in enumerate(groups, 1):
+        name = f"{kind}.safetensors"
+        if len(groups) > 1:
+            name = f"{kind}-{number:05d}-of-{len(groups):05d}.safetensors"
+        # "format" is what transformers asks for; an alias as the safetensors library writes it.
+        metadata = {"format": "pt"} | {a: each.name for each in group for a in each.aliases}
+        described = [(each.name, each.dtype, each.shape) for each in group]
+        head, entries = make_head(described, metadata)
+        nbytes = len(head) + sum(entry.nbytes for entry in entries.values())
+        files.append(PlannedFile(name, head, entries, nbytes))
+    index = None
+    if len(files) > 1:
+        index = json.dumps(
+            {
+                "metadata": {"total_size": sum(each.nbytes for each in tensors)},
+                "weight_map": {name: file.name for file in files for name in file.tensors},
+            },
+            indent=1,
+        ).encode()
+    return FilePlan(kind, files, index)
+
+
+def _place(tensor: Announcement) -> tuple[int, str, tuple[int, ...], str]:
+    """Wide dtypes first, so that every tensor is aligned; then what lies side by side on ranks."""
+    state = "" if tensor.kind == "model" else split_state_name(tensor.name)[1]
+    return (-tensor.dtype.itemsize, state, tensor.order, tensor.name)

@@ -1,0 +1,188 @@
+"""The folder of a run's checkpoints: what is committed, what is being written, which is newest.
+
+    root/step-00000040/            committed; complete and never changed again
+    root/step-00000042/
+    root/latest                    "step-00000042": the last committed one
+    root/.writing-step-00000044/   being written, or left by a run that was killed: never read
+    root/.replaced-step-00000042/  an older one of that step, while the new one takes its place
+    root/.removed-step-00000038/   one that `keep` removes
+
+Note [One rename commits]
+    A checkpoint is written in a folder of its own, brought to the disk, and then renamed. The
+    rename is the commit: before it nothing refers to the new files, after it they are all there.
+    Every state between two calls here is one that `resolve` reads as a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from layerzero.state_dict.errors import CheckpointError
+
+MANIFEST = "checkpoint.json"
+LATEST = "latest"
+_STEP = re.compile(r"step-(\d{8,})")
+_WRITING, _REPLACED, _REMOVED = ".writing-", ".replaced-", ".removed-"
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def committed_steps(root: Path) -> dict[int, Path]:
+    """The committed checkpoints under `root`, by step, rising."""
+    if not root.is_dir():
+        return {}
+    found = {int(m[1]): path for path in root.iterdir() if (m := _STEP.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def prepare(root: Path, step: int | None) -> tuple[int, Path]:
+    """Make the folder to write checkpoint `step` in (None: one more than the newest).
+
+    Removes what a killed run left.
+    """
+    make_durably(root)
+    for path in sorted(root.glob(_REPLACED + "step-*")):
+        final = root / path.name.removeprefix(_REPLACED)
+        if final.exists():
+            shutil.rmtree(path)
+        else:
+            os.rename(path, final)
+    for prefix in (_WRITING, _REMOVED):
+        for path in root.glob(prefix + "step-*"):
+            shutil.rmtree(path)
+    if step is None:
+        step = max(committed_steps(root), default=-1) + 1
+    partial = root / (_WRITING + step_name(step))
+    partial.mkdir()
+    return step, partial
+
+
+def commit(partial: Path) -> Path:
+    """Make a written folder the checkpoint of its step, and the latest one.
+
+    See Note [One rename commits]. Its files are on the disk already.
+    """
+    root, name = partial.parent, partial.name.removeprefix(_WRITING)
+    final, replaced = root / name, root / (_REPLACED + name)
+    sync_folder(partial)
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(partial, final)
+    sync_folder(root)
+    temporary = root / f".{LATEST}"
+    write_durably(temporary, f"{name}\n".encode())
+    os.replace(temporary, root / LATEST)
+    sync_folder(root)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    return final
+
+
+def discard(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def prune(root: Path, keep: int, newest: Path) -> None:
+    """Remove all checkpoints but `newest` and those of the `keep` - 1 highest other steps."""
+    others = [path for path in committed_steps(root).values() if path != newest]
+    for path in others[: len(others) - (keep - 1)]:
+        # Renamed first: a folder that is half removed must not look like a checkpoint.
+        doomed = root / (_REMOVED + path.name)
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+
+def leftovers(root: Path) -> list[Path]:
+    """What killed runs left under `root`; the next save there removes it."""
+    return sorted(path for path in root.glob(".*") if is_unfinished(path))
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether it has the name of a folder that is being written, replaced or removed."""
+    return path.name.startswith((_WRITING, _REPLACED, _REMOVED))
+
+
+def resolve(path: Path) -> Path:
+    """The folder of one checkpoint, given it or its root; or a file of weights, given that.
+
+    Raises:
+        CheckpointError: there is none; says what is there.
+    """
+    if path.is_file() or is_checkpoint(path):
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    name = _latest_name(path)
+    if name is None:
+        steps = committed_steps(path)
+        if not steps:
+            there = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
+            raise CheckpointError(
+                f"{path}: expected a checkpoint (a folder with {MANIFEST} or *.safetensors) or a "
+                f"folder of checkpoints (step-...), found {there}"
+            )
+        # Killed between its first commit and naming it.
+        return steps[max(steps)]
+    for folder in (path / name, path / (_REPLACED + name)):
+        if folder.is_dir():
+            return folder
+    steps = committed_steps(path)
+    raise CheckpointError(
+        f"{path / LATEST} names {name}, which is not there; found "
+        + (", ".join(step.name for step in steps.values()) or "no checkpoint")
+        + ". Give the folder of the one to load"
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and ((path / MANIFEST).exists() or any(path.glob("*.safetensors")))
+
+
+def _latest_name(root: Path) -> str | None:
+    try:
+        name = (root / LATEST).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    if not _STEP.fullmatch(name):
+        raise CheckpointError(
+            f"{root / LATEST}: expected a name such as step-00000042, got {name!r}"
+        )
+    return name
+
+
+def write_durably(path: Path, data: bytes, nbytes: int | None = None) -> None:
+    """Write the first bytes of a file of `nbytes` (None: all of it) and bring it to the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        if nbytes is not None:
+            os.ftruncate(descriptor, nbytes)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_durably(path: Path) -> None:
+    """Make a folder, and those around it that are missing, and bring their names to the disk."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        with contextlib.suppress(PermissionError):  # to write there is not to read there
+            sync_folder(each.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

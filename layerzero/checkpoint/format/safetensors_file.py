@@ -1,0 +1,147 @@
+"""The head of a safetensors file, written and read without the library: offsets are ours to plan.
+
+    8 bytes, little-endian: length of the header | the header: JSON | the bytes of all tensors
+
+The header maps each name to dtype, shape and [begin, end) in what follows it. Nothing in such a
+file is ever executed. (Format: https://github.com/huggingface/safetensors, README.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerzero.state_dict.dtype_names import DTYPES, dtype_name
+
+_DTYPE_NAME = re.compile("[A-Z][A-Z0-9_]{1,20}")
+_LENGTH_NBYTES = 8
+_ALIGNMENT = 64
+"""Of the first tensor, so that readers which map the file can use what they see."""
+_MAX_HEADER_NBYTES = 100_000_000
+"""What the library accepts; a longer one is damage."""
+
+
+class UnknownDtype(ValueError):
+    """A header is well-formed, but for a dtype that has no name here."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """Byte offset in the file."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+
+def make_head(
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, TensorEntry]]:
+    """Everything before the first tensor, and where each goes: one behind the other, as given."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    places = []
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": dtype_name(dtype, name),
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+        places.append((name, TensorEntry(dtype, tuple(shape), begin)))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(_LENGTH_NBYTES + len(text)) % _ALIGNMENT)
+    head = len(text).to_bytes(_LENGTH_NBYTES, "little") + text
+    return head, {
+        name: TensorEntry(entry.dtype, entry.shape, len(head) + entry.begin)
+        for name, entry in places
+    }
+
+
+def head_nbytes(start: bytes, file_nbytes: int) -> int:
+    """Length of everything before the first tensor, from the first 8 bytes of a file.
+
+    Raises:
+        ValueError: these are not the first bytes of a safetensors file of that size.
+    """
+    length = int.from_bytes(start[:_LENGTH_NBYTES], "little")
+    if len(start) < _LENGTH_NBYTES or length > min(_MAX_HEADER_NBYTES, file_nbytes):
+        raise ValueError(
+            f"its header would take {length} bytes of {file_nbytes}: not a safetensors file, or cut"
+        )
+    return _LENGTH_NBYTES + length
+
+
+def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
+    """The tensors of a file, in order of their place.
+
+    Raises:
+        ValueError: what is wrong with the header, or with it and the size of the file.
+        UnknownDtype: a tensor has one that is none of `DTYPES`: damage, or a later format.
+    """
+    try:
+        header = json.loads(head[_LENGTH_NBYTES:])
+        header.pop("__metadata__", None)
+        entries: dict[str, tuple[TensorEntry, int]] = {}
+        for name, described in header.items():
+            begin, stop = (_count(offset) for offset in described["data_offsets"])
+            shape = tuple(_count(size) for size in described["shape"])
+            entry = TensorEntry(_dtype(described["dtype"], name), shape, len(head) + begin)
+            entries[name] = (entry, len(head) + stop)
+        ordered = sorted(entries.items(), key=lambda item: (item[1][0].begin, item[1][1]))
+        end = len(head)
+        for name, (entry, stop) in ordered:
+            if entry.begin != end or stop != entry.end:
+                raise ValueError(
+                    f"{name!r}, {entry.nbytes} bytes, is said to lie at {entry.begin} to {stop}, "
+                    f"after a tensor that ends at {end}"
+                )
+            end = stop
+    except UnknownDtype:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header is damaged: {error!r}") from error
+    if end != file_nbytes:
+        raise ValueError(f"its header describes {end} bytes, it has {file_nbytes}")
+    return {name: entry for name, (entry, _) in ordered}
+
+
+def _dtype(name: str, tensor: str) -> torch.dtype:
+    if name not in DTYPES and _DTYPE_NAME.fullmatch(name):
+        raise UnknownDtype(
+            f"{tensor} has the dtype {name}, which is not known here; known are "
+            + ", ".join(DTYPES)
+            + ". Write the file again with one of these"
+        )
+    return DTYPES[name]
+
+
+def metadata_of(head: bytes) -> dict[str, str]:
+    """What a header, parsed before, says beside tensors."""
+    found = json.loads(head[_LENGTH_NBYTES:]).get("__metadata__")
+    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a size or offset, got {value!r}")
+    return value

@@ -1,0 +1,1 @@
+"""From a module to units: what to wrap, what ranks must have alike, values, hooks."""

@@ -1,0 +1,144 @@
+"""What each argument of `ZeRO3` may be, by itself; checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.construct.wrap import UnitPlan, has_forward
+from layerzero.runtime.unit import get_unit
+
+
+def check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def check_timeout(timeout: object) -> None:
+    if timeout is not None and not isinstance(timeout, timedelta):
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        raise TypeError(
+            f"timeout: expected a datetime.timedelta or None, got {timeout!r}"
+            + (f"; for seconds timedelta(seconds={timeout})" if is_number else "")
+        )
+
+
+def check_param_init_fn(value: object) -> None:
+    if value is not None and value != "later" and not callable(value):
+        raise TypeError(f"param_init_fn: expected a function of a module or None, got {value!r}")
+
+
+def check_device(device: object) -> None:
+    """Refuse what names no device, or one that the engine cannot run on here."""
+    if device is None:
+        return
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(
+            f"device: expected a torch.device, a string such as 'cuda:0', the index of an "
+            f"accelerator or None, got {device!r}"
+        )
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: torch knows no {device!r}: {error}") from None
+    check_device_type(found, f"device={device!r}")
+
+
+_OF_DEVICES = ("Stream", "Event", "stream", "current_stream", "current_device", "device_count")
+
+
+def check_device_type(device: torch.device, what: str) -> None:
+    """Refuse a device without the streams and events that the engine overlaps with.
+
+    Args:
+        what: asks for the device, for the error.
+    """
+    if device.type == "cpu":
+        return
+    expected = "expected the CPU or an accelerator with streams and events as CUDA has them"
+    if device.type == "meta":
+        raise ValueError(f"{what}: {expected}; parameters on meta are made on a device with values")
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        raise ValueError(f"{what}: {expected}; torch has no module torch.{device.type}") from None
+    missing = [name for name in _OF_DEVICES if not hasattr(module, name)]
+    if missing:
+        listed = ", ".join(f"torch.{device.type}.{name}" for name in missing)
+        raise ValueError(f"{what}: {expected}; this torch has no {listed}")
+    if not module.is_available() or (device.index or 0) >= module.device_count():
+        raise ValueError(
+            f"{what}: torch finds {module.device_count()} devices of type {device.type!r} here"
+        )
+
+
+def check_ignored(
+    root: nn.Module, modules: object, parameters: object
+) -> tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]:
+    """The two arguments as tuples.
+
+    Raises:
+        TypeError: they hold something else.
+        ValueError: `root` is ignored, or a module that is sharded already.
+    """
+    ignored = _several(modules, nn.Module, "ignored_modules", "modules")
+    for module in ignored:
+        if module is root:
+            raise ValueError(
+                f"ignored_modules: has the {type(root).__name__} that is wrapped itself, so "
+                "nothing would be left to shard; do not wrap it, or name modules inside it"
+            )
+        if get_unit(module) is not None:
+            raise ValueError(
+                f"ignored_modules: has a {type(module).__name__} that is sharded already; leave "
+                "it out, units of an earlier ZeRO3 stay as they are"
+            )
+    return ignored, _several(parameters, nn.Parameter, "ignored_parameters", "parameters")
+
+
+def _several(values: object, kind: type[Any], name: str, what: str) -> tuple[Any, ...]:
+    is_one = isinstance(values, (str, torch.Tensor))
+    if is_one or not isinstance(values, Iterable):
+        raise TypeError(f"{name}: expected an iterable of {what}, got {values!r}")
+    listed = tuple(values)
+    for value in listed:
+        if isinstance(value, kind):
+            continue
+        if isinstance(value, str):
+            advice = f"; names are not looked up, pass the {what} themselves"
+        elif isinstance(value, nn.Module):
+            advice = "; modules belong in ignored_modules"
+        elif isinstance(value, nn.Parameter):
+            advice = "; parameters belong in ignored_parameters"
+        else:
+            advice = ""
+        got = type(value).__name__ if isinstance(value, (nn.Module, torch.Tensor)) else repr(value)
+        raise TypeError(f"{name}: expected {what}, got {got}{advice}")
+    return listed
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def check_containers(plans: Sequence[UnitPlan]) -> None:
+    """Refuse units that nobody can call, and so nothing would gather.
+
+    Raises:
+        ValueError: a list or dict of modules or parameters would own parameters.
+    """
+    for plan in plans:
+        if plan.existing is not None or plan.arguments.get("hook_module") is not None:
+            continue
+        is_container = isinstance(plan.module, _CONTAINERS) and not has_forward(plan.module)
+        if is_container and plan.originals:
+            name = type(plan.module).__name__
+            raise ValueError(
+                f"{plan.label}: a {name} has no forward, so as a unit it would never be gathered "
+                f"for its parameters, {plan.originals[0].fqn!r} first; make its members units "
+                "(auto_wrap_policy={TheirClass}), or a module around it that is called"
+            )

@@ -1,0 +1,310 @@
+"""From a plan to units: materialise, synchronise, flatten, and put the hooks in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from layerzero.comm.collectives import Operation, broadcast_
+from layerzero.config import MixedPrecision
+from layerzero.construct.arguments import UnitArguments, check_reshard_after_forward
+from layerzero.construct.materialize import Materializer
+from layerzero.construct.same_start import Digests
+from layerzero.construct.wrap import UnitPlan, Visit
+from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
+from layerzero.core.groups import ShardGroup
+from layerzero.core.host import HostMemory
+from layerzero.core.parameter_hooks import kind_of_hooks
+from layerzero.core.parameter_info import foreign_class
+from layerzero.core.placement import Placement
+from layerzero.core.tensor_parallel import local_of, split_of
+from layerzero.runtime import guards, hooks
+from layerzero.runtime.awaited import await_values
+from layerzero.runtime.unit import Unit, UnitOptions, get_unit, set_unit
+from layerzero.state_dict import module_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBuilder:
+    """Builds the units of one `ZeRO3` call; what does not depend on the unit is here."""
+
+    placements: Mapping[int, Placement]
+    """Of the unit that a plan (by id) becomes."""
+    tensor_parallel_groups: tuple[ShardGroup, ...]
+    device: torch.device
+    arguments: Mapping[int, UnitArguments]
+    """Likewise."""
+    deterministic: bool
+    materializer: Materializer
+    sync_module_states: bool
+    digests: Digests
+
+    def build(self, plans: list[UnitPlan], visits: list[Visit]) -> list[Unit]:
+        """Units in the order of `plans`. Collective with `sync_module_states`.
+
+        Modules are visited in order, and a unit is flattened as soon as its last module was, so
+        that a model on the meta device never needs more than its shards and the units around the
+        current module.
+        """
+        last_visit = {id(visit.plan): index for index, visit in enumerate(visits)}
+        for plan in plans:
+            # A tied parameter may be used by modules after its unit's own last one.
+            modules = {id(slot.module) for o in plan.originals for slot in o.slots}
+            indices = [i for i, visit in enumerate(visits) if id(visit.module) in modules]
+            last_visit[id(plan)] = max([last_visit[id(plan)], *indices])
+        finished: dict[int, Unit] = {}
+        for index, visit in enumerate(visits):
+            self._prepare(visit)
+            for plan in plans:
+                if last_visit[id(plan)] == index:
+                    finished[id(plan)] = self._finish(plan)
+        for plan in plans:
+            unit = finished[id(plan)]
+            unit.lenders = tuple(finished[id(lender)] for lender in plan.lenders)
+            self._follow_hook_module(plan, unit)
+        units = [finished[id(plan)] for plan in plans]
+        if self.materializer.is_later:
+            new = [finished[id(plan)] for plan in plans if plan.existing is None]
+            await_values(new, self.materializer.awaited)
+        return units
+
+    def _prepare(self, visit: Visit) -> None:
+        if visit.plan.existing is not None:
+            return
+        mixed_precision = self.arguments[id(visit.plan)].mixed_precision
+        placement = self.placements[id(visit.plan)]
+        keeps = mixed_precision.keeps_float32(visit.module)
+        buffer_dtype = None if keeps else mixed_precision.buffer_dtype
+        was_meta = [
+            name for name, p in visit.module._parameters.items() if p is not None and p.is_meta
+        ]
+        gets_values = self.sync_module_states and not placement.is_first
+        self.materializer(visit.fqn, visit.module, buffer_dtype, initialise=not gets_values)
+        for name in was_meta if self.tensor_parallel_groups else ():
+            self._copy_over_mesh(visit, name)
+        if keeps:
+            hooks.run_in_float32(visit.module)
+        if self.sync_module_states:
+            for name, buffer in visit.module._buffers.items():
+                if buffer is not None:
+                    self._broadcast(local_of(buffer), f"buffer {visit.fqn}.{name}", placement)
+        for name, buffer in visit.module._buffers.items():
+            if buffer is not None:
+                label = f"buffer '{visit.fqn}.{name}'" if visit.fqn else f"buffer {name!r}"
+                self.digests.note(label, buffer, placement)
+
+    def _finish(self, plan: UnitPlan) -> Unit:
+        if plan.existing is not None:
+            inner = plan.fqn.removesuffix(plan.existing.fqn).rstrip(".")
+            plan.existing.rename(inner)
+            return plan.existing
+        arguments = self.arguments[id(plan)]
+        mixed_precision, placement = arguments.mixed_precision, self.placements[id(plan)]
+        kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[OriginalParameter]] = {}
+        for original in plan.originals:
+            first = original.slots[0]
+            parameter = first.module._parameters[first.name]
+            assert parameter is not None
+            original.parameter = parameter
+            original.value = local_of(parameter)
+            if self.sync_module_states:
+                original.value = original.value.to(self.device)
+                self._broadcast(original.value, f"parameter {original.fqn}", placement)
+            self.digests.note(f"parameter {original.fqn!r}", original.value, placement)
+            keeps = any(mixed_precision.keeps_float32(slot.module) for slot in original.slots)
+            compute_dtype = mixed_precision.compute_dtype(original.fqn, parameter.dtype, keeps)
+            key = (parameter.dtype, compute_dtype, parameter.requires_grad)
+            kinds.setdefault(key, []).append(original)
+        host = HostMemory(arguments.offload.pin_memory)
+        handles = [
+            FlatParamHandle(
+                originals,
+                placement,
+                self.device,
+                compute_dtype,
+                reduce_dtype=_reduce_dtype(compute_dtype, mixed_precision),
+                params_on=host if arguments.offload.params else None,
+                grads_on=host if arguments.offload.grads else None,
+            )
+            for (_, compute_dtype, _), originals in kinds.items()
+        ]
+        is_mean = arguments.gradient_reduction == "mean"
+        unit = Unit(
+            plan.fqn,
+            plan.module,
+            handles,
+            list(kinds.values()),
+            UnitOptions(
+                mixed_precision=mixed_precision,
+                reshard_after_forward=check_reshard_after_forward(arguments.reshard_after_forward),
+                gradient_scale=1.0 / placement.num_averaged if is_mean else 1.0,
+                deterministic=self.deterministic,
+            ),
+        )
+        if plan.parent is None or "mixed_precision" in plan.arguments:
+            unit.output_dtype = mixed_precision.output_dtype
+        set_unit(plan.module, unit)
+        module_state.install(unit, list(kinds.values()))
+        hooks.install_on_calls(plan.module, unit)
+        owners = {id(s.module): s.module for o in plan.originals for s in o.slots}
+        for module in owners.values():
+            if module is not plan.module and type(module).forward is not nn.Module.forward:
+                hooks.install(module, "forward", unit, is_entry=False)
+        guards.install(plan.module)
+        for slot in (slot for original in plan.originals for slot in original.slots):
+            guards.install(slot.module)
+            guards.add_name(slot.module, slot.name, unit)
+        for original in plan.originals:
+            del original.parameter, original.value
+        return unit
+
+    def _copy_over_mesh(self, visit: Visit, name: str) -> None:
+        """Make the copies that tensor-parallel ranks have of a new parameter equal.
+
+        They are drawn from each rank's own generator, and ranks that drew unequal parts of another
+        parameter before (on CPU, where DTensors do not share a generator) would not agree.
+        """
+        parameter = visit.module._parameters[name]
+        assert parameter is not None
+        split, value = split_of(parameter), local_of(parameter)
+        operation = Operation("synchronisation", f"parameter {visit.fqn}.{name}", 0)
+        for axis, group in enumerate(self.tensor_parallel_groups):
+            if group.size > 1 and (split is None or split.placements[axis].is_replicate()):
+                broadcast_(value, group, operation)
+
+    def _follow_hook_module(self, plan: UnitPlan, unit: Unit) -> None:
+        """The calls of another module are this unit's; around those of a unit it may be itself."""
+        module = self.arguments[id(plan)].hook_module
+        if module is not None and plan.existing is None:
+            hooks.install_on_calls(module, unit, casts=get_unit(module) is None)
+            unit.add_owner(module)
+
+    def _broadcast(self, tensor: torch.Tensor, name: str, placement: Placement) -> None:
+        # Bytes: not every backend sends every dtype.
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        # Outer first: then the first rank of every shard group has it.
+        for group in reversed(placement.groups):
+            broadcast_(flat, group, Operation("synchronisation", name, 0))
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def _reduce_dtype(compute_dtype: torch.dtype, mixed_precision: MixedPrecision) -> torch.dtype:
+    if not compute_dtype.is_floating_point:
+        return compute_dtype
+    return mixed_precision.reduce_dtype or compute_dtype
+
+
+def resolve_device(
+    device: torch.device | str | int | None,
+    plans: list[UnitPlan],
+    process_group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+) -> torch.device:
+    """Where parameters will live; checks what they are before anything is changed.
+
+    Args:
+        mesh: of the parameters that are DTensors; they stay on its kind of device.
+
+    Raises:
+        ValueError: parameters of one unit are on several devices, or of a kind that cannot be
+            sharded; or `device` is not of the mesh's kind.
+    """
+    target = _resolve_device(device, plans, process_group, mesh)
+    if mesh is not None and target.type != mesh.device_type:
+        raise ValueError(
+            f"rank {dist.get_rank()}: parameters go to {target}, but the DTensors among them are "
+            f"on a mesh of {mesh.device_type!r}: make the mesh for {target.type!r}, or pass "
+            f"device={mesh.device_type!r}"
+        )
+    return target
+
+
+def _resolve_device(
+    device: torch.device | str | int | None,
+    plans: list[UnitPlan],
+    process_group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+) -> torch.device:
+    rank = dist.get_rank()
+    found: dict[torch.device, tuple[str, str]] = {}
+    for plan in plans:
+        if plan.existing is not None:
+            for handle in plan.existing.handles:
+                found.setdefault(handle.main_shard.device, (plan.label, handle.fqns[0]))
+            continue
+        places: dict[torch.device, str] = {}
+        for original in plan.originals:
+            _check_parameter(plan, original, rank)
+            if not original.parameter.is_meta:
+                places.setdefault(original.parameter.device, original.fqn)
+        if device is None and len(places) > 1:
+            raise ValueError(
+                f"{plan.label} (rank {rank}): parameters of one unit need one device, got "
+                + " and ".join(f"{place} ({fqn!r})" for place, fqn in places.items())
+                + "; move the module first, or pass device="
+            )
+        for place, fqn in places.items():
+            found.setdefault(place, (plan.label, fqn))
+    if device is not None:
+        return _with_index(torch.device(device))
+    if len(found) > 1:
+        raise ValueError(
+            f"rank {rank}: units of one model need one device, got "
+            + " and ".join(f"{place} ({fqn!r})" for place, (_, fqn) in found.items())
+            + "; move the module first, or pass device="
+        )
+    if found:
+        return next(iter(found))
+    if mesh is not None:
+        return _with_index(torch.device(mesh.device_type))
+    backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(","))
+    accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend]
+    available = torch.accelerator.is_available()
+    if available and torch.accelerator.current_accelerator().type in accelerators:  # type: ignore[union-attr]
+        return _with_index(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
+    return torch.device("cpu")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type != "cpu" and device.index is None:
+        return torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> None:
+    parameter = original.parameter
+    where = f"{plan.label} (rank {rank}): parameter {original.fqn!r}"
+    if is_lazy(parameter):
+        raise ValueError(
+            f"{where} has no shape yet: its module is a lazy one; run one forward on a batch of "
+            "the right shape before wrapping"
+        )
+    foreign = foreign_class(parameter)
+    if foreign is not None:
+        raise ValueError(
+            f"{where} is a {foreign.__module__}.{foreign.__qualname__}, a tensor with operations "
+            "of its own; expected an nn.Parameter of plain elements, or a DTensor: convert it "
+            "(for a quantized one, dequantize it), or put it into ignored_parameters, which stay "
+            "whole on every rank"
+        )
+    if parameter.layout is not torch.strided:
+        raise ValueError(f"{where} has layout {parameter.layout}; expected a dense parameter")
+    hooks_from = kind_of_hooks(parameter)
+    if hooks_from is not None:
+        raise ValueError(
+            f"{where} has hooks, put there by {hooks_from}: they would never run, because wrapping "
+            "replaces it; remove them, and put hooks on the parameters of the wrapped model, which "
+            "are this rank's pieces (docs/howto/recipes.md)"
+        )
+    if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
+        raise ValueError(
+            f"{where} is of {parameter.dtype} and requires grad; expected a floating-point "
+            "dtype: call requires_grad_(False) on it or cast it"
+        )

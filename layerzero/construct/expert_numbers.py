@@ -1,0 +1,167 @@
+"""Experts that have the same names on every rank of the expert axis: their numbers among all.
+
+Read from what `auto_wrap_policy` gives for the units of experts as `expert_numbers`; what the names
+are for is in state_dict/expert_names.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.construct.experts import Group, ranks_of
+from layerzero.construct.wrap import UnitPlan
+from layerzero.core.groups import resolve_process_groups
+from layerzero.state_dict.expert_names import Numbers, name_members
+
+ExpertNumbers = Mapping[int, int] | Group
+"""From a number on this rank to the number among all; or the ranks of the expert axis."""
+
+
+class ExpertLists:
+    """The modules of one model whose members are experts under local numbers."""
+
+    def __init__(self, module: nn.Module, plans: Sequence[UnitPlan]) -> None:
+        """Find them, and give the parameters inside their names among all. Not collective.
+
+        Raises:
+            ValueError, TypeError: `expert_numbers` is none, or does not fit the modules.
+        """
+        self._modules: dict[str, nn.Module] = {}
+        self._numbers: dict[str, dict[str, str]] = {}
+        for plan in plans:
+            declaring = next(
+                (p for p in plan.ancestors() if p.arguments.get("expert_numbers") is not None), None
+            )
+            if declaring is not None and plan.existing is None:
+                self._read(module, plan, declaring)
+        if self._numbers:
+            for plan in plans:
+                for original in plan.originals:
+                    original.fqn = self._global(original.fqn)
+
+    def name_members(self) -> None:
+        """Let state dicts and checkpoints show these names. Not collective."""
+        for path, module in self._modules.items():
+            name_members(module, self._numbers[path])
+
+    def _read(self, root: nn.Module, plan: UnitPlan, declaring: UnitPlan) -> None:
+        where = f"{declaring.label} (rank {dist.get_rank()}): expert_numbers"
+        given = declaring.arguments["expert_numbers"]
+        group = declaring.arguments.get("process_group")
+        if group is None:
+            raise ValueError(
+                f"{where} without a process_group: give the ranks that have the same experts, too"
+            )
+        paths = {_list_around(original.fqn, declaring.fqn) for original in plan.originals} - {None}
+        if not paths and plan.originals:
+            raise ValueError(
+                f"{where}: {plan.originals[0].fqn!r} has no number in it; expected a list of "
+                "experts inside the unit, or a unit that is a member of one"
+            )
+        for path in sorted(filter(None, paths)):
+            module = root.get_submodule(path)
+            if isinstance(given, Mapping):
+                numbers = _from_mapping(where, path, given, module, is_all=path != _parent(plan))
+            else:
+                numbers = _from_axis(where, path, given, group, module)
+            if not numbers:
+                continue
+            known = self._numbers.setdefault(path, {})
+            for member, number in numbers.items():
+                if known.setdefault(member, number) != number:
+                    raise ValueError(
+                        f"{where}: {path}.{member} is number {number} here, and was "
+                        f"{known[member]} before; say one number for each expert"
+                    )
+            if len(set(known.values())) < len(known):
+                raise ValueError(
+                    f"{where}: {path}: two experts of this rank have one number, got {known}"
+                )
+            self._modules[path] = module
+
+    def _global(self, fqn: str) -> str:
+        parts = fqn.split(".")
+        renamed = list(parts)
+        for place, part in enumerate(parts):
+            numbers = self._numbers.get(".".join(parts[:place]))
+            if numbers is not None:
+                renamed[place] = numbers.get(part, part)
+        return ".".join(renamed)
+
+
+def _parent(plan: UnitPlan) -> str | None:
+    """The list that a unit is itself a member of."""
+    path, _, last = plan.fqn.rpartition(".")
+    return path if last.isdigit() else None
+
+
+def _list_around(fqn: str, unit: str) -> str | None:
+    """The list whose member holds a parameter: the unit's own, else the first inside of it."""
+    path, _, last = unit.rpartition(".")
+    if last.isdigit():
+        return path
+    parts = fqn.split(".")
+    inside = len(unit.split(".")) if unit else 0
+    for place in range(inside, len(parts)):
+        if parts[place].isdigit():
+            return ".".join(parts[:place])
+    return None
+
+
+def _members(module: nn.Module) -> list[int]:
+    named = (*module._modules, *module._parameters)
+    return sorted({int(name) for name in named if name.isdigit()})
+
+
+def _from_mapping(
+    where: str, path: str, given: Mapping[int, int], module: nn.Module, is_all: bool
+) -> Numbers:
+    """`is_all`: a mapping given for one member need not know the others."""
+    for pair in given.items():
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in pair):
+            raise TypeError(
+                f"{where}: expected a mapping from numbers on this rank to numbers among all, or "
+                f"the ranks of the expert axis, got {dict(given)!r}"
+            )
+    members = _members(module)
+    unknown = sorted(given.keys() - set(members))
+    missing = sorted(set(members) - given.keys()) if is_all else []
+    if unknown or missing:
+        raise ValueError(
+            f"{where}: {path} has the experts {members}, got numbers for {sorted(given)}"
+        )
+    return {str(member): str(number) for member, number in given.items()}
+
+
+def _from_axis(where: str, path: str, axis: Group, group: Group, module: nn.Module) -> Numbers:
+    """Each rank of the axis has as many experts, numbered one rank after the other; empty where
+    this rank has all."""
+    if isinstance(axis, DeviceMesh) and axis.ndim > 1 and "ep" in (axis.mesh_dim_names or ()):
+        axis = axis["ep"]
+    try:
+        groups = resolve_process_groups(axis)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{where}: {error}") from None
+    if len(groups) != 1:
+        raise ValueError(f"{where}: expected the expert axis alone, got a mesh of {len(groups)}")
+    shared = set(ranks_of(axis)) & set(ranks_of(group))
+    if shared != {dist.get_rank()}:
+        raise ValueError(
+            f"{where}: the expert axis has the ranks {list(ranks_of(axis))}, and the process_group "
+            f"{list(ranks_of(group))}; expected this rank alone in both: ranks of the axis have "
+            "different experts, those of the process_group the same"
+        )
+    members = _members(module)
+    if members != list(range(len(members))):
+        raise ValueError(
+            f"{where}: {path} has the experts {members}; expected numbers from 0 on this rank; if "
+            "they are numbers among all, leave expert_numbers out"
+        )
+    if groups[0].size() == 1:
+        return {}
+    first = groups[0].rank() * len(members)
+    return {str(member): str(first + member) for member in members}

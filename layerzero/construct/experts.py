@@ -1,0 +1,240 @@
+"""Experts: units of which ranks of one data-parallel group have different ones.
+
+Four ranks, four experts, two of them on each rank (ep = 2, neighbours):
+
+    rank         0      1      2      3
+    dense      one copy, sharded over 0 1 2 3
+    experts    0, 1   2, 3   0, 1   2, 3     experts 0 and 1 are sharded over ranks 0 and 2
+
+The ranks with the same experts are their *expert-data group*. The loss is a mean over all four
+ranks, and the tokens that an expert sees come from all of them, through the model's own all-to-all.
+So an expert's gradient is summed over its expert-data group and divided by four.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from layerzero.comm.collectives import Operation, gather_small
+from layerzero.construct.wrap import UnitPlan
+from layerzero.core.groups import resolve_process_groups
+from layerzero.core.placement import Outer, Placement, make_placement
+from layerzero.core.tensor_parallel import local_of, split_of
+
+Group = dist.ProcessGroup | DeviceMesh
+
+
+def ranks_of(group: Group | None) -> tuple[int, ...]:
+    """Global numbers, rising."""
+    if isinstance(group, DeviceMesh):
+        return tuple(sorted(group.mesh.flatten().tolist()))
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _key(group: Group | None) -> object:
+    """What is equal for equal groups: every `mesh["edp"]` is an object of its own."""
+    shape = tuple(group.mesh.shape) if isinstance(group, DeviceMesh) else ()
+    return (ranks_of(group), shape if len(shape) == 2 else ())
+
+
+def find_experts(plans: Sequence[UnitPlan], process_group: Group | None) -> dict[int, Group]:
+    """The expert-data group of each plan (by id) that has one of its own. Not collective.
+
+    A unit inside an expert's is one, too. A group of all ranks of `process_group` makes no expert.
+
+    Raises:
+        ValueError, TypeError: a group that is none, or not a part of `process_group`; a parameter
+            that is tied to one outside; DTensors that are not split over other ranks.
+        NotImplementedError: both experts and the rest are DTensors.
+    """
+    everyone = ranks_of(process_group)
+    found: dict[int, Group] = {}
+    for plan in plans:
+        group = None if plan.existing is not None else _own_group(plan)
+        if group is None:
+            continue
+        try:
+            resolve_process_groups(group)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{plan.label}: {error}") from None
+        ranks = ranks_of(group)
+        if not set(ranks) <= set(everyone):
+            raise ValueError(
+                f"{plan.label} (rank {dist.get_rank()}): its process_group has the ranks "
+                f"{list(ranks)}; expected some of those that share the model, {list(everyone)}"
+            )
+        if ranks != everyone:
+            found[id(plan)] = group
+    for plan in plans:
+        for lender in plan.lenders:
+            of_plan, of_lender = found.get(id(plan)), found.get(id(lender))
+            if _key(of_plan) != _key(of_lender):
+                raise ValueError(
+                    f"{plan.label} (rank {dist.get_rank()}): a parameter is tied to one outside, "
+                    f"and would belong to {lender.label}, which has another process_group; make "
+                    "experts without ties, or one unit around all uses"
+                )
+    for plan in plans:
+        if id(plan) in found:
+            _check_dtensors(plan, ranks_of(found[id(plan)]))
+    _refuse_both(plans, found)
+    return found
+
+
+def _own_group(plan: UnitPlan) -> Group | None:
+    groups = (around.arguments.get("process_group") for around in plan.ancestors())
+    return next((group for group in groups if group is not None), None)
+
+
+def _check_dtensors(plan: UnitPlan, ranks: Sequence[int]) -> None:
+    rank = dist.get_rank()
+    for original in plan.originals:
+        parameter = original.parameter
+        if not isinstance(parameter, DTensor):
+            continue
+        shared = set(parameter.device_mesh.mesh.flatten().tolist()) & set(ranks)
+        if shared != {rank} or not all(type(p) is Shard for p in parameter.placements):
+            raise ValueError(
+                f"{plan.label} (rank {rank}): expert parameter {original.fqn!r} is a DTensor with "
+                f"placements {parameter.placements} over the ranks "
+                f"{parameter.device_mesh.mesh.tolist()}, its process_group has {list(ranks)}; "
+                "expected Shard(dim), over ranks of which this one alone is in the process_group: "
+                "those of the expert-parallel axis"
+            )
+
+
+def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> None:
+    dtensors = [
+        (id(plan) in experts, original.fqn)
+        for plan in plans
+        for original in plan.originals
+        if isinstance(original.parameter, DTensor)
+    ]
+    of_experts = [fqn for is_expert, fqn in dtensors if is_expert]
+    of_others = [fqn for is_expert, fqn in dtensors if not is_expert]
+    if of_experts and of_others:
+        raise NotImplementedError(
+            f"rank {dist.get_rank()}: {of_experts[0]!r}, of an expert, and {of_others[0]!r}, of "
+            "the rest, are both DTensors; where the rest is tensor-parallel make experts modules "
+            "that are named by their number among all"
+        )
+
+
+def structure_of(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> int:
+    """A number that ranks compare, 0 without experts: sizes of units, and which are experts.
+
+    Ranks with unequal units would run ahead of each other by unequal numbers of gathers.
+    """
+    if not experts:
+        return 0
+    groups = list(dict.fromkeys(map(_key, experts.values())))
+    rows = [
+        (
+            groups.index(_key(experts[id(plan)])) if id(plan) in experts else -1,
+            [local_of(original.parameter).numel() for original in plan.originals],
+        )
+        for plan in plans
+    ]
+    return zlib.crc32(repr(rows).encode()) + 1
+
+
+def check_experts(
+    plans: Sequence[UnitPlan],
+    experts: Mapping[int, Group],
+    placement: Placement,
+    device: torch.device,
+) -> None:
+    """Compare who has which experts. Collective over the model's ranks, if there are experts.
+
+    Args:
+        placement: of the whole model.
+
+    Raises:
+        ValueError: on every rank: ranks of one expert-data group have different experts, or those
+            of two have equal ones.
+    """
+    if not experts:
+        return
+    blocks = list(_blocks(plans, experts))
+    own = [dist.get_rank(), *(number for block in blocks for number in block)]
+    values = torch.tensor(own, dtype=torch.int64, device=device)
+    for group in placement.groups:
+        values = gather_small(values, group, Operation("agreement", "experts", 0))
+    groups_of_block: dict[int, set[int]] = {}
+    blocks_of_group: dict[int, dict[int, set[int]]] = {}
+    for rank, *numbers in values.view(-1, len(own)).tolist():
+        for group_number, block in zip(numbers[::2], numbers[1::2], strict=True):
+            groups_of_block.setdefault(block, set()).add(group_number)
+            blocks_of_group.setdefault(group_number, {}).setdefault(rank, set()).add(block)
+    names = sorted(
+        {original.fqn for plan in plans if id(plan) in experts for original in plan.originals}
+    )
+    for by_rank in blocks_of_group.values():
+        if any(each != next(iter(by_rank.values())) for each in by_rank.values()):
+            raise ValueError(
+                f"experts: ranks {sorted(by_rank)} say that they have the same experts, but the "
+                f"names of those differ; rank {dist.get_rank()} has {names[:2]}...; a unit's "
+                "process_group is the group of the ranks that have the same experts (the "
+                "expert-data axis, not the expert-parallel one)"
+            )
+    if any(len(each) > 1 for each in groups_of_block.values()):
+        raise ValueError(
+            "experts: one name means different parameters on ranks of different expert-data "
+            f"groups; rank {dist.get_rank()} has {names[:2]}...; name experts by their number "
+            "among all, or give expert_numbers beside the process_group (in a plan: "
+            "local_experts), or make what holds several a DTensor that is Shard(0) over the "
+            "expert-parallel axis"
+        )
+
+
+def _blocks(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> Iterator[tuple[int, int]]:
+    """(group, block of a parameter), as numbers that are the same wherever these are."""
+    for plan in plans:
+        if id(plan) not in experts:
+            continue
+        group_number = _number(repr(ranks_of(experts[id(plan)])))
+        for original in plan.originals:
+            split = split_of(original.parameter)
+            yield group_number, _number(f"{original.fqn} {None if split is None else split.offset}")
+
+
+def _number(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def place_units(
+    plans: Sequence[UnitPlan],
+    experts: Mapping[int, Group],
+    placement: Placement,
+    device: torch.device,
+    outer: Outer,
+    deterministic: bool,
+    timeout: timedelta | None,
+) -> dict[int, Placement]:
+    """The placement of each plan (by id). Collective where groups have to be made.
+
+    Args:
+        placement: of the whole model.
+        outer: for experts' meshes of two axes.
+    """
+    made: dict[object, Placement] = {}
+    for group in experts.values():
+        if _key(group) not in made:
+            own = make_placement(group, device, None, outer, deterministic, timeout)
+            made[_key(group)] = dataclasses.replace(
+                own, members=placement.members, data_parallel=placement
+            )
+    return {
+        id(plan): made[_key(experts[id(plan)])] if id(plan) in experts else placement
+        for plan in plans
+    }

@@ -1,0 +1,194 @@
+"""Ranks start alike: the same parameters, of the same sizes, with the same values.
+
+Note [Digests]
+    Each rank's part of a flat parameter comes from its own values, so ranks that drew other random
+    numbers would train a mosaic of their models. A digest of the bits of every parameter and buffer
+    is taken where these are read anyway; the first rank's digests go to all, and each compares.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from layerzero import ops
+from layerzero.comm.collectives import Operation, broadcast_
+from layerzero.comm.texts import gather_texts
+from layerzero.construct.wrap import UnitPlan
+from layerzero.core.groups import ShardGroup
+from layerzero.core.placement import Placement
+from layerzero.core.tensor_parallel import local_of
+
+# Names and sizes ----------------------------------------------------------------------------------
+
+
+class Outline:
+    """Names, sizes and kinds of the parameters that all ranks of a model have."""
+
+    def __init__(self, plans: Sequence[UnitPlan], experts: Mapping[int, object]) -> None:
+        """`experts` by id of plan: the units that only some ranks have."""
+        self._rows = [row for plan in plans if id(plan) not in experts for row in _rows_of(plan)]
+
+    @property
+    def number(self) -> int:
+        """The same where the parameters are."""
+        return zlib.crc32("\n".join(self._rows).encode())
+
+    def explain(self, axes: Sequence[ShardGroup], device: torch.device) -> str:
+        """How ranks differ from the first. Collective over `axes`, inner first."""
+        first = _broadcast_text("\n".join(self._rows), axes, device).split("\n")
+        pairs = itertools.zip_longest(self._rows, first, fillvalue="no other parameter")
+        parted = next(((own, other) for own, other in pairs if own != other), None)
+        text = None
+        if parted is not None:
+            counts = f"{len(self._rows)} parameters in all, {len(first)} there"
+            text = f"{parted[0]}, where the first rank has {parted[1]} ({counts})"
+        told = gather_texts(text, dist.get_rank(), axes, device, "parameters of ranks")
+        listed = "; ".join(f"rank {rank} has {each}" for rank, each in list(told.items())[:4])
+        more = f" (and {len(told) - 4} more ranks)" if len(told) > 4 else ""
+        return (
+            f"process_group: the parameters of its ranks differ: {listed}{more}; every rank must "
+            "wrap the same model, and have parts of its own only in units with a process_group of "
+            "their own (experts)"
+        )
+
+
+def _rows_of(plan: UnitPlan) -> list[str]:
+    if plan.existing is not None:
+        return [
+            f"{fqn!r} {list(shape)} {handle.main_shard.dtype} in {plan.label}"
+            for handle in plan.existing.handles
+            for fqn, shape in zip(handle.fqns, handle.shapes, strict=True)
+        ]
+    rows = []
+    for original in plan.originals:
+        parameter = original.parameter
+        kind = "trainable" if parameter.requires_grad else "frozen"
+        sizes = list(local_of(parameter).shape)
+        rows.append(f"{original.fqn!r} {sizes} {parameter.dtype} {kind} in {plan.label}")
+    return rows
+
+
+def _broadcast_text(text: str, axes: Sequence[ShardGroup], device: torch.device) -> str:
+    """The first rank's. Collective over `axes`, inner first."""
+    data = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8).to(device)
+    size = torch.tensor([data.numel()], device=device)
+    groups = [axis for axis in reversed(axes) if axis.size > 1]
+    for group in groups:
+        broadcast_(size, group, Operation("agreement", "parameters of ranks", 0))
+    received = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    received[: data.numel()] = data[: received.numel()]
+    for group in groups:
+        broadcast_(received, group, Operation("agreement", "parameters of ranks", 0))
+    return bytes(received.tolist()).decode().rstrip("\n")
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+class Digests:
+    """What one rank's parameters and buffers are at the start; see Note [Digests]."""
+
+    def __init__(self, device: torch.device, is_needed: bool) -> None:
+        """`is_needed`: False where all values come from one rank."""
+        self._device = device
+        self._is_needed = is_needed
+        self._by_placement: dict[int, tuple[Placement, list[str], list[torch.Tensor | int]]] = {}
+
+    def note(self, label: str, value: torch.Tensor, placement: Placement) -> None:
+        """Take the digest of a tensor that all ranks of a placement have. Not collective."""
+        if self._is_needed and placement.groups:
+            entry = self._by_placement.setdefault(id(placement), (placement, [], []))
+            entry[1].append(label)
+            entry[2].append(digest(value))
+
+    def first_difference(self) -> str | None:
+        """What differs from the first rank's. Collective over every placement's groups."""
+        found: str | None = None
+        for placement, labels, digests in self._by_placement.values():
+            own = torch.stack(
+                [torch.as_tensor(each, dtype=torch.int64, device=self._device) for each in digests]
+            )
+            theirs = own.clone()
+            for group in reversed(placement.groups):
+                broadcast_(theirs, group, Operation("agreement", "initial values", 0))
+            # Digests of a value on the CPU and of one on a device say nothing of each other.
+            differs = (own != theirs) & ((own < 0) == (theirs < 0))
+            indices = differs.nonzero().view(-1).tolist()
+            if indices and found is None:
+                found = f"{indices[0]:09d}\0{labels[indices[0]]}\0{len(indices)} of {len(labels)}"
+        return found
+
+
+def settle(
+    failure: Exception | None, digests: Digests, placement: Placement, device: torch.device
+) -> str | None:
+    """End a construction on every rank alike. Collective over the model's ranks.
+
+    Args:
+        failure: what kept this rank's modules from getting values.
+        placement: of the whole model.
+
+    Returns:
+        A warning, the same on every rank, if ranks do not start from the same values.
+
+    Raises:
+        Exception: `failure`; on ranks without one a ValueError that tells the first one's.
+    """
+    difference = digests.first_difference()
+    text = difference if failure is None else f"\0{type(failure).__name__}: {failure}"
+    told = gather_texts(text, placement.rank, placement.groups, device, "initial values")
+    failed = [(rank, each[1:]) for rank, each in told.items() if each.startswith("\0")]
+    if failure is not None:
+        raise failure
+    if failed:
+        rank, text = failed[0]
+        raise ValueError(f"rank {rank} could not initialise the model: {text}")
+    if not told:
+        return None
+    order, label, count = min(each.split("\0") for each in told.values())
+    ranks = [rank for rank, each in told.items() if each.split("\0")[:2] == [order, label]]
+    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return (
+        f"{label} differs between ranks: on {'ranks' if len(ranks) > 1 else 'rank'} {listed} it "
+        f"has other values than on the first rank of the group, and so have {count} parameters "
+        "and buffers there. Each rank's part of the model would come from another model; seed all "
+        "ranks alike before the model is made, or pass sync_module_states=True"
+    )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_NUMEL = 1 << 22
+_MIXING = 0x5851F42D4C957F2D
+"""Odd, so that no bit of a product is lost (Knuth's multiplier of 64 bits)."""
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor | int:
+    """64 bits that depend on every element and its place; negative off the CPU.
+
+    Does not wait for a device.
+    """
+    value = local_of(tensor)
+    if value.layout is not torch.strided or value.is_quantized:
+        return 0
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    value = value.contiguous().view(-1)
+    if value.device.type == "cpu":
+        return ops.crc32(value.view(torch.uint8)) if value.numel() else 0
+    return device_digest(value)
+
+
+def device_digest(value: torch.Tensor) -> torch.Tensor:
+    """The digest of a 1-D tensor as a device takes it, a chunk at a time."""
+    bits = value.view(_INTEGERS[value.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=value.device)
+    for start in range(0, bits.numel(), _CHUNK_NUMEL):
+        chunk = bits[start : start + _CHUNK_NUMEL].to(torch.int64)
+        places = torch.arange(start, start + chunk.numel(), device=value.device)
+        total += ((chunk + places * 2 + 1) * (places * _MIXING | 1)).sum()
+    return total | torch.iinfo(torch.int64).min

@@ -1,0 +1,152 @@
+"""What ZeRO3Strategy is given: checked, read, and refused with what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    MixedPrecision,
+    Precision,
+    TorchCheckpointIO,
+    XLAPrecision,
+)
+
+from layerzero.construct.wrap import WrapPolicy
+from layerzero.optim.scaler import GradScaler
+from layerzero.plan.options import ZERO3_OPTIONS, near_matches
+from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.state_dict.json_codec import encode
+
+StateDictType = Literal["full", "sharded"]
+_OPTIONS = [name for name in ZERO3_OPTIONS if name not in ("auto_wrap_policy", "device", "timeout")]
+DEVICE_IS_THE_TRAINERS = (
+    "ZeRO3Strategy: device cannot be chosen here; use accelerator and devices of the Trainer"
+)
+
+
+_OF_OTHER_STRATEGIES = {
+    "activation_checkpointing": "use act_ckpt of a plan",
+    "activation_checkpointing_policy": "use act_ckpt of a plan",
+    "save_distributed_checkpoint": "use state_dict_type='sharded'",
+    "device_mesh": "use process_group, which takes a mesh, or tensor_parallel_size",
+    "find_unused_parameters": "leave it out: parameters without a gradient need no mention",
+    "static_graph": "leave it out",
+}
+
+
+def check_arguments(
+    auto_wrap_policy: WrapPolicy, plan: Any, state_dict_type: str, options: Mapping[str, Any]
+) -> None:
+    if state_dict_type not in get_args(StateDictType):
+        raise ValueError(
+            f"state_dict_type: expected one of {list(get_args(StateDictType))}, got "
+            f"{state_dict_type!r}"
+        )
+    if plan is not None and (auto_wrap_policy is not None or options):
+        said = ["auto_wrap_policy"] if auto_wrap_policy is not None else list(options)
+        raise ValueError(
+            f"ZeRO3Strategy: plan and {said[0]} are both given; a plan says it in apply_modules, "
+            "its fields and its defaults"
+        )
+    for name in options:
+        if name == "device":
+            raise ValueError(DEVICE_IS_THE_TRAINERS)
+        if name in _OF_OTHER_STRATEGIES:
+            advice = _OF_OTHER_STRATEGIES[name]
+            raise TypeError(f"ZeRO3Strategy: unknown argument {name!r}: {advice}")
+        if name not in _OPTIONS:
+            raise TypeError(
+                f"ZeRO3Strategy: unknown argument {name!r}{near_matches(name, _OPTIONS)}; expected "
+                f"one of {sorted(_OPTIONS)}"
+            )
+
+
+def check_devices(devices: list[torch.device]) -> None:
+    kinds = sorted({torch.device(device).type for device in devices})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"ZeRO3Strategy: expected devices of one type, got {kinds}; a rank on another device "
+            "cannot take part in a collective: use accelerator='cpu' or 'cuda' for all"
+        )
+    if kinds and kinds[0] not in ("cpu", "cuda"):
+        raise ValueError(
+            f"ZeRO3Strategy: expected devices of type cpu or cuda, got {kinds[0]}; use "
+            "accelerator='cpu'"
+        )
+
+
+def read_plan(plan: ShardingPlan | Mapping[str, Any] | str | Path | None) -> ShardingPlan | None:
+    if plan is None or isinstance(plan, ShardingPlan):
+        return plan
+    return (
+        ShardingPlan.from_dict(plan) if isinstance(plan, Mapping) else ShardingPlan.from_yaml(plan)
+    )
+
+
+def adapted(plugin: Precision) -> Precision:
+    """The plugin, whose scaler lets ranks agree.
+
+    Raises:
+        ValueError: it is another engine's, or makes parameters that cannot be flattened.
+    """
+    if isinstance(plugin, (FSDPPrecision, DeepSpeedPrecision, XLAPrecision, BitsandbytesPrecision)):
+        raise ValueError(
+            f"ZeRO3Strategy: {type(plugin).__name__} is for another engine; use Trainer("
+            "precision=...) with '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or "
+            "'64-true'"
+        )
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(plugin, MixedPrecision) and type(scaler) is torch.amp.GradScaler:
+        plugin.scaler = GradScaler(
+            plugin.device,
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+            enabled=scaler.is_enabled(),
+        )
+    elif scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(
+            f"ZeRO3Strategy: with a {type(scaler).__name__} ranks would not agree on an overflow; "
+            "use layerzero.GradScaler"
+        )
+    return plugin
+
+
+def check_run(trainer: Trainer, module: LightningModule, state_dict_type: StateDictType) -> None:
+    """Refuse what cannot go together with a sharded module, before it is one.
+
+    Raises:
+        ValueError, RuntimeError: named, with what to use.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"ZeRO3Strategy: {type(callback).__name__} copies the whole module, which a "
+                "sharded one cannot be; average the weights of saved checkpoints instead"
+            )
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise ValueError(
+            "ZeRO3Strategy: the LightningModule as a whole was given to torch.compile; call "
+            "compile() of the layers instead, in configure_model, or trainer.model.compile() "
+            "in on_fit_start"
+        )
+    if state_dict_type == "sharded":
+        checkpoint_io = trainer.strategy.checkpoint_io
+        if type(checkpoint_io) is not TorchCheckpointIO:
+            raise ValueError(
+                f"ZeRO3Strategy: {type(checkpoint_io).__name__} has no part in sharded "
+                "checkpoints, which every rank writes to; use state_dict_type='full'"
+            )
+        # At once, and not when the first checkpoint is due.
+        for each in (module, trainer.datamodule):
+            if each is not None:
+                encode(dict(each.hparams), f"hyper-parameters of {type(each).__name__}")

@@ -1,0 +1,466 @@
+"""ZeRO3Strategy: Lightning's Trainer on layerzero. See docs/reference/lightning.md.
+
+Note [Weights wait for the model]
+    Lightning restores a checkpoint before it sets the strategy up: callbacks need it that early (a
+    scheduler of phases rebuilds the optimizer's groups in `on_fit_start`). Then the model is not
+    sharded yet, perhaps even without storage, so weights wait until it is. The optimizer's state
+    comes when Lightning restores it, after `on_fit_start`.
+
+Note [One wrapper for the life of a model]
+    Sharding changes a LightningModule in place and for good. Where it comes again (`test` after
+    `fit`, another Trainer) its wrapper is found in its `__dict__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import (
+    CheckpointIO,
+    ClusterEnvironment,
+    Precision,
+    TorchCheckpointIO,
+)
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
+
+from layerzero.checkpoint import (
+    CheckpointError,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    load,
+    save,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from layerzero.construct.wrap import WrapPolicy
+from layerzero.core.parameter_info import get_info
+from layerzero.core.placement import Placement
+from layerzero.integrations.lightning.arguments import (
+    DEVICE_IS_THE_TRAINERS,
+    StateDictType,
+    adapted,
+    check_arguments,
+    check_devices,
+    check_run,
+    read_plan,
+)
+from layerzero.integrations.lightning.checkpoints import (
+    FOLDER,
+    is_mappable,
+    local_path,
+    make_way_for_file,
+    make_way_for_folder,
+    map_file,
+    named,
+    numbered,
+    open_folder,
+    plain_state_dict,
+)
+from layerzero.integrations.lightning.parallel import MeshStrategy, Size
+from layerzero.integrations.lightning.pieces import know_pieces
+from layerzero.optim.clip import clip_grad_norm_
+from layerzero.plan.shard import shard_with_plan
+from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.runtime.unit import get_unit
+from layerzero.state_dict.names import Names
+from layerzero.zero3 import ZeRO3
+
+_WRAPPER = "_layerzero_lightning_wrapper"
+_WRITTEN_BY_ENGINE = ("state_dict", "optimizer_states")
+
+
+class ZeRO3Strategy(MeshStrategy):
+    """Shards the LightningModule with `ZeRO3`. Also `Trainer(strategy="layerzero")`.
+
+    From DDP's strategy it has processes, process group and small collectives; none of its wrapper.
+    `device_mesh`, in `configure_model` of the module, too, has the axes of Lightning's
+    ModelParallelStrategy, "data_parallel" and "tensor_parallel".
+
+    Args:
+        auto_wrap_policy: as for `ZeRO3`; names are those of the LightningModule.
+        plan: instead of it a `ShardingPlan`, a mapping of its fields, or the path of a YAML file.
+        state_dict_type: "full": checkpoints are ordinary Lightning files, gathered on rank 0.
+            "sharded": folders, to which every rank writes its part.
+        data_parallel_size, tensor_parallel_size: ranks along each axis of `device_mesh`. "auto":
+            what the other leaves; both: a tensor-parallel group for each node.
+        process_group: as for `ZeRO3`, instead of sizes: this rank's data-parallel ranks, of a mesh
+            of yours.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            process_group_backend: as for Lightning's own strategies.
+        timeout: of the process group and of every collective of the engine. None: Lightning's
+            default for the one, the engine's for the other.
+        **zero3_options: arguments of `ZeRO3`. `sync_module_states` is True unless said.
+
+    Raises:
+        ValueError, TypeError: a bad argument, or arguments that exclude each other.
+    """
+
+    strategy_name = "layerzero"
+
+    plan: ShardingPlan | None
+    """How the model is sharded, if not by `auto_wrap_policy`."""
+    before_restore: Callable[[], None] | None
+    """Called when a run goes on from a checkpoint, before callbacks get their state of it."""
+    before_sharding: Callable[[nn.Module], None] | None
+    """Called with the module that `configure_model` made, before it is sharded."""
+
+    def __init__(
+        self,
+        auto_wrap_policy: WrapPolicy = None,
+        plan: ShardingPlan | Mapping[str, Any] | str | Path | None = None,
+        state_dict_type: StateDictType = "full",
+        *,
+        data_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = 1,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **zero3_options: Any,
+    ) -> None:
+        check_arguments(auto_wrap_policy, plan, state_dict_type, zero3_options)
+        check_devices(parallel_devices or [])
+        super().__init__(
+            data_parallel_size,
+            tensor_parallel_size,
+            process_group,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout or default_pg_timeout,
+        )
+        self.auto_wrap_policy = auto_wrap_policy
+        self.plan = read_plan(plan)
+        self.before_restore = None
+        self.before_sharding = None
+        self._state_dict_type = state_dict_type
+        self._zero3_options = {"sync_module_states": True, **zero3_options, "timeout": timeout}
+        self._is_set_up = False
+        self._pending: tuple[Mapping[str, Any], bool] | None = None
+
+    def use_plan(self, plan: ShardingPlan, giver: str) -> None:
+        """Shard by this plan, which `giver` has, together with the strategy's own options.
+
+        Raises:
+            ValueError: the strategy has a plan or policy, or an option that the plan has, too.
+        """
+        twice = self._zero3_options.keys() & (plan.defaults.keys() - {"sync_module_states"})
+        said = [name for name in ("plan", "auto_wrap_policy") if getattr(self, name) is not None]
+        said += [name for name in sorted(twice) if self._zero3_options[name] is not None]
+        if said and self.plan != plan:  # equal when the same model is fitted again
+            raise ValueError(
+                f"ZeRO3Strategy: {said[0]} is given, and {giver} has a plan; say it in one of them"
+            )
+        self.plan = plan
+
+    # Environment ----------------------------------------------------------------------------
+
+    @MeshStrategy.precision_plugin.setter  # type: ignore[untyped-decorator]
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else adapted(plugin)
+        if plugin is not None:
+            # On the instance, since the class is the user's choice.
+            plugin.clip_grad_by_norm = self.clip_grad_by_norm
+
+    def setup_environment(self) -> None:
+        """Join the process group. Collective.
+
+        Raises:
+            ValueError, RuntimeError: devices, backend or group do not fit together.
+        """
+        check_devices(self.parallel_devices)
+        backend, device = self._get_process_group_backend(), self.root_device
+        if backend == "nccl" and device.type == "cpu":
+            raise ValueError("ZeRO3Strategy: nccl does not serve the cpu; use backend 'gloo'")
+        super().setup_environment()
+        expected, got = (
+            (self.global_rank, self.world_size),
+            (dist.get_rank(), dist.get_world_size()),
+        )
+        if expected != got:
+            raise RuntimeError(
+                f"ZeRO3Strategy: the Trainer expects rank {expected[0]} of {expected[1]}, the "
+                f"process group that is there already has rank {got[0]} of {got[1]}; make devices "
+                "and num_nodes of the Trainer those of the launcher"
+            )
+
+    # The model ------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are made in host memory, with `empty_init` on the meta device."""
+        where: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
+        with where, self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the model, load weights that wait, then make optimizers. Collective."""
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        check_run(trainer, module, self._state_dict_type)
+        self.model = self._setup_model(module)
+        self._is_set_up = True
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self.load_model_state_dict(*pending)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        wrapped = model.__dict__.get(_WRAPPER)
+        if wrapped is None:
+            if self._layer_sync:
+                model = self._layer_sync.apply(model)
+            wrapped = self._shard(self.precision_plugin.convert_module(model))
+            model.__dict__[_WRAPPER] = wrapped
+        for module in model.modules():
+            if isinstance(module, Metric):
+                module.to(self.root_device)
+        # What self.device says; moving the module itself would undo offloading.
+        _update_properties(model, device=self.root_device)
+        return wrapped
+
+    def _shard(self, model: nn.Module) -> ZeRO3:
+        if get_unit(model) is not None:
+            raise RuntimeError(
+                f"ZeRO3Strategy: this {type(model).__name__} is wrapped already, with arguments "
+                "that would be lost; let the strategy wrap it, and wrap by hand only modules "
+                "inside it"
+            )
+        if self.before_sharding is not None:
+            self.before_sharding(model)
+        said = {} if self.plan is None else self.plan.defaults
+        options = {**self._zero3_options, "device": self.root_device, **said}
+        self.prepare_mesh(model, options["sync_module_states"])
+        group = self.data_parallel_group
+        if self.plan is None:
+            return ZeRO3(model, group, auto_wrap_policy=self.auto_wrap_policy, **options)
+        if "device" in self.plan.defaults:
+            raise ValueError(DEVICE_IS_THE_TRAINERS)
+        return shard_with_plan(model, replace(self.plan, defaults=options), group)
+
+    @property
+    def _sharded(self) -> ZeRO3:
+        assert isinstance(self.model, ZeRO3), "setup has sharded it"
+        return self.model
+
+    def model_to_device(self) -> None:
+        """`ZeRO3` does it, unit by unit."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `training_step`, as a forward of the root unit.
+
+        With manual optimization it is called as it is, because backward and the optimizer run
+        inside it: there each call of the module, or of one inside, is a forward of its own.
+        """
+        if self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """`no_sync` of the model, around all micro-batches but the last."""
+        return self._sharded.no_sync()
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip by the norm, over all ranks, of the gradients of this optimizer. Collective."""
+        own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        root_unit = get_unit(self.model)
+        assert root_unit is not None, "setup has sharded it"
+        sharded: dict[int, tuple[Placement, list[nn.Parameter]]] = {}
+        for unit in root_unit.root.units:
+            for handle in unit.handles:
+                _, pieces = sharded.setdefault(id(handle.placement), (handle.placement, []))
+                pieces.extend(piece for piece in handle.sharded_params if id(piece) in own)
+        whole = [parameter for parameter in own.values() if get_info(parameter) is None]
+        clip_grad_norm_(root_unit.root, list(sharded.values()), whole, clip_val, 2.0)
+
+    def teardown(self) -> None:
+        """Leave the model sharded where it is (Note [One wrapper for the life of a model])."""
+        self._is_set_up, self._pending = False, None
+        for each in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            each.teardown()
+        self.checkpoint_io.teardown()
+
+    # Checkpoints out ------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Full tensors on rank 0 ({} elsewhere), or this rank's shards. Collective.
+
+        Raises:
+            RuntimeError: the model is not sharded yet, and has parameters without storage.
+        """
+        model = self._known
+        if not isinstance(model, ZeRO3):
+            state = plain_state_dict(model)
+            return state if self.is_global_zero else {}
+        if self._state_dict_type == "sharded":
+            return get_model_state_dict(model)
+        return get_model_state_dict(model, full=True, cpu_offload=True, rank0_only=True)
+
+    @property
+    def _known(self) -> nn.Module:
+        """The wrapper, also of a module that another Trainer sharded; without one the module."""
+        model = self.model
+        assert model is not None, "connect() comes first"
+        wrapped: nn.Module = model.__dict__.get(_WRAPPER, model)
+        return wrapped
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As the same optimizer, unsharded, would have it, on rank 0. Collective.
+
+        Sharded checkpoints take the state from the optimizer itself; {} then.
+        """
+        if self._state_dict_type == "sharded":
+            return {}
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        state = get_optimizer_state_dict(
+            self.model, optimizer, full=True, cpu_offload=True, rank0_only=True
+        )
+        return numbered(state) if state else {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a file (rank 0), or a folder (all ranks). Collective.
+
+        A model that is not sharded yet goes into a file, whatever `state_dict_type` is.
+
+        Raises:
+            RuntimeError, CheckpointError: on all ranks, also where only one failed.
+        """
+        filepath = self.broadcast(filepath)
+        if self._state_dict_type == "sharded" and isinstance(self._known, ZeRO3):
+            if storage_options is not None:
+                raise TypeError("ZeRO3Strategy: sharded checkpoints take no storage_options")
+            self._save_folder(checkpoint, local_path(filepath))
+            return
+
+        def write() -> None:
+            make_way_for_file(Path(filepath))
+            super(ZeRO3Strategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+        self._on_first_rank(write, filepath)
+
+    def _on_first_rank(self, action: Callable[[], None], path: str | Path) -> None:
+        """Where it fails, all ranks raise: none waits for rank 0. Collective."""
+        error = None
+        if self.is_global_zero:
+            try:
+                action()
+            except Exception as caught:
+                error = caught
+        told = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+        if told is not None:
+            raise RuntimeError(f"{path}: rank 0 could not write it: {told}") from error
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
+        model = self._known
+        own_names = get_model_state_dict(model).keys()
+        if checkpoint["state_dict"].keys() != own_names:
+            raise CheckpointError(
+                f"{path}: on_save_checkpoint changed the names in 'state_dict', which sharded "
+                "checkpoints take from the model itself; use state_dict_type='full'"
+            )
+        optimizer = None
+        if "optimizer_states" in checkpoint and self.optimizers:
+            optimizer = self._only_optimizer()
+        self._on_first_rank(lambda: make_way_for_folder(path), path)
+        rest = {name: each for name, each in checkpoint.items() if name not in _WRITTEN_BY_ENGINE}
+        rest["has_optimizer"] = "optimizer_states" in checkpoint
+        step = int(checkpoint["global_step"])
+        save(path, model, optimizer, step=step, extra=rest, keep=1)
+
+    def _only_optimizer(self) -> torch.optim.Optimizer:
+        if len(self.optimizers) != 1:
+            raise NotImplementedError(
+                f"ZeRO3Strategy: a sharded checkpoint holds one optimizer, got "
+                f"{len(self.optimizers)}; use state_dict_type='full'"
+            )
+        return self.optimizers[0]
+
+    # Checkpoints in -------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a file, or of a folder all but its tensors. On all ranks.
+
+        A local file is mapped, so that ranks of one machine share its pages and touch those of
+        their own pieces.
+        """
+        path = self.broadcast(checkpoint_path)
+        if Path(path).is_dir():
+            return open_folder(Path(path))
+        if type(self.checkpoint_io) is TorchCheckpointIO and is_mappable(Path(path)):
+            return map_file(Path(path), weights_only)
+        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Now, or once the model is sharded: Note [Weights wait for the model]. Collective."""
+        if not self._is_set_up:
+            if self.before_restore is not None:
+                self.before_restore()
+            names = checkpoint.keys() & {"state_dict", FOLDER}
+            kept = {name: checkpoint[name] for name in names}
+            self._pending = kept, strict
+        elif FOLDER in checkpoint:
+            load(checkpoint[FOLDER], self.model, strict=strict)
+        else:
+            set_model_state_dict(self.model, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Of this strategy's checkpoints, and of a plain one. Collective.
+
+        Raises:
+            ValueError, CheckpointError: it is of another optimizer.
+        """
+        if FOLDER in checkpoint:
+            # With the weights, which are there already: they come in one checked read.
+            strict = self.lightning_module.strict_loading
+            load(checkpoint[FOLDER], self.model, self._only_optimizer(), strict=strict)
+            return
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint has the state of {len(states)} optimizers, "
+                f"{len(self.optimizers)} are configured"
+            )
+        names = Names(self.model)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            set_optimizer_state_dict(self.model, optimizer, named(state, optimizer, names))
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: importing this file registers the name."""
+
+
+know_pieces()
+StrategyRegistry.register(
+    ZeRO3Strategy.strategy_name, ZeRO3Strategy, description="ZeRO-3 on flat parameters (layerzero)"
+)

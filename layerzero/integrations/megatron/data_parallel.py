@@ -1,0 +1,316 @@
+"""ZeRO3DataParallel: a chunk of a Megatron model on layerzero. See docs/reference/megatron.md."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from torch import nn
+
+from layerzero.checkpoint import get_model_state_dict
+from layerzero.comm.collectives import broadcast_, gather_small
+from layerzero.construct.wrap import WrapPolicy
+from layerzero.core.placement import Placement
+from layerzero.integrations.megatron.arguments import check_model_config
+from layerzero.integrations.megatron.ranks import MegatronRanks
+from layerzero.integrations.megatron.units import MegatronPolicy, widen
+from layerzero.runtime.root import RootState
+from layerzero.runtime.unit import get_unit
+from layerzero.state_dict.expert_names import global_name
+from layerzero.zero3 import ZeRO3
+
+_OURS = {
+    "process_group": "they are the data- and context-parallel ranks: see pg_collection",
+    "gradient_reduction": "calculate_per_token_loss of the TransformerConfig decides",
+}
+
+
+class ZeRO3DataParallel(_BaseDataParallel):
+    """Shards one chunk of a model over its data- and context-parallel ranks.
+
+    Takes the place of Megatron's `DistributedDataParallel`. Collective over these ranks.
+
+    Args:
+        config: of the chunk. Its `no_sync_func` becomes this wrapper's, or the list of those of all
+            virtual stages.
+        ddp_config: `grad_reduce_in_fp32`, `check_for_nan_in_grad` and
+            `reduce_scatter_with_fp32_accumulation` (sums in float32 and rank order) are followed;
+            buckets, and what decides when they are reduced, have no meaning here.
+        module: a GPTModel or another module, with Megatron's `Float16Module` around it or not; it
+            is changed in place.
+        disable_bucketing: no effect; Megatron passes it.
+        pg_collection: Megatron's process groups; None: those of its global state.
+        auto_wrap_policy: as for `ZeRO3`; None: every TransformerLayer is a unit.
+        reshard_between_micro_batches: on pipeline stages, free units after each forward and
+            backward, too. Otherwise they stay full from the first forward to the last backward
+            of a step: each is gathered once, for the memory of the stage's parameters.
+        **zero3_options: of `ZeRO3` (`zero3_size`, `outer`, `forward_prefetch`, `offload`, ...).
+            `sync_module_states` is True unless said.
+
+    Attributes:
+        module: the module, as it was given; its parameters are this rank's pieces.
+        engine: the `ZeRO3` around it.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: a setting or combination that is not supported,
+            with what to use instead.
+        RuntimeError: Megatron's process groups are not there.
+    """
+
+    force_all_reduce: bool
+    """Megatron's training loop sets it; gradients are always reduced."""
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: Any = None,
+        *,
+        auto_wrap_policy: WrapPolicy = None,
+        reshard_between_micro_batches: bool = False,
+        **zero3_options: Any,
+    ) -> None:
+        super().__init__(config=config, module=module)
+        check_model_config(config, ddp_config)
+        _check_options(zero3_options)
+        for name in zero3_options.keys() & {"ignored_modules", "ignored_parameters"}:
+            zero3_options[name] = tuple(zero3_options[name])  # it is looked at twice
+        ignored = _ignored(zero3_options)
+        self.ddp_config = ddp_config
+        self.force_all_reduce = False
+        self.ranks = MegatronRanks.of(pg_collection, getattr(config, "context_parallel_size", 1))
+        self.dp_cp_group, self.tp_group = self.ranks.data, self.ranks.tensor
+        self.pp_group = self.ranks.pipeline
+        self.vp_stage: int | None = _attribute_inside(module, "vp_stage")
+        _check_no_sync_func(config)
+        policy = MegatronPolicy(auto_wrap_policy, module, self.ranks)
+        precision = widen(module, ddp_config, zero3_options.pop("mixed_precision", None), ignored)
+        options: dict[str, Any] = {
+            "sync_module_states": True,
+            "deterministic": getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
+            **zero3_options,
+        }
+        # Not as a child of its own: it shows the parameters of the module, which is one.
+        self.__dict__["engine"] = ZeRO3(
+            module,
+            self.ranks.data,
+            auto_wrap_policy=policy,
+            mixed_precision=precision,
+            gradient_reduction="sum" if config.calculate_per_token_loss else "mean",
+            **options,
+        )
+        if self.vp_stage is not None:
+            # Virtual stages are models of their own on one process group.
+            self.root.operations.prefix = f"virtual stage {self.vp_stage}: "
+        self._keeps_units = self.pp_group.size() > 1 and not reshard_between_micro_batches
+        _install_no_sync(config, self)
+
+    @property
+    def engine(self) -> ZeRO3:
+        return self.__dict__["engine"]
+
+    @property
+    def root(self) -> RootState:
+        """What the engine's units share."""
+        unit = get_unit(self.engine)
+        assert unit is not None, "it is wrapped"
+        return unit.root
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parts of its units are, other than those of experts."""
+        placements = (handle.placement for unit in self.root.units for handle in unit.handles)
+        placement = next(placements)
+        return placement.data_parallel or placement
+
+    # Around the step ------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add gradients up; see `ZeRO3.no_sync`."""
+        root = self.root
+        root.residency.keeps_units = self._keeps_units
+        try:
+            with self.engine.no_sync():
+                yield
+        finally:
+            # The last backward, which comes now, frees units as it is done with them.
+            root.residency.keeps_units = False
+            if self._keeps_units and not torch.is_grad_enabled():
+                root.residency.free_all()  # There is none after an evaluation.
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Reduce what the micro-batches in `no_sync` left, if anything waits. Collective."""
+        self.engine.reduce_gradients()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Gradients are complete after it. Collective.
+
+        Args:
+            force_all_reduce: no effect: each rank has its part of the sum, whoever asks.
+
+        Raises:
+            RuntimeError: with `check_for_nan_in_grad`, on every data-parallel rank: a gradient of
+                one of them is not finite.
+        """
+        self.engine.reduce_gradients()
+        if getattr(self.ddp_config, "check_for_nan_in_grad", False):
+            self._check_finite()
+
+    def start_param_sync(
+        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
+        """Nothing: units are gathered when they are used, and ahead of it."""
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply all gradients by a number or a tensor of one element. Not collective."""
+        gradients = self._gradients()
+        if gradients and isinstance(scaling_factor, torch.Tensor):
+            scaling_factor = scaling_factor.detach().reshape(()).to(gradients[0].device)
+        if gradients:
+            torch._foreach_mul_(gradients, scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Drop all gradients, and sums that an interrupted step left unreduced."""
+        if self.root.reducer.adds_up:
+            self.root.abort()
+        self.engine.zero_grad()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+    def _check_finite(self) -> None:
+        names = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
+        ]
+        root = self.root
+        anywhere = torch.tensor([float(len(names))], device=root.device)
+        for group in self.placement.groups:
+            operation = root.operations.next("gradient check", "the model", group)
+            anywhere = gather_small(anywhere, group, operation).sum(dim=0)
+        if anywhere.item():
+            raise RuntimeError(
+                f"check_for_nan_in_grad: gradients are not finite; on this rank in its pieces of "
+                f"{names[:5] or 'none'}, of {int(anywhere.item())} pieces on all data-parallel "
+                "ranks"
+            )
+
+    # Parameters -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Make what several ranks have of parameters and buffers that of the first. Collective.
+
+        Pieces that one rank alone has (all, unless `outer="replicate"`) are as they are: with
+        `sync_module_states` they came from the first rank's parameters.
+        """
+        root = self.root
+        for unit in root.units:
+            for handle in unit.handles:
+                outer = handle.placement.outer_group
+                if outer is not None and handle.placement.owned_slices > 1:
+                    operation = root.operations.next("synchronisation", unit.label, outer)
+                    broadcast_(handle.main_shard, outer, operation)
+        for name, buffer in self.module.named_buffers():
+            for group in reversed(self.placement.groups):
+                operation = root.operations.next("synchronisation", f"buffer {name}", group)
+                broadcast_(buffer, group, operation)
+
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """What `DistributedDataParallel` gives: full tensors of this stage, under Megatron's names.
+
+        On the CPU, in the dtype of the pieces. Collective over the data-parallel ranks, where that
+        is not: Megatron's `torch` format calls it on one of them, `torch_dist` does not need it.
+        `state_dict` gives shards.
+
+        Args:
+            keep_vars: no effect.
+        """
+        full = get_model_state_dict(self.module, full=True, cpu_offload=True)
+        tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
+        own = {global_name(self.module, name): name for name, _ in tensors}
+        return {prefix + own.get(name, name): value for name, value in full.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load full tensors or shards by the module's names. Not collective.
+
+        Experts of this rank may have Megatron's numbers, or those among all.
+        """
+        self.module.load_state_dict(names_to_load(self.module, state_dict), strict=strict)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """For Megatron's distributed checkpoints, under the names of the module. Not collective."""
+        from layerzero.integrations.megatron.checkpoint import sharded_state_dict
+
+        own = {**(metadata or {}), "dp_cp_group": self.dp_cp_group}
+        return sharded_state_dict(self.engine, prefix, sharded_offsets, own, self.tp_group)
+
+
+def names_to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """By the names that the engine's state dicts have: those of a rank's first experts, from 0 on,
+    no other rank's experts have among all."""
+    return {global_name(module, name): value for name, value in state_dict.items()}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, reason in _OURS.items():
+        if name in options:
+            raise TypeError(f"ZeRO3DataParallel: {name} is not an option here: {reason}")
+
+
+def _ignored(options: Mapping[str, Any]) -> list[nn.Parameter]:
+    ignored = [p for module in options.get("ignored_modules", ()) for p in module.parameters()]
+    ignored += options.get("ignored_parameters", ())
+    if any(parameter.requires_grad for parameter in ignored):
+        raise NotImplementedError(
+            "ZeRO3DataParallel: ignored_modules or ignored_parameters have parameters that require "
+            "grad, which nobody would reduce; freeze them, or let them be sharded"
+        )
+    return ignored
+
+
+def _attribute_inside(module: Any, name: str) -> Any:
+    """The attribute of the first of the nested wrappers' modules that has it; or None."""
+    while not hasattr(module, name) and hasattr(module, "module"):
+        module = module.module
+    return getattr(module, name, None)
+
+
+def _chunk_of(function: Any) -> ZeRO3DataParallel | None:
+    chunk = getattr(function, "__self__", None)
+    return chunk if isinstance(chunk, ZeRO3DataParallel) else None
+
+
+def _check_no_sync_func(config: Any) -> None:
+    installed = config.no_sync_func
+    functions = installed if isinstance(installed, list) else [installed]
+    if any(function is not None and _chunk_of(function) is None for function in functions):
+        raise ValueError(
+            f"TransformerConfig.no_sync_func={installed!r}: it becomes that of ZeRO3DataParallel; "
+            "leave it None"
+        )
+
+
+def _install_no_sync(config: Any, chunk: ZeRO3DataParallel) -> None:
+    """Megatron's schedules enter `config.no_sync_func`, of all virtual stages at once."""
+    if not chunk.vp_stage:
+        config.no_sync_func = chunk.no_sync if chunk.vp_stage is None else [chunk.no_sync]
+        return
+    before = config.no_sync_func if isinstance(config.no_sync_func, list) else []
+    # Of another model that had this config before, none stays.
+    config.no_sync_func = [*before[: chunk.vp_stage], chunk.no_sync]

@@ -1,0 +1,412 @@
+"""get_zero3_optimizer: a MegatronOptimizer that updates this rank's sharded parameters.
+
+See docs/reference/megatron.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+from megatron.core.optimizer.grad_scaler import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    MegatronGradScaler,
+)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import nn
+
+from layerzero.core.groups import make_shard_group
+from layerzero.core.parameter_info import copy_attributes, get_info
+from layerzero.core.placement import Placement
+from layerzero.integrations.megatron.arguments import check_chunks, check_optimizer_config
+from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
+from layerzero.integrations.megatron.parameters import main_parameters, put_main_parameters
+from layerzero.integrations.megatron.ranks import MegatronRanks, Totals
+from layerzero.state_dict.errors import CheckpointError
+from layerzero.zero3 import ZeRO3
+
+_PIECES = "pieces"
+"""Under which the state of this rank's pieces is; Megatron's formats have no such key."""
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def get_zero3_optimizer(
+    config: Any,
+    model_chunks: Sequence[ZeRO3DataParallel],
+    config_overrides: Any = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+    *,
+    make_optimizer: MakeOptimizer | None = None,
+) -> ZeRO3Optimizer:
+    """What `get_megatron_optimizer` is for `DistributedDataParallel`. Collective over all ranks.
+
+    Args:
+        config: Megatron's OptimizerConfig: 'adam' or 'sgd', clipping, loss scaling.
+        model_chunks: of this rank, in the order of virtual stages.
+        config_overrides: Megatron's, for parameters of its choice. They are matched with the
+            original parameters: their shapes, names and attributes. None: Megatron's standard
+            ones (no weight decay for vectors, `decoupled_lr` for embeddings and output).
+        use_gloo_process_groups: no effect: state is never gathered over Megatron's gloo groups, and
+            no option needs them.
+        pg_collection: Megatron's process groups; the chunks have theirs, and these must be the
+            same ranks.
+        dump_param_to_param_group_map: a folder that gets the number of each parameter's group by
+            its name, written by `torch.distributed.checkpoint`, as Megatron does.
+        make_optimizer: makes the optimizer of parameter groups instead; element-wise, as for
+            `ZeRO3`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: something is not supported, with what to use.
+    """
+    chunks = list(model_chunks)
+    for chunk in chunks:
+        if not isinstance(chunk, ZeRO3DataParallel):
+            raise TypeError(
+                f"model_chunks: expected ZeRO3DataParallel, got {type(chunk).__name__}; wrap the "
+                "model with it, or use get_megatron_optimizer"
+            )
+    if not chunks:
+        raise ValueError("model_chunks: expected the chunks of this rank, got none")
+    check_chunks(chunks[0].config, len(chunks))
+    check_optimizer_config(config, make_optimizer is not None)
+    if pg_collection is not None:
+        _check_ranks(chunks[0], pg_collection)
+    groups = parameter_groups(chunks, config, config_overrides)
+    if dump_param_to_param_group_map is not None:
+        _dump_groups(groups, chunks, dump_param_to_param_group_map)
+    optimizer = None
+    if any(group["params"] for group in groups):
+        optimizer = (make_optimizer or _maker(config))(groups)
+    return ZeRO3Optimizer(optimizer, config, chunks, _make_grad_scaler(config))
+
+
+def _check_ranks(chunk: ZeRO3DataParallel, collection: Any) -> None:
+    context_parallel_size = getattr(chunk.config, "context_parallel_size", 1)
+    given = MegatronRanks.of(collection, context_parallel_size)
+    if not given.is_same_as(chunk.ranks):
+        raise ValueError(
+            "get_zero3_optimizer: pg_collection has other ranks than the chunks, which are sharded "
+            f"over the data-parallel ranks {dist.get_process_group_ranks(chunk.ranks.data)}; pass "
+            "it to ZeRO3DataParallel, and here the same or none"
+        )
+
+
+def _dump_groups(
+    groups: Sequence[dict[str, Any]], chunks: Sequence[ZeRO3DataParallel], folder: str
+) -> None:
+    """Numbers as Megatron has them, which makes an optimizer of the experts' groups after all."""
+    from megatron.core.transformer.fsdp_dtensor_checkpoint import get_global_unique_param_name
+
+    ordered = sorted(groups, key=lambda group: bool(group["is_expert_parallel"]))
+    numbers = {
+        get_global_unique_param_name(chunks, parameter): number
+        for number, group in enumerate(ordered)
+        for parameter in group["params"]
+    }
+    dist.checkpoint.save(state_dict=numbers, checkpoint_id=folder)
+
+
+def parameter_groups(
+    chunks: Sequence[ZeRO3DataParallel], config: Any, config_overrides: Any
+) -> list[dict[str, Any]]:
+    """Megatron's own groups, decided on the original parameters. Collective over all ranks.
+
+    Every rank has the same groups, some of them empty, as Megatron's checkpoints need.
+    """
+    if config_overrides is None:  # where it is filled in differs between versions of Megatron
+        config_overrides = get_standard_config_overrides(config)
+    originals = [_Originals(chunk) for chunk in chunks]
+    groups: list[dict[str, Any]] = _get_param_groups(originals, config, config_overrides)
+    pieces = {key: piece for each in originals for key, piece in each.pieces.items()}
+    for group in groups:
+        group["params"] = [pieces[id(stand_in)] for stand_in in group["params"]]
+    return groups
+
+
+class _Originals:
+    """A chunk as it was before sharding, without memory: names, shapes and attributes."""
+
+    def __init__(self, chunk: ZeRO3DataParallel) -> None:
+        self._named: list[tuple[str, nn.Parameter]] = []
+        self.pieces: dict[int, nn.Parameter] = {}
+        for name, piece in chunk.named_parameters():
+            info = get_info(piece)
+            shape = piece.shape if info is None else info.shape
+            stand_in = nn.Parameter(
+                torch.empty(shape, dtype=piece.dtype, device="meta"), piece.requires_grad
+            )
+            copy_attributes(piece, stand_in)
+            self._named.append((name, stand_in))
+            self.pieces[id(stand_in)] = piece
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._named)
+
+
+def _maker(config: Any) -> MakeOptimizer:
+    common = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "sgd":
+        return lambda groups: torch.optim.SGD(groups, momentum=config.sgd_momentum, **common)
+    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+    betas = (config.adam_beta1, config.adam_beta2)
+    return lambda groups: kind(groups, betas=betas, eps=config.adam_eps, **common)
+
+
+def _make_grad_scaler(config: Any) -> MegatronGradScaler | None:
+    if not (config.fp16 or config.bf16):
+        return None
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+
+
+def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Placement:
+    """Of the whole model: each of its parts, and of its experts', is once along its groups."""
+    placements = {h.placement for c in chunks for u in c.root.units for h in u.handles}
+    experts = {each for each in placements if each.data_parallel is not None}
+    wholes = {each.data_parallel or each for each in placements}
+    if len(wholes) > 1:
+        raise NotImplementedError(
+            "chunks sharded differently are not done here: give all of them the same groups"
+        )
+    whole = wholes.pop()
+    if experts and any(each.owned_slices > 1 for each in (whole, *experts)):
+        raise NotImplementedError(
+            "outer='replicate' with experts of which ranks have different ones is not done here, "
+            "since norms would meet their parts unequally often; use outer='zero1'"
+        )
+    return whole
+
+
+class ZeRO3Optimizer(MegatronOptimizer):
+    """Steps the pieces of all chunks of a rank; made by `get_zero3_optimizer`.
+
+    Attributes:
+        optimizer: torch's, over the pieces; None where the rank has nothing to train.
+        grad_scaler: Megatron's, or None.
+        chunks: the wrapped chunks.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        config: Any,
+        chunks: Sequence[ZeRO3DataParallel],
+        grad_scaler: MegatronGradScaler | None,
+    ) -> None:
+        super().__init__(optimizer, config, lambda *_: None)
+        self.is_stub_optimizer = optimizer is None
+        self.grad_scaler = grad_scaler
+        self.chunks = list(chunks)
+        self._device = self.chunks[0].root.device
+        self._one = torch.ones(1, device=self._device)
+        placement = _common_placement(self.chunks)
+        ranks = self.chunks[0].ranks
+        timeout = placement.shard_group.timeout
+        model_parallel = [make_shard_group(group, self._device, timeout) for group in ranks.model]
+        self._totals = Totals(placement, model_parallel)
+        self._ranks = ranks
+
+    def _gradients(self, of_copies: bool) -> list[list[torch.Tensor]]:
+        """Of the pieces it steps, those of one device (some may be offloaded) together.
+
+        Args:
+            of_copies: also where the same elements count on another rank.
+        """
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for piece in self.get_parameters():
+            gradient, is_counted = piece.grad, of_copies or self._ranks.counts(piece)
+            if gradient is not None and gradient.numel() and is_counted:
+                by_device.setdefault(gradient.device, []).append(gradient)
+        return list(by_device.values())
+
+    # The step -------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of every piece."""
+        for chunk in self.chunks:
+            chunk.engine.zero_grad(set_to_none)
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """[1], what losses are multiplied by."""
+        return self._one if self.grad_scaler is None else self.grad_scaler.scale
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Divide gradients by the loss scale; True if any is not finite. Collective with a scale.
+
+        All ranks of the model get the same answer: data-, tensor-, pipeline- and context-parallel.
+        """
+        if self.grad_scaler is None:
+            return False
+        found = torch.zeros(1, device=self._device)
+        for gradients in self._gradients(of_copies=True):
+            here = torch.zeros(1, device=gradients[0].device)
+            inverse = self.grad_scaler.inv_scale.to(here.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
+            found += here.to(self._device)
+        overflows = bool(self._totals.sum("overflow agreement", found).item() > 0)
+        self.grad_scaler.update(overflows)
+        return overflows
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Of all gradients of the model, each element counted once. Collective; blocks the host."""
+        power = torch.zeros((), device=self._device)
+        for gradients in self._gradients(of_copies=False):
+            norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+            power += torch.stack(norms).square().sum().to(self._device)
+        return math.sqrt(self._totals.sum("gradient norm", power).item())
+
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Scale gradients to a norm of at most `clip_grad`. Collective. Returns the norm before."""
+        norm = self.get_grad_norm()
+        scale = clip_grad / (norm + 1e-6)
+        if scale < 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(scale)
+        return norm
+
+    @torch.no_grad()
+    def count_zeros(self) -> float:
+        """Elements of gradients that are zero, in the whole model. Collective; blocks the host."""
+        zeros = torch.zeros((), dtype=torch.int64, device=self._device)
+        for gradients in self._gradients(of_copies=False):
+            others = torch.stack([gradient.count_nonzero() for gradient in gradients]).sum()
+            zeros += sum(gradient.numel() for gradient in gradients) - others.to(self._device)
+        return float(self._totals.sum("count of zeros", zeros).item())
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step torch's optimizer. Not collective."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return True
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Unscale, clip, count zeros, step. Collective over all ranks of the model.
+
+        Returns:
+            Whether the step was made (gradients were finite); the norm before clipping, None
+            without clipping; the number of zeros, None unless `log_num_zeros_in_grad`.
+        """
+        if self.prepare_grads():
+            return False, None, None
+        clip = self.config.clip_grad
+        norm = self.clip_grad_norm(clip) if clip > 0.0 else None
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        return self.step_with_ready_grads(), norm, zeros
+
+    def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Take main parameters from a state dict. Collective over all ranks of the model with one.
+
+        Without one there is nothing to do: the pieces are the model's parameters and the
+        optimizer's, so whatever loaded the model has loaded them.
+
+        Args:
+            state_dict: of this rank's stage and tensor-parallel part, as a checkpoint has it: full
+                tensors or shards by name, under "model", or "model0", "model1", ... for several
+                chunks. Whatever it has beside the trained parameters is not looked at.
+
+        Raises:
+            ValueError: on all ranks, and nothing is changed: on one of them a trained parameter is
+                missing, or has another shape.
+        """
+        if state_dict is None:
+            return
+        problem, values = None, []
+        try:
+            values = main_parameters(self.chunks, self.get_parameters(), state_dict)
+        except ValueError as error:
+            problem = error
+        failed = torch.tensor([float(problem is not None)], device=self._device)
+        num_failed = int(self._totals.sum("reload of parameters", failed).item())
+        if problem is not None:
+            raise problem
+        if num_failed:
+            raise ValueError(
+                f"reload_model_params: on {num_failed} other ranks the state dict does not fit; "
+                "nothing is changed"
+            )
+        put_main_parameters(self.chunks, values)
+
+    # State ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank's pieces. Not collective; loads with the same ranks and units alone."""
+        state: dict[str, Any] = {}
+        if self.optimizer is not None:
+            state[_PIECES] = self.optimizer.state_dict()
+        return {**state, **self._scaler_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave here, or what was loaded for `sharded_state_dict`.
+
+        Raises:
+            ValueError: it is the state of other pieces.
+        """
+        if self.optimizer is not None and _PIECES in state_dict:
+            self._check_state(state_dict[_PIECES])
+            try:
+                self.optimizer.load_state_dict(state_dict[_PIECES])
+            except CheckpointError as error:
+                raise ValueError(
+                    f"{error}. The state is of another rank, or of other units: use "
+                    "sharded_state_dict for that"
+                ) from error
+        elif self.optimizer is not None:
+            from layerzero.integrations.megatron.checkpoint import load_optimizer_state_dict
+
+            load_optimizer_state_dict(self._engines, self.optimizer, state_dict)
+        if self.grad_scaler is not None and "grad_scaler" in state_dict:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """For Megatron's distributed checkpoints, in its own format. Not collective."""
+        from layerzero.integrations.megatron.checkpoint import optimizer_sharded_state_dict
+
+        state = optimizer_sharded_state_dict(
+            self._engines, self.optimizer, model_sharded_state_dict, is_loading, metadata
+        )
+        return {**state, **self._scaler_state()}
+
+    @property
+    def _engines(self) -> list[ZeRO3]:
+        return [chunk.engine for chunk in self.chunks]
+
+    def _scaler_state(self) -> dict[str, Any]:
+        return {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
+
+    def _check_state(self, state: Any) -> None:
+        pieces = self.get_parameters()
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        if len(saved) != len(pieces):
+            raise ValueError(
+                f"optimizer state of {len(saved)} parameters, this rank has {len(pieces)}: it is "
+                "of another model; use sharded_state_dict for other ranks"
+            )

@@ -1,0 +1,271 @@
+"""An optimizer's state in Megatron's distributed checkpoints, by parameter, of pieces.
+
+Written in the format of Megatron's optimizer for float32 parameters; read from those of its others
+as well. They differ in where the step and the options of groups are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from torch import nn
+
+from layerzero import ZeRO3
+from layerzero.integrations.megatron.pieces import NoPiece
+from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.state_dict.names import Names
+from layerzero.state_dict.optimizer_state import put_state, state_template
+
+StateDict = dict[str, Any]
+
+_STEP = "step"
+_COMMON_STEP = "common_step"
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""By which Megatron tells parameter groups apart."""
+
+
+def optimizer_sharded_state_dict(
+    engines: Sequence[ZeRO3],
+    optimizer: torch.optim.Optimizer | None,
+    model_sharded_state_dict: StateDict,
+    is_loading: bool = False,
+    metadata: StateDict | None = None,
+) -> StateDict:
+    """What `dist_checkpointing` saves and loads of an element-wise optimizer. Not collective.
+
+    In the format of Megatron's optimizer for float32 parameters: state by parameter under
+    `optimizer.state.exp_avg.<name>` and so on, one step for all parameters, options of groups.
+    Entries share memory with the state. State that the optimizer has not made yet is zeros.
+
+    Args:
+        engines: the model chunks whose parameters `optimizer` has.
+        optimizer: None on a rank that has nothing to train.
+        model_sharded_state_dict: from `sharded_state_dict` of each, nested at will.
+        is_loading: make the state of an optimizer that has not stepped, to be read into.
+        metadata: as of Megatron's optimizers; nothing in it applies.
+
+    Raises:
+        CheckpointError: a parameter is none of the model's, or a state is neither shaped like its
+            parameter nor the step, or steps differ; or some layers have no state, and share their
+            names with others that have.
+    """
+    if optimizer is None:
+        return {}
+    names = _names(engines)
+    places = {
+        id(value.data): value
+        for value in nested_values(model_sharded_state_dict)
+        if isinstance(value, (ShardedTensor, ShardedTensorFactory, NoPiece))
+    }
+    made, lacking = _states(optimizer, is_loading)
+    entries: dict[Any, Any] = {}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        name = _name_of(names, parameter, number)
+        state = made.get(parameter, lacking.get(parameter, {}))
+        own = {
+            key: _state_entry(places, parameter, name, key, value)
+            for key, value in state.items()
+            if key != _STEP
+        }
+        if own:
+            entries[number] = own
+    _check_layers(places, {id(parameter) for parameter in (*made, *lacking)}, names)
+    step = _same_step(made or lacking, names)
+    if step is not None:
+        entries[_COMMON_STEP] = step
+    options = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {"state": entries, "param_groups": options}
+
+
+def load_optimizer_state_dict(
+    engines: Sequence[ZeRO3], optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
+) -> None:
+    """Load what `dist_checkpointing.load` gave for `optimizer_sharded_state_dict`. Not collective.
+
+    Checkpoints of Megatron's own optimizers load as well: for float32 or 16-bit models, and the
+    distributed one in its "fully_reshardable" format.
+
+    Groups get the options that the saved group of the same `wd_mult`, `lr_mult`,
+    `is_expert_parallel` and `is_decoupled_lr` had; of several that are the same, or have none of
+    these, in their order.
+
+    Raises:
+        CheckpointError: state of a parameter is missing, or a group fits no saved one.
+    """
+    if optimizer is None:
+        return
+    names = _names(engines)
+    groups, step = _groups_and_step(state)
+    made, lacking = _states(optimizer, False)
+    states: dict[nn.Parameter, StateDict] = {}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        expected = made.get(parameter, lacking.get(parameter, {}))
+        if not expected:
+            continue
+        loaded = dict(state.get("state", {}).get(number, {}))
+        if _STEP in expected and step is not None:
+            loaded[_STEP] = _as_step(expected[_STEP], step)
+        missing = sorted(set(expected) - set(loaded))
+        if missing:
+            raise CheckpointError(
+                f"{_name_of(names, parameter, number)}: optimizer state {missing} is not in what "
+                "was loaded: give dist_checkpointing.load what "
+                "optimizer_sharded_state_dict(..., is_loading=True) returns"
+            )
+        states[parameter] = loaded
+    put_state(optimizer, _options(optimizer, groups), states)
+
+
+def _groups_and_step(state: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], Any]:
+    """Saved groups, and the step; where the several optimizers of Megatron put them."""
+    outer = state if "param_groups" in state else state["optimizer"]
+    groups = outer["param_groups"]
+    step = outer.get("state", {}).get(_COMMON_STEP)
+    if step is None:  # those of apex and Transformer Engine, and the distributed one
+        step = next((group[_STEP] for group in groups if _STEP in group), None)
+    return groups, step
+
+
+def _names(engines: Sequence[ZeRO3]) -> dict[int, str]:
+    return {
+        id(parameter): found[0]
+        for engine in engines
+        for parameter, found in Names(engine).parameters
+    }
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """In the order of their numbers in a state dict."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _name_of(names: Mapping[int, str], parameter: nn.Parameter, number: int) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise CheckpointError(
+            f"the optimizer's parameter {number}, of shape {tuple(parameter.shape)}, is none of "
+            "the model's: build the optimizer from the sharded model's parameters()"
+        )
+    return name
+
+
+_States = dict[nn.Parameter, dict[str, Any]]
+
+
+def _states(optimizer: torch.optim.Optimizer, is_loading: bool) -> tuple[_States, _States]:
+    """State as the optimizer has it, and zeros for what it will make at its first step."""
+    made = {p: dict(optimizer.state[p]) for p in _parameters(optimizer) if optimizer.state.get(p)}
+    if all(p in made for p in _parameters(optimizer) if p.requires_grad):
+        return made, {}
+    template = state_template(optimizer)
+    lacking = {p: state for p, state in template.items() if p not in made}
+    if is_loading:
+        for parameter, state in lacking.items():
+            optimizer.state[parameter] = state
+    return made, lacking
+
+
+def _state_entry(
+    places: Mapping[int, ShardedTensor | ShardedTensorFactory],
+    parameter: nn.Parameter,
+    name: str,
+    key: str,
+    value: Any,
+) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise CheckpointError(
+            f"optimizer state {key!r} of {name}: expected a tensor of the piece's shape "
+            f"{tuple(parameter.shape)}, got {got}; Megatron's checkpoints hold element-wise state "
+            "and one step"
+        )
+    place = places.get(id(parameter))
+    if place is None:
+        raise CheckpointError(
+            f"optimizer state {key!r} of {name}: its parameter is not in the model's sharded state "
+            "dict; pass what sharded_state_dict(engine) gave, before it was saved"
+        )
+    if not parameter.numel():
+        return LocalNonpersistentObject(value)
+    changed: StateDict = {"key": f"optimizer.state.{key}.{place.key}", "data": value}
+    if isinstance(place, ShardedTensor):  # of a parameter that is not sharded
+        changed["dtype"] = value.dtype
+    return replace(place, **changed)
+
+
+def _check_layers(
+    places: Mapping[int, Any], with_state: set[int], names: Mapping[int, str]
+) -> None:
+    """Megatron saves the layers of a model as one tensor, and takes none with holes."""
+    keys = {places[number].key for number in with_state if number in places}
+    others = [number for number in names if number in places and number not in with_state]
+    frozen = [names[number] for number in others if places[number].key in keys]
+    if frozen:
+        raise CheckpointError(
+            f"the optimizer has no state of {some(frozen)}, but of the same parameter of other "
+            "layers, and Megatron saves all layers as one tensor: give each a name of its own, "
+            "with metadata={'non_homogeneous_layers': True} for sharded_state_dict, or with "
+            "hetereogenous_dist_checkpoint=True in the TransformerConfig"
+        )
+
+
+def _same_step(states: _States, names: Mapping[int, str]) -> torch.Tensor | None:
+    steps = {names[id(p)]: float(state[_STEP]) for p, state in states.items() if _STEP in state}
+    if not steps:
+        return None
+    first, value = next(iter(steps.items()))
+    for name, other in steps.items():
+        if other != value:
+            raise CheckpointError(
+                f"the optimizer made {value:g} steps on {first} and {other:g} on {name}; "
+                "Megatron's checkpoints hold one number for all: use layerzero.checkpoint.save"
+            )
+    return torch.tensor(value)
+
+
+def _as_step(like: Any, step: Any) -> Any:
+    if isinstance(like, torch.Tensor):
+        return torch.full_like(like, float(step))
+    return type(like)(float(step))
+
+
+def _options(
+    optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """For each of the optimizer's groups the options of the saved one that is the same."""
+    by_key = dict(zip(_group_keys(saved), saved, strict=True))
+    options: list[Mapping[str, Any]] = []
+    for number, key in enumerate(_group_keys(optimizer.param_groups)):
+        if key not in by_key:
+            raise CheckpointError(
+                f"the optimizer's group {number} is none of the checkpoint's; "
+                f"{_GROUP_KEYS} and which one of these: expected one of {list(by_key)}, got {key}. "
+                "Build the groups as they were"
+            )
+        found, group = by_key[key], optimizer.param_groups[number]
+        options.append({k: found[k] for k in group if k in found and k != "params"})
+    return options
+
+
+def _group_keys(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """What each group is, and how many of these came before it."""
+    keys: list[tuple[Any, ...]] = []
+    for group in groups:
+        # Others spell them with a prefix (NeMo).
+        own = tuple(group.get(name, group.get(f"pre_{name}")) for name in _GROUP_KEYS)
+        keys.append((*own, sum(key[:-1] == own for key in keys)))
+    return keys

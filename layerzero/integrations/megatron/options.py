@@ -1,0 +1,189 @@
+"""Options of `ZeRO3` from a YAML file or a mapping, for models whose modules Megatron builds.
+
+    zero3_size: 8
+    transformer_layers: [TransformerLayer]     # classes, or patterns of names: decoder.layers.{*}
+    forward_prefetch: 2
+    backward_prefetch: backward_pre
+    limit_all_gathers: 4GB
+    param_dtype: bf16
+    ignored_modules: [vision_model]
+
+Keys are the arguments of `ZeRO3`, and, instead of a `mixed_precision`, its fields. What Megatron
+decides (groups, device, what becomes of gradients) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from layerzero.config import MixedPrecision
+from layerzero.construct.wrap import has_forward
+from layerzero.notices import warn_once
+from layerzero.plan import options as plan_options
+from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, merge_precision, near_matches
+from layerzero.plan.patterns import NamePattern
+from layerzero.plan.yaml_file import load
+
+_LAYERS = "transformer_layers"
+_IGNORED = ("ignored_modules", "ignored_parameters")
+_REFUSED = {
+    "process_group": "it is Megatron's data-parallel group; use zero3_size for shard groups in it",
+    "auto_wrap_policy": f"say which modules become units in {_LAYERS}",
+    "gradient_reduction": "it follows calculate_per_token_loss of the TransformerConfig",
+    "device": "Megatron has put the modules where they are",
+    "param_init_fn": "Megatron initialises parameters; load a checkpoint for other values",
+    "act_ckpt": "use recompute_granularity of the TransformerConfig",
+}
+_ENGINE = [name for name in ZERO3_OPTIONS if name not in (*_REFUSED, *_IGNORED)]
+OPTIONS = [*_ENGINE, *PRECISION_OPTIONS, "cpu_offload", _LAYERS, *_IGNORED]
+"""Every key that there is."""
+_WRAPPER_PREFIX = "module."
+"""Of the names inside Megatron's Float16Module, which users do not write."""
+
+
+def read_options(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `ZeRO3` from a YAML file (needs PyYAML) or a mapping.
+
+    `transformer_layers` becomes the `auto_wrap_policy`. `ignored_modules` and `ignored_parameters`
+    stay patterns, if given: `for_module` turns them into those of a model.
+
+    Raises:
+        ImportError: PyYAML is not installed.
+        OSError: the file cannot be read.
+        ValueError, TypeError: unknown keys, bad values: which file, which key, what was expected.
+    """
+    if isinstance(source, Mapping):
+        return _read("options", source)
+    given = load(Path(source))
+    return _read(str(source), {} if given is None else given)  # an empty file says nothing
+
+
+def for_module(
+    options: Mapping[str, Any], module: nn.Module, *, is_first: bool | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of `ZeRO3(module, ...)`: patterns replaced by what they match.
+
+    Warns of names that match nothing, which on a pipeline stage may be as it should be.
+
+    Args:
+        options: from `read_options`.
+        module: a chunk of the model, not sharded yet; with Megatron's Float16Module around it or
+            not, names are those inside.
+        is_first: whether this rank warns, of those that have this chunk; None: the first of all.
+    """
+    resolved = dict(options)
+    policy = options.get("auto_wrap_policy")
+    if isinstance(policy, LayerPolicy):
+        policy.warn_of_unused(module, is_first)
+    modules = dict(module.named_modules())
+    parameters = dict(module.named_parameters())
+    known: tuple[Mapping[str, Any], ...] = (modules, parameters)
+    for key, named in zip(_IGNORED, known, strict=True):
+        if key in options:
+            resolved[key] = _matching(key, options[key], named, is_first)
+    return resolved
+
+
+class LayerPolicy:
+    """An `auto_wrap_policy`: modules whose class, or name, is among those given are units."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = tuple(texts)
+        self._patterns = [NamePattern.parse(text) for text in self.texts]
+
+    def __repr__(self) -> str:
+        return f"LayerPolicy({list(self.texts)})"
+
+    def __call__(self, module: nn.Module, fqn: str) -> bool:
+        return any(self._takes(pattern, module, fqn) for pattern in self._patterns)
+
+    def _takes(self, pattern: NamePattern, module: nn.Module, fqn: str) -> bool:
+        is_named = pattern.match(_short(fqn)) is not None
+        # What cannot be called would not be gathered: a pattern may match a list of layers, too.
+        return (is_named or pattern.text in _class_names(module)) and has_forward(module)
+
+    def warn_of_unused(self, module: nn.Module, is_first: bool | None) -> None:
+        """Say what names nothing in this module."""
+        inside = [(fqn, each) for fqn, each in module.named_modules() if each is not module]
+        for pattern in self._patterns:
+            if not any(self._takes(pattern, each, fqn) for fqn, each in inside):
+                known = [type(each).__name__ for _, each in inside]
+                known += [_short(fqn) for fqn, _ in inside]
+                _warn(_LAYERS, pattern.text, known, is_first)
+
+
+def _read(where: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{where}: expected a mapping of options, got {given!r}")
+    for name, value in given.items():
+        if name in _REFUSED:
+            raise ValueError(f"{where}: {name}={value!r} cannot be an option: {_REFUSED[name]}")
+        if name not in OPTIONS:
+            raise ValueError(
+                f"{where}: unknown option {name!r} (value {value!r})"
+                f"{near_matches(str(name), OPTIONS)}; expected one of {sorted(OPTIONS)}"
+            )
+    patterns = {
+        name: _read_names(where, name, given[name])
+        for name in (_LAYERS, *_IGNORED)
+        if given.get(name) is not None
+    }
+    values = {name: value for name, value in given.items() if name not in (_LAYERS, *_IGNORED)}
+    read = plan_options.read_options(where, values, OPTIONS)
+    arguments = {name: value for name, value in read.items() if name in _ENGINE}
+    if any(name in read for name in PRECISION_OPTIONS):
+        arguments["mixed_precision"] = merge_precision(MixedPrecision(), read)
+    if "cpu_offload" in read:
+        arguments["offload"] = read["cpu_offload"]
+    if _LAYERS in patterns:
+        arguments["auto_wrap_policy"] = LayerPolicy(patterns[_LAYERS])
+    return {**arguments, **{name: patterns[name] for name in _IGNORED if name in patterns}}
+
+
+def _read_names(where: str, name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
+        raise TypeError(f"{where}: {name}: expected a list of names or patterns, got {value!r}")
+    texts = tuple(texts)
+    for text in texts:
+        try:
+            NamePattern.parse(text)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: {name}: {error}") from None
+    return texts
+
+
+def _matching(
+    key: str, texts: Iterable[str], named: Mapping[str, Any], is_first: bool | None
+) -> list[Any]:
+    found: dict[int, Any] = {}
+    for text in texts:
+        pattern = NamePattern.parse(text)
+        own = {id(each): each for fqn, each in named.items() if fqn and pattern.match(_short(fqn))}
+        if not own:
+            _warn(key, text, [_short(fqn) for fqn in named], is_first)
+        found.update(own)
+    return list(found.values())
+
+
+def _warn(key: str, text: str, known: list[str], is_first: bool | None) -> None:
+    warn_once(
+        f"{key}: {text}",
+        f"{key}: {text!r} matches nothing in this chunk of the model"
+        f"{near_matches(text, known)}; a name matches as a whole, and a pipeline stage has only "
+        "its own layers",
+        is_first=is_first,
+        stacklevel=4,
+    )
+
+
+def _short(fqn: str) -> str:
+    return fqn.removeprefix(_WRAPPER_PREFIX)
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    return [cls.__name__ for cls in type(module).__mro__]

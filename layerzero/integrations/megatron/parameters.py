@@ -1,0 +1,103 @@
+"""Main parameters from a state dict: what `reload_model_params` of Megatron's optimizers takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.core.parameter_info import get_info
+from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
+from layerzero.runtime.states import ShardState
+from layerzero.state_dict.module_state import piece_of
+
+Values = list[tuple[nn.Parameter, torch.Tensor]]
+"""A parameter of the optimizer's, and what it becomes."""
+
+
+def main_parameters(
+    chunks: Sequence[ZeRO3DataParallel],
+    trained: Sequence[nn.Parameter],
+    state_dict: Mapping[str, Any],
+) -> Values:
+    """What each trained parameter has in a state dict. Changes nothing; not collective.
+
+    Raises:
+        ValueError: one is missing, or does not fit; all that are wrong, by name.
+    """
+    wanted = {id(parameter) for parameter in trained}
+    values: Values = []
+    problems = []
+    for number, chunk in enumerate(chunks):
+        entries = _entries_of(number, len(chunks), state_dict)
+        by_name = {_bare(name): value for name, value in entries.items()}
+        for name, parameter in chunk.module.named_parameters():
+            if id(parameter) not in wanted:
+                continue
+            value = by_name.get(_bare(name))
+            if not isinstance(value, torch.Tensor):
+                problems.append(f"{name} is missing")
+                continue
+            try:
+                values.append((parameter, _own_part(parameter, value)))
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+    if problems:
+        raise ValueError(
+            f"reload_model_params: the state dict does not fit: {'; '.join(problems[:4])}"
+            + (f", and {len(problems) - 4} more" if len(problems) > 4 else "")
+            + "; expected full tensors, or shards, of this rank's part of the model by name, as "
+            "state_dict_for_save_checkpoint gives them; nothing is changed"
+        )
+    return values
+
+
+def put_main_parameters(chunks: Sequence[ZeRO3DataParallel], values: Values) -> None:
+    """Write what `main_parameters` found. Not collective."""
+    for chunk in chunks:
+        for unit in chunk.root.units:
+            if unit.state is not ShardState.SHARDED:
+                unit.reshard()  # What is full there is of the old weights.
+    with torch.no_grad():
+        for parameter, value in values:
+            parameter.copy_(value)
+
+
+def _entries_of(number: int, num_chunks: int, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of one chunk: under the keys of Megatron's checkpoints, or of NeMo's, or bare."""
+    for prefix in ("model", "model_"):
+        if f"{prefix}0" in state_dict:
+            found = state_dict.get(f"{prefix}{number}")
+            if not isinstance(found, Mapping):
+                raise ValueError(
+                    f"reload_model_params: expected the entries of {num_chunks} chunks, but "
+                    f"{prefix}{number!r} is not in the state dict; nothing is changed"
+                )
+            return found
+    if num_chunks > 1:
+        raise ValueError(
+            f"reload_model_params: expected the entries of {num_chunks} chunks under 'model0', "
+            f"'model1' and so on, got the keys {list(state_dict)[:4]}; nothing is changed"
+        )
+    inside = state_dict.get("model")
+    return inside if isinstance(inside, Mapping) else state_dict
+
+
+def _bare(name: str) -> str:
+    """Without what wrappers such as Megatron's Float16Module put before it."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _own_part(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    if get_info(parameter) is not None:
+        return piece_of(value, parameter)
+    if value.shape != parameter.shape:
+        raise ValueError(
+            f"size mismatch: the entry has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(parameter.shape)}"
+        )
+    return value

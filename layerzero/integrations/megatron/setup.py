@@ -1,0 +1,136 @@
+"""setup_model_and_optimizer: the chunks of this rank and their optimizer, ready for a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module
+from torch import nn
+
+from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
+from layerzero.integrations.megatron.optimizer import (
+    MakeOptimizer,
+    ZeRO3Optimizer,
+    get_zero3_optimizer,
+)
+from layerzero.integrations.megatron.ranks import MegatronRanks
+
+
+def setup_model_and_optimizer(
+    model_provider: Callable[..., nn.Module],
+    config: Any,
+    optimizer_config: Any,
+    *,
+    ddp_config: Any = None,
+    scheduler: Mapping[str, Any] | None = None,
+    options: str | Path | Mapping[str, Any] | None = None,
+    config_overrides: Any = None,
+    make_optimizer: MakeOptimizer | None = None,
+    pg_collection: Any = None,
+    **zero3_options: Any,
+) -> tuple[list[ZeRO3DataParallel], ZeRO3Optimizer, OptimizerParamScheduler | None]:
+    """Make the chunks of this rank, shard them, make their optimizer; ready for a schedule.
+
+    Collective over all ranks. Afterwards `config` has what Megatron's schedules call:
+    `no_sync_func`, `grad_scale_func` and `finalize_model_grads_func`.
+
+    Args:
+        model_provider: called with `pre_process`, `post_process` and `vp_stage` for each chunk.
+        config: TransformerConfig, the same object the model provider uses.
+        optimizer_config: Megatron's OptimizerConfig.
+        ddp_config: DistributedDataParallelConfig; None: its defaults.
+        scheduler: arguments of Megatron's OptimizerParamScheduler. With one, `wd_mult` of a
+            parameter's group decides about weight decay (none for biases and norms); without one,
+            Megatron decays all parameters, and so does this.
+        options: a YAML file or mapping with options of the engine (docs/reference/megatron.md).
+        config_overrides, make_optimizer: of `get_zero3_optimizer`.
+        pg_collection, **zero3_options: of `ZeRO3DataParallel`.
+
+    Returns:
+        The chunks (one without virtual stages), the optimizer, the scheduler or None.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: something is not supported, with what to use.
+    """
+    read = _read(options, zero3_options)
+    if ddp_config is None:
+        ddp_config = DistributedDataParallelConfig()
+    ranks = MegatronRanks.of(pg_collection, getattr(config, "context_parallel_size", 1))
+    num_virtual = config.virtual_pipeline_model_parallel_size
+    global_virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if pg_collection is None and num_virtual != global_virtual:
+        raise ValueError(
+            f"TransformerConfig.virtual_pipeline_model_parallel_size={num_virtual}, but "
+            f"initialize_model_parallel was called with {global_virtual}: the schedule goes by the "
+            "one, the model by the other; give both the same number"
+        )
+    if torch.cuda.is_available():
+        zero3_options.setdefault("device", torch.device("cuda", torch.cuda.current_device()))
+    chunks = []
+    for stage in range(num_virtual or 1):
+        vp_stage = None if num_virtual is None else stage
+        module = _make_chunk(model_provider, config, ranks, vp_stage)
+        own = {**_resolved(read, module, ranks), **zero3_options}
+        chunks.append(
+            ZeRO3DataParallel(config, ddp_config, module, pg_collection=pg_collection, **own)
+        )
+    optimizer = get_zero3_optimizer(
+        optimizer_config, chunks, config_overrides, make_optimizer=make_optimizer
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if scheduler is None:
+        return chunks, optimizer, None
+    return chunks, optimizer, OptimizerParamScheduler(optimizer, **scheduler)
+
+
+def _make_chunk(
+    model_provider: Callable[..., nn.Module],
+    config: Any,
+    ranks: MegatronRanks,
+    vp_stage: int | None,
+) -> nn.Module:
+    num_virtual = config.virtual_pipeline_model_parallel_size or 1
+    is_first, is_last = vp_stage in (None, 0), vp_stage in (None, num_virtual - 1)
+    stage, num_stages = ranks.pipeline.rank(), ranks.pipeline.size()
+    module = model_provider(
+        pre_process=is_first and stage == 0,
+        post_process=is_last and stage == num_stages - 1,
+        vp_stage=vp_stage,
+    )
+    for parameter in module.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return Float16Module(config, module) if config.fp16 or config.bf16 else module
+
+
+def _read(
+    options: str | Path | Mapping[str, Any] | None, zero3_options: Mapping[str, Any]
+) -> dict[str, Any]:
+    if options is None:
+        return {}
+    from layerzero.integrations.megatron.options import read_options
+
+    read = read_options(options)
+    twice = sorted(read.keys() & zero3_options.keys())
+    if twice:
+        raise ValueError(f"{twice} are in options and among the arguments; say each in one place")
+    return read
+
+
+def _resolved(read: dict[str, Any], module: nn.Module, ranks: MegatronRanks) -> dict[str, Any]:
+    """With the modules and parameters of this chunk that options name."""
+    if not read:
+        return {}
+    from layerzero.integrations.megatron.options import for_module
+
+    # Of each stage, since its chunks are its own.
+    is_first = dist.get_rank(ranks.data) == 0 == dist.get_rank(ranks.tensor)
+    return for_module(read, module, is_first=is_first)

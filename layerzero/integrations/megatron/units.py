@@ -1,0 +1,148 @@
+"""Which modules of a Megatron model are units, and in which dtypes their parameters are.
+
+Note [Main parameters are the pieces]
+    Of a bf16 or fp16 model the pieces are float32 and the gathered parameters 16 bits wide. So the
+    optimizer works on the pieces themselves, and needs no copies as Megatron's own does.
+
+Note [Experts of a rank]
+    With expert parallelism each `local_experts` list is a unit, sharded over the ranks that hold
+    the same experts (docs/reference/parallelism.md, Experts), and Megatron numbers its members from
+    0 on every rank. State dicts of the engine use the global number of an expert; those that
+    Megatron asks for keep Megatron's local number.
+
+Note [Tied embeddings of a pipeline]
+    The first and the last stage have the same weight, and Megatron adds up what their ranks have of
+    its gradient. So that these are the same elements, the weight is alone in a unit on both. The
+    last stage's model takes the weight from the module before calling it: the unit is full as long
+    as the model runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from layerzero.config import MixedPrecision
+from layerzero.construct.wrap import Choice, WrapPolicy, make_chooser
+from layerzero.integrations.megatron.ranks import MegatronRanks
+
+
+class MegatronPolicy:
+    """Which modules are units: the user's, or transformer layers; tied embeddings, and experts."""
+
+    def __init__(self, policy: WrapPolicy, module: nn.Module, ranks: MegatronRanks) -> None:
+        self._choose = make_chooser({TransformerLayer} if policy is None else policy, module)
+        self._special = {**_tied_embeddings(module), **_split_experts(module, ranks)}
+
+    def __call__(self, module: nn.Module, fqn: str) -> Choice:
+        special = self._special.get(id(module))
+        return self._choose(module, fqn) if special is None else special
+
+
+def _tied_embeddings(module: nn.Module) -> dict[int, Mapping[str, Any]]:
+    """By id, modules whose weight another stage has as well, with arguments of their unit."""
+    language = [m for m in module.modules() if hasattr(m, "shared_embedding_or_output_weight")]
+    found: dict[int, Mapping[str, Any]] = {}
+    for name, inner in module.named_modules():
+        own = [parameter for parameter in inner._parameters.values() if parameter is not None]
+        if not any(getattr(parameter, "shared_embedding", False) for parameter in own):
+            continue
+        if len(own) > 1:
+            raise NotImplementedError(
+                f"{name}: its weight is tied to another pipeline stage, and it has a bias, so that "
+                "the stages would split the weight differently; use a module without bias, or "
+                "share_embeddings_and_output_weights=False"
+            )
+        is_called = not language or getattr(language[0], "pre_process", True)
+        found[id(inner)] = {} if is_called else {"hook_module": language[0]}
+    return found
+
+
+def _split_experts(module: nn.Module, ranks: MegatronRanks) -> dict[int, Mapping[str, Any]]:
+    """By id, modules whose `local_experts` other ranks do not have, with arguments of their unit.
+
+    Raises:
+        NotImplementedError: experts that are no such list.
+        ValueError: the groups are missing.
+    """
+    found: dict[int, Mapping[str, Any]] = {}
+    known: set[int] = set()
+    for inner in module.modules():
+        members = getattr(inner, "local_experts", None)
+        own = [p for p in inner.parameters() if not getattr(p, "allreduce", True)]
+        if not own or not isinstance(members, nn.ModuleList):
+            continue
+        if ranks.experts is None or ranks.expert_data is None:
+            raise ValueError(
+                "pg_collection: process groups 'ep' and 'expt_dp' are needed by experts of which "
+                "ranks have different ones; set them"
+            )
+        found[id(inner)] = {"process_group": ranks.expert_data, "expert_numbers": ranks.experts}
+        known |= {id(parameter) for parameter in inner.parameters()}
+    for name, parameter in module.named_parameters():
+        if not getattr(parameter, "allreduce", True) and id(parameter) not in known:
+            raise NotImplementedError(
+                f"{name}: a parameter of experts that only some ranks have, in one tensor for all "
+                "experts of a rank, so that checkpoints could not name them; set "
+                "moe_grouped_gemm=False (SequentialMLP), or expert_model_parallel_size=1: every "
+                "rank then has all experts, sharded as the rest"
+            )
+    return found
+
+
+def widen(
+    module: nn.Module,
+    ddp_config: Any,
+    given: MixedPrecision | None,
+    ignored: Collection[nn.Parameter],
+) -> MixedPrecision | None:
+    """Widen 16-bit parameters, and say how they are used; Note [Main parameters are the pieces].
+
+    Parameters that are float32 in a 16-bit model stay so.
+
+    Args:
+        given: what the user says beside it; of a float32 model it is all there is.
+        ignored: parameters that are not sharded, and left as they are.
+
+    Raises:
+        ValueError: the model has several 16-bit dtypes, or the user wants another one.
+    """
+    left = {id(parameter) for parameter in ignored}
+    named = {name: p for name, p in module.named_parameters() if id(p) not in left}
+    dtypes = {name: parameter.dtype for name, parameter in named.items()}
+    narrow = {dtype for dtype in dtypes.values() if dtype.is_floating_point and dtype.itemsize == 2}
+    if not narrow:
+        return given
+    given = given or MixedPrecision()
+    if len(narrow) > 1 or given.param_dtype not in (None, *narrow):
+        raise ValueError(
+            f"the model has parameters in {sorted(map(str, narrow))}, and mixed_precision says "
+            f"param_dtype={given.param_dtype}: expected one 16-bit dtype; leave param_dtype out"
+        )
+    for parameter in named.values():
+        if parameter.dtype in narrow:
+            parameter.data = parameter.data.float()
+    kept = frozenset(_of_any_expert(n) for n, dtype in dtypes.items() if dtype not in narrow)
+    also_kept = given.keep_parameters
+    return replace(
+        given,
+        param_dtype=narrow.pop(),
+        reduce_dtype=given.reduce_dtype
+        or (torch.float32 if ddp_config.grad_reduce_in_fp32 else None),
+        # Megatron's modules cast what they are given, and expect float32 of some.
+        cast_forward_inputs=False,
+        keep_parameters=lambda name: (
+            _of_any_expert(name) in kept or bool(also_kept and also_kept(name))
+        ),
+    )
+
+
+def _of_any_expert(name: str) -> str:
+    """Experts are alike, and have other numbers among all than on their rank."""
+    return re.sub(r"(?<=\blocal_experts\.)\d+", "", name)

@@ -1,0 +1,314 @@
+"""transformers' models: how they are sharded, and loaded from a folder straight into shards.
+
+What a folder calls a tensor need not be what the model calls it: transformers' own functions tell.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from layerzero.checkpoint.loading import load
+from layerzero.core.names import clean_name
+from layerzero.integrations.parameter_counts import num_parameters, trainable_and_all
+from layerzero.integrations.transformers.pretrained_saving import save_pretrained
+from layerzero.zero3 import ZeRO3
+
+Tensors = dict[str, torch.Tensor]
+
+# Sharding --------------------------------------------------------------------------------------
+
+
+def shard(module: nn.Module, **options: Any) -> ZeRO3:
+    """`ZeRO3(module, **options)` with what transformers knows of the model. Collective.
+
+    Units are the classes in the model's `_no_split_modules`, unless `auto_wrap_policy` says
+    otherwise. What is on the meta device is initialised as transformers would, buffers included,
+    unless there is a `param_init_fn`. `generate` keeps ranks together that finish at other times.
+
+    Raises:
+        ValueError: the model names no such classes, or is quantized; or as `ZeRO3`.
+    """
+    check_model(module)
+    given = dict(options)
+    if options.get("auto_wrap_policy") is None:
+        options["auto_wrap_policy"] = wrap_classes(module)
+    if options.get("param_init_fn") is None:
+        options["param_init_fn"] = Initialiser(module)
+    model = ZeRO3(module, **options)
+    make_ready(model, given)
+    return model
+
+
+class Sharded(NamedTuple):
+    """How a model was sharded."""
+
+    model: ZeRO3
+    options: Mapping[str, Any] | None
+    """What `shard` was given; None where the model came sharded."""
+
+
+_SHARDED = "_layerzero_sharded"
+
+
+def sharded_before(module: nn.Module) -> Sharded | None:
+    """The wrapper that `shard` put around this module, or that `make_ready` was given."""
+    return module.__dict__.get(_SHARDED)
+
+
+def make_ready(model: ZeRO3, options: Mapping[str, Any] | None = None) -> None:
+    """What `shard` does to a model once it is sharded: methods that would take a piece for all.
+
+    `generate`, `save_pretrained`, and those that count parameters. The module keeps its wrapper, as
+    it keeps itself by these methods: sharding is for good, and the next trainer needs it.
+    """
+    module = model.module
+    module.__dict__.setdefault(_SHARDED, Sharded(model, options))
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            # What `generate` asks for, to go on with forwards that other ranks still need.
+            part._is_fsdp_managed_module = True
+            part.__dict__["num_parameters"] = functools.partial(num_parameters, part)
+        if hasattr(type(part), "get_nb_trainable_parameters"):  # of peft
+            part.__dict__["get_nb_trainable_parameters"] = functools.partial(
+                trainable_and_all, part
+            )
+    if hasattr(module, "save_pretrained"):
+        module.__dict__["save_pretrained"] = _saving(module, weakref.ref(model))
+
+
+_AS_EVER = {
+    "safe_serialization": True,
+    "push_to_hub": False,
+    "variant": None,
+    "token": None,
+    "save_original_format": True,
+    "save_peft_format": True,
+    "distributed_checkpoint": False,
+}
+"""Options of `save_pretrained` at these values change nothing."""
+
+
+def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
+    """The model's `save_pretrained`, which without a state dict would find shards alone."""
+    own = functools.partial(type(module).save_pretrained, module)
+
+    @functools.wraps(type(module).save_pretrained)
+    def save(
+        folder: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Tensors | None = None,
+        **options: Any,
+    ) -> None:
+        model = sharded()
+        if state_dict is not None or model is None:
+            options |= {"is_main_process": is_main_process, "state_dict": state_dict}
+            own(folder, **options)
+            return
+        sizes = {}
+        if (largest := options.pop("max_shard_size", None)) is not None:
+            sizes["max_file_size"] = f"{largest}B" if isinstance(largest, int) else largest
+        options.pop("save_function", None)  # Files are written as they are here in any case.
+        options = {k: v for k, v in options.items() if k not in _AS_EVER or v != _AS_EVER[k]}
+        if options:
+            raise NotImplementedError(
+                f"save_pretrained of a sharded model: expected a folder and max_shard_size, got "
+                f"{[*options]}; pass state_dict=get_model_state_dict(model, full=True, "
+                "cpu_offload=True) as well"
+            )
+        save_pretrained(model, folder, **sizes)
+
+    return save
+
+
+def check_model(module: nn.Module) -> None:
+    """Refuse what another library has sharded or quantized."""
+    for part in module.modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        name = type(part).__name__
+        if getattr(part, "hf_quantizer", None) is not None or getattr(part, "is_quantized", False):
+            raise ValueError(
+                f"{name}: is quantized, whose tensors cannot be cut into pieces; load it without "
+                "quantization_config. To save memory: LoRA, whose frozen weights are sharded too, "
+                "or mixed_precision with param_dtype=torch.bfloat16"
+            )
+        if getattr(part, "is_distributed_loading_by_transformers", False):
+            raise ValueError(
+                f"{name}: from_pretrained has sharded it (distributed_config); load it without, "
+                "or straight into shards with layerzero.integrations.transformers.load_pretrained"
+            )
+        devices = set((getattr(part, "hf_device_map", None) or {}).values())
+        if len(devices) > 1:
+            raise ValueError(f"{name}: device_map put it on {devices}; load it without device_map")
+
+
+def wrap_classes(module: nn.Module) -> set[type[nn.Module]]:
+    """Classes of the modules that `_no_split_modules` names, transformers' word for a layer."""
+    names = {
+        name
+        for part in module.modules()
+        if isinstance(part, PreTrainedModel)
+        for name in getattr(part, "_no_split_modules", None) or ()
+    }
+    found = {type(part) for part in module.modules() if type(part).__name__ in names}
+    if not found:
+        raise ValueError(
+            f"{type(module).__name__}: expected _no_split_modules with the classes of its layers, "
+            f"got {sorted(names)}, of which it has none; pass auto_wrap_policy={{LayerClass}}"
+        )
+    return found
+
+
+class Initialiser:
+    """Gives values to modules from the meta device, as the model that contains them would."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners: dict[int, PreTrainedModel] = {}
+        for part in module.modules():  # outermost first, so that the innermost model decides
+            if isinstance(part, PreTrainedModel):
+                self._owners |= {id(inner): part for inner in part.modules()}
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        """Initialise parameters and buffers of `module`, which have storage but no values.
+
+        Raises:
+            ValueError: a buffer that no file holds would have no value.
+        """
+        owner = self._owners.get(id(module))
+        if owner is None:
+            reset = getattr(module, "reset_parameters", None)
+            if reset is None:
+                raise ValueError(
+                    f"{type(module).__name__} has tensors on the meta device, no "
+                    "reset_parameters(), and is in no transformers model: pass param_init_fn"
+                )
+            reset()
+            return
+        first = self._initialised(owner, module, 0)
+        if first:
+            # A value that depends on what was there before is none.
+            second = self._initialised(owner, module, 1)
+            for name, value in first.items():
+                if not torch.equal(value, second[name]):
+                    raise ValueError(
+                        f"{type(owner).__name__}._init_weights leaves buffer {name!r} of "
+                        f"{type(module).__name__} without a value, and no file holds it: build the "
+                        "model with from_pretrained, or pass param_init_fn"
+                    )
+
+    def _initialised(self, owner: PreTrainedModel, module: nn.Module, fill: int) -> Tensors:
+        """Values of the buffers that are not saved, after an initialisation over `fill`."""
+        buffers = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name in module._non_persistent_buffers_set
+        }
+        for buffer in buffers.values():
+            buffer.fill_(fill)
+        owner._init_weights(module)
+        return {name: buffer.clone() for name, buffer in buffers.items()}
+
+
+# Loading ---------------------------------------------------------------------------------------
+
+
+def load_pretrained(
+    model_class: Any,
+    folder: str | os.PathLike[str],
+    *,
+    config: Any = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    **options: Any,
+) -> ZeRO3:
+    """As `model_class.from_pretrained(folder)`, straight into shards. Collective.
+
+    The model is built on the meta device; every rank reads its own pieces from the files and holds
+    at most one unit in full besides.
+
+    Args:
+        model_class: a transformers model, or an Auto class such as `AutoModelForCausalLM`.
+        folder: such as `save_pretrained` writes, on a file system that all ranks see.
+        config: of the model; None: the folder's.
+        dtype: of the main weights; None: the config's.
+        strict: False: what the folder lacks, such as a new head, is initialised, with a warning.
+        options: of `ZeRO3`, see `shard`.
+
+    Returns:
+        The model in eval mode, as from_pretrained.
+
+    Raises:
+        ValueError: no such folder, or a model that cannot be sharded.
+        NotImplementedError: the model merges or splits tensors of the folder when it is loaded.
+        CheckpointError: the folder's tensors are not the model's, or damaged.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(
+            f"{folder}: expected a folder with config.json and *.safetensors; a model of the hub "
+            "becomes one with huggingface_hub.snapshot_download, called on one rank of each node"
+        )
+    if config is None:
+        config = getattr(model_class, "config_class", None) or AutoConfig
+        config = config.from_pretrained(path)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{folder}: its weights are quantized, which cannot be cut into pieces")
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    with torch.device("meta"):
+        module = build(config, **({} if dtype is None else {"dtype": dtype}))
+    if module.can_generate() and (path / "generation_config.json").exists():
+        module.generation_config = GenerationConfig.from_pretrained(path)
+    model = shard(module, **options)
+    load_weights(model, path, strict=strict)
+    model.eval()
+    return model
+
+
+def load_weights(model: ZeRO3, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
+    """Load a folder of `save_pretrained` into a sharded model. Collective; raises as above."""
+    load(folder, model, strict=strict, rename=_names_in_model(model.module))
+
+
+def _names_in_model(module: nn.Module) -> Callable[[str], str | None] | None:
+    """What the model calls a tensor of a folder; None for one that it wants to be ignored."""
+    if not isinstance(module, PreTrainedModel):
+        return None
+    conversions = get_model_conversion_mapping(module)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    known = dict.fromkeys((clean_name(name) for name in module.state_dict()), True)
+    ignored = [re.compile(each) for each in module._keys_to_ignore_on_load_unexpected or ()]
+
+    def rename(name: str) -> str | None:
+        found, converter = rename_source_key(
+            name, renamings, converters, module.base_model_prefix, known
+        )
+        if converter is not None:
+            raise NotImplementedError(
+                f"{name!r} becomes part of {found!r}: {type(module).__name__} merges or splits "
+                "tensors of this folder, which needs them in full. Load it with from_pretrained "
+                "and shard that, or write it once with save_pretrained(..., "
+                "save_original_format=False) and load what that wrote"
+            )
+        if found not in known and any(pattern.search(found) for pattern in ignored):
+            return None
+        return cast(str, found)
+
+    return rename

@@ -1,0 +1,327 @@
+"""save_pretrained of a sharded model: what its own would write, while no rank holds the whole.
+
+    pieces -> stream of full tensors, a gigabyte at a time -> first rank -> places in the files
+
+Which tensors are saved, under which names, and what becomes of tied ones is what transformers' own
+functions make of stand-ins without memory, before the first byte moves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from layerzero.checkpoint.file_io.direct_io import bytes_of
+from layerzero.checkpoint.format.file_plan import Announcement, plan_files
+from layerzero.checkpoint.format.folder import sync_folder, write_durably
+from layerzero.checkpoint.format.inventory import MODEL
+from layerzero.config import parse_nbytes
+from layerzero.core.parameter_info import get_info
+from layerzero.state_dict.names import Names, named_buffers
+from layerzero.state_dict.participants import participants_of
+from layerzero.state_dict.preconditions import refuse_experts, root_state_of
+from layerzero.state_dict.stream import stream_full
+from layerzero.zero3 import ZeRO3
+
+Tensors = dict[str, torch.Tensor]
+_LINKED = b"linked"
+
+
+def save_pretrained(
+    model: ZeRO3,
+    folder: str | os.PathLike[str],
+    *,
+    max_file_size: str = "5GB",
+    weights_from: str | os.PathLike[str] | None = None,
+) -> None:
+    """Write what the model's own `save_pretrained` would, for `from_pretrained`. Collective.
+
+    Full tensors are gathered a gigabyte at a time, and the first rank writes each to its place. Of
+    a model with adapters (peft) only these are written, and only they are gathered.
+    Files take their names once all are complete.
+
+    Args:
+        model: a ZeRO3 module around any model, between steps.
+        folder: made if it is not there; only the first rank's matters.
+        max_file_size: of one file of weights; a larger tensor has one of its own.
+        weights_from: a checkpoint's folder that `layerzero.checkpoint.save` has just written of
+            this model. Where the model and the folder have the same names for all weights, and the
+            file system allows it, its files are linked, and nothing is gathered or written.
+
+    Raises:
+        CheckpointError: on all ranks: the first one could not write, and why.
+        CollectiveError: a rank died, or did not come.
+        NotImplementedError: ranks have experts of different names.
+    """
+    nbytes = parse_nbytes(max_file_size)
+    state = root_state_of(model, "save_pretrained")
+    refuse_experts(state, "save_pretrained")
+    together = participants_of(state, None)
+    path, module = Path(folder), model.module
+    writer: _FolderWriter | _AdapterWriter
+    if is_peft_model(module):
+        writer = _AdapterWriter(path, model)
+    elif getattr(module, "_hf_peft_config_loaded", False):
+        raise NotImplementedError(
+            "save_pretrained: expected adapters from peft.get_peft_model, got some from "
+            "add_adapter or load_adapter; layerzero.checkpoint.save saves these, too"
+        )
+    else:
+        weights = None if weights_from is None else Path(weights_from)
+        writer = _FolderWriter(path, module, FolderPlan.of(model), nbytes, weights)
+
+    def write() -> bytes:
+        failure: Exception | None = None
+        for name, tensor in stream_full(model, only=writer.wanted):
+            # To the end in any case: the other ranks gather along.
+            if together.is_first and failure is None:
+                try:
+                    writer.put(name, tensor)
+                except Exception as error:
+                    failure = error
+        if failure is not None:
+            raise failure
+        return b""
+
+    try:
+        if together.from_first(f"preparation of {path}", writer.prepare) != _LINKED:
+            together.exchange(f"writing of {path}", write, writer.nbytes)
+        together.from_first(f"commit of {path}", writer.commit)
+    finally:
+        writer.discard()
+
+
+def is_peft_model(module: nn.Module) -> bool:
+    """Whether adapters were put on it by peft, which is imported then."""
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.PeftModel)
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """What the model's own `save_pretrained` would write, and of what. Not collective."""
+
+    as_is: Mapping[str, str]
+    """Name in the folder of each tensor that goes there as it is."""
+    groups: list[tuple[str, ...]]
+    """The other tensors; those that become tensors of the folder together."""
+    targets: Mapping[str, torch.Tensor]
+    """The folder's tensors, on the meta device."""
+    names: Mapping[str, str]
+    """Under which name a tensor of `stream_full` is in `as_is` or `groups`."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.targets.values())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the folder's tensors are the model's own, under its own names."""
+        return not self.groups and all(
+            self.as_is.get(name) == streamed for streamed, name in self.names.items()
+        )
+
+    @classmethod
+    def of(cls, model: ZeRO3) -> FolderPlan:
+        module: Any = model.module
+        stand_ins = _stand_ins(model)
+        kept: Tensors = {name: tensor for tensor, names in stand_ins for name in names}
+        if isinstance(module, PreTrainedModel):
+            for name in module._keys_to_ignore_on_save or ():
+                kept.pop(name, None)
+            kept = remove_tied_weights_from_state_dict(kept, module)
+        else:
+            kept = {names[0]: tensor for tensor, names in stand_ins}
+        names = {
+            found[0]: next((name for name in found if name in kept), "") for _, found in stand_ins
+        }
+        meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in kept.items()}
+        targets = _in_folder(module, meta)
+        source_of = {id(tensor): name for name, tensor in meta.items()}
+        as_is = {
+            source_of[id(tensor)]: target
+            for target, tensor in targets.items()
+            if id(tensor) in source_of
+        }
+        rest = {name: tensor for name, tensor in meta.items() if name not in as_is}
+        return cls(as_is, _groups(module, rest, targets, as_is), targets, names)
+
+
+def _stand_ins(model: ZeRO3) -> list[tuple[torch.Tensor, tuple[str, ...]]]:
+    """For each tensor of the state dict one of its shape and dtype, in next to no memory."""
+    found = [*Names(model).parameters, *named_buffers(model)]
+    stand_ins = []
+    for tensor, names in found:
+        info = get_info(tensor) if isinstance(tensor, nn.Parameter) else None
+        shape = tensor.shape if info is None else info.shape
+        one = torch.empty(1, dtype=tensor.dtype)
+        stand_ins.append((one.as_strided(shape, (0,) * len(shape)), names))
+    return stand_ins
+
+
+def _in_folder(module: nn.Module, tensors: Tensors) -> Tensors:
+    if not isinstance(module, PreTrainedModel):
+        return tensors
+    return cast(Tensors, revert_weight_conversion(module, tensors))
+
+
+def _groups(
+    module: nn.Module, rest: Tensors, targets: Tensors, as_is: Mapping[str, str]
+) -> list[tuple[str, ...]]:
+    """The smallest groups of tensors that are converted by themselves: one each, or all."""
+    if not rest:
+        return []
+    wanted = {name: t.shape for name, t in targets.items() if name not in set(as_is.values())}
+    found: dict[str, torch.Size] = {}
+    try:
+        for name, tensor in rest.items():
+            found |= {n: t.shape for n, t in _in_folder(module, {name: tensor}).items()}
+    except Exception:  # a conversion that misses a tensor fails in its own way
+        found = {}
+    return [(name,) for name in rest] if found == wanted else [tuple(rest)]
+
+
+class _FolderWriter:
+    """The first rank's part: files at their full length, then tensors to their places."""
+
+    def __init__(
+        self, folder: Path, module: nn.Module, plan: FolderPlan, nbytes: int, weights: Path | None
+    ) -> None:
+        self._folder = folder
+        self._weights = weights
+        self._module = module
+        self._plan = plan
+        announced = [
+            Announcement(MODEL, name, (), tensor.dtype, tuple(tensor.shape), (number, 0), False)
+            for number, (name, tensor) in enumerate(plan.targets.items())
+        ]
+        self._files = plan_files(MODEL, announced, nbytes)
+        self._places = {
+            name: (file.name, entry)
+            for file in self._files.files
+            for name, entry in file.tensors.items()
+        }
+        self._group_of = {name: group for group in plan.groups for name in group}
+        self._waiting: Tensors = {}
+        self._temporary: Path | None = None
+        self.wanted = {streamed for streamed, name in plan.names.items() if name}
+        self.nbytes = plan.nbytes
+
+    def prepare(self) -> bytes:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._folder))
+        if isinstance(self._module, PreTrainedModel):
+            # Config, generation config, code of the model; and weights of nothing.
+            type(self._module).save_pretrained(self._module, self._temporary, state_dict={})
+            for path in self._temporary.glob("*.safetensors"):
+                path.unlink()
+        if self._weights is not None and self._plan.is_plain and self._link(self._weights):
+            return _LINKED
+        for file in self._files.files:
+            write_durably(self._temporary / file.name, file.head, file.nbytes)
+        if self._files.index is not None:
+            write_durably(self._temporary / self._files.index_name, self._files.index)
+        return b""
+
+    def _link(self, weights: Path) -> bool:
+        assert self._temporary is not None
+        try:
+            for path in weights.glob(f"{MODEL}*.safetensors*"):
+                os.link(path, self._temporary / path.name)
+        except OSError:  # not on every file system
+            return False
+        return True
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        name = self._plan.names[name]
+        if name in self._plan.as_is:
+            self._write(self._plan.as_is[name], tensor)
+        elif name in self._group_of:
+            group = self._group_of[name]
+            self._waiting[name] = tensor if len(group) == 1 else tensor.to("cpu", copy=True)
+            if all(each in self._waiting for each in group):
+                whole = {each: self._waiting.pop(each) for each in group}
+                for target, value in _in_folder(self._module, whole).items():
+                    self._write(target, value)
+
+    def _write(self, target: str, tensor: torch.Tensor) -> None:
+        assert self._temporary is not None
+        file, entry = self._places[target]
+        data = tensor.detach().to("cpu", entry.dtype).contiguous().view(-1)
+        if not data.numel():
+            return
+        with (self._temporary / file).open("r+b", buffering=0) as opened:
+            opened.seek(entry.begin)
+            view = bytes_of(data)
+            while view:
+                view = view[opened.write(view) or 0 :]
+
+    def commit(self) -> bytes:
+        """Everything takes its place; weights in files that an earlier save had go."""
+        assert self._temporary is not None
+        for path in self._temporary.iterdir():
+            with path.open("rb") as opened:
+                os.fsync(opened.fileno())
+        names = {path.name for path in self._temporary.iterdir()}
+        for name in sorted(names):
+            os.replace(self._temporary / name, self._folder / name)
+        for path in self._folder.glob("model*.safetensors*"):
+            if path.name not in names and re.fullmatch(
+                r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", path.name
+            ):
+                path.unlink()
+        sync_folder(self._folder)
+        return b""
+
+    def discard(self) -> None:
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+class _AdapterWriter:
+    """The same for a model of peft: its adapters, small enough to be held by one rank."""
+
+    def __init__(self, folder: Path, model: ZeRO3) -> None:
+        self._folder = folder
+        module: Any = model.module
+        self._module = module
+        stand_ins = {name: tensor for tensor, names in _stand_ins(model) for name in names}
+        first = {name: names[0] for _, names in _stand_ins(model) for name in names}
+        name_of = {id(tensor): name for name, tensor in stand_ins.items()}
+        get_adapters: Any = importlib.import_module("peft").get_peft_model_state_dict
+        adapters = [
+            tensor
+            for adapter in module.peft_config
+            for tensor in get_adapters(module, dict(stand_ins), adapter).values()
+        ]
+        self.wanted = {first[name_of[id(tensor)]] for tensor in adapters if id(tensor) in name_of}
+        self.nbytes = sum(tensor.nbytes for tensor in adapters)
+        self._held: Tensors = {}
+
+    def prepare(self) -> bytes:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return b""
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        self._held[name] = tensor.to("cpu", copy=True)
+
+    def commit(self) -> bytes:
+        type(self._module).save_pretrained(self._module, self._folder, state_dict=self._held)
+        return b""
+
+    def discard(self) -> None:
+        self._held.clear()

@@ -1,0 +1,307 @@
+"""ZeRO3Trainer: transformers' Trainer with the engine inside; and what goes with it.
+
+The Trainer's `model` is the wrapped model, so that whatever looks at its class, its config or its
+names sees what it knows; `model_wrapped` is the ZeRO3 module, through which it trains. Both gather.
+
+    checkpoint-N/
+      config.json, model.safetensors, ...   as save_pretrained writes: from_pretrained loads it
+      layerzero/step-N/                     model, optimizer, scheduler, random states: resumes
+      trainer_state.json                    written last: a folder without it is not resumed from
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers import trainer as trainer_module
+
+from layerzero.checkpoint.loading import load
+from layerzero.checkpoint.saving import save
+from layerzero.integrations.accelerate import (
+    BF16,
+    adopt,
+    check_accelerator,
+    check_launched,
+    prepare,
+    random_states,
+    set_random_states,
+)
+from layerzero.integrations.parameter_counts import count, is_sharded, num_parameters
+from layerzero.integrations.transformers.pretrained import (
+    Sharded,
+    load_pretrained,
+    load_weights,
+    make_ready,
+    shard,
+    sharded_before,
+)
+from layerzero.integrations.transformers.pretrained_saving import is_peft_model, save_pretrained
+from layerzero.integrations.transformers.trainer_arguments import check_arguments, check_optimizer
+from layerzero.notices import is_first_rank
+from layerzero.runtime.unit import get_unit
+from layerzero.zero3 import ZeRO3
+
+__all__ = ["ZeRO3Trainer", "load_pretrained", "prepare", "save_pretrained", "shard"]
+
+_logger = logging.getLogger(__name__)
+_OURS = "layerzero"
+_STATE = "trainer_state.json"
+
+
+class ZeRO3Trainer(Trainer):
+    """A `Trainer` whose model, gradients and optimizer state are sharded by ZeRO3.
+
+    Start it with a launcher, as for DistributedDataParallel. Every method that trains, evaluates,
+    predicts or saves is collective, `save_model` included: call it on all ranks.
+
+    Args:
+        model: a model, on any device or on the meta device; or a ZeRO3 module around one, such as
+            `load_pretrained` and `shard_with_plan` return.
+        args: `bf16=True` computes in bfloat16 with float32 main weights and gradient sums, in place
+            of autocast; `torch_compile=True` compiles each unit.
+        positional, named: of `Trainer`.
+        zero3: options of `ZeRO3`. Units default to the model's `_no_split_modules`.
+
+    Raises:
+        ValueError, NotImplementedError: an argument that does not go with a sharded model, and what
+            to use instead.
+    """
+
+    sharded_model: ZeRO3
+    """The ZeRO3 module; `model` is what it wraps."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        zero3: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        if args is None:
+            args = TrainingArguments(output_dir="tmp_trainer")
+        check_arguments(args)
+        check_launched(args.distributed_state)
+        self._options = dict(zero3 or {})
+        if model is not None:
+            model = self._shard(model, args)
+        super().__init__(model, args, *positional, **named)
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer, self.sharded_model)
+        self._extra: Any = None
+        self._in_checkpoint = False
+
+    def _shard(self, model: nn.Module, args: TrainingArguments) -> nn.Module:
+        before = sharded_before(model)
+        if isinstance(model, ZeRO3):
+            if self._options:
+                raise ValueError(f"zero3={self._options}: expected none, the model is sharded")
+            self.sharded_model = model
+            make_ready(model)
+        elif before is not None:
+            self._check_same(before)
+            self.sharded_model = before.model
+        else:
+            options = {"device": args.device, **self._options}
+            if args.bf16:
+                options.setdefault("mixed_precision", BF16)
+            self.sharded_model = shard(model, **options)
+        unit = get_unit(self.sharded_model)
+        computes = None if unit is None else unit.options.mixed_precision.param_dtype
+        differs = args.bf16 != (computes == torch.bfloat16) and (args.bf16 or before is not None)
+        if differs and is_first_rank():
+            _logger.warning(
+                "bf16=%s has no effect: the model was sharded before, and computes in %s",
+                args.bf16,
+                computes or "the dtype of its weights",
+            )
+        module = self.sharded_model.module
+        if args.torch_compile and not any(m._compiled_call_impl for m in module.modules()):
+            compiled = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+            self.sharded_model.compile(**{k: v for k, v in compiled.items() if v is not None})
+        self._numel = num_parameters(module, exclude_embeddings=True)
+        return module
+
+    def _check_same(self, before: Sharded) -> None:
+        """A model that an earlier trainer sharded stays as it is."""
+        options = before.options or {}
+        other = [k for k, v in self._options.items() if k not in options or options[k] != v]
+        if other:
+            raise ValueError(
+                f"zero3: an earlier trainer sharded this {type(before.model.module).__name__}, "
+                f"with other {other}; sharding is for good: leave zero3 out, or give each trainer "
+                "a model of its own"
+            )
+
+    # What the Trainer does to a model -----------------------------------------------------------
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        return self._shard(super().call_model_init(trial), self.args)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        check_accelerator(self.accelerator)
+        adopt(self.accelerator)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """It is where ZeRO3 put it."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> ZeRO3:
+        prepared: ZeRO3 = self.accelerator.prepare_model(self.sharded_model)
+        return prepared
+
+    def get_num_trainable_parameters(self) -> int:
+        """In full, of all ranks."""
+        return count(self.sharded_model.parameters(), only_trainable=True)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        name = getattr(self.model, "main_input_name", "input_ids")
+        return 6 * inputs[name].numel() * self._numel if name in inputs else 0
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "hyperparameter_search: trials start and stop on one rank, which leaves the others "
+            "waiting; start one run of all ranks for each trial"
+        )
+
+    # Saving -------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model for `from_pretrained`. Collective: call it on all ranks."""
+        folder = Path(output_dir or self.args.output_dir)
+        own = None
+        if self._in_checkpoint and not self.args.save_only_model:
+            own = self._save_own(folder / _OURS)
+        save_pretrained(self.sharded_model, folder, weights_from=own)
+        if self.args.should_save:
+            tokenizer = self.processing_class
+            if tokenizer is None:
+                tokenizer = getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            (folder / "training_args.json").write_text(self.args.to_json_string())
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._in_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._in_checkpoint = False
+
+    def _save_own(self, root: Path) -> Path:
+        return save(
+            root,
+            self.sharded_model,
+            getattr(self.optimizer, "optimizer", self.optimizer),
+            scheduler=self.lr_scheduler,
+            step=self.state.global_step,
+            extra={"random": random_states(self.args.device)},
+        ).wait()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """They are in the checkpoint that `save_model` wrote."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """There is none: float16 is refused."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """It is in the checkpoint that `save_model` wrote."""
+
+    # Resuming -----------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As `Trainer.train`. With True it resumes from the newest checkpoint that is complete."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest_checkpoint(self.args.output_dir))
+        if resume_from_checkpoint:
+            _check_resumable(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights are loaded together with the optimizer, which does not exist yet."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._extra = load(
+            Path(checkpoint, _OURS),
+            self.sharded_model,
+            getattr(self.optimizer, "optimizer", self.optimizer),
+            scheduler=self.lr_scheduler,
+        )
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """There is none: float16 is refused."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            set_random_states(self._extra["random"], self.args.device)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        _logger.info("loading the best model, of %s (%s)", best, self.state.best_metric)
+        if (best / _OURS).is_dir():
+            load(best / _OURS, self.sharded_model)
+        elif is_peft_model(self.model):
+            raise NotImplementedError(
+                f"{best}: holds adapters alone (save_only_model); load_best_model_at_end with peft "
+                "needs save_only_model=False"
+            )
+        else:
+            load_weights(self.sharded_model, best)
+
+
+def newest_checkpoint(output_dir: str | os.PathLike[str]) -> Path:
+    """The checkpoint-N of the highest N that was written to its end.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = {
+        int(match[1]): path
+        for path in Path(output_dir).glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and (path / _STATE).exists()
+    }
+    if not found:
+        raise ValueError(
+            f"{output_dir}: expected checkpoint-N with {_STATE} to resume from, found none; leave "
+            "out resume_from_checkpoint to start anew"
+        )
+    return found[max(found)]
+
+
+def _check_resumable(folder: Path) -> None:
+    for what, path in (("trainer state", _STATE), ("optimizer state", _OURS)):
+        if not (folder / path).exists():
+            raise ValueError(
+                f"{folder}: has no {path}, the {what}: its save did not end, or was one of a plain "
+                "Trainer or with save_only_model. To go on from the weights alone: "
+                "ZeRO3Trainer(load_pretrained(ModelClass, folder), ...)"
+            )
+
+
+_count = trainer_module.get_model_param_count
+
+
+@functools.wraps(_count)
+def _count_in_full(model: Any, trainable_only: bool = False) -> int:
+    if is_sharded(model):
+        return count(model.parameters(), trainable_only)
+    return int(_count(model, trainable_only))
+
+
+# What `train` logs before its first step.
+trainer_module.get_model_param_count = _count_in_full

@@ -1,0 +1,144 @@
+"""Python values as JSON and back: what schedulers, random generators and trainers keep.
+
+JSON has no tuples, no bytes, no tensors, no keys but strings, and no NaN. Such values become an
+object with one key, their tag. No class is ever looked up by a name from a file.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from layerzero.state_dict.dtype_names import DTYPES, dtype_name
+from layerzero.state_dict.errors import CheckpointError
+
+_TAG = "$"
+_MAX_TENSOR_NBYTES = 1 << 24
+"""Larger tensors do not belong in JSON."""
+
+
+def encode(value: Any, where: str) -> Any:
+    """`value` as something the json module writes, to the same bytes everywhere.
+
+    Takes None, bool, int, float, str, bytes, list, tuple, dict, set, complex, small tensors and
+    numpy arrays, numpy scalars, torch dtypes, in any nesting.
+
+    Raises:
+        CheckpointError: it holds something else; `where` tells what `value` is.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (bool, int, str)):
+        return _encode_plain(value)
+    if isinstance(value, float):
+        plain = float(value)
+        return plain if math.isfinite(plain) else {_TAG + "float": repr(plain)}
+    if isinstance(value, list):
+        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return _encode_dict(value, where)
+    if isinstance(value, (tuple, set, frozenset)):
+        tag = "tuple" if isinstance(value, tuple) else "set"
+        items = value if isinstance(value, tuple) else sorted(value)
+        return {_TAG + tag: [encode(item, f"{where}[{i}]") for i, item in enumerate(items)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {_TAG + "bytes": _to_text(bytes(value))}
+    if isinstance(value, complex):
+        return {_TAG + "complex": repr(value)}
+    if isinstance(value, torch.dtype):
+        return {_TAG + "dtype": dtype_name(value, where)}
+    if isinstance(value, torch.Tensor):
+        return {_TAG + "tensor": _encode_tensor(value, where)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {_TAG + "array": [value.dtype.str, list(value.shape), _to_text(value.tobytes())]}
+    if isinstance(value, np.generic):
+        return encode(value.item(), where)
+    raise CheckpointError(
+        f"{where}: a {type(value).__name__} cannot be saved without pickle; expected None, bool, "
+        "int, float, str, bytes, list, tuple, dict, set, a tensor or a numpy array"
+    )
+
+
+def _encode_plain(value: bool | int | str) -> bool | int | str:
+    """A subclass, an IntEnum for example, as what it is a subclass of."""
+    if isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, int) else str(value)
+
+
+def _encode_dict(value: dict[Any, Any], where: str) -> Any:
+    if all(type(key) is str and not key.startswith(_TAG) for key in value):
+        return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+    return {
+        _TAG + "dict": [
+            [encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]")]
+            for key, item in value.items()
+        ]
+    }
+
+
+def _encode_tensor(tensor: torch.Tensor, where: str) -> list[Any]:
+    if tensor.nbytes > _MAX_TENSOR_NBYTES:
+        raise CheckpointError(
+            f"{where}: a tensor of {tensor.nbytes} bytes is too large for the JSON part of a "
+            f"checkpoint, which takes {_MAX_TENSOR_NBYTES}; make it a buffer of the model"
+        )
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = _to_text(flat.view(torch.uint8).numpy().tobytes())
+    return [dtype_name(tensor.dtype, where), list(tensor.shape), data]
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given, tensors on the CPU.
+
+    Raises:
+        ValueError, KeyError, TypeError: nothing that `encode` wrote.
+    """
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((tag, content),) = value.items()
+        if tag.startswith(_TAG):
+            return _decode_tagged(tag[len(_TAG) :], content)
+    return {key: decode(item) for key, item in value.items()}
+
+
+def _decode_tagged(tag: str, content: Any) -> Any:
+    if tag == "tuple":
+        return tuple(decode(item) for item in content)
+    if tag == "set":
+        return {decode(item) for item in content}
+    if tag == "dict":
+        return {decode(key): decode(item) for key, item in content}
+    if tag == "float":
+        return float(content)
+    if tag == "complex":
+        return complex(content)
+    if tag == "bytes":
+        return _from_text(content)
+    if tag == "dtype":
+        return DTYPES[content]
+    if tag == "tensor":
+        name, shape, text = content
+        # bytearray: tensors want writable memory.
+        data = torch.frombuffer(bytearray(_from_text(text) or b"\0"), dtype=torch.uint8)
+        dtype = DTYPES[name]
+        return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    if tag == "array":
+        name, shape, text = content
+        return np.frombuffer(bytearray(_from_text(text)), dtype=np.dtype(name)).reshape(shape)
+    raise ValueError(f"unknown tag {tag!r}")
+
+
+def _to_text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _from_text(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

@@ -1,0 +1,213 @@
+"""What `state_dict()` of a wrapped model gives, and `load_state_dict()` of it takes.
+
+Hooks on the modules that own sharded parameters, so that it holds for the wrapper, the wrapped
+module and any module inside alike. Inside `summon_full_params` they stand aside: entries are then
+the full parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from layerzero.core.flat_param import OriginalParameter
+from layerzero.core.parameter_info import ParameterInfo, get_info
+from layerzero.runtime.states import ShardState, TrainingState
+from layerzero.runtime.unit import Unit
+from layerzero.state_dict.names import extent_of
+from layerzero.state_dict.parameter_shard import ParameterShard
+
+_units = WeakIdKeyDictionary()
+"""By a piece, a weak reference to the unit that it is of."""
+
+
+def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> None:
+    """Put the hooks on the modules that show the unit's parameters.
+
+    Args:
+        originals: of each of the unit's handles.
+    """
+    for piece in unit.pieces:
+        _units[piece] = weakref.ref(unit)
+    slots: dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
+    for handle, group in zip(unit.handles, originals, strict=True):
+        for original, piece in zip(group, handle.sharded_params, strict=True):
+            for module, name in original.slots:
+                slots.setdefault(id(module), (module, []))[1].append((name, piece))
+    hooks = [unit.module.register_state_dict_pre_hook(_check_structure(unit))]
+    for module, pieces in slots.values():
+        hooks.append(module.register_state_dict_post_hook(_show_shards(unit, pieces)))
+        hooks.append(module.register_load_state_dict_pre_hook(_take_pieces(unit, pieces)))
+    unit.state_dict_hooks = hooks
+
+
+_Pieces = Sequence[tuple[str, nn.Parameter]]
+"""The names of a module's parameters in it, with this rank's pieces."""
+
+
+def _check_structure(unit: Unit) -> Callable[..., None]:
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        root = unit.root_if_alive
+        is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
+        stands_aside = is_summoned or unit.views.shows_stand_ins
+        if root is not None and unit is root.units[0] and not stands_aside:
+            root.structure.check("state_dict")
+
+    return hook
+
+
+def _refuse_replaced(module: nn.Module, pieces: _Pieces, unit: Unit) -> None:
+    """Of a module inside a model, whose own state dict is asked for.
+
+    Raises:
+        RuntimeError: another parameter is in the place of a sharded one.
+        ValueError: its data was replaced, by some that is not of the piece's shape.
+    """
+    for handle in unit.handles:
+        handle.adopt_changes(unit.label)
+    shown = () if not unit.shows_full else [full for h in unit.handles for full in h.full_params]
+    for name, piece in pieces:
+        now = module._parameters.get(name)
+        if now is not piece and not any(now is leaf for leaf in shown):
+            raise RuntimeError(
+                f"state_dict: parameter {_info_of(piece).fqn!r} was replaced or removed after "
+                "wrapping: what is in its place is not sharded; copy values into the parameter "
+                "inside summon_full_params(), or call layerzero.rewrap(model) on every rank"
+            )
+
+
+def _show_shards(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
+    def hook(
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
+    ) -> None:
+        is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
+        if is_summoned or unit.views.shows_stand_ins:
+            return
+        _refuse_replaced(module, pieces, unit)
+        for name, piece in pieces:
+            entry = state_dict.get(prefix + name)
+            # With keep_vars it is the parameter itself that was asked for.
+            if isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter):
+                state_dict[prefix + name] = shard_of(piece, piece.detach())
+
+    return hook
+
+
+def _take_pieces(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
+    def hook(
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            return
+        if unit.state is not ShardState.SHARDED:
+            unit.reshard()  # What is full there is of the old weights.
+        _refuse_replaced(module, pieces, unit)
+        for name, piece in pieces:
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor):
+                continue
+            try:
+                taken = piece_of(value, piece)
+            except ValueError as error:
+                error_msgs.append(f"{prefix + name}: {error}")
+                taken = piece
+            if local_metadata.get("assign_to_params_buffers"):
+                # The piece stays the parameter; what would be put in its place becomes its value.
+                with torch.no_grad():
+                    piece.copy_(taken)
+                taken = piece
+            state_dict[prefix + name] = taken
+
+    return hook
+
+
+def shard_of(piece: nn.Parameter, local: torch.Tensor) -> ParameterShard:
+    """`local`, of the piece's shape, as a shard of the whole."""
+    info = _info_of(piece)
+    return ParameterShard(local, extent_of(info), info.range, weakref.ref(piece))
+
+
+def unit_of(piece: nn.Parameter) -> Unit | None:
+    """The unit that a piece is of; None once it is gone."""
+    reference = _units.get(piece)
+    unit: Unit | None = None if reference is None else reference()
+    return unit
+
+
+def refuse_other_name(piece: nn.Parameter, key: str) -> None:
+    """Refuse an expert that only some ranks have under a key without its name: the key may stand
+    for another expert elsewhere, and files know keys alone.
+
+    So it is with an optimizer's own state dict, which numbers parameters.
+
+    Raises:
+        NotImplementedError: it is one.
+    """
+    unit, info = unit_of(piece), _info_of(piece)
+    if unit is None or info.tensor_parallel is not None or info.fqn in key:
+        return
+    if any(handle.placement.data_parallel is not None for handle in unit.handles):
+        raise NotImplementedError(
+            f"{key}: on this rank it is of {info.fqn}, and on ranks with other experts of another; "
+            "use layerzero.checkpoint.get_optimizer_state_dict and set_optimizer_state_dict, which "
+            "name experts by their number among all, or layerzero.checkpoint.save and load"
+        )
+
+
+def _info_of(piece: nn.Parameter) -> ParameterInfo:
+    info = get_info(piece)
+    assert info is not None, "every piece has its mark"
+    return info
+
+
+def piece_of(value: torch.Tensor, piece: nn.Parameter) -> torch.Tensor:
+    """This rank's piece of an entry of a state dict: [numel of `piece`].
+
+    Args:
+        value: a full tensor of the original shape, a DTensor, a shard of the same place, or a bare
+            piece.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    info = _info_of(piece)
+    extent, (start, stop) = extent_of(info), info.range
+    if isinstance(value, DTensor):
+        if info.tensor_parallel is None:
+            raise ValueError(
+                "the entry is a DTensor, and the parameter none: load its full_tensor(), or let "
+                "torch.distributed.checkpoint load it"
+            )
+        local = info.tensor_parallel.localize(value.detach(), info.fqn)
+        return local.reshape(-1)[start:stop]
+    if isinstance(value, ParameterShard):
+        if (value.extent, value.range) != (extent, (start, stop)):
+            raise ValueError(
+                f"the entry is elements {value.range} of shape {tuple(value.shape)}, this rank has "
+                f"{(start, stop)} of {extent.shape}: it was sharded otherwise; load full tensors, "
+                "or a checkpoint of layerzero.checkpoint or torch.distributed.checkpoint"
+            )
+        return value.local
+    if tuple(value.shape) == extent.shape:
+        ends = zip(extent.offsets, extent.local_shape, strict=True)
+        block = value[tuple(slice(at, at + size) for at, size in ends)]
+        return block.reshape(-1)[start:stop]
+    if value.shape == piece.shape:
+        return value
+    raise ValueError(
+        f"size mismatch: the entry has shape {tuple(value.shape)}, the parameter {extent.shape}, "
+        f"of which this rank has a piece of {tuple(piece.shape)}"
+    )

@@ -1,0 +1,116 @@
+"""The names of a model's parameters and buffers, and where a rank's piece of each lies."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from layerzero.core.flat_param import FlatParamHandle
+from layerzero.core.groups import ShardGroup
+from layerzero.core.names import clean_name
+from layerzero.core.parameter_info import ParameterInfo, get_info
+from layerzero.runtime.unit import get_unit
+from layerzero.state_dict.errors import CheckpointError
+from layerzero.state_dict.expert_names import global_name
+from layerzero.state_dict.ranges import Extent
+
+
+class Names:
+    """The names of a model's parameters, as its own `named_parameters` would show them; of experts
+    under local numbers those among all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters: list[tuple[nn.Parameter, tuple[str, ...]]] = []
+        """Pieces, or whole parameters that are not sharded, with all their names."""
+        self.handles = _handles_of(model)
+        self.tensor_parallel_groups = _tensor_parallel_groups_of(model)
+        self._pieces = {
+            id(shown): sharded
+            for handle in self.handles
+            for shown, sharded in zip(handle.full_params, handle.sharded_params, strict=True)
+        }
+        names: dict[int, tuple[nn.Parameter, list[str]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            parameter = self._pieces.get(id(parameter), parameter)
+            names.setdefault(id(parameter), (parameter, []))[1].append(name_among_all(model, name))
+        for parameter, found in names.values():
+            self.parameters.append((parameter, tuple(dict.fromkeys(found))))
+        self._by_id = {id(parameter): found for parameter, found in self.parameters}
+        self._handle_of = {id(p): handle for handle in self.handles for p in handle.sharded_params}
+
+    def of(self, parameter: torch.Tensor) -> tuple[str, ...] | None:
+        """All names of a parameter of the model; None for any other."""
+        return self._by_id.get(id(parameter))
+
+    def announces(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank tells the others of a parameter: the owner of its first element does,
+        and every rank of one that is not sharded."""
+        handle = self._handle_of.get(id(parameter))
+        if handle is None:
+            return True
+        info = get_info(parameter)
+        assert info is not None, "every piece has its mark"
+        if not math.prod(info.shape):
+            return handle.placement.is_first
+        start, stop = info.range
+        return start == 0 < stop and not any(extent_of(info).offsets)
+
+    def in_state_dict(self, model: nn.Module) -> dict[int, list[str]]:
+        """By a parameter's id, its names in `model.state_dict()`, which modules may choose."""
+        found: dict[int, list[str]] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            parameter = self._pieces.get(id(value), value)
+            found.setdefault(id(parameter), []).append(clean_name(name))
+        return found
+
+
+def name_among_all(model: nn.Module, name: str) -> str:
+    """A name in the model, of what is in an expert under a local number that among all."""
+    return clean_name(global_name(model, name))
+
+
+def _handles_of(model: nn.Module) -> list[FlatParamHandle]:
+    units = {id(unit): unit for m in model.modules() if (unit := get_unit(m)) is not None}
+    roots: dict[int, int] = {}  # parts that were wrapped by themselves, one after the other
+    for unit in units.values():
+        roots.setdefault(id(unit.root), len(roots))
+    ordered = sorted(units.values(), key=lambda unit: (roots[id(unit.root)], unit.index))
+    return [handle for unit in ordered for handle in unit.handles]
+
+
+def _tensor_parallel_groups_of(model: nn.Module) -> tuple[ShardGroup, ...]:
+    units = (get_unit(module) for module in model.modules())
+    groups = (unit.root.tensor_parallel_groups for unit in units if unit is not None)
+    return next((found for found in groups if found), ())
+
+
+def extent_of(info: ParameterInfo) -> Extent:
+    """The whole tensor that a sharded parameter is a piece of, and the block that is local."""
+    split = info.tensor_parallel
+    if split is None:
+        return Extent.whole(info.shape)
+    return Extent(tuple(info.shape), tuple(split.local_shape), split.offset)
+
+
+def named_buffers(model: nn.Module) -> list[tuple[torch.Tensor, tuple[str, ...]]]:
+    """Persistent buffers with all their names."""
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                full_name = name_among_all(model, f"{prefix}.{name}" if prefix else name)
+                found.setdefault(id(buffer), (buffer, []))[1].append(full_name)
+    return [(buffer, tuple(dict.fromkeys(names))) for buffer, names in found.values()]
+
+
+def name_in_group(names: Names, parameter: torch.Tensor, number: int) -> str:
+    found = names.of(parameter)
+    if found is None:
+        raise CheckpointError(
+            f"the optimizer's group {number} has a parameter of shape {tuple(parameter.shape)} "
+            "that is not the model's: build the optimizer from the wrapped model's parameters(), "
+            "or make the parameter part of the model"
+        )
+    return found[0]

@@ -1,0 +1,132 @@
+"""What `state_dict()` of an optimizer of pieces gives, and `load_state_dict()` of it takes.
+
+As for modules: entries of a parameter's shape are shards of the whole, so that whoever saves them
+knows what they are pieces of. What is loaded may be shards, full tensors or bare pieces; what does
+not fit is refused before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.core.parameter_info import get_info
+from layerzero.optim import attach
+from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.state_dict.module_state import piece_of, shard_of
+from layerzero.state_dict.optimizer_state import refuse_other_class, shaped_keys
+from layerzero.state_dict.parameter_shard import ParameterShard
+from layerzero.state_dict.rank_local import RankLocal, rank_local
+
+StateDict = dict[str, Any]
+
+
+@attach.on_pieces
+def install(optimizer: torch.optim.Optimizer) -> None:
+    """Put the hooks on an optimizer."""
+    # First of all such hooks, and last of those before a load: what others see is what torch's
+    # own tools will see.
+    optimizer.register_state_dict_post_hook(_show_shards, prepend=True)
+    optimizer.register_load_state_dict_pre_hook(_take_pieces)
+
+
+def _show_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+    states = dict(state_dict["state"])
+    for number, parameter in _numbered(optimizer, state_dict).items():
+        if number in states and get_info(parameter) is not None:
+            states[number] = shards_of_state(parameter, states[number])
+    return {**state_dict, "state": states}
+
+
+def shards_of_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> StateDict:
+    """State of a parameter with shards for what has the shape of its piece."""
+    info = get_info(parameter)
+    name = "an unsharded parameter" if info is None else info.fqn
+    return {
+        key: _shown(value, parameter, f"optimizer state {key!r} of {name}")
+        for key, value in state.items()
+    }
+
+
+def _shown(value: Any, parameter: nn.Parameter, what: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        if get_info(parameter) is None or value.ndim == 0:
+            return value
+        if value.shape == parameter.shape:
+            return shard_of(parameter, value.detach())
+        return rank_local(value, what)
+    if isinstance(value, dict):
+        return {key: _shown(item, parameter, what) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_shown(item, parameter, what) for item in value)
+    return value
+
+
+def _numbered(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, nn.Parameter]:
+    """The optimizer's parameters by what the state dict calls them; {} where it has others."""
+    own = [group["params"] for group in optimizer.param_groups]
+    theirs = [group["params"] for group in state_dict["param_groups"]]
+    if [len(group) for group in own] != [len(group) for group in theirs]:
+        return {}  # torch says so
+    return {
+        number: parameter
+        for numbers, parameters in zip(theirs, own, strict=True)
+        for number, parameter in zip(numbers, parameters, strict=True)
+    }
+
+
+def _take_pieces(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+    parameters = _numbered(optimizer, state_dict)
+    states = dict(state_dict["state"])
+    given = {p: states[n] for n, p in parameters.items() if isinstance(states.get(n), dict)}
+    refuse_other_class(optimizer, state_dict["param_groups"], given, _name_of)
+    misfits: list[str] = []
+    # Of a parameter that is one number, state shaped like it looks like any other number.
+    is_number = any(
+        info.shape == () for parameter in given if (info := get_info(parameter)) is not None
+    )
+    shaped = shaped_keys(optimizer) if is_number else set()
+    for number, parameter in parameters.items():
+        info = get_info(parameter)
+        if parameter not in given or info is None:
+            continue
+        own: StateDict = {}
+        for key, value in given[parameter].items():
+            try:
+                own[key] = _taken(value, parameter, key in shaped)
+            except ValueError as error:
+                misfits.append(f"{key!r} of {info.fqn}: {error}")
+        states[number] = own
+    if misfits:
+        raise CheckpointError(f"optimizer state {some(misfits)}")
+    return {**state_dict, "state": states}
+
+
+def _name_of(parameter: nn.Parameter) -> str:
+    info = get_info(parameter)
+    return f"a parameter of shape {tuple(parameter.shape)}" if info is None else info.fqn
+
+
+def _taken(value: Any, parameter: nn.Parameter, is_shaped: bool) -> Any:
+    if isinstance(value, RankLocal):
+        return value.plain()
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0 and not (is_shaped or isinstance(value, ParameterShard)):
+            return value
+        taken = piece_of(value, parameter)
+        # A view would keep the whole alive, and the optimizer would write to it.
+        return taken if taken.numel() == value.numel() else taken.clone()
+    if isinstance(value, dict):
+        return {key: _taken_inside(item, parameter) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_taken_inside(item, parameter) for item in value)
+    return value
+
+
+def _taken_inside(value: Any, parameter: nn.Parameter) -> Any:
+    """Of a container nobody knows what its ordinary tensors should look like."""
+    is_ours = isinstance(value, (RankLocal, ParameterShard, dict, list, tuple))
+    return _taken(value, parameter, is_shaped=False) if is_ours else value

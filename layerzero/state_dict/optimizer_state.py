@@ -1,0 +1,203 @@
+"""An optimizer's state by parameter, in and out; and what it looks like before the first step."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.state_dict.errors import CheckpointError, some
+
+
+def put_state(
+    optimizer: torch.optim.Optimizer,
+    options: Sequence[Mapping[str, Any]],
+    states: Mapping[nn.Parameter, Mapping[str, Any]],
+    keeps_dtype: set[tuple[nn.Parameter, str]] | None = None,
+) -> None:
+    """Load state through the optimizer's own `load_state_dict`: it knows devices and defaults.
+
+    Args:
+        options: for each of its groups, what replaces the group's own.
+        states: of each parameter, tensors of the parameter's shape, scalars and plain values; what
+            is not named there loses its state.
+        keeps_dtype: state that must stay in its dtype, where torch would cast it to that of the
+            parameter.
+    """
+    numbers: dict[nn.Parameter, int] = {}
+    groups = []
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        kept = {key: value for key, value in group.items() if key != "params"}
+        params = [numbers.setdefault(parameter, len(numbers)) for parameter in group["params"]]
+        groups.append({**kept, **own, "params": params})
+    by_number = {numbers[parameter]: dict(state) for parameter, state in states.items()}
+    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+    for parameter, key in keeps_dtype or ():
+        given = states[parameter][key]
+        if optimizer.state[parameter][key].dtype != given.dtype:
+            optimizer.state[parameter][key] = given.to(parameter.device)
+
+
+def state_template(
+    optimizer: torch.optim.Optimizer,
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """State as the optimizer makes it at its first step, zeros in it; the optimizer is untouched.
+
+    A copy of it steps on stand-ins of one element, so no parameter is at risk and no memory is
+    needed but that of the result.
+    """
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        stand_ins |= {parameter: _stand_in(parameter) for parameter in trained}
+        groups.append({**group, "params": [stand_ins[parameter] for parameter in trained]})
+    made = _state_of_twin(optimizer, groups)
+    template = {}
+    for parameter, stand_in in stand_ins.items():
+        state = made.get(stand_in)
+        if state:
+            template[parameter] = {
+                key: _zeros(value, stand_in, parameter) for key, value in state.items()
+            }
+    return template
+
+
+def shaped_keys(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Keys of state that is shaped like the parameter: of a scalar one, that is a scalar too."""
+    held: Any = optimizer.state
+    states = dict(held) or state_template(optimizer)
+    return {
+        key
+        for parameter, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    }
+
+
+def refuse_other_class(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[nn.Parameter, Mapping[str, Any]],
+    name_of: Callable[[nn.Parameter], str],
+) -> None:
+    """Refuse state that the optimizer's class would not make: torch takes it, and goes on without.
+
+    A class may add state later than at its first step. So what is not known counts only where the
+    options of the groups are not those of this class, or where its own state is not there.
+
+    Args:
+        groups: options that are to replace those of each of its groups.
+        states: of some of its parameters, at least the keys.
+
+    Raises:
+        CheckpointError: it is the state of another class.
+    """
+    if len(groups) != len(optimizer.param_groups):
+        return  # torch says so
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        given = {p: set(states[p]) for p in group["params"] if states.get(p)}
+        made = _keys_of_group(optimizer, group, options) if given else None
+        if made is None:
+            continue
+        has_other_options = _option_names(group) != _option_names(options)
+        held: Any = optimizer.state
+        for parameter, keys in given.items():
+            unknown = sorted(keys - made - set(held.get(parameter, ())))
+            missing = sorted(made - keys)
+            if (unknown and missing) or (has_other_options and (unknown or missing)):
+                raise CheckpointError(
+                    f"optimizer state of {name_of(parameter)} is {some(sorted(keys))}; "
+                    f"{type(optimizer).__name__} keeps {some(sorted(made))}: it is the state of "
+                    "another optimizer class. Make an optimizer of that class, or load the "
+                    "weights alone"
+                )
+
+
+def _option_names(group: Mapping[str, Any]) -> set[str]:
+    # Names of parameters, and what schedulers add, say nothing of the class.
+    return set(group) - {"params", "param_names", "initial_lr"}
+
+
+def _keys_of_group(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any]
+) -> set[str] | None:
+    """Keys of the state that a first step with these options makes; None: nobody knows."""
+    stand_in = _stand_in(group["params"][0])
+    with_options = {**group, **options, "params": [stand_in]}
+    if "capturable" in with_options:
+        with_options["capturable"] = False  # refused on some devices, and the keys are the same
+    try:
+        return set(_state_of_twin(optimizer, [with_options]).get(stand_in, ()))
+    except Exception:
+        return None  # one that needs a closure, sparse gradients, ...
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    stand_in = nn.Parameter(parameter.new_zeros(1))
+    stand_in.grad = torch.zeros_like(stand_in)
+    return stand_in
+
+
+def _state_of_twin(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> dict[Any, dict[str, Any]]:
+    """The state of a copy of the optimizer after a step with these groups."""
+    twin = copy.copy(optimizer)
+    twin.state = collections.defaultdict(dict)
+    twin.param_groups = groups
+    twin._optimizer_step_pre_hooks = collections.OrderedDict()
+    twin._optimizer_step_post_hooks = collections.OrderedDict()
+    # Of the class: a scheduler may have put a counting `step` on the instance.
+    type(optimizer).step(twin)
+    made: Any = twin.state
+    return dict(made)
+
+
+def _zeros(value: Any, stand_in: nn.Parameter, parameter: nn.Parameter) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return type(value)() if isinstance(value, (int, float)) else value
+    if value.shape == stand_in.shape:
+        return torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
+    return torch.zeros_like(value)
+
+
+def options_of_groups(
+    groups: Sequence[Sequence[str]],
+    saved: Sequence[tuple[Mapping[str, Any], Sequence[str]]],
+    strict: bool,
+    where: str,
+) -> list[Mapping[str, Any]]:
+    """The options that each group's parameters had; none for a group that is new.
+
+    Args:
+        groups: names of the parameters of each of the optimizer's groups, as they were saved.
+        saved: the options and the names of each saved group.
+        where: the names come from, for messages.
+
+    Raises:
+        CheckpointError: parameters of one group were in groups with different options; or, with
+            `strict`, in none.
+    """
+    number_of = {name: number for number, (_, names) in enumerate(saved) for name in names}
+    result: list[Mapping[str, Any]] = []
+    for number, names in enumerate(groups):
+        lost = [name for name in names if name not in number_of]
+        if lost and strict:
+            raise CheckpointError(
+                f"{where}: the optimizer's group {number} has parameters that the saved one had "
+                f"not: {some(lost)}. To load what fits, pass strict=False"
+            )
+        found = sorted({number_of[name] for name in names if name in number_of})
+        options = [saved[each][0] for each in found]
+        if any(other != options[0] for other in options):
+            raise CheckpointError(
+                f"{where}: the optimizer's group {number} mixes parameters of saved groups "
+                f"{found}, whose options differ; build the groups as they were"
+            )
+        result.append(options[0] if options else {})
+    return result

@@ -1,0 +1,226 @@
+"""ParameterShard: an entry of a sharded state dict: a whole tensor, of which this rank has a piece.
+
+It has the shape of the whole, as a DTensor has, and what `torch.distributed.checkpoint` asks of
+an entry (its `_Checkpointable` protocol): which boxes of the whole this rank writes, and where
+those it reads go. So that library saves and loads it with no communication but its own planning.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from layerzero.state_dict.ranges import Box, Extent, boxes
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+_aten = torch.ops.aten
+_SAME_SHAPE = (
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.copy_.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+    _aten._pin_memory.default,
+)
+"""What means the same on a piece as on the whole, beside element-wise operations."""
+
+
+class ParameterShard(torch.Tensor):
+    """A tensor of which this rank holds elements [start, stop) of the flattened block `extent`.
+
+    Attributes:
+        local: [stop - start], this rank's piece. In a state dict it shares memory with the model or
+            the optimizer: writing to it changes them.
+        extent: the whole tensor's shape, and the block of it that tensor parallelism left here.
+        range: (start, stop).
+
+    Copies, casts and element-wise operations work on the piece and give a shard again. Whatever
+    would need the other ranks' pieces raises NotImplementedError; `full_tensor()` gathers them.
+    """
+
+    local: torch.Tensor
+    extent: Extent
+    range: tuple[int, int]
+    piece: weakref.ref[nn.Parameter] | None = None
+    """The parameter, to find the ranks with the others; None once it went through a file."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        extent: Extent,
+        range: tuple[int, int],
+        piece: weakref.ref[nn.Parameter] | None = None,
+    ) -> ParameterShard:
+        shard: ParameterShard = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(extent.shape), dtype=local.dtype, device=local.device
+        )
+        shard.local = local
+        shard.extent = extent
+        shard.range = range
+        shard.piece = piece
+        return shard
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return ParameterShard, (self.local, self.extent, self.range)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"ParameterShard(elements {self.range} of shape {tuple(self.shape)}, {self.dtype}, "
+            f"{self.device})"
+        )
+
+    def like(self, local: torch.Tensor) -> ParameterShard:
+        """A shard of the same place with another piece."""
+        return ParameterShard(local, self.extent, self.range, self.piece)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, of this shard's shape and dtype, in memory of its own, on every rank.
+
+        Collective over the ranks that share the model, between steps.
+
+        Raises:
+            ValueError: the shard came out of a file, or its model is gone.
+            CollectiveError: a rank died, or did not come.
+        """
+        from layerzero.state_dict.whole import gather_shards
+
+        full: torch.Tensor = gather_shards({"": self})[""]
+        return full
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank has of an ordinary tensor of the whole's shape: [stop - start]."""
+        ends = zip(self.extent.offsets, self.extent.local_shape, strict=True)
+        block = whole[tuple(slice(at, at + size) for at, size in ends)]
+        return block.reshape(-1)[slice(*self.range)]
+
+    def storage(self) -> NoReturn:  # what safetensors asks for last
+        self._refuse_bytes()
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        self._refuse_bytes()
+
+    def tolist(self) -> NoReturn:
+        self._refuse_bytes()
+
+    def _refuse_bytes(self) -> NoReturn:
+        raise RuntimeError(
+            f"a sharded tensor of shape {tuple(self.shape)}, of which this rank has elements "
+            f"{self.range}, cannot be written or read as a whole (safetensors' save_file, numpy); "
+            "call full = layerzero.checkpoint.get_model_state_dict(model, full=True, "
+            "cpu_offload=True, rank0_only=True) on every rank, and write that on the first; "
+            "layerzero.checkpoint.save makes a folder with the weights as safetensors"
+        )
+
+    def is_of_same_place(self, other: ParameterShard) -> bool:
+        return (self.extent, self.range) == (other.extent, other.range)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.copy_.default and _is_whole_for(args[0], args[1]):
+            args = (args[0], args[0].part_of(args[1]), *args[2:])
+        shards = [each for each in (*args, *kwargs.values()) if isinstance(each, cls)]
+        first = shards[0] if shards else None
+        if first is None or not all(first.is_of_same_place(other) for other in shards):
+            raise NotImplementedError(f"{func}: the shards are pieces of different places")
+        local_args = [each.local if isinstance(each, cls) else each for each in args]
+        local_kwargs = {k: v.local if isinstance(v, cls) else v for k, v in kwargs.items()}
+        if func is _aten.equal.default:
+            return func(*local_args, **local_kwargs)
+        if func is _aten.is_pinned.default:
+            return first.local.is_pinned()
+        if func is _aten.new_empty.default and tuple(args[1]) == tuple(first.shape):
+            return first.like(first.local.new_empty(first.local.shape, **kwargs))
+        others_are_scalars = all(
+            isinstance(each, cls) or not isinstance(each, torch.Tensor) or each.ndim == 0
+            for each in (*args, *kwargs.values())
+        )
+        is_pointwise = torch.Tag.pointwise in func.tags and others_are_scalars
+        if not (func in _SAME_SHAPE or is_pointwise):
+            raise NotImplementedError(
+                f"{func}: this rank has only a piece of this tensor of shape {tuple(first.shape)}. "
+                "Use its .local, or .full_tensor() on all ranks"
+            )
+        result = func(*local_args, **local_kwargs)
+        if result is first.local:  # in place
+            return first
+        return first.like(result)
+
+    # What torch.distributed.checkpoint calls ------------------------------------------------
+
+    def _boxes(self) -> list[Box]:
+        found = list(boxes(self.extent, *self.range))
+        if not found and not self.numel():
+            # Nobody would write it, and then it could not be read.
+            return [Box(0, self.extent.offsets, self.extent.local_shape)]
+        return found
+
+    def _check_name(self, key: str) -> None:
+        from layerzero.state_dict.module_state import refuse_other_name
+
+        piece = None if self.piece is None else self.piece()
+        if piece is not None:
+            refuse_other_name(piece, key)
+
+    def _chunk(self, box: Box) -> ChunkStorageMetadata:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        self._check_name(fqn)
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(self._chunk(box), properties, self.shape),
+            )
+            for box in self._boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk(box) for box in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        self._check_name(index.fqn)
+        for box in self._boxes():
+            if index.offset is None or torch.Size(box.offsets) == index.offset:
+                numel = torch.Size(box.sizes).numel()
+                return self.local[box.local : box.local + numel].view(box.sizes)
+        raise ValueError(
+            f"{index.fqn}: no box of this rank begins at {index.offset}; it has elements "
+            f"{self.range} of shape {tuple(self.shape)}"
+        )
+
+
+def _is_whole_for(shard: Any, value: Any) -> bool:
+    """Whether a plain tensor lies as the whole does: what `state_dict()[name].copy_()` is given."""
+    is_plain = type(value) in (torch.Tensor, nn.Parameter)
+    return isinstance(shard, ParameterShard) and is_plain and value.shape == shard.shape
+
+
+# A rank may torch.save its own state dict, and load it with weights_only.
+torch.serialization.add_safe_globals([ParameterShard, Extent])

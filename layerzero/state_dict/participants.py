@@ -1,0 +1,226 @@
+"""The ranks that save or load together, and what they tell each other: names, sizes, checksums.
+
+They talk through a gloo group of their own, over the CPU: a save in the background then never
+meets the collectives of a training step, and parameters never travel this way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.group_names import agree_on_group_names
+from layerzero.core.groups import (
+    DEFAULT_TIMEOUT,
+    ShardGroup,
+    chosen_timeout,
+    describe_group,
+)
+from layerzero.core.placement import Placement
+from layerzero.runtime.root import RootState
+from layerzero.state_dict.errors import CheckpointError
+
+_SLOWEST_DISK = 10_000_000
+"""Bytes per second: a rank that writes or reads slower than that may be taken for dead."""
+
+
+_OK, _ERROR = b"+", b"-"
+
+
+class SaveUnderWay(Protocol):
+    """What the ranks are busy with in the background: a `SaveHandle`."""
+
+    def wait(self) -> object:
+        """Block until it is done, and raise what went wrong."""
+
+
+class Participants:
+    """The ranks of one save or load, in the order of their global numbers."""
+
+    under_way: SaveUnderWay | None
+    """A save that goes on in the background, and talks meanwhile."""
+    timeout: timedelta
+    """Of an exchange; set for each save or load."""
+
+    def __init__(self, group: ShardGroup | None) -> None:
+        """`group`: on the CPU; None: this rank alone."""
+        self._group = group
+        self._num_operations = 0
+        self.under_way = None
+        self.timeout = DEFAULT_TIMEOUT
+
+    def finish(self) -> None:
+        """Wait for the save in the background, and raise what went wrong in it."""
+        handle, self.under_way = self.under_way, None
+        if handle is not None:
+            handle.wait()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._group is None else self._group.rank
+
+    @property
+    def size(self) -> int:
+        return 1 if self._group is None else self._group.size
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, what: str, own: bytes, nbytes_moved: int = 0) -> list[bytes]:
+        """Every rank's bytes, in rank order. Collective; blocks.
+
+        Args:
+            what: of the exchange, for messages.
+            nbytes_moved: to or from the disk, since the last exchange, by the rank with the most:
+                the others wait longer.
+
+        Raises:
+            CollectiveError: a rank is dead, or did not come in time.
+        """
+        if self._group is None:
+            return [own]
+        group = self._group
+        patience = timedelta(seconds=nbytes_moved / _SLOWEST_DISK)
+        group = dataclasses.replace(group, timeout=self.timeout + patience)
+        lengths = gather_small(torch.tensor([len(own)]), group, self._operation(what + " (size)"))
+        longest = int(lengths.max())
+        if not longest:
+            return [b""] * group.size
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if own:
+            padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        rows = gather_small(padded, group, self._operation(what)).numpy()
+        return [
+            row[:length].tobytes()
+            for row, length in zip(rows, lengths.view(-1).tolist(), strict=True)
+        ]
+
+    def exchange(self, what: str, make: Callable[[], bytes], nbytes_moved: int = 0) -> list[bytes]:
+        """What `make` returns on every rank, in rank order. Collective; blocks.
+
+        Raises:
+            CheckpointError: on every rank alike, where `make` raised on one: naming it.
+            CollectiveError: as `gather`.
+        """
+        error: Exception | None = None
+        try:
+            own = _OK + make()
+        except Exception as caught:
+            error = caught
+            own = _ERROR + describe(caught).encode()
+        answers = self.gather(what, own, nbytes_moved)
+        if any(answer.startswith(_ERROR) for answer in answers):
+            ranks = (0,) if self._group is None else self._group.ranks
+            each = [
+                f"rank {rank}: {answer.removeprefix(_ERROR).decode()}"
+                for rank, answer in zip(ranks, answers, strict=True)
+                if answer.startswith(_ERROR)
+            ]
+            shown = each[:4] + ([f"and {len(each) - 4} more ranks"] if len(each) > 4 else [])
+            raise CheckpointError("; ".join(shown)) from error
+        return [answer.removeprefix(_OK) for answer in answers]
+
+    def from_first(self, what: str, make: Callable[[], bytes], nbytes_moved: int = 0) -> bytes:
+        """What `make` returns on the first rank, where alone it runs. As `exchange`."""
+        return self.exchange(what, make if self.is_first else bytes, nbytes_moved)[0]
+
+    def _operation(self, what: str) -> Operation:
+        self._num_operations += 1
+        return Operation("checkpoint", what, self._num_operations)
+
+
+def describe(error: Exception) -> str:
+    if isinstance(error, (CheckpointError, OSError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+_made: WeakKeyDictionary[dist.ProcessGroup | RootState, dict[tuple[int, ...], Participants]]
+_made = WeakKeyDictionary()
+"""By a group of the model's, so that they go with it."""
+
+
+def participants_of(root: RootState, process_group: dist.ProcessGroup | None) -> Participants:
+    """The ranks that share the model, or those of `process_group`. Collective the first time.
+
+    Models on the same ranks share them. A save that goes on among them is waited for, so that
+    whoever gets them talks alone.
+
+    Raises:
+        CheckpointError, CollectiveError: what went wrong in that save.
+    """
+    together = _find_or_make(root, process_group)
+    together.finish()
+    together.timeout = _timeout_of(root, process_group)
+    return together
+
+
+def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> Participants:
+    placements = [handle.placement for unit in root.units for handle in unit.handles]
+    parent: dist.ProcessGroup | RootState = root
+    ranks: Sequence[int] = [dist.get_rank()]
+    if process_group is not None:
+        ranks, parent = dist.get_process_group_ranks(process_group), process_group
+    elif placements:
+        ranks = _sharing(root, {rank for placement in placements for rank in placement.members})
+        parent = placements[0].shard_group.process_group
+    made = _made.setdefault(parent, {})
+    key = tuple(ranks)
+    if key not in made:
+        if process_group is not None:
+            has_device = root.device.type in dist.get_backend_config(process_group)
+            device = root.device if has_device else torch.device("cpu")
+            agree_on_group_names([describe_group(process_group, device, None)], device)
+        else:
+            agree_on_group_names(_axes_of(placements, root), root.device)
+        made[key] = Participants(_make_group(key))
+    return made[key]
+
+
+def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> timedelta:
+    """The longest of the model's, and one that the given group was made with."""
+    timeouts = [handle.placement.shard_group.timeout for u in root.units for handle in u.handles]
+    if process_group is not None:
+        chosen = chosen_timeout(process_group, root.device)
+        timeouts += [] if chosen is None else [chosen]
+    return max(timeouts, default=DEFAULT_TIMEOUT)
+
+
+def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGroup]:
+    """Groups that lead from each rank to all that share the model."""
+    axes: dict[dist.ProcessGroup, ShardGroup] = {}
+    for placement in placements:
+        whole = placement.data_parallel or placement
+        for group in (*whole.groups, *placement.groups, *root.tensor_parallel_groups):
+            axes.setdefault(group.process_group, group)
+    return list(axes.values())
+
+
+def _make_group(ranks: tuple[int, ...]) -> ShardGroup | None:
+    if len(ranks) == 1:
+        return None
+    group = dist.new_group(
+        list(ranks),
+        timeout=timedelta(days=1),  # waits have bounds of their own
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    assert group is not None, "local synchronization makes a group for members alone"
+    return describe_group(group, torch.device("cpu"), None)
+
+
+def _sharing(root: RootState, members: set[int]) -> list[int]:
+    """Global numbers of all ranks that share the model: data-parallel and tensor-parallel ones."""
+    ranks = torch.tensor(sorted(members), device=root.device)
+    for group in root.tensor_parallel_groups:
+        operation = root.operations.next_tensor_parallel("checkpoint", "ranks", group)
+        ranks = gather_small(ranks, group, operation).view(-1)
+    return sorted(set(ranks.tolist()))

@@ -1,0 +1,66 @@
+"""When a model may be saved, loaded, or shown as a state dict at all."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from layerzero.runtime.root import RootState
+from layerzero.runtime.states import TrainingState
+from layerzero.runtime.unit import get_unit
+
+
+def refuse_experts(state: RootState, what: str) -> None:
+    """Where the first rank has, or gets, everything: it knows no experts of other names.
+
+    Raises:
+        NotImplementedError: ranks have experts of different names.
+    """
+    for unit in state.units:
+        experts = [h for h in unit.handles if h.placement.data_parallel is not None]
+        if any(split is None for handle in experts for split in handle.splits):
+            raise NotImplementedError(
+                f"{what}: ranks have different experts ({unit.label} is on some of them); use "
+                "state dicts of all ranks, or layerzero.checkpoint.save and load"
+            )
+
+
+def root_state_of(model: nn.Module, verb: str) -> RootState:
+    """The root state of a model that is between steps: of the part with the most ranks.
+
+    Raises:
+        ValueError: nothing in it is wrapped, or parts are on ranks that no part has all of.
+        RuntimeError: it is in backward, or was changed since it was wrapped.
+    """
+    return root_states_of(model, verb)[0]
+
+
+def root_states_of(model: nn.Module, verb: str) -> list[RootState]:
+    """As `root_state_of`, of every part that was wrapped by itself."""
+    units = (get_unit(module) for module in model.modules())
+    states = list({id(unit.root): unit.root for unit in units if unit is not None}.values())
+    if not states:
+        raise ValueError(
+            f"{verb}: expected a ZeRO3 module, got {type(model).__name__}, which has none inside "
+            "either; wrap the model first"
+        )
+    states.sort(key=lambda state: -len(_ranks_of(state)))
+    for state in states:
+        if not _ranks_of(state) <= _ranks_of(states[0]):
+            raise ValueError(
+                f"{verb}: {states[0].units[0].label} is on the ranks "
+                f"{sorted(_ranks_of(states[0]))}, and another part of the "
+                f"{type(model).__name__} on {sorted(_ranks_of(state))}; expected one part on all "
+                "of them: give each part by itself"
+            )
+        state.clear_abandoned()
+        if state.in_backward:
+            raise RuntimeError(f"{verb}: expected a model between steps, but it is in backward")
+        summoned = TrainingState.SUMMON_FULL_PARAMS
+        if not any(unit.training_state is summoned for unit in state.units):
+            state.structure.check(verb)
+    return states
+
+
+def _ranks_of(state: RootState) -> set[int]:
+    handles = (handle for unit in state.units for handle in unit.handles)
+    return {rank for handle in handles for rank in handle.placement.members}

@@ -1,0 +1,229 @@
+"""State dicts in, in the shape of `torch.distributed.checkpoint.state_dict`: sharded or full."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from layerzero.comm.collectives import broadcast_
+from layerzero.core.names import clean_name
+from layerzero.core.parameter_info import get_info
+from layerzero.runtime.root import RootState
+from layerzero.state_dict.dtype_names import DTYPES, dtype_name
+from layerzero.state_dict.errors import CheckpointError
+from layerzero.state_dict.expert_names import global_name
+from layerzero.state_dict.json_codec import decode, encode
+from layerzero.state_dict.module_state import piece_of, shard_of
+from layerzero.state_dict.names import Names, name_in_group
+from layerzero.state_dict.optimizer_state import options_of_groups, put_state, shaped_keys
+from layerzero.state_dict.participants import participants_of
+from layerzero.state_dict.preconditions import refuse_experts, root_state_of
+
+StateDict = dict[str, Any]
+
+
+def set_model_state_dict(
+    model: nn.Module,
+    model_state_dict: StateDict,
+    *,
+    options: Any = None,
+    strict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> _IncompatibleKeys:
+    """Load a state dict that `get_model_state_dict`, or an unwrapped model, gave.
+
+    Args:
+        model: a ZeRO3 module, between steps.
+        model_state_dict: by name, shards of the same sharding or full tensors; with
+            `broadcast_from_rank0` used on the first rank alone.
+        options: torch's `StateDictOptions`, for `strict` and `broadcast_from_rank0`.
+        strict: raise for missing and unexpected names.
+        broadcast_from_rank0: only the first rank has the values; one full tensor at a time goes to
+            all. Collective then, otherwise not.
+
+    Returns:
+        `missing_keys` and `unexpected_keys`, as `load_state_dict` does.
+
+    Raises:
+        RuntimeError: names or shapes do not fit; the model is in backward.
+        CollectiveError: a rank died, or did not come.
+    """
+    if options is not None:
+        strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
+    state = root_state_of(model, "set_model_state_dict")
+    if broadcast_from_rank0:
+        names = Names(model)
+        pieces = {(name,): p for p, found in names.parameters for name in found}
+        model_state_dict = _from_first(state, model_state_dict, pieces)
+    own_names = _names_to_load(model)
+    renamed = {own_names.get(name, name): value for name, value in model_state_dict.items()}
+    # Not the method that the model's class may have for its own names.
+    return nn.Module.load_state_dict(model, renamed, strict=strict)
+
+
+def _names_to_load(model: nn.Module) -> dict[str, str]:
+    """By names in `model.state_dict()`, which modules may choose, those that `load_state_dict`
+    of the wrapper looks for: where things are."""
+    places: dict[int, list[str]] = {}
+    tensors = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    for name, tensor in tensors:
+        places.setdefault(id(tensor), []).append(global_name(model, name))
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        own = places.get(id(value))
+        found[clean_name(name)] = own.pop(0) if own else name
+    return found
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    optim_state_dict: StateDict,
+    *,
+    options: Any = None,
+    strict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a state dict that `get_optimizer_state_dict` gave, here or under `fully_shard`.
+
+    Groups get the options that their parameters had, in whatever order the groups were.
+
+    Args:
+        model, optimizer: as for `get_optimizer_state_dict`.
+        optim_state_dict: {"state": ..., "param_groups": ...} by name, tensors sharded alike or
+            full; with `broadcast_from_rank0` used on the first rank alone.
+        options, broadcast_from_rank0: as for `set_model_state_dict`.
+        strict: raise for parameters that were in no group.
+
+    Raises:
+        CheckpointError: it does not fit: which parameter, and why.
+        RuntimeError: the model is in backward.
+        CollectiveError: a rank died, or did not come.
+    """
+    if options is not None:
+        strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
+    root = root_state_of(model, "set_optimizer_state_dict")
+    names = Names(model)
+    if broadcast_from_rank0:
+        pieces = {("state", found[0]): parameter for parameter, found in names.parameters}
+        optim_state_dict = _from_first(root, optim_state_dict, pieces)
+    saved = [
+        (
+            {key: v for key, v in group.items() if key not in ("params", "param_names")},
+            group["params"],
+        )
+        for group in optim_state_dict["param_groups"]
+    ]
+    groups = [
+        [name_in_group(names, parameter, number) for parameter in group["params"]]
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    options_by_group = options_of_groups(groups, saved, strict, "the state dict")
+    elementwise = shaped_keys(optimizer)
+    states = {}
+    for group, own_names in zip(optimizer.param_groups, groups, strict=True):
+        for parameter, name in zip(group["params"], own_names, strict=True):
+            if name in optim_state_dict["state"]:
+                states[parameter] = _pieces(
+                    parameter, name, optim_state_dict["state"][name], elementwise
+                )
+    put_state(optimizer, options_by_group, states)
+
+
+def _pieces(
+    parameter: nn.Parameter, name: str, state: StateDict, elementwise: set[str]
+) -> StateDict:
+    """Of each state the piece that this rank has of the parameter."""
+    result = {}
+    for key, value in state.items():
+        is_shaped = isinstance(value, torch.Tensor) and (value.ndim or key in elementwise)
+        if is_shaped and get_info(parameter) is not None:
+            try:
+                # Not the caller's memory: the optimizer will write to it.
+                value = piece_of(value, parameter).clone()
+            except ValueError as error:
+                raise CheckpointError(f"optimizer state {key!r} of {name}: {error}") from error
+        result[key] = value
+    return result
+
+
+_Path = tuple[Any, ...]
+
+
+def _from_first(
+    root: RootState, state_dict: StateDict, pieces: dict[_Path, nn.Parameter]
+) -> StateDict:
+    """The first rank's state dict on every rank, its tensors as shards. Collective.
+
+    Args:
+        pieces: the parameter that tensors at a path, or one step below it, are shaped like.
+    """
+    refuse_experts(root, "broadcast_from_rank0")
+    together = participants_of(root, None)
+
+    def describe() -> bytes:
+        rows = [[list(path), *_described(path, value)] for path, value in _leaves(state_dict)]
+        return json.dumps(rows).encode()
+
+    rows = json.loads(together.from_first("state dict", describe))
+    values = dict(_leaves(state_dict)) if together.is_first else {}
+    result: StateDict = {}
+    for keys, how, *rest in rows:
+        path = tuple(keys)
+        if how == "value":
+            value = decode(rest[0])
+        else:
+            full = torch.empty(rest[1], dtype=DTYPES[rest[0]], device=root.device)
+            if together.is_first:
+                full.copy_(values[path])
+            _broadcast(root, full, ".".join(map(str, path)))
+            piece = pieces.get(path, pieces.get(path[:-1]))
+            value = full
+            if piece is not None and get_info(piece) is not None:
+                value = shard_of(piece, piece_of(full, piece).clone())
+        _put(result, path, value)
+    return result
+
+
+def _leaves(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    else:
+        yield path, value
+
+
+def _described(path: _Path, value: Any) -> list[Any]:
+    where = ".".join(map(str, path))
+    if isinstance(value, torch.Tensor) and value.ndim:
+        return ["tensor", dtype_name(value.dtype, where), list(value.shape)]
+    return ["value", encode(value, where)]
+
+
+def _put(into: StateDict, path: _Path, value: Any) -> None:
+    for key in path[:-1]:
+        into = into.setdefault(key, {})
+    into[path[-1]] = value
+
+
+def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
+    """What the first of all ranks has, to all, in place."""
+    placements = [
+        handle.placement.data_parallel or handle.placement
+        for unit in root.units
+        for handle in unit.handles
+    ]
+    for group in root.tensor_parallel_groups:
+        operation = root.operations.next_tensor_parallel("state dict", name, group)
+        broadcast_(tensor, group, operation)
+    # Outer first: then the first rank of every shard group has it.
+    for group in reversed(placements[0].groups if placements else ()):
+        broadcast_(tensor, group, root.operations.next("state dict", name, group))

@@ -1,0 +1,270 @@
+"""Full tensors, a bucket at a time: for export, and for state dicts that hold full tensors.
+
+    bucket 1: gather ====|                    a bucket: one flat parameter, or as many neighbouring
+    bucket 2:      gather ====| yield 1 ...   parameters of it as half the bytes allow
+    bucket 3:            gather ====| yield 2 ...
+
+Two buckets exist at a time: the one whose tensors are being used, and the next one on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from layerzero.comm.collectives import Pending, all_gather, broadcast
+from layerzero.comm.streams import Waitable
+from layerzero.config import parse_nbytes
+from layerzero.core.flat_param import FlatParamHandle
+from layerzero.runtime.operations import remembers_failure
+from layerzero.runtime.root import RootState
+from layerzero.state_dict.module_state import unit_of
+from layerzero.state_dict.names import Names, named_buffers
+from layerzero.state_dict.preconditions import root_state_of
+
+
+@dataclass(frozen=True)
+class FlatSource:
+    """A flat tensor in the layout of a handle, sharded like its main shard."""
+
+    handle: FlatParamHandle
+    label: str
+    """For messages."""
+    dtype: torch.dtype
+    """Of the full tensors."""
+    shard: Callable[[], torch.Tensor]
+    """This rank's [shard_numel]; called when its gather begins."""
+    present: Sequence[int]
+    """Which parameters of the handle to yield."""
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Parameters `indices` of a source, which lie at [start, stop) of the flat tensor."""
+
+    source: FlatSource
+    indices: Sequence[int]
+    start: int
+    stop: int
+
+
+def stream_full(
+    model: nn.Module,
+    bucket_bytes: int | str = "1GB",
+    *,
+    dtype: torch.dtype | None = None,
+    only: Container[str] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, full tensor) of every parameter and persistent buffer, on every rank.
+
+    For handing weights to an inference engine or to a file. Collective over the ranks that share
+    the model: all must take every item, and none may train meanwhile. The next bucket is gathered
+    while the tensors of one are used. Does not block the host on a device with streams.
+
+    Args:
+        model: a ZeRO3 module, between steps.
+        bucket_bytes: bound on the memory of full tensors, an int or a string such as "512MB",
+            provided that the caller drops each tensor before it takes the next (they are views of
+            the bucket). Two of the largest parameter are needed in any case.
+        dtype: to cast floating-point parameters to, before they are gathered; None: that of the
+            main weights. Buffers stay as they are.
+        only: names to yield, the same on all ranks; None: all. What lies in a flat parameter with
+            none of them is not gathered.
+
+    Yields:
+        Names as in `named_parameters()`, a tied parameter under its first name; tensors of the
+        original shapes on the model's device, without gradient. Buffers come last.
+
+    Raises:
+        RuntimeError: the model is in backward.
+        ValueError: a bad argument.
+        CollectiveError: a rank died, or did not come.
+    """
+    nbytes = parse_nbytes(bucket_bytes) if isinstance(bucket_bytes, str) else int(bucket_bytes)
+    if nbytes < 1:
+        raise ValueError(f"bucket_bytes: expected at least 1, got {bucket_bytes!r}")
+    root_state_of(model, "stream_full")
+    return _stream_model(model, nbytes, dtype, only)
+
+
+def _stream_model(
+    model: nn.Module,
+    nbytes: int,
+    dtype: torch.dtype | None,
+    only: Container[str] | None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    names = Names(model)
+
+    def name_of(parameter: torch.Tensor) -> str:
+        found = names.of(parameter)
+        assert found is not None, "handles are those of the model"
+        return found[0]
+
+    def is_wanted(name: str) -> bool:
+        return only is None or name in only
+
+    sources = []
+    for handle in names.handles:
+        of_all = source_of_weights(handle, dtype)
+        wanted = [i for i in of_all.present if is_wanted(name_of(handle.sharded_params[i]))]
+        sources.append(replace(of_all, present=wanted))
+    for source, index, full in stream_sources(sources, nbytes):
+        yield name_of(source.handle.sharded_params[index]), full
+    del full
+    sharded = {id(p) for handle in names.handles for p in handle.sharded_params}
+    for parameter, found in names.parameters:
+        if id(parameter) not in sharded and is_wanted(found[0]):
+            yield found[0], parameter.detach()
+    for buffer, found in named_buffers(model):
+        if is_wanted(found[0]):
+            yield found[0], buffer.detach()
+
+
+def source_of_weights(handle: FlatParamHandle, dtype: torch.dtype | None = None) -> FlatSource:
+    """The main weights; floating-point ones cast to `dtype` if one is given."""
+    own = handle.main_shard.dtype
+    target = dtype if dtype is not None and own.is_floating_point else own
+
+    def shard() -> torch.Tensor:
+        handle.adopt_changes(handle.fqns[0])
+        return handle.main_shard.detach().to(target)
+
+    return FlatSource(handle, handle.fqns[0], target, shard, range(len(handle.fqns)))
+
+
+def stream_sources(
+    sources: Sequence[FlatSource], nbytes: int
+) -> Iterator[tuple[FlatSource, int, torch.Tensor]]:
+    """Yield (source, parameter index, full tensor), gathering one bucket ahead. Collective."""
+    buckets = [bucket for source in sources for bucket in _cut(source, nbytes // 2)]
+    coming = _gather(_root_of(buckets[0]), buckets[0]) if buckets else None
+    try:
+        for number, bucket in enumerate(buckets):
+            assert coming is not None
+            full, work = coming
+            following = buckets[number + 1] if number + 1 < len(buckets) else None
+            coming = None if following is None else _gather(_root_of(following), following)
+            work.wait()
+            state = _root_of(bucket)
+            handle = bucket.source.handle
+            for index in bucket.indices:
+                start = handle.layout.starts[index] - bucket.start
+                view = full[start : start + handle.layout.numels[index]]
+                view = view.view(handle.shapes[index])
+                split = handle.splits[index]
+                if split is not None:
+                    view = split.wrap(view).full_tensor()  # collective over the mesh
+                yield bucket.source, index, view
+                del view
+            # The next gather may be given this memory: it waits for this mark.
+            state.freed_mark = state.streams.mark_compute()
+            del full
+    finally:
+        if coming is not None:
+            coming[1].wait()  # stopped early: nobody may still write to memory that is freed
+
+
+def _root_of(bucket: _Bucket) -> RootState:
+    unit = unit_of(bucket.source.handle.sharded_params[0])
+    assert unit is not None, "the sources are of a model that is there"
+    return unit.root
+
+
+def _cut(source: FlatSource, nbytes: int) -> Iterator[_Bucket]:
+    layout, width = source.handle.layout, source.dtype.itemsize
+    if layout.padded_numel * width <= nbytes:
+        if source.present:
+            yield _Bucket(source, source.present, 0, layout.padded_numel)
+        return
+    group: list[int] = []
+    for index in source.present:
+        stop = layout.starts[index] + layout.numels[index]
+        if group and (stop - layout.starts[group[0]]) * width > nbytes:
+            yield _neighbours(source, group)
+            group = []
+        group.append(index)
+    if group:
+        yield _neighbours(source, group)
+
+
+def _neighbours(source: FlatSource, group: list[int]) -> _Bucket:
+    layout = source.handle.layout
+    stop = layout.starts[group[-1]] + layout.numels[group[-1]]
+    return _Bucket(source, tuple(group), layout.starts[group[0]], stop)
+
+
+@remembers_failure
+def _gather(state: RootState, bucket: _Bucket) -> tuple[torch.Tensor, Waitable]:
+    """Begin to gather a bucket: the flat tensor of its range, and what to wait for."""
+    source, placement = bucket.source, bucket.source.handle.placement
+    mark = state.streams.mark_compute()  # what is read was written, and memory reused was read
+    with state.streams.unshard as lane:
+        lane.wait(mark)
+        lane.wait(state.freed_mark)
+        shard = source.shard().to(state.device, non_blocking=True)
+        full = shard.new_empty(bucket.stop - bucket.start)
+        if bucket.stop - bucket.start != source.handle.layout.padded_numel:
+            return full, lane.settle(_Several(_broadcasts(state, bucket, shard, full)))
+        pending: list[Pending] = []
+        for group in placement.owner_groups:
+            for earlier in pending:
+                earlier.wait()
+            is_last = group is placement.owner_groups[-1]
+            gathered = full if is_last else shard.new_empty(shard.numel() * group.size)
+            operation = state.operations.next("stream", source.label, group)
+            pending = [all_gather(gathered, shard, group, operation)]
+            shard = gathered
+        if not placement.owner_groups:
+            full.copy_(shard)
+        return full, lane.settle(_Several(pending))
+
+
+def _broadcasts(
+    state: RootState, bucket: _Bucket, shard: torch.Tensor, full: torch.Tensor
+) -> list[Pending]:
+    """Every owner of a part of the bucket sends it to all, outer peers first."""
+    placement, numel = bucket.source.handle.placement, shard.numel()
+    pending = []
+    for owner in range(bucket.start // numel, -(-bucket.stop // numel)):
+        begin = max(bucket.start, owner * numel)
+        end = min(bucket.stop, (owner + 1) * numel)
+        part = full[begin - bucket.start : end - bucket.start]
+        if owner == placement.main_shard_index:
+            part.copy_(shard[begin - owner * numel : end - owner * numel])
+        coordinates = _coordinates(bucket.source.handle, owner)
+        hops = list(zip(placement.owner_groups, coordinates, strict=True))
+        for number, (group, place) in enumerate(hops):
+            is_last = number + 1 == len(hops)
+            operation = state.operations.next("stream", bucket.source.label, group)
+            if not is_last and placement.shard_group.rank != coordinates[-1]:
+                continue  # the owner's outer peers alone have a part in the first hop
+            sent = broadcast(part, group, operation, place)
+            if is_last:
+                pending.append(sent)
+            else:
+                sent.wait()
+    return pending
+
+
+def _coordinates(handle: FlatParamHandle, owner: int) -> tuple[int, ...]:
+    """The owner's place in each of the owner groups; see placement.py."""
+    placement = handle.placement
+    sizes = [group.size for group in placement.owner_groups]
+    if len(sizes) == 2:
+        inner, outer = divmod(owner, sizes[0])
+        return outer, inner
+    return (owner,) * len(sizes)
+
+
+class _Several:
+    """Collectives under way, waited for together."""
+
+    def __init__(self, pending: Sequence[Pending]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        for each in self._pending:
+            each.wait()
