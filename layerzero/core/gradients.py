@@ -115,7 +115,7 @@ class GradientBuffer:
     def _plan_split(self) -> tuple[list[int], list[int]]:
         """Sizes that cut this rank's chunk into pieces and gaps, and each part's parameter."""
         sizes, indices, end = [], [], 0
-        own = self.layout.chunks[self._placement.main_shard_index]
+        own = self.layout.chunk(self._placement.main_shard_index)
         for piece in sorted(own, key=lambda piece: piece.offset):
             if piece.numel and piece.offset > end:
                 sizes.append(piece.offset - end)

@@ -101,54 +101,73 @@ class GradientLayout:
 
     When every parameter is trainable this is the flat layout itself, and each gradient is one
     contiguous run. When some are frozen the others are packed closer, so that frozen parameters
-    cost no bytes; a gradient that several ranks own is then cut at the chunk borders.
+    cost no bytes; a gradient that several ranks own is then cut at chunk borders.
+
+    Size and construction are O(parameters), whatever the group: a rank asks for its own chunk.
     """
 
     trainable: tuple[int, ...]
-    chunks: tuple[tuple[Piece, ...], ...]
-    """Per rank, the pieces it owns of the trainable parameters (empty ones too)."""
     segments: tuple[Piece, ...]
     """Where gradients go in the whole buffer: non-empty, in rising order of offset."""
     chunk_numel: int
+    num_chunks: int
 
     @classmethod
     def build(cls, layout: FlatLayout, trainable: Sequence[int]) -> GradientLayout:
         """Lay out gradients of the parameters `trainable` (rising indices into `layout`)."""
         trainable = tuple(trainable)
-        ranks = range(layout.group_size)
-        if trainable == tuple(range(len(layout.numels))):
-            segments = tuple(
+        if len(trainable) == len(layout.numels):
+            chunk_numel = layout.shard_numel
+            runs = [
                 Piece(index, 0, numel, start)
                 for index, (numel, start) in enumerate(
                     zip(layout.numels, layout.starts, strict=True)
                 )
                 if numel
-            )
-            chunks = tuple(layout.pieces(rank) for rank in ranks)
-            return cls(trainable, chunks, segments, layout.shard_numel)
-        chunks = tuple(_packed(layout, trainable, rank) for rank in ranks)
-        ends = (piece.offset + piece.numel for chunk in chunks for piece in chunk)
-        chunk_numel = round_up(max(ends, default=0), layout.alignment * layout.slices)
-        segments = tuple(
-            piece._replace(offset=rank * chunk_numel + piece.offset)
-            for rank, chunk in enumerate(chunks)
-            for piece in chunk
-            if piece.numel
-        )
-        return cls(trainable, chunks, segments, chunk_numel)
+            ]
+        else:
+            chunk_numel, runs = _pack(layout, trainable)
+        return cls(trainable, tuple(runs), chunk_numel, layout.group_size)
 
     @property
     def numel(self) -> int:
-        return len(self.chunks) * self.chunk_numel
+        return self.num_chunks * self.chunk_numel
+
+    def chunk(self, rank: int) -> tuple[Piece, ...]:
+        """What `rank` owns: a piece per trainable parameter, in order; (index, 0, 0, 0) if none."""
+        begin = rank * self.chunk_numel
+        owned = {}
+        for param, start, stop, offset in self.segments:
+            first = max(begin - offset, 0)
+            last = min(begin + self.chunk_numel - offset, stop - start)
+            if first < last:
+                owned[param] = Piece(param, start + first, start + last, offset + first - begin)
+        return tuple(owned.get(index, Piece(index, 0, 0, 0)) for index in self.trainable)
 
 
-def _packed(layout: FlatLayout, trainable: tuple[int, ...], rank: int) -> tuple[Piece, ...]:
-    pieces = []
-    end = 0
+def _pack(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[Piece]]:
+    """(chunk_numel, segments) that leave out what is frozen.
+
+    A parameter has at most three runs: the end of one shard, shards that it fills, and the
+    beginning of another. Where a parameter fills a shard, chunks are as long as shards; so filled
+    chunks lie next to each other, and are one run however many they are.
+    """
+    shard_numel = layout.shard_numel
+    runs: list[tuple[int, Piece]] = []  # with the rank it begins on, and its offset there
+    longest = 0
+    last_rank, end = -1, 0
     for index in trainable:
-        start, stop = layout.owned_range(index, rank)
-        offset = round_up(end, layout.alignment)
-        pieces.append(Piece(index, start, stop, offset if stop > start else 0))
-        if stop > start:
-            end = offset + stop - start
-    return tuple(pieces)
+        position, stop = 0, layout.numels[index]
+        while position < stop:
+            rank, place = divmod(layout.starts[index] + position, shard_numel)
+            offset = round_up(end, layout.alignment) if rank == last_rank else 0
+            filled = 0 if place else (stop - position) // shard_numel
+            numel = filled * shard_numel or min(stop - position, shard_numel - place)
+            runs.append((rank, Piece(index, position, position + numel, offset)))
+            position += numel
+            last_rank = rank + max(filled, 1) - 1
+            end = shard_numel if filled else offset + numel
+            longest = max(longest, end)
+    chunk_numel = round_up(longest, layout.alignment * layout.slices)
+    segments = [run._replace(offset=rank * chunk_numel + run.offset) for rank, run in runs]
+    return chunk_numel, segments

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+from collections.abc import Sequence
 
 import pytest
 
-from layerzero.core.layout import FlatLayout, GradientLayout
+from layerzero.core.layout import FlatLayout, GradientLayout, Piece, round_up
 
 SIZES = {
     "even": ([64, 64], 2),
@@ -76,7 +78,8 @@ def test_gradients_of_all_parameters_lie_as_the_parameters_do(layout: FlatLayout
     for segment in gradients.segments:
         assert (segment.start, segment.stop) == (0, layout.numels[segment.param])
         assert segment.offset == layout.starts[segment.param]
-    assert gradients.chunks == tuple(layout.pieces(r) for r in range(layout.group_size))
+    for rank in range(layout.group_size):
+        assert gradients.chunk(rank) == layout.pieces(rank)
 
 
 @pytest.mark.parametrize("layout", layouts())
@@ -84,18 +87,87 @@ def test_frozen_parameters_take_no_room_among_gradients(layout: FlatLayout) -> N
     for trainable in _subsets(len(layout.numels)):
         gradients = GradientLayout.build(layout, trainable)
         numels = [n if i in trainable else 0 for i, n in enumerate(layout.numels)]
-        pieces = [piece for chunk in gradients.chunks for piece in chunk]
+        chunks = [gradients.chunk(rank) for rank in range(layout.group_size)]
+        pieces = [piece for chunk in chunks for piece in chunk]
         assert owned_elements(pieces, layout.numels) == [set(range(n)) for n in numels]
         _check_places_are_apart(gradients)
-        largest = max(
-            (sum(piece.numel for piece in chunk) for chunk in gradients.chunks), default=0
-        )
+        largest = max((sum(piece.numel for piece in chunk) for chunk in chunks), default=0)
         if len(trainable) < len(layout.numels):
             room = largest + layout.alignment * (len(trainable) + 1)
             assert gradients.chunk_numel <= room
-        for rank, chunk in enumerate(gradients.chunks):
+        for rank, chunk in enumerate(chunks):
             for piece in chunk:
                 assert (piece.start, piece.stop) == layout.owned_range(piece.param, rank)
+
+
+def _table(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[list[Piece]]]:
+    """Chunk size and every rank's pieces, packed rank by rank: what the arithmetic must come to."""
+    if len(trainable) == len(layout.numels):
+        chunks = [list(layout.pieces(rank)) for rank in range(layout.group_size)]
+        return layout.shard_numel, chunks
+    chunks, longest = [], 0
+    for rank in range(layout.group_size):
+        pieces, end = [], 0
+        for index in trainable:
+            start, stop = layout.owned_range(index, rank)
+            offset = round_up(end, layout.alignment) if start < stop else 0
+            pieces.append(Piece(index, start, stop, offset))
+            if start < stop:
+                end = offset + stop - start
+        chunks.append(pieces)
+        longest = max(longest, end)
+    return round_up(longest, layout.alignment * layout.slices), chunks
+
+
+def test_the_arithmetic_equals_a_table_of_every_rank() -> None:
+    generator = random.Random(0)
+    for _ in range(2000):
+        count, group_size = generator.randrange(9), generator.randrange(1, 40)
+        numels = [generator.choice([0, 1, 7, 16, 63, 64, 300, 2000]) for _ in range(count)]
+        alignment, slices = generator.choice([1, 4, 16]), generator.choice([1, 2, 3])
+        layout = FlatLayout.build(numels, group_size, alignment, slices)
+        trainable = [index for index in range(count) if generator.random() < 0.6]
+        gradients = GradientLayout.build(layout, trainable)
+        chunk_numel, chunks = _table(layout, trainable)
+        assert gradients.chunk_numel == chunk_numel
+        assert [list(gradients.chunk(rank)) for rank in range(group_size)] == chunks
+        assert _elements(gradients.segments) == _elements(
+            piece._replace(offset=rank * chunk_numel + piece.offset)
+            for rank, chunk in enumerate(chunks)
+            for piece in chunk
+        )
+
+
+def _elements(pieces) -> list[tuple[int, int, int]]:
+    """(position in the buffer, parameter, element of it) of all elements."""
+    return [
+        (piece.offset + place, piece.param, piece.start + place)
+        for piece in pieces
+        for place in range(piece.numel)
+    ]
+
+
+@pytest.mark.parametrize("frozen", [(), (1,), (0, 2, 5)], ids=["all", "one frozen", "half frozen"])
+def test_a_layout_costs_the_same_memory_for_any_number_of_ranks(frozen: tuple[int, ...]) -> None:
+    numels = [4096, 3 * 4096**2, 4096**2, 4096, 8 * 4096**2, 8 * 4096**2, 3]
+    trainable = [index for index in range(len(numels)) if index not in frozen]
+
+    def cost(group_size: int) -> tuple[int, int]:
+        tracemalloc.start()
+        layout = FlatLayout.build(numels, group_size, alignment=16)
+        gradients = GradientLayout.build(layout, trainable)
+        chunk = gradients.chunk(group_size // 2)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(chunk) == len(trainable)
+        return len(gradients.segments), peak
+
+    cost(2)
+    few, of_few = cost(8)
+    for group_size in (64, 4096, 1 << 20):
+        many, of_many = cost(group_size)
+        assert many <= 3 * len(trainable)
+        assert of_many <= of_few * max(1.0, many / few) + 4096
 
 
 def _check_places_are_apart(gradients: GradientLayout) -> None:
