@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,18 +52,14 @@ class UnitBuilder:
         that a model on the meta device never needs more than its shards and the units around the
         current module.
         """
-        last_visit = {id(visit.plan): index for index, visit in enumerate(visits)}
-        for plan in plans:
-            # A tied parameter may be used by modules after its unit's own last one.
-            modules = {id(slot.module) for o in plan.originals for slot in o.slots}
-            indices = [i for i, visit in enumerate(visits) if id(visit.module) in modules]
-            last_visit[id(plan)] = max([last_visit[id(plan)], *indices])
+        last_visits: dict[int, list[UnitPlan]] = {}
+        for plan, index in _last_visits(plans, visits):
+            last_visits.setdefault(index, []).append(plan)
         finished: dict[int, Unit] = {}
         for index, visit in enumerate(visits):
             self._prepare(visit)
-            for plan in plans:
-                if last_visit[id(plan)] == index:
-                    finished[id(plan)] = self._finish(plan)
+            for plan in last_visits.get(index, ()):
+                finished[id(plan)] = self._finish(plan)
         for plan in plans:
             unit = finished[id(plan)]
             unit.lenders = tuple(finished[id(lender)] for lender in plan.lenders)
@@ -193,6 +189,17 @@ class UnitBuilder:
             broadcast_(flat, group, Operation("synchronisation", name, 0))
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def _last_visits(plans: list[UnitPlan], visits: list[Visit]) -> Iterator[tuple[UnitPlan, int]]:
+    """For each plan the index of the last visit to a module of it."""
+    last_of_plan = {id(visit.plan): index for index, visit in enumerate(visits)}
+    last_of_module = {id(visit.module): index for index, visit in enumerate(visits)}
+    for plan in plans:
+        # A tied parameter may be used by modules after its unit's own last one.
+        users = [slot.module for original in plan.originals for slot in original.slots]
+        indices = [last_of_module[id(user)] for user in users if id(user) in last_of_module]
+        yield plan, max([last_of_plan[id(plan)], *indices])
 
 
 def _reduce_dtype(compute_dtype: torch.dtype, mixed_precision: MixedPrecision) -> torch.dtype:

@@ -188,8 +188,10 @@ class FlatParamHandle:
         if self.is_whole and not self.has_compute_shard:
             self.full = self.main_shard.data
         else:
-            # Zeros, for the padding of what is written piece by piece and never freed.
-            self.full = torch.zeros(self.layout.padded_numel, dtype=compute_dtype, device=device)
+            # Zeros only for the padding of what is written piece by piece and never freed: the
+            # rest is freed below, and need not be touched.
+            make = torch.zeros if self.is_whole else torch.empty
+            self.full = make(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self._storage = self.full.untyped_storage()
         self.full_params = []
         for index, original in enumerate(originals):
