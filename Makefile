@@ -21,7 +21,7 @@ help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
 	@echo 'make check   ruff and mypy'
-	@echo 'make bench   pad-copy beside memcpy; host overhead, step time, layered ZeRO, checkpoints beside others'
+	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, layered ZeRO, checkpoints beside others'
 	@echo 'make wheel   a wheel and a source distribution, in dist/'
 	@echo 'make clean   remove the environment, builds and caches, but no results'
 	@echo
@@ -53,6 +53,7 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_pad_copy.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_host_overhead.py
+	$(BIN)/python benchmarks/bench_construction.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
 	$(BIN)/python benchmarks/bench_layered.py --plot ""
 	$(BIN)/python benchmarks/bench_checkpoint.py

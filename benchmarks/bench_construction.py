@@ -1,0 +1,179 @@
+"""What does it cost to wrap a model, and does the cost grow with the number of ranks?
+
+Wraps a model of many small units under torch's fake process group, as rank 0 of `--ranks` ranks.
+Every construction has a process of its own, which has wrapped a model of two units before, so that
+imports and caches that are made once do not count. Memory is the most that the process had resident
+while it wrapped, above what it had just before: the model itself does not count.
+
+Model parallelism and files take no part; agreement between ranks costs what the fake collectives
+cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import (
+    Spread,
+    add_engine_flag,
+    environment,
+    interleave,
+    print_json,
+    print_table,
+    ratio,
+)
+from engines import ENGINES
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+COMPARED = ("layerzero", "fully_shard")
+MB = 1 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_engine_flag(parser, COMPARED)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4096])
+    parser.add_argument("--units", type=int, default=400)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--frozen", action="store_true", help="one parameter of each unit is")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--measure", nargs=2, metavar=("ENGINE", "RANKS"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure is not None:
+        engine, ranks = args.measure
+        print_json(measure(engine, int(ranks), args))
+        return
+    results = {ranks: _compare(ranks, args) for ranks in args.ranks}
+    for ranks, result in results.items():
+        _show(ranks, args.units, result)
+    print_json(
+        {
+            "benchmark": "construction",
+            "config": {key: value for key, value in vars(args).items() if key != "measure"},
+            "environment": environment(),
+            "ranks": results,
+        }
+    )
+
+
+def measure(engine: str, ranks: int, args: argparse.Namespace) -> dict[str, float]:
+    """Wrap one model in this process, as rank 0 of `ranks` ranks."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    wrap = ENGINES[engine]
+    first = wrap(_model(2, args), Unit)
+    model = _model(args.units, args)
+    gc.collect()
+    before = _resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc(5)
+    start, start_cpu = time.perf_counter(), time.process_time()
+    model = wrap(model, Unit)
+    result = {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - start_cpu,
+        "peak_mb": (_resident_bytes("VmHWM") - before) / MB,
+    }
+    gc.collect()
+    result["kept_mb"] = (_resident_bytes("VmRSS") - before) / MB
+    del first, model
+    return result
+
+
+class Unit(nn.Module):
+    """Nine parameters of several sizes, as a decoder layer has them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("it is wrapped, and never run")
+
+
+def _model(units: int, args: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Unit(args.width) for _ in range(units)))
+    if args.frozen:
+        for unit in model:
+            unit.proj.weight.requires_grad_(False)
+    return model
+
+
+def _resident_bytes(field: str) -> int:
+    """`VmRSS`: now; `VmHWM`: the peak."""
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    if found is None:
+        raise NotImplementedError("this benchmark reads /proc/self/status of Linux")
+    return int(found[1]) * 1024
+
+
+def _compare(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in args.engines}
+
+    def once(name: str) -> float:
+        measured[name].append(_in_own_process(name, ranks))
+        return measured[name][-1]["cpu_seconds"]
+
+    times = interleave(args.engines, once, args.rounds, warmup=0)
+    result: dict[str, Any] = {
+        name: {key: Spread.of([each[key] for each in of]).as_dict() for key in of[0]}
+        for name, of in measured.items()
+    }
+    if set(COMPARED) <= set(args.engines):
+        result["layerzero_over_fully_shard"] = ratio(*(times[name] for name in COMPARED)).as_dict()
+    return result
+
+
+def _in_own_process(engine: str, ranks: int) -> dict[str, float]:
+    command = [sys.executable, *sys.argv, "--measure", engine, str(ranks)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{engine} on {ranks} ranks: exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _show(ranks: int, units: int, result: dict[str, Any]) -> None:
+    print(f"{ranks} ranks, {units} units: medians (quartiles)")
+    versus = result.get("layerzero_over_fully_shard")
+    rows = []
+    for name in COMPARED:
+        if name in result:
+            cells = [
+                Spread(**result[name][key]).text(digits)
+                for key, digits in (
+                    ("cpu_seconds", 2),
+                    ("seconds", 2),
+                    ("peak_mb", 0),
+                    ("kept_mb", 0),
+                )
+            ]
+            over = Spread(**versus).text() if versus and name == "layerzero" else ""
+            rows.append([name, *cells, over])
+    header = ["engine", "CPU s", "wall s", "peak MB", "kept MB", "CPU / fully_shard"]
+    print_table(header, rows)
+    print()
+
+
+if __name__ == "__main__":
+    main()
