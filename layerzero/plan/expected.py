@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from layerzero.config import BackwardPrefetch
 from layerzero.construct.wrap import Choice, UnitPlan, plan_units
+from layerzero.plan.fields import PlanFields
 from layerzero.plan.order import Lists, Place, Step, backward_lists, forward_lists, order_steps
 from layerzero.plan.resolve import Resolved
-
-if TYPE_CHECKING:
-    from layerzero.plan.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Expected:
         return max(map(len, self.forward.values()), default=0)
 
 
-def expect(plan: ShardingPlan, model: nn.Module, resolved: Resolved) -> Expected:
+def expect(plan: PlanFields, model: nn.Module, resolved: Resolved) -> Expected:
     """What `plan` makes of `model`, sharded or not. Changes nothing."""
     chosen: dict[int, Any] = {id(unit.module): True for unit in resolved.units}
 

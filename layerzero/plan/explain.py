@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from layerzero.plan.expected import Expected, expect, num_parameters
+from layerzero.plan.fields import PlanFields
 from layerzero.plan.order import Lists
 from layerzero.plan.resolve import Resolved, Row, names, resolve
 from layerzero.zero3 import ZeRO3
-
-if TYPE_CHECKING:
-    from layerzero.plan.sharding_plan import ShardingPlan
 
 _ROOT = "(root)"
 _LOGGED = 64
 """Prefetch lists that the log has of each direction."""
 
 
-def explain(plan: ShardingPlan, model: nn.Module) -> str:
+def explain(plan: PlanFields, model: nn.Module) -> str:
     """The text of `ShardingPlan.explain`."""
     resolved = resolve(plan, model)
     module = model.module if isinstance(model, ZeRO3) else model
@@ -43,9 +40,7 @@ def explain(plan: ShardingPlan, model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def applied(
-    plan: ShardingPlan, module: nn.Module, by_model: bool, expected: Expected | None
-) -> str:
+def applied(plan: PlanFields, module: nn.Module, by_model: bool, expected: Expected | None) -> str:
     """What was done with a plan, for the log.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -13,13 +13,11 @@ from layerzero.construct.wrap import has_forward
 from layerzero.core.names import WRAPPER_NAMES
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
+from layerzero.plan.fields import PlanFields
 from layerzero.plan.options import near_matches
 from layerzero.plan.patterns import Match, NamePattern
 from layerzero.runtime.unit import get_unit
 from layerzero.zero3 import ZeRO3
-
-if TYPE_CHECKING:
-    from layerzero.plan.sharding_plan import ShardingPlan
 
 
 class Named(NamedTuple):
@@ -123,7 +121,7 @@ def _named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def resolve(plan: ShardingPlan, model: nn.Module) -> Resolved:
+def resolve(plan: PlanFields, model: nn.Module) -> Resolved:
     """Match all patterns. Nothing is changed, and nothing raised: problems are collected."""
     resolver = _Resolver(plan, model)
     resolver.match_ignored()
@@ -141,7 +139,7 @@ def resolve(plan: ShardingPlan, model: nn.Module) -> Resolved:
 class _Resolver:
     """One walk through the patterns of a plan; its methods run once each, in this order."""
 
-    def __init__(self, plan: ShardingPlan, model: nn.Module) -> None:
+    def __init__(self, plan: PlanFields, model: nn.Module) -> None:
         root = model.module if isinstance(model, ZeRO3) else model
         self.result = Resolved()
         self._plan = plan

@@ -67,6 +67,12 @@ def global_name(root: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
+def under_global_names(root: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries by the names that state dicts of a sharded `root` have. Names among all may come,
+    too: those of a rank's first experts, from 0 on, no other rank's experts have."""
+    return {global_name(root, name): value for name, value in state_dict.items()}
+
+
 def _members(state_dict: dict[str, Any], prefix: str) -> Iterator[tuple[str, str, str]]:
     """Keys of what is inside, with the member's name and the rest of the key."""
     for key in [key for key in state_dict if key.startswith(prefix)]:

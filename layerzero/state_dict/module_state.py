@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.core.flat_param import OriginalParameter
 from layerzero.core.parameter_info import ParameterInfo, get_info
 from layerzero.runtime.states import ShardState, TrainingState
 from layerzero.runtime.unit import Unit
 from layerzero.state_dict.names import extent_of
+from layerzero.state_dict.owners import remember
 from layerzero.state_dict.parameter_shard import ParameterShard
-
-_units = WeakIdKeyDictionary()
-"""By a piece, a weak reference to the unit that it is of."""
 
 
 def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> None:
@@ -33,8 +30,7 @@ def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> Non
     Args:
         originals: of each of the unit's handles.
     """
-    for piece in unit.pieces:
-        _units[piece] = weakref.ref(unit)
+    remember(unit)
     slots: dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
     for handle, group in zip(unit.handles, originals, strict=True):
         for original, piece in zip(group, handle.sharded_params, strict=True):
@@ -138,33 +134,6 @@ def shard_of(piece: nn.Parameter, local: torch.Tensor) -> ParameterShard:
     """`local`, of the piece's shape, as a shard of the whole."""
     info = _info_of(piece)
     return ParameterShard(local, extent_of(info), info.range, weakref.ref(piece))
-
-
-def unit_of(piece: nn.Parameter) -> Unit | None:
-    """The unit that a piece is of; None once it is gone."""
-    reference = _units.get(piece)
-    unit: Unit | None = None if reference is None else reference()
-    return unit
-
-
-def refuse_other_name(piece: nn.Parameter, key: str) -> None:
-    """Refuse an expert that only some ranks have under a key without its name: the key may stand
-    for another expert elsewhere, and files know keys alone.
-
-    So it is with an optimizer's own state dict, which numbers parameters.
-
-    Raises:
-        NotImplementedError: it is one.
-    """
-    unit, info = unit_of(piece), _info_of(piece)
-    if unit is None or info.tensor_parallel is not None or info.fqn in key:
-        return
-    if any(handle.placement.data_parallel is not None for handle in unit.handles):
-        raise NotImplementedError(
-            f"{key}: on this rank it is of {info.fqn}, and on ranks with other experts of another; "
-            "use layerzero.checkpoint.get_optimizer_state_dict and set_optimizer_state_dict, which "
-            "name experts by their number among all, or layerzero.checkpoint.save and load"
-        )
 
 
 def _info_of(piece: nn.Parameter) -> ParameterInfo:

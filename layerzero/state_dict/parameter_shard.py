@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from layerzero.state_dict.gather import gather, root_of
+from layerzero.state_dict.owners import refuse_other_name
 from layerzero.state_dict.ranges import Box, Extent, boxes
 
 if TYPE_CHECKING:
@@ -93,10 +95,8 @@ class ParameterShard(torch.Tensor):
             ValueError: the shard came out of a file, or its model is gone.
             CollectiveError: a rank died, or did not come.
         """
-        from layerzero.state_dict.whole import gather_shards
-
-        full: torch.Tensor = gather_shards({"": self})[""]
-        return full
+        ((_, full),) = gather(root_of(self), [self])
+        return full.detach().clone()
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """What this rank has of an ordinary tensor of the whole's shape: [stop - start]."""
@@ -175,8 +175,6 @@ class ParameterShard(torch.Tensor):
         return found
 
     def _check_name(self, key: str) -> None:
-        from layerzero.state_dict.module_state import refuse_other_name
-
         piece = None if self.piece is None else self.piece()
         if piece is not None:
             refuse_other_name(piece, key)

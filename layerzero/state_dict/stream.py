@@ -21,8 +21,8 @@ from layerzero.config import parse_nbytes
 from layerzero.core.flat_param import FlatParamHandle
 from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.root import RootState
-from layerzero.state_dict.module_state import unit_of
 from layerzero.state_dict.names import Names, named_buffers
+from layerzero.state_dict.owners import unit_of
 from layerzero.state_dict.preconditions import root_state_of
 
 

@@ -8,7 +8,6 @@ before that, which gathers ours (docs/internals/decisions/0019-torch-gathers-our
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,22 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layerzero.core.flat_param import FlatParamHandle
 from layerzero.runtime.root import RootState
-from layerzero.state_dict.dtype_names import dtype_name
-from layerzero.state_dict.errors import CheckpointError
-from layerzero.state_dict.module_state import unit_of
+from layerzero.state_dict.gather import gather, root_of
 from layerzero.state_dict.parameter_shard import ParameterShard
-from layerzero.state_dict.participants import participants_of
 from layerzero.state_dict.preconditions import refuse_experts
 from layerzero.state_dict.rank_local import RankLocal
-from layerzero.state_dict.stream import FlatSource, stream_sources
 
-_BUCKET_NBYTES = 1 << 30
 _TAUGHT = "_gathers_layerzero_shards"
-
-_Shards = dict[int, ParameterShard]
-"""By a parameter's place in its handle."""
 
 
 def gather_shards(
@@ -54,7 +44,7 @@ def gather_shards(
     by_root: dict[int, tuple[RootState, list[ParameterShard]]] = {}
     for value in _leaves(state_dict):
         if isinstance(value, ParameterShard):
-            root = _root_of(value)
+            root = root_of(value)
             by_root.setdefault(id(root), (root, []))[1].append(value)
         elif isinstance(value, RankLocal):
             value.refuse()
@@ -65,7 +55,7 @@ def gather_shards(
     for root, shards in by_root.values():
         if ranks_only:
             refuse_experts(root, "full tensors on some ranks alone")
-        for shard, value in _gather(root, shards):
+        for shard, value in gather(root, shards):
             kept = value.detach().to("cpu" if cpu_offload else value.device, copy=True)
             full[id(shard)] = kept if keeps else None
             del value
@@ -90,97 +80,6 @@ def _replace(value: Any, full: dict[int, torch.Tensor | None]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_replace(item, full) for item in value)
     return full[id(value)] if isinstance(value, ParameterShard) else value
-
-
-def _root_of(shard: ParameterShard) -> RootState:
-    piece = None if shard.piece is None else shard.piece()
-    unit = None if piece is None else unit_of(piece)
-    if unit is None:
-        raise ValueError(
-            f"{shard}: its model is not known here: it came out of a file, or the model is gone. "
-            "Load it into a model first"
-        )
-    return unit.root
-
-
-def _gather(
-    root: RootState, shards: Sequence[ParameterShard]
-) -> Iterator[tuple[ParameterShard, torch.Tensor]]:
-    """Every shard with the whole tensor. Collective over the ranks that share the model."""
-    handles = [handle for unit in root.units for handle in unit.handles]
-    places = {
-        id(piece): (number, index)
-        for number, handle in enumerate(handles)
-        for index, piece in enumerate(handle.sharded_params)
-    }
-    # A piece may come several times: weights, state, tied weights. Each time makes a layer.
-    layers: list[dict[torch.dtype, list[_Shards]]] = [{} for _ in handles]
-    for shard in shards:
-        assert shard.piece is not None
-        number, index = places[id(shard.piece())]
-        own = layers[number].setdefault(shard.local.dtype, [])
-        layer = next((each for each in own if index not in each), None)
-        if layer is None:
-            own.append(layer := {})
-        layer[index] = shard
-    _agree(root, handles, layers)
-    sources: list[FlatSource] = []
-    layer_of: dict[int, _Shards] = {}
-    for handle, by_dtype in zip(handles, layers, strict=True):
-        for dtype, own in sorted(by_dtype.items(), key=lambda item: str(item[0])):
-            for layer in own:
-                sources.append(_source(handle, dtype, layer))
-                layer_of[id(sources[-1])] = layer
-    for source, index, value in stream_sources(sources, _BUCKET_NBYTES):
-        yield layer_of[id(source)][index], value
-
-
-def _agree(
-    root: RootState,
-    handles: Sequence[FlatParamHandle],
-    layers: Sequence[dict[torch.dtype, list[_Shards]]],
-) -> None:
-    """Refuse, on all ranks, what ranks would not gather alike."""
-
-    def tell() -> bytes:
-        own = {
-            handle.fqns[0]: sorted(
-                [dtype_name(dtype, handle.fqns[0]), sorted(layer)]
-                for dtype, found in by_dtype.items()
-                for layer in found
-            )
-            for handle, by_dtype in zip(handles, layers, strict=True)
-        }
-        return json.dumps(own).encode()
-
-    together = participants_of(root, None)
-    told = [json.loads(answer) for answer in together.exchange("state dict", tell)]
-    first: dict[str, tuple[int, Any]] = {}
-    for rank, own in enumerate(told):
-        for name, found in own.items():
-            other, expected = first.setdefault(name, (rank, found))
-            if found != expected:
-                raise CheckpointError(
-                    f"state dict: ranks have different entries for {name!r} and what is sharded "
-                    f"with it: {_count(expected)} on rank {other}, {_count(found)} on rank {rank}; "
-                    "take the state dict of the same models and optimizers on all of them"
-                )
-
-
-def _count(found: Sequence[tuple[str, Sequence[int]]]) -> int:
-    return sum(len(indices) for _, indices in found)
-
-
-def _source(handle: FlatParamHandle, dtype: torch.dtype, layer: _Shards) -> FlatSource:
-    def shard() -> torch.Tensor:
-        flat = torch.zeros_like(handle.main_shard, dtype=dtype)
-        pieces: Sequence[Any] = handle.layout.pieces(handle.placement.main_shard_index)
-        for index, value in layer.items():
-            piece = pieces[index]
-            flat[piece.offset : piece.offset + piece.numel] = value.local
-        return flat
-
-    return FlatSource(handle, handle.fqns[0], dtype, shard, sorted(layer))
 
 
 def teach_torch() -> None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import socket
 from pathlib import Path
 
 from layerzero.checkpoint.format.folder import make_durably
 from layerzero.state_dict.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _NAME = ".lock"
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -23,8 +27,8 @@ _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 class RootLock:
     """Held by the first rank from the start of a save to its end.
 
-    A lock of the system on a file: it goes with the process, however that ends. Where a file system
-    has no locks, two runs are not kept apart.
+    A lock of the system on a file: it goes with the process, however that ends. Where a system or
+    a file system has no such locks, two runs are not kept apart.
     """
 
     def __init__(self, root: Path) -> None:
@@ -57,6 +61,8 @@ class RootLock:
         self._descriptor = descriptor
 
     def _lock(self, descriptor: int) -> None:
+        if fcntl is None:
+            return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -77,5 +83,6 @@ class RootLock:
             os.unlink(self._root / _NAME)
         with contextlib.suppress(OSError):
             # Closing is not enough: a process forked meanwhile has the file open too.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

@@ -14,10 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.format.folder import LATEST
-from layerzero.checkpoint.source import open_source
-from layerzero.state_dict.json_codec import decode
-from layerzero.state_dict.names import Names, name_in_group
+from layerzero.checkpoint.adapters import LATEST, Names, decode, name_in_group, open_source
 
 FOLDER = "layerzero_folder"
 """Key of a checkpoint whose tensors are in a folder: its path."""

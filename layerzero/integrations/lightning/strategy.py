@@ -47,6 +47,7 @@ from layerzero.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from layerzero.checkpoint.adapters import Names
 from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
@@ -77,7 +78,6 @@ from layerzero.optim.clip import clip_grad_norm_
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.runtime.unit import get_unit
-from layerzero.state_dict.names import Names
 from layerzero.zero3 import ZeRO3
 
 _WRAPPER = "_layerzero_lightning_wrapper"

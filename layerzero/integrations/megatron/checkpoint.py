@@ -18,14 +18,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.utils import sharded_state_dict_default
 
 from layerzero import ZeRO3, units
-from layerzero.integrations.megatron.data_parallel import names_to_load
+from layerzero.checkpoint.adapters import root_state_of, under_global_names
 from layerzero.integrations.megatron.optimizer_checkpoint import (
     load_optimizer_state_dict,
     optimizer_sharded_state_dict,
 )
 from layerzero.integrations.megatron.pieces import entry_of_piece, stand_ins
 from layerzero.runtime.states import TrainingState
-from layerzero.state_dict.preconditions import root_state_of
 
 __all__ = [
     "load_main_parameters",
@@ -100,7 +99,7 @@ def load_model_state_dict(
     """
     root_state_of(engine, "load_model_state_dict")
     # The module's own method: one around it (Float16Module) may drop its part of the names.
-    engine.module.load_state_dict(names_to_load(engine.module, state_dict), strict=strict)
+    engine.module.load_state_dict(under_global_names(engine.module, state_dict), strict=strict)
 
 
 def load_main_parameters(engine: ZeRO3, checkpoint_dir: str) -> bool:

@@ -12,15 +12,16 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
 
 from layerzero.checkpoint import get_model_state_dict
+from layerzero.checkpoint.adapters import global_name, under_global_names
 from layerzero.comm.collectives import broadcast_, gather_small
 from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.placement import Placement
 from layerzero.integrations.megatron.arguments import check_model_config
+from layerzero.integrations.megatron.checkpoint import sharded_state_dict
 from layerzero.integrations.megatron.ranks import MegatronRanks
 from layerzero.integrations.megatron.units import MegatronPolicy, widen
 from layerzero.runtime.root import RootState
 from layerzero.runtime.unit import get_unit
-from layerzero.state_dict.expert_names import global_name
 from layerzero.zero3 import ZeRO3
 
 _OURS = {
@@ -246,7 +247,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
 
         Experts of this rank may have Megatron's numbers, or those among all.
         """
-        self.module.load_state_dict(names_to_load(self.module, state_dict), strict=strict)
+        self.module.load_state_dict(under_global_names(self.module, state_dict), strict=strict)
 
     def sharded_state_dict(
         self,
@@ -255,16 +256,8 @@ class ZeRO3DataParallel(_BaseDataParallel):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """For Megatron's distributed checkpoints, under the names of the module. Not collective."""
-        from layerzero.integrations.megatron.checkpoint import sharded_state_dict
-
         own = {**(metadata or {}), "dp_cp_group": self.dp_cp_group}
         return sharded_state_dict(self.engine, prefix, sharded_offsets, own, self.tp_group)
-
-
-def names_to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """By the names that the engine's state dicts have: those of a rank's first experts, from 0 on,
-    no other rank's experts have among all."""
-    return {global_name(module, name): value for name, value in state_dict.items()}
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from megatron.core.optimizer.grad_scaler import (
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import nn
 
+from layerzero.checkpoint import CheckpointError
 from layerzero.core.groups import make_shard_group
 from layerzero.core.parameter_info import copy_attributes, get_info
 from layerzero.core.placement import Placement
@@ -28,7 +29,6 @@ from layerzero.integrations.megatron.arguments import check_chunks, check_optimi
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.parameters import main_parameters, put_main_parameters
 from layerzero.integrations.megatron.ranks import MegatronRanks, Totals
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.zero3 import ZeRO3
 
 _PIECES = "pieces"

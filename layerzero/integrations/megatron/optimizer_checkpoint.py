@@ -21,10 +21,9 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import nn
 
 from layerzero import ZeRO3
+from layerzero.checkpoint import CheckpointError
+from layerzero.checkpoint.adapters import Names, put_state, some, state_template
 from layerzero.integrations.megatron.pieces import NoPiece
-from layerzero.state_dict.errors import CheckpointError, some
-from layerzero.state_dict.names import Names
-from layerzero.state_dict.optimizer_state import put_state, state_template
 
 StateDict = dict[str, Any]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.checkpoint.adapters import piece_of
 from layerzero.core.parameter_info import get_info
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.runtime.states import ShardState
-from layerzero.state_dict.module_state import piece_of
 
 Values = list[tuple[nn.Parameter, torch.Tensor]]
 """A parameter of the optimizer's, and what it becomes."""

@@ -31,9 +31,9 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import nn
 
 from layerzero import ZeRO3, units
+from layerzero.checkpoint.adapters import Box, Extent, boxes
 from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.parameter_info import ParameterInfo, copy_attributes, get_info
-from layerzero.state_dict.ranges import Box, Extent, boxes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerzero.integrations.accelerate import prepare
+    from layerzero.integrations.transformers.accelerator import prepare
     from layerzero.integrations.transformers.pretrained import load_pretrained, shard
     from layerzero.integrations.transformers.pretrained_saving import save_pretrained
     from layerzero.integrations.transformers.trainer import ZeRO3Trainer
@@ -17,7 +17,7 @@ __all__ = ["ZeRO3Trainer", "load_pretrained", "prepare", "save_pretrained", "sha
 
 
 def __getattr__(name: str) -> Any:
-    # Whoever has no Trainer (accelerate.py) should not wait for all that transformers' one loads.
+    # accelerator.py is for those who have accelerate alone, too.
     if name in __all__:
         from layerzero.integrations.transformers import trainer
 

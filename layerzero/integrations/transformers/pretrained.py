@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from layerzero.checkpoint.loading import load
+from layerzero.checkpoint import load
 from layerzero.core.names import clean_name
 from layerzero.integrations.parameter_counts import num_parameters, trainable_and_all
 from layerzero.integrations.transformers.pretrained_saving import save_pretrained

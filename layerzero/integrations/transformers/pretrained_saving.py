@@ -25,16 +25,22 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from layerzero.checkpoint.file_io.direct_io import bytes_of
-from layerzero.checkpoint.format.file_plan import Announcement, plan_files
-from layerzero.checkpoint.format.folder import sync_folder, write_durably
-from layerzero.checkpoint.format.inventory import MODEL
+from layerzero.checkpoint import stream_full
+from layerzero.checkpoint.adapters import (
+    MODEL,
+    Announcement,
+    Names,
+    bytes_of,
+    named_buffers,
+    participants_of,
+    plan_files,
+    refuse_experts,
+    root_state_of,
+    sync_folder,
+    write_durably,
+)
 from layerzero.config import parse_nbytes
 from layerzero.core.parameter_info import get_info
-from layerzero.state_dict.names import Names, named_buffers
-from layerzero.state_dict.participants import participants_of
-from layerzero.state_dict.preconditions import refuse_experts, root_state_of
-from layerzero.state_dict.stream import stream_full
 from layerzero.zero3 import ZeRO3
 
 Tensors = dict[str, torch.Tensor]

@@ -24,9 +24,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers import trainer as trainer_module
 
-from layerzero.checkpoint.loading import load
-from layerzero.checkpoint.saving import save
-from layerzero.integrations.accelerate import (
+from layerzero.checkpoint import load, save
+from layerzero.integrations.parameter_counts import count, is_sharded, num_parameters
+from layerzero.integrations.transformers.accelerator import (
     BF16,
     adopt,
     check_accelerator,
@@ -35,7 +35,6 @@ from layerzero.integrations.accelerate import (
     random_states,
     set_random_states,
 )
-from layerzero.integrations.parameter_counts import count, is_sharded, num_parameters
 from layerzero.integrations.transformers.pretrained import (
     Sharded,
     load_pretrained,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from layerzero.checkpoint.format.folder import committed_steps
+from layerzero.checkpoint.adapters import committed_steps
 
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint_(\d+)")

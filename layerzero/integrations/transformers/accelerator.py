@@ -1,0 +1,388 @@
+"""An Accelerator that knows sharded models: `prepare(accelerator, model, optimizer, ...)`.
+
+accelerate has no place for another engine: which one it calls is an enum of its own. So the
+accelerator in hand gets a subclass of its class, in which the methods that would wrap a sharded
+model in DistributedDataParallel, or take a shard for the whole, ask the engine instead.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+from torch.utils.data import RandomSampler
+
+from layerzero.checkpoint import get_model_state_dict, load, save
+from layerzero.config import MixedPrecision
+from layerzero.integrations.transformers.accelerator_folders import (
+    after_save,
+    folder_to_load,
+    folder_to_save,
+)
+from layerzero.optim import attach
+from layerzero.zero3 import ZeRO3
+
+_OTHER_ENGINES = (
+    DistributedType.DEEPSPEED,
+    DistributedType.FSDP,
+    DistributedType.MEGATRON_LM,
+    DistributedType.XLA,
+)
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options: Any) -> Any:
+    """Shard `model` with ZeRO3 and prepare everything else as `accelerator.prepare`. Collective.
+
+    From then on the accelerator's `accumulate`, `no_sync`, `backward`, `clip_grad_norm_`,
+    `unwrap_model`, `get_state_dict` (full, on the first rank; {} on others), `save_state` and
+    `load_state` (layerzero's checkpoints: any world size, nothing pickled) do what they should.
+
+    Args:
+        accelerator: changed in place: its class becomes a subclass of what it was.
+        model: a module, or a ZeRO3 module, which is taken as it is.
+        others: optimizers, data loaders, schedulers. An optimizer over the unsharded parameters
+            that has not stepped yet gets this rank's pieces in their place.
+        options: of `ZeRO3`; transformers' models also get what `pretrained.shard` adds.
+
+    Returns:
+        The ZeRO3 module, or a tuple of it and the others in order.
+
+    Raises:
+        ValueError: another engine is configured; ranks were not started by a launcher; an optimizer
+            has other parameters, or has stepped already.
+        NotImplementedError: mixed precision with a scaler (fp16, fp8), or `dynamo_backend`.
+    """
+    check_accelerator(accelerator)
+    optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
+    _check_optimizers(optimizers, model)
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise NotImplementedError(
+            "dynamo_backend: expected none; call compile() of the sharded model, which compiles "
+            "each unit"
+        )
+    if isinstance(model, ZeRO3):
+        if options:
+            raise ValueError(f"{sorted(options)}: expected none, the model is sharded already")
+        sharded = model
+    else:
+        if accelerator.mixed_precision == "bf16":
+            options.setdefault("mixed_precision", BF16)
+        options.setdefault("device", accelerator.device)
+        with _handed_over(optimizers, model):
+            sharded = _shard(model, options)
+    adopt(accelerator)
+    return accelerator.prepare(sharded, *others)
+
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""What takes the place of bfloat16 autocast."""
+
+
+def _shard(model: nn.Module, options: dict[str, Any]) -> ZeRO3:
+    # Where there is a model of transformers, it is imported.
+    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    if any(isinstance(part, base) for part in model.modules()):
+        from layerzero.integrations.transformers.pretrained import shard
+
+        return shard(model, **options)
+    return ZeRO3(model, **options)
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse what cannot go together, before anything is changed."""
+    kind = accelerator.distributed_type
+    if kind in _OTHER_ENGINES:
+        raise ValueError(
+            f"Accelerator is set up for {kind.value}, which shards or replaces the model itself; "
+            "use a plain configuration (accelerate launch without --use_fsdp and --use_deepspeed, "
+            "no fsdp_plugin or deepspeed_plugin) and give ZeRO3's options to layerzero"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise NotImplementedError(
+            f"mixed_precision={accelerator.mixed_precision!r}: expected 'no' or 'bf16'. float16 "
+            "needs layerzero.GradScaler, whose ranks agree on overflow, in a loop of your own"
+        )
+    check_launched(accelerator)
+
+
+def check_launched(state: Any) -> None:
+    """Refuse where accelerate does not know of the other ranks: all would get the same batches.
+
+    Args:
+        state: an Accelerator, or a PartialState.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    seen = state.num_processes if state.use_distributed else 1
+    if launched > 1 and seen == 1 and not torch.accelerator.is_available():
+        # Of a machine without an accelerator accelerate takes part when it is told to.
+        raise ValueError(
+            f"a launcher started {launched} processes on a machine without an accelerator, and "
+            "accelerate sees one: ranks would all get the same batches. Pass use_cpu=True to "
+            "TrainingArguments, cpu=True to Accelerator, or --cpu to accelerate launch"
+        )
+    if not dist.is_initialized():
+        raise ValueError(
+            "expected an initialised process group, got a single process that no launcher started; "
+            "start with torchrun or accelerate launch, or call torch.distributed."
+            "init_process_group first"
+        )
+    if seen != dist.get_world_size():
+        raise ValueError(
+            f"accelerate sees {seen} processes, torch.distributed {dist.get_world_size()}: ranks "
+            "would all get the same batches. Start with torchrun or accelerate launch, which set "
+            "RANK, LOCAL_RANK and WORLD_SIZE"
+        )
+
+
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if optimizer.state and not isinstance(model, ZeRO3):
+            raise ValueError(
+                f"{name} has state of whole parameters, expected one that has not stepped; shard "
+                "the model before the first step"
+            )
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise ValueError(
+                        f"group {number} of {name} has a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not the model's; make the optimizer "
+                        "from this model's parameters()"
+                    )
+
+
+@contextmanager
+def _handed_over(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
+    """Optimizers hold nothing inside, and the pieces of what they held after it."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = [group["params"] for group in groups]
+    names = [[name_of[id(parameter)] for parameter in params] for params in held]
+    for group in groups:
+        group["params"] = []
+    try:
+        yield
+    except BaseException:
+        for group, params in zip(groups, held, strict=True):
+            group["params"] = params
+        raise
+    pieces = dict(model.named_parameters())
+    for group, own in zip(groups, names, strict=True):
+        group["params"] = [pieces[name] for name in own]
+    for optimizer in optimizers:
+        attach.look_at(optimizer)
+
+
+def adopt(accelerator: Accelerator) -> None:
+    """Teach an accelerator about sharded models; a second time changes nothing."""
+    if not isinstance(accelerator, ZeRO3Accelerator):
+        own = type(accelerator)
+        accelerator.__class__ = type(own.__name__, (ZeRO3Accelerator, own), {})
+
+
+class ZeRO3Accelerator(Accelerator):
+    """What is different with sharded models. Every other model is treated as ever."""
+
+    def _sharded(self) -> list[ZeRO3]:
+        return [model for model in self._models if isinstance(model, ZeRO3)]
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A ZeRO3 module is ready as it is."""
+        if not isinstance(model, ZeRO3):
+            return super().prepare_model(model, *args, **kwargs)
+        if not any(each is model for each in self._models):
+            self._models.append(model)
+        return model
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The module inside; its parameters are this rank's pieces."""
+        return super().unwrap_model(
+            model.module if isinstance(model, ZeRO3) else model, *args, **kwargs
+        )
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Over all ranks, for all parameters of a sharded model. Collective.
+
+        Raises:
+            ValueError: some of its parameters that have gradients are missing, or others are there.
+        """
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = {id(parameter) for parameter in parameters}
+        for model in self._sharded():
+            own = {id(parameter): parameter for parameter in model.parameters()}
+            if given.isdisjoint(own):
+                continue
+            trained = {key for key, parameter in own.items() if parameter.requires_grad}
+            if not trained <= given <= own.keys():
+                raise ValueError(
+                    "clip_grad_norm_: expected all parameters of the sharded model, got "
+                    f"{len(given & own.keys())} of {len(own)}, and {len(given - own.keys())} "
+                    "others; call accelerator.clip_grad_norm_(model.parameters(), max_norm)"
+                )
+            return model.clip_grad_norm_(max_norm, norm_type)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Of a sharded model: full tensors on the CPU of the first rank, {} on others. Collective.
+
+        `layerzero.integrations.transformers.save_pretrained` writes them without holding them all.
+        """
+        for each in self._sharded():
+            if model is each or model is each.module:
+                return get_model_state_dict(each, full=True, cpu_offload=True, rank0_only=True)
+        return super().get_state_dict(model, unwrap=unwrap)
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+        """Saves a layerzero checkpoint in `output_dir`. Collective.
+
+        The files are those of docs/reference/checkpoint_format.md.
+
+        With `automatic_checkpoint_naming` it is `project_dir/checkpoints/checkpoint_N`; once it is
+        complete, the oldest beyond `total_limit` are removed.
+
+        Model, optimizer, scheduler, random states, what decides how loaders shuffle the next
+        epoch, registered objects, the accelerator's step. Returns the folder.
+
+        To go on inside an epoch, shuffle with `use_seedable_sampler` and call
+        `accelerator.skip_first_batches`.
+
+        Raises:
+            NotImplementedError: several models, optimizers or schedulers; hooks of save_state.
+            ValueError: no folder, or the next automatic name is taken.
+        """
+        parts = self._parts()
+        if parts is None:
+            return super().save_state(output_dir, *args, **kwargs)
+        self._refuse_hooks("save", self._save_model_state_pre_hook)
+        folder = folder_to_save(self, output_dir)
+        model, optimizer, scheduler = parts
+        extra = {
+            "random": random_states(self.device),
+            "step": self.step,
+            "shuffles": [_place(loader, sampler) for loader, sampler in self._shuffling()],
+            "objects": [each.state_dict() for each in self._custom_objects],
+        }
+        saved = save(folder, model, optimizer, scheduler=scheduler, extra=extra).wait()
+        after_save(self)
+        return str(saved)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Load what `save_state` wrote, at any world size. Collective.
+
+        With `automatic_checkpoint_naming` and no folder: the newest one that is complete.
+
+        Raises:
+            ValueError: no such folder; other objects were registered when it was saved.
+        """
+        parts = self._parts()
+        if parts is None:
+            return super().load_state(input_dir, *args, **kwargs)
+        self._refuse_hooks("load", self._load_model_state_pre_hook)
+        model, optimizer, scheduler = parts
+        folder = folder_to_load(self, input_dir)
+        extra = load(folder, model, optimizer, scheduler=scheduler)
+        if not isinstance(extra, dict) or "shuffles" not in extra:
+            raise ValueError(
+                f"{folder}: has the weights, but was not written by save_state; load it with "
+                "layerzero.checkpoint.load"
+            )
+        shuffling = list(self._shuffling())
+        for what, got, saved in (
+            ("registered objects", self._custom_objects, extra["objects"]),
+            ("data loaders that shuffle", shuffling, extra["shuffles"]),
+        ):
+            if len(got) != len(saved):
+                raise ValueError(f"{folder}: {len(saved)} {what} were saved, here {len(got)}")
+        self.step = extra["step"]
+        for (loader, sampler), place in zip(shuffling, extra["shuffles"], strict=True):
+            _set_place(loader, sampler, place)
+        for each, state in zip(self._custom_objects, extra["objects"], strict=True):
+            each.load_state_dict(state)
+        set_random_states(extra["random"], self.device)
+
+    def _parts(self) -> tuple[ZeRO3, Any, Any] | None:
+        """The model, its optimizer and its scheduler; None where no model is sharded."""
+        if not self._sharded():
+            return None
+        for what, found in (
+            ("models", self._models),
+            ("optimizers", self._optimizers),
+            ("schedulers", self._schedulers),
+        ):
+            if len(found) > 1:
+                raise NotImplementedError(
+                    f"save_state and load_state: expected one each, got {len(found)} {what}; call "
+                    "layerzero.checkpoint.save and load for each model"
+                )
+        optimizer = self._optimizers[0].optimizer if self._optimizers else None
+        scheduler = self._schedulers[0] if self._schedulers else None
+        return self._sharded()[0], optimizer, scheduler
+
+    def _refuse_hooks(self, what: str, hooks: Mapping[Any, Any]) -> None:
+        if hooks:
+            raise NotImplementedError(
+                f"{what}_state: {len(hooks)} hooks of register_{what}_state_pre_hook are there, "
+                "which take or leave whole weights, got a sharded model, whose weights no rank "
+                "has; call layerzero.checkpoint.save and load, or save_pretrained, in their place"
+            )
+
+    def _shuffling(self) -> Iterator[tuple[Any, Any]]:
+        """Data loaders that shuffle, and by what."""
+        for loader in self._dataloaders:
+            batches = loader.batch_sampler
+            while hasattr(batches, "batch_sampler"):  # one that gives ranks their part
+                batches = batches.batch_sampler
+            sampler = getattr(batches, "sampler", None)
+            if isinstance(sampler, RandomSampler):
+                yield loader, sampler
+
+
+def _place(loader: Any, sampler: Any) -> dict[str, Any]:
+    """What decides the order of the next epoch."""
+    generator = None if sampler.generator is None else sampler.generator.get_state()
+    place = {"iteration": loader.iteration, "generator": generator}
+    if isinstance(sampler, SeedableRandomSampler):
+        place |= {"seed": sampler.initial_seed, "epoch": sampler.epoch}
+    return place
+
+
+def _set_place(loader: Any, sampler: Any, place: dict[str, Any]) -> None:
+    loader.iteration = place["iteration"]
+    if sampler.generator is not None and place["generator"] is not None:
+        sampler.generator.set_state(place["generator"])
+    if isinstance(sampler, SeedableRandomSampler) and "seed" in place:
+        sampler.initial_seed, sampler.epoch = place["seed"], place["epoch"]
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """States of Python's, numpy's and torch's generators, as a checkpoint's `extra` takes them."""
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """What `random_states` returned; of a device of another kind nothing is known."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    if device.type in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type], device)

@@ -1,0 +1,196 @@
+"""What the fields of a `ShardingPlan` may say, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward, prefetch_depth
+from layerzero.plan.checkpointing import ActivationCheckpointing
+from layerzero.plan.options import (
+    MODULE_OPTIONS,
+    PRECISION_OPTIONS,
+    ZERO3_OPTIONS,
+    merge_precision,
+    read_bool,
+    read_options,
+)
+from layerzero.plan.patterns import NamePattern
+
+_SHORTHANDS = (
+    "param_dtype",
+    "reduce_dtype",
+    "output_dtype",
+    "cast_forward_inputs",
+    "reshard_after_forward",
+    "cpu_offload",
+    "act_ckpt",
+)
+"""Fields that are options of the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFields:
+    """The fields of a `ShardingPlan`, which documents them: read, checked, and what they mean."""
+
+    apply_modules: Mapping[str, Mapping[str, Any]] | Sequence[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ignored_modules: Sequence[str] = ()
+    ignored_parameters: Sequence[str] = ()
+    hook_modules: Mapping[str, str] | Sequence[str] = ()
+    ep_plan: Sequence[str] = ()
+    local_experts: bool = False
+    param_dtype: torch.dtype | str | None = None
+    reduce_dtype: torch.dtype | str | None = None
+    output_dtype: torch.dtype | str | None = None
+    cast_forward_inputs: bool | None = None
+    reshard_after_forward: ReshardAfterForward | None = None
+    cpu_offload: OffloadPolicy | Mapping[str, bool] | bool | None = None
+    act_ckpt: ActivationCheckpointing | str | Sequence[Any] | Mapping[str, Any] | None = None
+    pregather: bool = False
+    broadcast_buffers: bool = True
+    num_to_forward_prefetch: int | None = None
+    num_to_backward_prefetch: int | None = None
+
+    def __post_init__(self) -> None:
+        read: dict[str, Any] = {
+            "apply_modules": _read_apply_modules(self.apply_modules),
+            "ignored_modules": _read_patterns("ignored_modules", self.ignored_modules),
+            "ignored_parameters": _read_patterns("ignored_parameters", self.ignored_parameters),
+            "hook_modules": _read_hook_modules(self.hook_modules),
+            "ep_plan": _read_ep_plan(self.ep_plan),
+            "defaults": read_options("defaults", self.defaults, [*ZERO3_OPTIONS, *MODULE_OPTIONS]),
+            **read_options("plan", self._said, _SHORTHANDS),
+        }
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
+        read_bool("pregather", self.pregather)
+        read_bool("broadcast_buffers", self.broadcast_buffers)
+        read_bool("local_experts", self.local_experts)
+        for name in ("num_to_forward_prefetch", "num_to_backward_prefetch"):
+            _check_number(name, getattr(self, name))
+        self._check_said_once()
+
+    @property
+    def _said(self) -> dict[str, Any]:
+        """Fields that are options of the whole model, where they were given."""
+        given = {name: getattr(self, name) for name in _SHORTHANDS}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _check_said_once(self) -> None:
+        said = self._said
+        pairs = [(name, name) for name in said]
+        pairs += [(name, "mixed_precision") for name in said if name in PRECISION_OPTIONS]
+        if "cpu_offload" in said:
+            pairs.append(("cpu_offload", "offload"))
+        if self.num_to_forward_prefetch is not None:
+            pairs.append(("num_to_forward_prefetch", "forward_prefetch"))
+        if self.num_to_backward_prefetch and self.defaults.get("backward_prefetch", 1) is None:
+            pairs.append(("num_to_backward_prefetch", "backward_prefetch"))
+        for name, default in pairs:
+            if default in self.defaults:
+                raise ValueError(
+                    f"plan: {name}={getattr(self, name)!r} and, in defaults, {default}="
+                    f"{self.defaults[default]!r} are both given; say it in one of them"
+                )
+
+    # What fields mean -----------------------------------------------------------------------
+
+    @property
+    def patterns(self) -> list[tuple[NamePattern, Mapping[str, Any]]]:
+        """Of apply_modules, parsed, each with its options."""
+        assert isinstance(self.apply_modules, Mapping), "made one in __post_init__"
+        return [(NamePattern.parse(text), own) for text, own in self.apply_modules.items()]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the whole model."""
+        return {**self._said, **self.defaults}
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """Of the whole model."""
+        return merge_precision(MixedPrecision(), self.options)
+
+    @property
+    def num_forward(self) -> int:
+        """Steps gathered ahead in forward."""
+        if self.num_to_forward_prefetch is not None:
+            return self.num_to_forward_prefetch
+        return prefetch_depth(self.defaults.get("forward_prefetch", True), "forward_prefetch")
+
+    @property
+    def num_backward(self) -> int:
+        """Steps gathered ahead in backward."""
+        if self.num_to_backward_prefetch is not None:
+            return self.num_to_backward_prefetch
+        return int(self.defaults.get("backward_prefetch", True) is not None)
+
+
+def _read_apply_modules(value: Any) -> dict[str, dict[str, Any]]:
+    if isinstance(value, Mapping):
+        items = [(pattern, {} if own is None else own) for pattern, own in value.items()]
+    else:
+        items = [(pattern, {}) for pattern in _read_patterns("apply_modules", value)]
+    read: dict[str, dict[str, Any]] = {}
+    for pattern, own in items:
+        _parse("apply_modules", pattern)
+        where = f"apply_modules: {pattern!r}"
+        why_not = "one model has one value of it: put it into defaults"
+        read[pattern] = read_options(where, own, MODULE_OPTIONS, why_not)
+    return read
+
+
+def _read_hook_modules(value: Any) -> dict[str, str] | tuple[str, ...]:
+    if not isinstance(value, Mapping):
+        return _read_patterns("hook_modules", value)
+    for owner, hook in value.items():
+        _parse("hook_modules", owner)
+        _parse(f"hook_modules: {owner!r}", hook)
+    return dict(value)
+
+
+def _read_ep_plan(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, Mapping):
+        return _read_patterns("ep_plan", value)
+    units = value.get("apply_efsdp_modules") or value.get("apply_modules") or ["layers.{*}.experts"]
+    raise TypeError(
+        f"ep_plan: expected a list of patterns of the units that are experts, got the mapping "
+        f"{dict(value)!r}; write ep_plan: {list(units)!r}, and the same names in apply_modules. "
+        "These units are sharded over the axis edp of expert_mesh; that each rank has experts of "
+        "its own, and that tokens reach them, is up to the model"
+    )
+
+
+def _read_patterns(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}: expected a list of patterns, got {value!r}")
+    patterns = tuple(value)
+    for pattern in patterns:
+        _parse(name, pattern)
+        if patterns.count(pattern) > 1:
+            raise ValueError(f"{name}: {pattern!r} is there twice; leave one out")
+    return patterns
+
+
+def _parse(name: str, pattern: Any) -> NamePattern:
+    try:
+        parsed = NamePattern.parse(pattern)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    if not pattern:
+        raise ValueError(
+            f"{name}: expected a pattern, got ''; the whole model is a unit always, and its "
+            "options are fields of the plan and its defaults"
+        )
+    return parsed
+
+
+def _check_number(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}: expected a number of steps >= 0 or None, got {value!r}")

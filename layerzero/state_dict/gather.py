@@ -1,0 +1,123 @@
+"""Full tensors for shards: what several ranks hold in pieces, put together on all of them."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from layerzero.core.flat_param import FlatParamHandle
+from layerzero.runtime.root import RootState
+from layerzero.state_dict.dtype_names import dtype_name
+from layerzero.state_dict.errors import CheckpointError
+from layerzero.state_dict.owners import unit_of
+from layerzero.state_dict.participants import participants_of
+from layerzero.state_dict.stream import FlatSource, stream_sources
+
+_BUCKET_NBYTES = 1 << 30
+
+
+class Shard(Protocol):
+    """This rank's part of a parameter, or of what is shaped like one."""
+
+    local: torch.Tensor
+    piece: weakref.ref[nn.Parameter] | None
+    """The parameter that it is of, or belongs to; None: it came out of a file."""
+
+
+_Shard = TypeVar("_Shard", bound=Shard)
+_Layer = dict[int, _Shard]
+"""By a parameter's place in its handle."""
+
+
+def root_of(shard: Shard) -> RootState:
+    piece = None if shard.piece is None else shard.piece()
+    unit = None if piece is None else unit_of(piece)
+    if unit is None:
+        raise ValueError(
+            f"{shard}: its model is not known here: it came out of a file, or the model is gone. "
+            "Load it into a model first"
+        )
+    return unit.root
+
+
+def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, torch.Tensor]]:
+    """Every shard with the whole tensor. Collective over the ranks that share the model."""
+    handles = [handle for unit in root.units for handle in unit.handles]
+    places = {
+        id(piece): (number, index)
+        for number, handle in enumerate(handles)
+        for index, piece in enumerate(handle.sharded_params)
+    }
+    # A piece may come several times: weights, state, tied weights. Each time makes a layer.
+    layers: list[dict[torch.dtype, list[_Layer[_Shard]]]] = [{} for _ in handles]
+    for shard in shards:
+        assert shard.piece is not None
+        number, index = places[id(shard.piece())]
+        own = layers[number].setdefault(shard.local.dtype, [])
+        layer = next((each for each in own if index not in each), None)
+        if layer is None:
+            own.append(layer := {})
+        layer[index] = shard
+    _agree(root, handles, layers)
+    sources: list[FlatSource] = []
+    layer_of: dict[int, _Layer[_Shard]] = {}
+    for handle, by_dtype in zip(handles, layers, strict=True):
+        for dtype, own in sorted(by_dtype.items(), key=lambda item: str(item[0])):
+            for layer in own:
+                sources.append(_source(handle, dtype, layer))
+                layer_of[id(sources[-1])] = layer
+    for source, index, value in stream_sources(sources, _BUCKET_NBYTES):
+        yield layer_of[id(source)][index], value
+
+
+def _agree(
+    root: RootState,
+    handles: Sequence[FlatParamHandle],
+    layers: Sequence[dict[torch.dtype, list[dict[int, Any]]]],
+) -> None:
+    """Refuse, on all ranks, what ranks would not gather alike."""
+
+    def tell() -> bytes:
+        own = {
+            handle.fqns[0]: sorted(
+                [dtype_name(dtype, handle.fqns[0]), sorted(layer)]
+                for dtype, found in by_dtype.items()
+                for layer in found
+            )
+            for handle, by_dtype in zip(handles, layers, strict=True)
+        }
+        return json.dumps(own).encode()
+
+    together = participants_of(root, None)
+    told = [json.loads(answer) for answer in together.exchange("state dict", tell)]
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, own in enumerate(told):
+        for name, found in own.items():
+            other, expected = first.setdefault(name, (rank, found))
+            if found != expected:
+                raise CheckpointError(
+                    f"state dict: ranks have different entries for {name!r} and what is sharded "
+                    f"with it: {_count(expected)} on rank {other}, {_count(found)} on rank {rank}; "
+                    "take the state dict of the same models and optimizers on all of them"
+                )
+
+
+def _count(found: Sequence[tuple[str, Sequence[int]]]) -> int:
+    return sum(len(indices) for _, indices in found)
+
+
+def _source(handle: FlatParamHandle, dtype: torch.dtype, layer: dict[int, Any]) -> FlatSource:
+    def shard() -> torch.Tensor:
+        flat = torch.zeros_like(handle.main_shard, dtype=dtype)
+        pieces: Sequence[Any] = handle.layout.pieces(handle.placement.main_shard_index)
+        for index, value in layer.items():
+            piece = pieces[index]
+            flat[piece.offset : piece.offset + piece.numel] = value.local
+        return flat
+
+    return FlatSource(handle, handle.fqns[0], dtype, shard, sorted(layer))
