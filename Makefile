@@ -15,11 +15,13 @@ HALF_CORES := $(shell echo $$(( $(CORES) > 1 ? $(CORES) / 2 : 1 )))
 # Some tests only wait for a timeout to run out: the others use the cores meanwhile.
 WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 
-.PHONY: help train test check bench wheel clean
+.PHONY: help train test soak faults check bench wheel clean
 
 help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
+	@echo 'make soak    the tests of random models, with SEEDS=200 models each'
+	@echo 'make faults  the tests of killed ranks, killed at every call'
 	@echo 'make check   ruff and mypy'
 	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, layered ZeRO, checkpoints beside others'
 	@echo 'make wheel   a wheel and a source distribution, in dist/'
@@ -44,6 +46,15 @@ train: $(INSTALLED)
 # Tests of one file, which wait alike, stay on one worker until another has nothing left.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# What make test does with a few seeds and stages, in full; before a release, or after a change of
+# the engine or of what writes checkpoints.
+SEEDS ?= 200
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_random_models.py --seeds $(SEEDS) $(ARGS)
+
+faults: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_checkpoint_safety.py --every-fault $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

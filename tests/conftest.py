@@ -11,6 +11,20 @@ from layerzero import notices
 pytest_plugins = ["tests.harness.skips"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seeds",
+        type=int,
+        default=0,
+        help="of each test of random models, instead of the few of every day (make soak)",
+    )
+    parser.addoption(
+        "--every-fault",
+        action="store_true",
+        help="kill at every call instead of once at each stage (make faults)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
 

@@ -41,6 +41,8 @@ FILE_CALLS = (
     "unlink",
     "rmdir",
 )
+# What a kill leaves behind changes with these; around an fsync or a close it is the same.
+CHANGE_FOLDERS = ("mkdir", "write", "pwritev", "rename", "replace", "unlink", "rmdir")
 Losses = dict[int, float]
 _DAMAGES = 15  # to each file
 
@@ -114,32 +116,60 @@ def _leftovers(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def test_killed_at_any_call_a_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
-    """One rank; every call that changes a file is the last one in turn."""
+def _calls_of_the_next_save(root: str) -> list[str]:
+    """Those that `_run` makes when it goes on from two steps."""
+    model, optimizer = _build(0)
+    load(root, model, optimizer)
+    with _killed_at(-1) as calls:
+        save(root, model, optimizer, step=4, extra={"step": 4}, keep=1)
+    return calls
+
+
+def _stages(calls: list[str], kinds: tuple[str, ...] = FILE_CALLS) -> list[int]:
+    """Numbers, from 1 on, of calls of these kinds: of several of one kind in a row the first."""
+    chosen = [number for number, name in enumerate(calls, 1) if name in kinds]
+    return [n for n in chosen if n - 1 not in chosen or calls[n - 2] != calls[n - 1]]
+
+
+def _resume(roots: list[str]) -> list[Losses]:
+    return [_run(root, 6, None) for root in roots]
+
+
+def _assert_resumed(roots: list[Path], world_size: int, expected: list[Losses]) -> set[int]:
+    """Each goes on to the losses of a whole run and leaves nothing behind; where they went on."""
+    begins = set()
+    for rank, found in enumerate(run_ranks(world_size, _resume, [str(root) for root in roots])):
+        for root, losses in zip(roots, found, strict=True):
+            assert losses == {step: expected[rank][step] for step in losses}, root.name
+            begins.add(min(losses))
+    for root in roots:
+        assert _leftovers(root) == ["latest", "step-00000006"], root.name
+    return begins
+
+
+def test_killed_at_any_call_a_run_resumes_to_the_same_losses(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """One rank; what changes a folder is not reached, in turn. With `--every-fault`: every call."""
     (first := tmp_path / "first").mkdir()
     run_ranks(1, _run, str(first), 2, None)
     (whole := tmp_path / "whole").mkdir()
-    expected = run_ranks(1, _run, str(whole), 6, None)[0]
-    resumed_from = set()
-    number = 0
-    finished = False
-    while not finished:
-        number += 1
-        root = tmp_path / str(number)
+    expected = run_ranks(1, _run, str(whole), 6, None)
+    shutil.copytree(first, counted := tmp_path / "counted")
+    calls = run_ranks(1, _calls_of_the_next_save, str(counted))[0]
+    assert len(calls) > 30
+    every = pytestconfig.getoption("--every-fault")
+    numbers = list(range(1, len(calls) + 1)) if every else _stages(calls, CHANGE_FOLDERS)
+    roots = []
+    for number in numbers:
+        roots.append(root := tmp_path / f"{number}, {calls[number - 1]}")
         shutil.copytree(first, root)
-        try:
-            run_ranks(1, _run, str(root), 4, (0, number), expect_exit={0: -signal.SIGKILL})
-        except AssertionError as error:
-            # It was not killed: there are no more calls. Anything else is a failure.
-            if "rank 0: returned instead of exiting" not in str(error):
-                raise
-            finished = True
-        losses = run_ranks(1, _run, str(root), 6, None)[0]
-        resumed_from.add(min(losses))
-        assert losses == {step: expected[step] for step in losses}
-        assert _leftovers(root) == ["latest", "step-00000006"]
-    assert number > 30
-    assert resumed_from == {2, 4}  # from the one before, and from the one being written
+        run_ranks(1, _run, str(root), 4, (0, number), expect_exit={0: -signal.SIGKILL})
+    # From the one before, and from the one being written.
+    assert _assert_resumed(roots, 1, expected) == {2, 4}
+    shutil.copytree(first, root := tmp_path / "one more")
+    with pytest.raises(AssertionError, match="rank 0: returned instead of exiting"):
+        run_ranks(1, _run, str(root), 4, (0, len(calls) + 1), expect_exit={0: -signal.SIGKILL})
 
 
 def _calls_of_a_save(root: str) -> list[str]:
@@ -151,31 +181,27 @@ def _calls_of_a_save(root: str) -> list[str]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
-    tmp_path: Path, rank: int
+    tmp_path: Path, rank: int, pytestconfig: pytest.Config
 ) -> None:
+    """Of rank 0 those that move data or names. With `--every-fault`: every call."""
     calls = run_ranks(2, _calls_of_a_save, str(tmp_path / "calls"))[rank]
     (whole := tmp_path / "whole").mkdir()
     expected = run_ranks(2, _run, str(whole), 6, None)
-    # The first call of each stage: of calls of one kind in a row.
-    stages = [1 + i for i, name in enumerate(calls) if i == 0 or calls[i - 1] != name]
-    if rank == 0:
-        stages = [
-            number for number in stages if calls[number - 1] in ("pwritev", "rename", "replace")
-        ]
-    assert len(stages) >= 3
+    numbers = _stages(calls, ("pwritev", "rename", "replace") if rank == 0 else FILE_CALLS)
+    assert len(numbers) >= 3
+    if pytestconfig.getoption("--every-fault"):
+        numbers = list(range(1, len(calls) + 1))
     (first := tmp_path / "first").mkdir()
     run_ranks(2, _run, str(first), 2, None)
-    for number in stages:
-        root = tmp_path / str(number)
+    roots = []
+    for number in numbers:
+        roots.append(root := tmp_path / f"{number}, {calls[number - 1]}")
         shutil.copytree(first, root)
         run_ranks(
             2, _interrupted, str(root), 4, (rank, number), expect_exit={rank: -signal.SIGKILL}
         )
         assert (root / "latest").exists()
-        losses = run_ranks(2, _run, str(root), 6, None)
-        for own, whole_run in zip(losses, expected, strict=True):
-            assert own == {step: whole_run[step] for step in own}
-        assert _leftovers(root) == ["latest", "step-00000006"]
+    _assert_resumed(roots, 2, expected)
 
 
 def _saved(root: str) -> tuple[ZeRO3, torch.optim.Optimizer, dict[str, Tensor]]:

@@ -17,11 +17,12 @@ What it cannot tell: how fast anything is, and whether a real device does what i
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -41,16 +42,37 @@ Clock = dict[int, int]
 
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _FREED = ", in memory freed since"
+_expired = torch.UntypedStorage._expired
 _BLOCKS_HOST = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: Any) -> Sequence[Tensor]:
     """Of an operator's arguments or results, which nest in lists alone."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
+        return (value,)
+    if isinstance(value, (list, tuple)) and value:
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    return ()
+
+
+@functools.cache
+def _facts_of(func: Any) -> _Facts:
+    """Asked once of each operator: a schema answers in C++, and every operation asks."""
+    name = func._schema.name.removeprefix("aten::")
+    arguments = [
+        (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in func._schema.arguments
+    ]
+    return _Facts(name, func.is_view or name == "detach", arguments)
+
+
+class _Facts(NamedTuple):
+    """What the simulation asks of an operator."""
+
+    name: str
+    is_view: bool
+    arguments: list[tuple[str, bool]]
+    """(name, whether it is written to), in order."""
 
 
 def _merge(clock: Clock, other: Clock) -> None:
@@ -107,8 +129,7 @@ class _Memory:
     """Stream -> what it did here last, for the report."""
 
     def is_gone(self) -> bool:
-        # As `alive.expired()`, without its two calls: every allocation asks all memories.
-        return torch.UntypedStorage._expired(self.alive.cdata)
+        return _expired(self.alive.cdata)
 
 
 class SimulatedDevice(TorchDispatchMode):
@@ -128,6 +149,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._comm = Stream(self._host, "the backend's stream")
         self._current = [self._compute]
         self._memories: dict[int, _Memory] = {}
+        self._alive: dict[int, int] = {}  # the same keys -> `_Memory.alive.cdata`
         self._freed: dict[int, Clock] = {}
         self._freed_last: dict[int, dict[int, str]] = {}
         self._is_paused = False
@@ -157,8 +179,16 @@ class SimulatedDevice(TorchDispatchMode):
     def take_for_host(self, tensor: Tensor) -> Tensor:
         """Mark memory as the host's, whose allocator waits for copies before it gives it out."""
         storage = tensor.untyped_storage()
-        self._memories[storage._cdata] = _Memory(StorageWeakRef(storage), self._host, {}, {})
+        self._remember(storage, self._host, {}, {})
         return tensor
+
+    def _remember(
+        self, storage: torch.UntypedStorage, home: Stream, before: Clock, last: dict[int, str]
+    ) -> _Memory:
+        memory = _Memory(StorageWeakRef(storage), home, before, {}, last)
+        self._memories[storage._cdata] = memory
+        self._alive[storage._cdata] = memory.alive.cdata
+        return memory
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         memory = self._memories.get(tensor.untyped_storage()._cdata)
@@ -166,17 +196,18 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _allocate(self, storage: torch.UntypedStorage) -> _Memory:
         """Memory from the pool of the current stream."""
-        for key in [key for key, memory in self._memories.items() if memory.is_gone()]:
+        # As `is_gone()`, without its call: every allocation asks all memories.
+        gone = [key for key, weak in self._alive.items() if _expired(weak)]
+        for key in gone:
             self._free(key)
         home = self.current_stream()
         before = dict(self._freed.get(home.id, {}))
         last = dict(self._freed_last.get(home.id, {}))
-        memory = _Memory(StorageWeakRef(storage), home, before, {}, last)
-        self._memories[storage._cdata] = memory
-        return memory
+        return self._remember(storage, home, before, last)
 
     def _free(self, key: int) -> None:
         memory = self._memories.pop(key)
+        del self._alive[key]
         if memory.home is self._host:
             return
         pool = self._freed.setdefault(memory.home.id, {})
@@ -223,12 +254,12 @@ class SimulatedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self._is_paused:
-            self._note(func, args, kwargs, result)
+            self._note(_facts_of(func), args, kwargs, result)
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        name = func._schema.name.removeprefix("aten::")
-        outputs = list(_tensors_in(result))
+    def _note(self, facts: _Facts, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        name = facts.name
+        outputs = _tensors_in(result)
         on_host = self._runs_on_host(args, kwargs)
         if name in _ALLOCATES:
             for output in outputs:
@@ -239,14 +270,13 @@ class SimulatedDevice(TorchDispatchMode):
             return
         if name in _BLOCKS_HOST:
             self.host_waits.append(name)
-        if func.is_view or name == "detach":
+        if facts.is_view:
             return
         stream = self._host if on_host else self.current_stream()
         stream.tick()
         seen = set()
-        for position, argument in enumerate(func._schema.arguments):
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            writes = argument.alias_info is not None and argument.alias_info.is_write
+        for position, (argument, writes) in enumerate(facts.arguments):
+            given = args[position] if position < len(args) else kwargs.get(argument)
             for tensor in _tensors_in(given):
                 if tensor.dim() or not on_host:
                     seen.add(tensor.untyped_storage()._cdata)
@@ -264,9 +294,14 @@ class SimulatedDevice(TorchDispatchMode):
         """Whether all tensors are the host's; a scalar is at home on both sides."""
         if kwargs.get("device") is not None:
             return False
-        given = _tensors_in((args, tuple(kwargs.values())))
-        tensors = [tensor for tensor in given if tensor.dim()]
-        return bool(tensors) and all(self._is_on_host(tensor) for tensor in tensors)
+        found = False
+        for given in (args, tuple(kwargs.values())):
+            for tensor in _tensors_in(given):
+                if tensor.dim():
+                    if not self._is_on_host(tensor):
+                        return False
+                    found = True
+        return found
 
     def _collective(self, verb: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
         """`verb(output, input, ...)`, or `verb(tensor, ...)`, queued as NCCL does."""
