@@ -226,6 +226,7 @@ setup(
         "lightning": LIGHTNING,
         "megatron": MEGATRON,
         "hf": HF,
+        "ray": ["ray[train]>=2.49"],
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy", "build"],
     },

@@ -1,0 +1,163 @@
+"""Every block of Python in docs/howto/*.md runs, on two ranks; memory.md's formula is a bound."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.memory import peak_bytes
+from layerzero import ZeRO3
+from tests.harness.pages import DOCS, python_blocks, run_blocks
+from tests.harness.ranks import run_ranks
+
+HOWTO = DOCS / "howto"
+# recipes.md has a test of its own, by section.
+PAGES = sorted(path.name for path in HOWTO.glob("*.md") if path.name != "recipes.md")
+NEEDS = {"hugging_face.md": ["transformers"], "megatron.md": ["megatron.core"]}
+
+
+@contextlib.contextmanager
+def _surroundings(page: str, folder: str) -> Iterator[dict[str, Any]]:
+    """What a page takes for granted beyond the names that all of them have."""
+    if page == "hugging_face.md":
+        yield _a_llama_folder(folder)
+    elif page == "megatron.md":
+        with _megatron() as names:
+            yield names
+    else:
+        yield {}
+
+
+def _a_llama_folder(folder: str) -> dict[str, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    # As torchrun sets them; accelerate reads these.
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if dist.get_rank() == 0:
+        config = LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        )
+        LlamaForCausalLM(config).save_pretrained(f"{folder}/llama")
+    dist.barrier()
+    return {}
+
+
+@contextlib.contextmanager
+def _megatron() -> Iterator[dict[str, Any]]:
+    from tests.integrations.megatron_ranks import LENGTH, VOCABULARY, gpt, megatron_on_cpu
+
+    def model_provider(**place: Any) -> nn.Module:
+        return gpt()
+
+    def forward_step(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+        tokens = next(data)
+        seen, wanted = tokens[:, :-1], tokens[:, 1:].contiguous()
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+        output = model(seen, torch.arange(LENGTH).expand_as(seen), mask, labels=wanted)
+        return output, lambda output: (output.mean(), {"loss": output.mean().detach()})
+
+    def batches() -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        while True:
+            yield torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
+
+    with megatron_on_cpu():
+        yield {
+            "model_provider": model_provider,
+            "config": gpt().config,
+            "forward_step": forward_step,
+            "data": batches(),
+        }
+
+
+def _run(page: str, folder: str) -> dict[str, Any]:
+    with _surroundings(page, folder) as more:
+        names = run_blocks(python_blocks((HOWTO / page).read_text()), page, folder, **more)
+    plain = (str, int, float)
+    return {name: value for name, value in names.items() if isinstance(value, plain)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    for module in NEEDS.get(page, ()):
+        pytest.importorskip(module)
+    results = run_ranks(2, _run, page, str(tmp_path), timeout=120)
+    if page == "hang.md":
+        for each in results:
+            assert "took different paths through the model" in each["report"]
+            assert "all-gather of left" in each["report"]
+            assert "all-gather of right" in each["report"]
+
+
+# memory.md ------------------------------------------------------------------------------------
+
+NUM_UNITS, WIDTH, VOCAB = 8, 256, 2000
+UNIT, ROOT = 8 * WIDTH * WIDTH, 2 * VOCAB * WIDTH
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Language(nn.Module):
+    """Parameters are nearly all there is: activations of four tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.Sequential(*(Layer() for _ in range(NUM_UNITS)))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(tokens)))
+
+
+def _measured(zero3_size: int | None) -> int:
+    def prepare() -> Any:
+        model = ZeRO3(Language(), auto_wrap_policy={Layer}, zero3_size=zero3_size)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+        def step() -> None:
+            model(torch.arange(4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return peak_bytes(prepare)
+
+
+@pytest.mark.parametrize(("num_ranks", "zero3_size"), [(2, None), (4, None), (4, 2), (4, 1)])
+def test_the_peak_is_below_the_bound_and_near_it(num_ranks: int, zero3_size: int | None) -> None:
+    names: dict[str, Any] = {}
+    for block in python_blocks((HOWTO / "memory.md").read_text()):
+        exec(block, names)
+    bound = names["peak_nbytes"](ROOT, UNIT, NUM_UNITS, num_ranks, zero3_size, foreach=False)
+    try:
+        peak = max(run_ranks(num_ranks, _measured, zero3_size))
+    except AssertionError as error:
+        if "NotImplementedError: this C library has no mallinfo2" in str(error):
+            pytest.skip("this C library does not count its memory")
+        raise
+    print(f"peak {peak / 1e6:.1f} MB, {peak / bound:.2f} of the bound")
+    assert 0.8 * bound < peak < bound

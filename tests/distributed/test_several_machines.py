@@ -1,0 +1,120 @@
+"""docs/howto/several_machines.md: two agents of torchrun, and Ray Train, each with two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples"
+SMALL = ["--layers", "1", "--width", "16", "--seq", "16", "--steps", "4", "--batch", "2"]
+
+
+def _environment() -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    path = f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    """In a group of its own, so that all it starts can be ended."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=_environment(),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _finish(processes: list[subprocess.Popen[str]], timeout: float) -> None:
+    """Wait until all have ended well; afterwards none is left."""
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=timeout)
+            assert process.returncode == 0, output[-5000:]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _losses(log: Path) -> list[tuple[int, list[float]]]:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [(line["step"], line["rank_losses"]) for line in lines]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo is told the loopback interface of Linux")
+def test_two_agents_train_as_one_agent_with_two_ranks(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(random.Random(0).randbytes(5000))
+
+    def agent(name: str, *flags: str) -> subprocess.Popen[str]:
+        out = ["--out", str(tmp_path / name), "--log", str(tmp_path / f"{name}.jsonl")]
+        script = [str(EXAMPLES / "train_lm.py"), *SMALL, "--data", str(text), *out]
+        return _start("-m", "torch.distributed.run", *flags, "--", *script)
+
+    meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+    agents = [
+        agent("two", *meeting, "--node-rank", str(node), "--nproc-per-node", "1") for node in (0, 1)
+    ]
+    _finish(agents, timeout=180)
+    _finish([agent("one", "--standalone", "--nproc-per-node", "2")], timeout=180)
+
+    two, one = _losses(tmp_path / "two.jsonl"), _losses(tmp_path / "one.jsonl")
+    assert len(two) == 4
+    assert two == one
+
+
+def _plain_loss(num_steps: int) -> float:
+    """The last loss of the Ray example, from the unsharded model on the rows of both ranks."""
+    path = EXAMPLES / "train_ray.py"
+    spec = importlib.util.spec_from_file_location("train_ray", path)
+    assert spec is not None and spec.loader is not None
+    example: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(example.Block() for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(1, num_steps + 1):
+        pairs = [example.batch_of(step, rank) for rank in (0, 1)]
+        loss = sum((model(rows) - wanted).square().mean() for rows, wanted in pairs) / 2
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss)
+
+
+def test_two_ray_workers_resume_after_a_failure(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train")
+    flags = ["--workers", "2", "--steps", "6", "--checkpoint-every", "2", "--fail-at", "5"]
+    script = str(EXAMPLES / "train_ray.py")
+    _finish([_start(script, *flags, "--storage", str(tmp_path))], timeout=300)
+
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["step"] == 6
+    assert metrics["resumed_from"] == 4
+    assert metrics["loss"] == pytest.approx(_plain_loss(6), rel=1e-4)
