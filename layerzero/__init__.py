@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from layerzero import optim
 from layerzero.by_hand import pregather
 from layerzero.comm.diagnosis import CollectiveError
-from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
+from layerzero.config import (
+    BackwardPrefetch,
+    MixedPrecision,
+    OffloadPolicy,
+    PrefetchPolicy,
+    ReductionPolicy,
+)
 from layerzero.ops import native_status
 from layerzero.optim import GradScaler, global_norm
 from layerzero.parallel import ParallelManager
@@ -32,6 +38,8 @@ __all__ = [
     "MixedPrecision",
     "OffloadPolicy",
     "ParallelManager",
+    "PrefetchPolicy",
+    "ReductionPolicy",
     "ShardingPlan",
     "ZeRO3",
     "__version__",

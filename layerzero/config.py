@@ -6,7 +6,7 @@ import enum
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ ModuleClasses = tuple[type[nn.Module], ...]
 Accumulation = Literal["sharded", "unsharded", "auto"]
 """Where micro-batches without gradient synchronization add up."""
 
+
+GradientReduction = Literal["mean", "sum"]
+"""Over the ranks that share the model."""
 
 ReshardAfterForward = bool | Literal["compute_shard"]
 """What is left of a unit between forward and backward: everything (False), what it is gathered from
@@ -118,6 +121,63 @@ class OffloadPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefetchPolicy:
+    """Which units are gathered before they are asked for.
+
+    Attributes:
+        forward: how many units ahead are gathered in forward once the order is recorded.
+        backward: when the next unit of the backward pass is gathered; None: on demand.
+        limit: bound on what prefetching keeps resident: False, True (a default), an int (units) or
+            a string such as "2GB" (bytes).
+    """
+
+    forward: bool | int = True
+    backward: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    limit: bool | int | str = True
+
+    def __post_init__(self) -> None:
+        prefetch_depth(self.forward, "PrefetchPolicy.forward")
+        if self.backward is not None and not isinstance(self.backward, BackwardPrefetch):
+            raise TypeError(
+                "PrefetchPolicy.backward: expected a BackwardPrefetch or None, got "
+                f"{self.backward!r}"
+            )
+        GatherBudget.parse(self.limit, default_units=1, name="PrefetchPolicy.limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionPolicy:
+    """How gradients become one over the ranks.
+
+    Attributes:
+        reduce: "mean" over the group, or "sum".
+        accumulation: where micro-batches without gradient synchronization (`no_sync`) add up:
+            "unsharded" before anything is sent, "sharded" after a reduction over the shard group;
+            "auto" decides by what they cost, and logs it.
+        deterministic: sum gradients in rank order, in float32.
+    """
+
+    reduce: GradientReduction = "mean"
+    accumulation: Accumulation = "auto"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for field, expected in (
+            ("reduce", get_args(GradientReduction)),
+            ("accumulation", get_args(Accumulation)),
+        ):
+            if getattr(self, field) not in expected:
+                raise ValueError(
+                    f"ReductionPolicy.{field}: expected one of {expected}, got "
+                    f"{getattr(self, field)!r}"
+                )
+        if not isinstance(self.deterministic, bool):
+            raise TypeError(
+                f"ReductionPolicy.deterministic: expected True or False, got {self.deterministic!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatherBudget:
     """How many full units, or bytes of them, prefetching may keep resident. None: no bound."""
 
@@ -125,7 +185,9 @@ class GatherBudget:
     max_nbytes: int | None = None
 
     @classmethod
-    def parse(cls, value: bool | int | str, *, default_units: int) -> GatherBudget:
+    def parse(
+        cls, value: bool | int | str, *, default_units: int, name: str = "limit_all_gathers"
+    ) -> GatherBudget:
         """Read the `limit_all_gathers` argument: False, True, units (int) or bytes ("512MB")."""
         if value is False:
             return cls()
@@ -133,13 +195,12 @@ class GatherBudget:
             return cls(max_units=default_units)
         if isinstance(value, int):
             if value < 1:
-                raise ValueError(f"limit_all_gathers: expected at least 1 unit, got {value}")
+                raise ValueError(f"{name}: expected at least 1 unit, got {value}")
             return cls(max_units=value)
         if isinstance(value, str):
             return cls(max_nbytes=parse_nbytes(value))
         raise TypeError(
-            "limit_all_gathers: expected bool, int (units) or str such as '2GB' (bytes), "
-            f"got {value!r}"
+            f"{name}: expected bool, int (units) or str such as '2GB' (bytes), got {value!r}"
         )
 
 

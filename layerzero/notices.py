@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 
 import torch.distributed as dist
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 _told: set[str] = set()
 """Keys of warnings that this process has given, or has left to the first rank."""
@@ -29,3 +33,12 @@ def warn_once(key: str, message: str, *, is_first: bool | None = None, stackleve
     _told.add(key)
     if is_first_rank() if is_first is None else is_first:
         warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def outside() -> int:
+    """The `stacklevel` for which `warn_once`, called where this is, shows the user's line: the
+    first one outside the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level

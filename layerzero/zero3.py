@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
@@ -15,67 +13,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.group_names import agree_on_group_names
 from layerzero.config import (
     Accumulation,
     BackwardPrefetch,
     GatherBudget,
+    GradientReduction,
     MixedPrecision,
     OffloadPolicy,
+    PrefetchPolicy,
+    ReductionPolicy,
     ReshardAfterForward,
-    prefetch_depth,
 )
-from layerzero.construct.advice import warn_about_ignored, warn_about_policy, warn_about_precision
-from layerzero.construct.argument_types import (
-    check_containers,
-    check_device,
-    check_flags,
-    check_ignored,
-    check_param_init_fn,
-    check_timeout,
-)
-from layerzero.construct.arguments import (
-    GradientReduction,
-    UnitArguments,
-    check_accumulation,
-    check_agreement,
-    check_backward_prefetch,
-    check_gradient_reduction,
-    check_group,
-    check_mixed_precision,
-    check_module,
-    check_reshard_after_forward,
-    effective_offload,
-    tensor_parallel_mesh,
-)
-from layerzero.construct.build import UnitBuilder, resolve_device
-from layerzero.construct.expert_numbers import ExpertLists
-from layerzero.construct.experts import check_experts, find_experts, place_units, structure_of
+from layerzero.construct import advice
+from layerzero.construct.arguments import check_arguments
+from layerzero.construct.build import build
 from layerzero.construct.foreign import guard_saving
-from layerzero.construct.materialize import Materializer
-from layerzero.construct.same_start import Digests, Outline, settle
-from layerzero.construct.torch_arguments import (
-    refuse_unknown,
-    to_backward_prefetch,
-    to_offload,
-    to_precision,
-)
-from layerzero.construct.wrap import WrapPolicy, plan_units
-from layerzero.core.groups import make_shard_groups, mesh_groups
+from layerzero.construct.plan import plan_wrapping
+from layerzero.construct.topology import agree_on_topology
+from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
-from layerzero.core.placement import Placement, make_placement
+from layerzero.core.placement import Placement
 from layerzero.log import log_units
-from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.clip import clip_grad_norm_
 from layerzero.optim.earlier import hand_over_pieces
 from layerzero.optim.in_backward import StepInBackward
 from layerzero.runtime import hooks, surroundings
 from layerzero.runtime.root import RootState, UnshardHandle
-from layerzero.runtime.structure import nested_ignored
 from layerzero.runtime.summon import SummonOptions, summon
 from layerzero.runtime.unit import Unit, get_unit, set_unit
-from layerzero.runtime.unwrap import left_units, unwrap
 from layerzero.state_dict.whole import teach_torch
 from layerzero.wrapper import ModuleWrapper
 
@@ -138,6 +104,8 @@ class ZeRO3(ModuleWrapper):
         timeout: of any collective, after which the error says who waits for what; None: what
             the process group, or else the default group, was made with if somebody chose it, else
             5 minutes (docs/reference/errors.md).
+        prefetch: `forward_prefetch`, `backward_prefetch` and `limit_all_gathers` as one policy.
+        reduction: `gradient_reduction`, `accumulation` and `deterministic` as one policy.
 
     Raises:
         ValueError, TypeError: a bad argument, named with what was expected; ranks that have other
@@ -169,110 +137,41 @@ class ZeRO3(ModuleWrapper):
         accumulation: Accumulation = "auto",
         deterministic: bool = False,
         timeout: timedelta | None = None,
+        prefetch: PrefetchPolicy | None = None,
+        reduction: ReductionPolicy | None = None,
         **unknown: NoReturn,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}
         if "_wrapped" not in self.__dict__:  # else it is wrapped again (rewrap.py)
             super().__init__()
-        check_module(module)
-        left = left_units(module)
-        if unknown:
-            refuse_unknown(unknown, inspect.signature(ZeRO3.__init__).parameters)
-        check_flags(sync_module_states=sync_module_states, deterministic=deterministic)
-        check_timeout(timeout)
-        check_param_init_fn(param_init_fn)
-        check_device(device)
-        ignored_modules, ignored_parameters = check_ignored(
-            module, ignored_modules, ignored_parameters
-        )
-        backward_prefetch = to_backward_prefetch(backward_prefetch)
-        check_backward_prefetch(backward_prefetch)
-        precision = to_precision(mixed_precision, module, auto_wrap_policy is not None)
-        check_mixed_precision(precision.units)
-        check_gradient_reduction(gradient_reduction)
-        forward_depth = prefetch_depth(forward_prefetch, "forward_prefetch")
-        GatherBudget.parse(limit_all_gathers, default_units=1)  # a bad one is refused here
-        if not callable(reshard_after_forward):
-            check_reshard_after_forward(reshard_after_forward)
-        group = check_group(process_group, zero3_size, outer)
-        check_accumulation(accumulation)
-        if left:
-            full = unwrap(left)
-            ignored_parameters = [full.get(id(each), each) for each in ignored_parameters]
-        ignored = nested_ignored(module).and_also(ignored_modules, ignored_parameters)
-        plans, visits = plan_units(module, auto_wrap_policy, ignored.modules, ignored.parameters)
-        check_containers(plans)
-        experts = find_experts(plans, process_group)
-        expert_lists = ExpertLists(module, plans)
-        dense = [plan for plan in plans if id(plan) not in experts]
-        mesh = tensor_parallel_mesh(dense, process_group)
-        target = resolve_device(device, plans, group, mesh)
-        shared = UnitArguments(
-            mixed_precision=precision.units or MixedPrecision(),
-            reshard_after_forward=reshard_after_forward,
-            gradient_reduction=gradient_reduction,
-            offload=effective_offload(to_offload(offload), target),
-        )
-        arguments = {id(plan): shared.of_unit(plan, target) for plan in plans}
-        if precision.root is not None:
-            of_root = replace(arguments[id(plans[0])], mixed_precision=precision.root)
-            arguments[id(plans[0])] = of_root
-        structure = structure_of(plans, experts)
-        axes = make_shard_groups(process_group, target, timeout)
-        check_agreement(axes, target, zero3_size, outer, mesh, structure, Outline(plans, experts))
-        agree_on_group_names(axes, target)
-        placement = make_placement(process_group, target, zero3_size, outer, deterministic, timeout)
-        check_experts(plans, experts, placement, target)
-        expert_lists.name_members()
-        tensor_parallel_groups = mesh_groups(mesh, target, timeout)
-        materializer = Materializer(target, param_init_fn)
-        digests = Digests(target, is_needed=not sync_module_states)
-        builder = UnitBuilder(
-            placements=place_units(
-                plans, experts, placement, target, outer, deterministic, timeout
-            ),
-            tensor_parallel_groups=tensor_parallel_groups,
-            device=target,
-            arguments=arguments,
-            deterministic=deterministic,
-            materializer=materializer,
-            sync_module_states=sync_module_states,
-            digests=digests,
-        )
-        units = builder.build(plans, visits)
-        difference = settle(materializer.failure, digests, placement, target)
-        if difference is not None:
-            warn_once(difference, difference, is_first=placement.is_first, stacklevel=2)
-        # By default: the units around the one in use, it, one about to be freed, and those ahead.
-        nesting = max(len(list(plan.ancestors())) for plan in plans)
-        budget = GatherBudget.parse(
-            limit_all_gathers, default_units=nesting + 1 + max(forward_depth, 1)
-        )
+        arguments = check_arguments(given, unknown)
+        plan = plan_wrapping(module, arguments)
+        topology = agree_on_topology(plan, arguments)
+        units = build(plan, topology, arguments)
+        prefetch = arguments.prefetch
+        forward_depth = int(prefetch.forward)
         root = RootState(
             units,
-            target,
+            plan.device,
             forward_depth,
-            backward_prefetch,
-            budget,
-            budget_is_default=limit_all_gathers is True,
-            accumulation=accumulation,
-            tensor_parallel_groups=tensor_parallel_groups,
-            ignored=ignored,
+            prefetch.backward,
+            # By default: units around the one in use, it, one about to be freed, and those ahead.
+            GatherBudget.parse(
+                prefetch.limit, default_units=plan.nesting + 1 + max(forward_depth, 1)
+            ),
+            budget_is_default=prefetch.limit is True,
+            accumulation=arguments.reduction.accumulation,
+            tensor_parallel_groups=topology.tensor_parallel_groups,
+            ignored=plan.ignored,
         )
         self._become(module, units, root)
         self.__dict__["_given"] = given
         self.__dict__["_kept_whole"] = [
             parameter for parameter in module.parameters() if get_info(parameter) is None
         ]
-        is_first = placement.is_first
-        warn_about_policy(auto_wrap_policy, plans, visits, is_first)
-        precisions = [each.mixed_precision for each in arguments.values()]
-        warn_about_precision(precisions, visits, is_first)
-        if placement.num_ranks > 1:
-            warn_about_ignored(module, ignored_modules, ignored_parameters, is_first)
-        del plans, visits, builder
+        advice.warn(module, arguments, plan, topology.placement)
         guard_saving(module)
-        log_units(module, root, is_first)
+        log_units(module, root, topology.placement.is_first)
         attach.watch()
         hand_over_pieces(units)
         teach_torch()

@@ -10,16 +10,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.config import MixedPrecision
+from layerzero.construct.arguments import Arguments
+from layerzero.construct.plan import WrapPlan
 from layerzero.construct.torch_arguments import classes_of
 from layerzero.construct.wrap import UnitPlan, Visit
 from layerzero.core.parameter_info import get_info
-from layerzero.notices import warn_once
-
-_STACKLEVEL = 4
-"""From `warn_once`, called here, to the caller of `ZeRO3`."""
+from layerzero.core.placement import Placement
+from layerzero.notices import outside, warn_once
 
 
-def warn_about_policy(
+def warn(module: nn.Module, given: Arguments, plan: WrapPlan, placement: Placement) -> None:
+    """Tell of all of these what there is to tell; the first rank speaks.
+
+    Args:
+        placement: of the whole model.
+    """
+    is_first = placement.is_first
+    _warn_about_policy(given.auto_wrap_policy, plan.units, plan.visits, is_first)
+    precisions = [each.mixed_precision for each in plan.arguments.values()]
+    _warn_about_precision(precisions, plan.visits, is_first)
+    if placement.num_ranks > 1:
+        _warn_about_ignored(module, given.ignored_modules, plan.ignored_parameters, is_first)
+
+
+def _warn_about_policy(
     policy: Any, plans: Sequence[UnitPlan], visits: Sequence[Visit], is_first: bool
 ) -> None:
     """A policy that makes no unit, or lists a class that no module has.
@@ -37,7 +51,7 @@ def warn_about_policy(
             f"auto_wrap_policy: no module is a {_names(missing)}{whole}; "
             f"{_classes_near(missing, modules)}",
             is_first=is_first,
-            stacklevel=_STACKLEVEL,
+            stacklevel=outside(),
         )
     elif policy is not None and not classes and len(plans) == 1 and len(visits) > 1:
         warn_once(
@@ -46,11 +60,11 @@ def warn_about_policy(
             f"{type(plans[0].module).__name__}, so the whole model is one unit, gathered at once; "
             "pass None if that is meant",
             is_first=is_first,
-            stacklevel=_STACKLEVEL,
+            stacklevel=outside(),
         )
 
 
-def warn_about_precision(
+def _warn_about_precision(
     precisions: Iterable[MixedPrecision], visits: Sequence[Visit], is_first: bool
 ) -> None:
     """A class of `keep_float32` that no module has."""
@@ -63,11 +77,11 @@ def warn_about_precision(
             f"MixedPrecision.keep_float32: no module is a {_names(missing)}; "
             f"{_classes_near(missing, modules)}",
             is_first=is_first,
-            stacklevel=_STACKLEVEL,
+            stacklevel=outside(),
         )
 
 
-def warn_about_ignored(
+def _warn_about_ignored(
     root: nn.Module,
     ignored_modules: Sequence[nn.Module],
     ignored_parameters: Sequence[nn.Parameter],
@@ -87,7 +101,7 @@ def warn_about_ignored(
             f"ignored_modules and ignored_parameters: {_names(strangers)} not in the "
             f"{type(root).__name__} that is wrapped, so nothing is ignored there",
             is_first=is_first,
-            stacklevel=_STACKLEVEL,
+            stacklevel=outside(),
         )
     ignored = {p for module in ignored_modules for p in module.parameters()}
     ignored.update(ignored_parameters)
@@ -106,7 +120,7 @@ def warn_about_ignored(
             "nobody reduces their gradients, so ranks that train them drift apart; freeze them, "
             "reduce their gradients over ranks before each optimizer step, or do not ignore them",
             is_first=is_first,
-            stacklevel=_STACKLEVEL,
+            stacklevel=outside(),
         )
 
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.construct.wrap import UnitPlan, has_forward
+from layerzero.config import (
+    Accumulation,
+    BackwardPrefetch,
+    GradientReduction,
+    MixedPrecision,
+    ReshardAfterForward,
+)
+from layerzero.core.groups import resolve_process_groups
+from layerzero.core.placement import Outer
 from layerzero.runtime.unit import get_unit
+
+_OUTER: tuple[Outer, ...] = get_args(Outer)
 
 
 def check_flags(**flags: object) -> None:
@@ -122,23 +134,86 @@ def _several(values: object, kind: type[Any], name: str, what: str) -> tuple[Any
     return listed
 
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+def check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        several = (
+            ": put one module around them, or leave them out of auto_wrap_policy, and they are "
+            "gathered with the unit around them (docs/reference/migrating.md)"
+        )
+        raise TypeError(
+            f"ZeRO3: expected an nn.Module, got {type(module).__name__}"
+            + (several if isinstance(module, (list, tuple)) else "")
+        )
+    unit = get_unit(module)
+    if unit is None:
+        return
+    root = unit.root_if_alive
+    # A module whose wrapper is gone may be wrapped again; a wrapper is no such module.
+    if unit.module is not module or (root is not None and root.is_wrapped):
+        raise RuntimeError(
+            f"ZeRO3: this {type(module).__name__} is wrapped already; wrap each module once, or "
+            "wrap a module that contains it"
+        )
 
 
-def check_containers(plans: Sequence[UnitPlan]) -> None:
-    """Refuse units that nobody can call, and so nothing would gather.
+def check_group(
+    process_group: dist.ProcessGroup | DeviceMesh | None, zero3_size: int | None, outer: str
+) -> dist.ProcessGroup:
+    """A group with the backends of all, to find the device with. Not collective.
 
     Raises:
-        ValueError: a list or dict of modules or parameters would own parameters.
+        ValueError, TypeError: a group, a size or a mode that does not exist.
     """
-    for plan in plans:
-        if plan.existing is not None or plan.arguments.get("hook_module") is not None:
-            continue
-        is_container = isinstance(plan.module, _CONTAINERS) and not has_forward(plan.module)
-        if is_container and plan.originals:
-            name = type(plan.module).__name__
-            raise ValueError(
-                f"{plan.label}: a {name} has no forward, so as a unit it would never be gathered "
-                f"for its parameters, {plan.originals[0].fqn!r} first; make its members units "
-                "(auto_wrap_policy={TheirClass}), or a module around it that is called"
-            )
+    check_outer(outer)
+    check_zero3_size(zero3_size)
+    return resolve_process_groups(process_group)[0]
+
+
+def check_outer(value: object) -> None:
+    if value not in _OUTER:
+        raise ValueError(f"outer: expected 'zero1', 'replicate' or 'shard', got {value!r}")
+
+
+def check_zero3_size(value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"zero3_size: expected an int or None, got {value!r}")
+
+
+def check_backward_prefetch(value: object) -> None:
+    if value is not None and not isinstance(value, BackwardPrefetch):
+        raise TypeError(f"backward_prefetch: expected a BackwardPrefetch or None, got {value!r}")
+
+
+def check_mixed_precision(mixed_precision: object) -> None:
+    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
+        raise TypeError(
+            f"mixed_precision: expected a MixedPrecision or None, got {mixed_precision!r}"
+        )
+
+
+def check_gradient_reduction(value: object) -> None:
+    if value not in get_args(GradientReduction):
+        raise ValueError(f"gradient_reduction: expected 'mean' or 'sum', got {value!r}")
+
+
+def check_accumulation(accumulation: str) -> None:
+    if accumulation not in get_args(Accumulation):
+        raise ValueError(
+            f"accumulation: expected 'sharded', 'unsharded' or 'auto', got {accumulation!r}"
+        )
+
+
+def check_reshard_after_forward(value: object) -> ReshardAfterForward:
+    if value == "compute_shard":
+        return "compute_shard"
+    if isinstance(value, bool):
+        return value
+    advice = ""
+    if isinstance(value, int):
+        advice = (
+            f"; for shards over {value} ranks use zero3_size={value}, outer='shard', "
+            "reshard_after_forward='compute_shard'"
+        )
+    raise ValueError(
+        f"reshard_after_forward: expected True, False or 'compute_shard', got {value!r}{advice}"
+    )

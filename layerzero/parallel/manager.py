@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.config import MixedPrecision, OffloadPolicy
-from layerzero.construct.arguments import check_mixed_precision, check_module
+from layerzero.construct.argument_types import check_mixed_precision, check_module
 from layerzero.construct.wrap import has_forward
 from layerzero.notices import warn_once
 from layerzero.parallel.context import context_parallel

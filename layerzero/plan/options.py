@@ -23,7 +23,7 @@ from layerzero.config import (
     OffloadPolicy,
     prefetch_depth,
 )
-from layerzero.construct.arguments import (
+from layerzero.construct.argument_types import (
     check_accumulation,
     check_backward_prefetch,
     check_gradient_reduction,
@@ -40,8 +40,9 @@ PRECISION_OPTIONS = (*DTYPE_OPTIONS, "cast_forward_inputs")
 ZERO3_OPTIONS = tuple(
     name
     for name, parameter in inspect.signature(ZeRO3.__init__).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("prefetch", "reduction")
 )
+"""Not the policies: what these say has names of its own in a file."""
 MODULE_OPTIONS = (
     *PRECISION_OPTIONS,
     "mixed_precision",

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from layerzero.config import MixedPrecision, OffloadPolicy
-from layerzero.construct.arguments import check_module
+from layerzero.construct.argument_types import check_module
 from layerzero.construct.wrap import Choice, has_forward
 from layerzero.core.groups import resolve_process_groups
 from layerzero.notices import is_first_rank, warn_once

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero.comm import collectives
 from layerzero.comm.streams import Streams
-from layerzero.construct import arguments
+from layerzero.construct import unit_arguments
 from layerzero.core.host import HostMemory
 from layerzero.runtime import root
 
@@ -363,7 +363,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         mock.patch.object(torch, "get_device_module", lambda _: device),
         mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
         mock.patch.object(root, "Streams", streams),
-        mock.patch.object(arguments, "is_apart_from", lambda _: True),
+        mock.patch.object(unit_arguments, "is_apart_from", lambda _: True),
         mock.patch.object(HostMemory, "empty", on_host),
         queued(collectives, "_issue_all_gather"),
         queued(collectives, "_issue_reduce_scatter"),

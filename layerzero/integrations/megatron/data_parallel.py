@@ -27,6 +27,7 @@ from layerzero.zero3 import ZeRO3
 _OURS = {
     "process_group": "they are the data- and context-parallel ranks: see pg_collection",
     "gradient_reduction": "calculate_per_token_loss of the TransformerConfig decides",
+    "reduction": "give deterministic and accumulation by themselves",
 }
 
 

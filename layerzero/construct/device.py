@@ -1,0 +1,122 @@
+"""Which device parameters go to; and what parameters may be, to go anywhere."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from layerzero.construct.wrap import UnitPlan
+from layerzero.core.flat_param import OriginalParameter
+from layerzero.core.parameter_hooks import kind_of_hooks
+from layerzero.core.parameter_info import foreign_class
+
+
+def resolve_device(
+    device: torch.device | str | int | None,
+    plans: list[UnitPlan],
+    process_group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+) -> torch.device:
+    """Where parameters will live; checks what they are before anything is changed.
+
+    Args:
+        mesh: of the parameters that are DTensors; they stay on its kind of device.
+
+    Raises:
+        ValueError: parameters of one unit are on several devices, or of a kind that cannot be
+            sharded; or `device` is not of the mesh's kind.
+    """
+    target = _resolve_device(device, plans, process_group, mesh)
+    if mesh is not None and target.type != mesh.device_type:
+        raise ValueError(
+            f"rank {dist.get_rank()}: parameters go to {target}, but the DTensors among them are "
+            f"on a mesh of {mesh.device_type!r}: make the mesh for {target.type!r}, or pass "
+            f"device={mesh.device_type!r}"
+        )
+    return target
+
+
+def _resolve_device(
+    device: torch.device | str | int | None,
+    plans: list[UnitPlan],
+    process_group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+) -> torch.device:
+    rank = dist.get_rank()
+    found: dict[torch.device, tuple[str, str]] = {}
+    for plan in plans:
+        if plan.existing is not None:
+            for handle in plan.existing.handles:
+                found.setdefault(handle.main_shard.device, (plan.label, handle.fqns[0]))
+            continue
+        places: dict[torch.device, str] = {}
+        for original in plan.originals:
+            _check_parameter(plan, original, rank)
+            if not original.parameter.is_meta:
+                places.setdefault(original.parameter.device, original.fqn)
+        if device is None and len(places) > 1:
+            raise ValueError(
+                f"{plan.label} (rank {rank}): parameters of one unit need one device, got "
+                + " and ".join(f"{place} ({fqn!r})" for place, fqn in places.items())
+                + "; move the module first, or pass device="
+            )
+        for place, fqn in places.items():
+            found.setdefault(place, (plan.label, fqn))
+    if device is not None:
+        return _with_index(torch.device(device))
+    if len(found) > 1:
+        raise ValueError(
+            f"rank {rank}: units of one model need one device, got "
+            + " and ".join(f"{place} ({fqn!r})" for place, (_, fqn) in found.items())
+            + "; move the module first, or pass device="
+        )
+    if found:
+        return next(iter(found))
+    if mesh is not None:
+        return _with_index(torch.device(mesh.device_type))
+    backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(","))
+    accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend]
+    available = torch.accelerator.is_available()
+    if available and torch.accelerator.current_accelerator().type in accelerators:  # type: ignore[union-attr]
+        return _with_index(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
+    return torch.device("cpu")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type != "cpu" and device.index is None:
+        return torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> None:
+    parameter = original.parameter
+    where = f"{plan.label} (rank {rank}): parameter {original.fqn!r}"
+    if is_lazy(parameter):
+        raise ValueError(
+            f"{where} has no shape yet: its module is a lazy one; run one forward on a batch of "
+            "the right shape before wrapping"
+        )
+    foreign = foreign_class(parameter)
+    if foreign is not None:
+        raise ValueError(
+            f"{where} is a {foreign.__module__}.{foreign.__qualname__}, a tensor with operations "
+            "of its own; expected an nn.Parameter of plain elements, or a DTensor: convert it "
+            "(for a quantized one, dequantize it), or put it into ignored_parameters, which stay "
+            "whole on every rank"
+        )
+    if parameter.layout is not torch.strided:
+        raise ValueError(f"{where} has layout {parameter.layout}; expected a dense parameter")
+    hooks_from = kind_of_hooks(parameter)
+    if hooks_from is not None:
+        raise ValueError(
+            f"{where} has hooks, put there by {hooks_from}: they would never run, because wrapping "
+            "replaces it; remove them, and put hooks on the parameters of the wrapped model, which "
+            "are this rank's pieces (docs/howto/recipes.md)"
+        )
+    if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
+        raise ValueError(
+            f"{where} is of {parameter.dtype} and requires grad; expected a floating-point "
+            "dtype: call requires_grad_(False) on it or cast it"
+        )

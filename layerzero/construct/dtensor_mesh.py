@@ -1,0 +1,78 @@
+"""The mesh of the parameters that are DTensors: its ranks have parts of them, not copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from layerzero.construct.wrap import UnitPlan
+from layerzero.core.tensor_parallel import is_supported
+
+
+def tensor_parallel_mesh(
+    plans: list[UnitPlan], process_group: dist.ProcessGroup | DeviceMesh | None
+) -> DeviceMesh | None:
+    """The mesh of the parameters that are DTensors; None where none is. Not collective.
+
+    Raises:
+        ValueError: a DTensor whose placements cannot be sharded further, DTensors on several
+            meshes, or a mesh that does not cross the process group.
+    """
+    mesh: DeviceMesh | None = None
+    first = ""
+    for fqn, parameter_mesh in _meshes(plans):
+        if mesh is not None and parameter_mesh != mesh:
+            raise ValueError(
+                f"rank {dist.get_rank()}: DTensor parameters of one model need one mesh, got "
+                f"{mesh} ({first!r}) and {parameter_mesh} ({fqn!r}); parallelize all modules on "
+                "one mesh"
+            )
+        if mesh is None:
+            mesh, first = parameter_mesh, fqn
+    if mesh is not None:
+        _check_crossing(mesh, first, process_group)
+    return mesh
+
+
+def _meshes(plans: list[UnitPlan]) -> Iterator[tuple[str, DeviceMesh]]:
+    for plan in plans:
+        for handle in plan.existing.handles if plan.existing is not None else ():
+            for fqn, split in zip(handle.fqns, handle.splits, strict=True):
+                if split is not None:
+                    yield fqn, split.mesh
+        for original in plan.originals:
+            parameter = original.parameter
+            if not isinstance(parameter, DTensor):
+                continue
+            if not is_supported(parameter):
+                raise ValueError(
+                    f"{plan.label} (rank {dist.get_rank()}): parameter {original.fqn!r} is a "
+                    f"DTensor with placements {parameter.placements}; expected Shard(dim) or "
+                    "Replicate() along each axis of its mesh: redistribute() it before wrapping"
+                )
+            yield original.fqn, parameter.device_mesh
+
+
+def _check_crossing(
+    mesh: DeviceMesh, fqn: str, process_group: dist.ProcessGroup | DeviceMesh | None
+) -> None:
+    rank = dist.get_rank()
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {rank} is not in the mesh {mesh.mesh.tolist()} of DTensor parameter {fqn!r}; "
+            "parallelize and wrap the model on ranks of the mesh alone"
+        )
+    shared = set(mesh.mesh.flatten().tolist())
+    if isinstance(process_group, DeviceMesh):
+        shared &= set(process_group.mesh.flatten().tolist())
+    else:
+        shared &= set(dist.get_process_group_ranks(process_group))
+    if shared != {rank}:
+        raise ValueError(
+            f"process_group: on rank {rank} it has the ranks {sorted(shared)} in common with the "
+            f"mesh {mesh.mesh.tolist()} that DTensor parameter {fqn!r} is split over; expected "
+            'this rank alone: pass the data-parallel axis, such as process_group=mesh["dp"]'
+        )

@@ -1,0 +1,121 @@
+"""What one `ZeRO3` call will make of a module: units, their arguments, their device. Local."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.config import MixedPrecision
+from layerzero.construct.arguments import Arguments
+from layerzero.construct.device import resolve_device
+from layerzero.construct.dtensor_mesh import tensor_parallel_mesh
+from layerzero.construct.expert_numbers import ExpertLists
+from layerzero.construct.experts import Group, find_experts
+from layerzero.construct.unit_arguments import UnitArguments, effective_offload
+from layerzero.construct.wrap import UnitPlan, Visit, has_forward, plan_units
+from layerzero.runtime.structure import Ignored, nested_ignored
+from layerzero.runtime.unwrap import left_units, unwrap
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapPlan:
+    """Which units a module will have, before any rank was asked."""
+
+    units: list[UnitPlan]
+    """Outermost first."""
+    visits: list[Visit]
+    """Modules in order."""
+    device: torch.device
+    arguments: Mapping[int, UnitArguments]
+    """By id of the unit's plan."""
+    experts: Mapping[int, Group]
+    """Likewise, the ranks of units that only some ranks have."""
+    expert_lists: ExpertLists
+    mesh: DeviceMesh | None
+    """Of the parameters that are DTensors."""
+    ignored: Ignored
+    ignored_parameters: Sequence[nn.Parameter]
+    """Those that were given, as they are now."""
+
+    @property
+    def nesting(self) -> int:
+        """The most units around a module."""
+        return max(len(list(unit.ancestors())) for unit in self.units)
+
+
+def plan_wrapping(module: nn.Module, given: Arguments) -> WrapPlan:
+    """Find the units of `module`. Nothing has changed, and no collective has run, after it.
+
+    But for a module whose wrapper is gone: that is made plain first, which is collective.
+
+    Raises:
+        ValueError, TypeError: a policy, an argument of one unit or a parameter that cannot be.
+        NotImplementedError: both experts and the rest are DTensors.
+        RuntimeError: units inside are of a model that is wrapped.
+    """
+    ignored_parameters: Sequence[nn.Parameter] = given.ignored_parameters
+    left = left_units(module)
+    if left:
+        full = unwrap(left)
+        ignored_parameters = [full.get(id(each), each) for each in ignored_parameters]
+    ignored = nested_ignored(module).and_also(given.ignored_modules, ignored_parameters)
+    units, visits = plan_units(module, given.auto_wrap_policy, ignored.modules, ignored.parameters)
+    _check_containers(units)
+    experts = find_experts(units, given.process_group)
+    expert_lists = ExpertLists(module, units)
+    dense = [unit for unit in units if id(unit) not in experts]
+    mesh = tensor_parallel_mesh(dense, given.process_group)
+    device = resolve_device(given.device, units, given.group, mesh)
+    return WrapPlan(
+        units=units,
+        visits=visits,
+        device=device,
+        arguments=_arguments_of(units, given, device),
+        experts=experts,
+        expert_lists=expert_lists,
+        mesh=mesh,
+        ignored=ignored,
+        ignored_parameters=ignored_parameters,
+    )
+
+
+def _arguments_of(
+    units: Sequence[UnitPlan], given: Arguments, device: torch.device
+) -> dict[int, UnitArguments]:
+    shared = UnitArguments(
+        mixed_precision=given.precision.units or MixedPrecision(),
+        reshard_after_forward=given.reshard_after_forward,
+        gradient_reduction=given.reduction.reduce,
+        offload=effective_offload(given.offload, device),
+    )
+    arguments = {id(unit): shared.of_unit(unit, device) for unit in units}
+    if given.precision.root is not None:
+        root = id(units[0])
+        arguments[root] = replace(arguments[root], mixed_precision=given.precision.root)
+    return arguments
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def _check_containers(plans: Sequence[UnitPlan]) -> None:
+    """Refuse units that nobody can call, and so nothing would gather.
+
+    Raises:
+        ValueError: a list or dict of modules or parameters would own parameters.
+    """
+    for plan in plans:
+        if plan.existing is not None or plan.arguments.get("hook_module") is not None:
+            continue
+        is_container = isinstance(plan.module, _CONTAINERS) and not has_forward(plan.module)
+        if is_container and plan.originals:
+            name = type(plan.module).__name__
+            raise ValueError(
+                f"{plan.label}: a {name} has no forward, so as a unit it would never be gathered "
+                f"for its parameters, {plan.originals[0].fqn!r} first; make its members units "
+                "(auto_wrap_policy={TheirClass}), or a module around it that is called"
+            )

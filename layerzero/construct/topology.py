@@ -1,0 +1,137 @@
+"""All agreement between ranks before anything is built: who has which part of which unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.group_names import agree_on_group_names
+from layerzero.construct.arguments import Arguments
+from layerzero.construct.experts import check_experts, place_units, structure_of
+from layerzero.construct.plan import WrapPlan
+from layerzero.construct.same_start import Outline
+from layerzero.core.groups import ShardGroup, make_shard_groups, mesh_groups
+from layerzero.core.placement import Outer, Placement, make_placement
+from layerzero.notices import outside, warn_once
+
+_OUTER: tuple[Outer, ...] = get_args(Outer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Where the parts of a model's units are."""
+
+    placement: Placement
+    """Of the whole model."""
+    placements: Mapping[int, Placement]
+    """By id of a unit's plan: experts have one of their own."""
+    tensor_parallel_groups: tuple[ShardGroup, ...]
+    """Along the axes of the mesh of DTensors."""
+
+
+def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
+    """Compare what ranks were given and found, and make the groups. Collective over the model's.
+
+    Raises:
+        ValueError: the same on every rank: arguments or models that differ, or do not fit.
+        CollectiveError: a rank did not come.
+    """
+    device, timeout, mode = plan.device, given.timeout, given.outer
+    axes = make_shard_groups(given.process_group, device, timeout)
+    structure = structure_of(plan.units, plan.experts)
+    outline = Outline(plan.units, plan.experts)
+    _check_agreement(axes, device, given.zero3_size, mode, plan.mesh, structure, outline)
+    agree_on_group_names(axes, device)
+    in_order = given.reduction.deterministic
+    placement = make_placement(
+        given.process_group, device, given.zero3_size, mode, in_order, timeout
+    )
+    check_experts(plan.units, plan.experts, placement, device)
+    groups = mesh_groups(plan.mesh, device, timeout)
+    placements = place_units(plan.units, plan.experts, placement, device, mode, in_order, timeout)
+    return Topology(placement=placement, placements=placements, tensor_parallel_groups=groups)
+
+
+def _check_agreement(
+    axes: Sequence[ShardGroup],
+    device: torch.device,
+    zero3_size: int | None,
+    outer: Outer,
+    tensor_parallel: DeviceMesh | None,
+    experts: int,
+    outline: Outline,
+) -> None:
+    """Refuse what differs between ranks, or does not fit. Collective over `axes`.
+
+    Args:
+        axes: the ranks that share the model: one group, or a mesh's inner and outer ones.
+        tensor_parallel: the mesh of the parameters that are DTensors.
+        experts: what `structure_of` (experts.py) says of the model.
+        outline: of the parameters that all these ranks have.
+
+    Raises:
+        ValueError: the same on every rank, with every rank's values where they differ.
+        CollectiveError: a rank did not come.
+    """
+    num_inner, num_outer = axes[0].size, axes[1].size if len(axes) == 2 else 1
+    own = [
+        num_inner if zero3_size is None else zero3_size,
+        _OUTER.index(outer),
+        -1 if tensor_parallel is None else _place_in(tensor_parallel),
+        experts,
+        outline.number,
+    ]
+    values = torch.tensor(own, device=device)
+    for axis in axes:
+        if axis.size > 1:
+            values = gather_small(values, axis, Operation("agreement", "zero3_size and outer", 0))
+    every = values.view(-1, len(own)).tolist()
+    if any(other[:2] != every[0][:2] for other in every):
+        listed = "; ".join(f"zero3_size={size}, outer={_OUTER[mode]!r}" for size, mode, *_ in every)
+        raise ValueError(
+            f"zero3_size and outer differ between ranks, in the group's order: {listed}"
+        )
+    if any(other[3] != every[0][3] for other in every):
+        raise ValueError(
+            "experts: ranks of the model's group have units of unequal sizes, or experts (units "
+            f"with a process_group of their own) at unequal places; rank {dist.get_rank()} has "
+            f"{'some' if experts else 'none'}; give every rank as many experts, of equal size"
+        )
+    if any(other[2] != every[0][2] for other in every):
+        raise ValueError(
+            "process_group: its ranks have different parts of the DTensor parameters: their "
+            f"places in the tensor-parallel mesh (-1: no DTensors) are {[e[2] for e in every]}, "
+            "in the group's order; cut both groups from one mesh: "
+            'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
+            'parallelize_module(..., mesh["tp"]), ZeRO3(..., process_group=mesh["dp"])'
+        )
+    if any(other[4] != every[0][4] for other in every):
+        raise ValueError(outline.explain(axes, device))
+    if zero3_size is not None and len(axes) == 2 and zero3_size != num_inner:
+        raise ValueError(
+            f"zero3_size={zero3_size} and a mesh (outer, inner) of {num_outer, num_inner}: the "
+            f"shard groups of the mesh have {num_inner} ranks; leave out zero3_size"
+        )
+    if zero3_size is not None and (zero3_size < 1 or num_inner % zero3_size):
+        raise ValueError(
+            f"zero3_size: expected a divisor of the group size {num_inner}, got {zero3_size}"
+        )
+    has_outer = num_outer > 1 or zero3_size not in (None, num_inner)
+    if outer != "zero1" and not has_outer:
+        warn_once(
+            f"outer={outer}",
+            f"outer={outer!r} has no effect: the shard group is the whole group, there is no axis "
+            "outside it",
+            is_first=not any(other.rank for other in axes) and not own[2] > 0,
+            stacklevel=outside(),
+        )
+
+
+def _place_in(mesh: DeviceMesh) -> int:
+    return mesh.mesh.flatten().tolist().index(dist.get_rank())

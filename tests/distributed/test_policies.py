@@ -1,0 +1,137 @@
+"""Prefetching and reduction as one policy each: the same as the arguments that say the same."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layerzero import BackwardPrefetch, PrefetchPolicy, ReductionPolicy, ZeRO3
+from tests.harness.checks import assert_bitwise
+from tests.harness.models import CASES, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import recorded_operations
+from tests.harness.reference import batches_of, forward_backward, seeded
+
+POST = BackwardPrefetch.BACKWARD_POST
+PAIRS = {
+    "prefetch, ahead": (
+        {"prefetch": PrefetchPolicy(forward=2, backward=POST, limit=3)},
+        {"forward_prefetch": 2, "backward_prefetch": POST, "limit_all_gathers": 3},
+    ),
+    "prefetch, none": (
+        {"prefetch": PrefetchPolicy(forward=False, backward=None, limit=False)},
+        {"forward_prefetch": False, "backward_prefetch": None, "limit_all_gathers": False},
+    ),
+    "reduction": (
+        {"reduction": ReductionPolicy(reduce="sum", accumulation="sharded", deterministic=True)},
+        {"gradient_reduction": "sum", "accumulation": "sharded", "deterministic": True},
+    ),
+    "nothing": ({"prefetch": PrefetchPolicy(), "reduction": ReductionPolicy()}, {}),
+}
+
+
+class _Lines(logging.Handler):
+    """The last line of each record: what is gathered ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage().splitlines()[-1])
+
+
+def trained(options: dict[str, Any]) -> tuple[ZeRO3, list[object]]:
+    """A model after two steps of two micro-batches; what it logs of itself, and all that it sent
+    and waited for."""
+    logger, handler = logging.getLogger("layerzero.log"), _Lines()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    model = ZeRO3(seeded(lambda: Mlp(4)), auto_wrap_policy={Block}, zero3_size=2, **options)
+    logger.removeHandler(handler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
+    told: list[object] = [*handler.lines]
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        with recorded_operations(model) as operations:
+            with model.no_sync():
+                forward_backward(model, first[dist.get_rank()])
+            forward_backward(model, second[dist.get_rank()])
+            told += [str(each) for each in operations]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, told
+
+
+def _policies() -> dict[str, list[object]]:
+    told = {}
+    for name, (policies, flat) in PAIRS.items():
+        model, own = trained(policies)
+        other, expected = trained(flat)
+        assert own == expected, name
+        for one, another in zip(model.parameters(), other.parameters(), strict=True):
+            assert_bitwise(one, another, name)
+        told[name] = [*own, *next(iter(model.parameters())).tolist()]
+    return told
+
+
+def test_a_policy_is_its_arguments() -> None:
+    (told, *_) = run_ranks(4, _policies)
+    # They change what is logged and sent, or the sum: else nothing was compared.
+    assert len({tuple(each) for each in told.values()}) == len(PAIRS)
+
+
+def _refusals() -> None:
+    def refuses(kind: type[Exception], pattern: str, **options: object) -> None:
+        with pytest.raises(kind, match=pattern):
+            ZeRO3(Mlp(), **options)  # type: ignore[arg-type]
+
+    prefetch, reduction = PrefetchPolicy(forward=2), ReductionPolicy()
+    flat: tuple[tuple[str, object, dict[str, object]], ...] = (
+        ("forward_prefetch", 3, {"prefetch": prefetch}),
+        ("backward_prefetch", None, {"prefetch": prefetch}),
+        ("limit_all_gathers", "2GB", {"prefetch": prefetch}),
+        ("gradient_reduction", "sum", {"reduction": reduction}),
+        ("accumulation", "sharded", {"reduction": reduction}),
+        ("deterministic", True, {"reduction": reduction}),
+    )
+    for name, value, policy in flat:
+        pattern = f"{name}={value!r} are both given; say it in one of them"
+        refuses(ValueError, pattern, **policy, **{name: value})
+    refuses(TypeError, "prefetch: expected a PrefetchPolicy or None, got 2", prefetch=2)
+    refuses(TypeError, "reduction: expected a ReductionPolicy or None, got 'sum'", reduction="sum")
+
+
+def test_what_is_said_twice_is_refused() -> None:
+    run_ranks(1, _refusals)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "options"),
+    [
+        (ValueError, "PrefetchPolicy.forward: expected a bool or a depth", {"forward": -1}),
+        (TypeError, "PrefetchPolicy.backward: expected a BackwardPrefetch", {"backward": "pre"}),
+        (ValueError, "PrefetchPolicy.limit: expected at least 1 unit", {"limit": 0}),
+        (TypeError, "PrefetchPolicy.limit: expected bool, int", {"limit": 1.5}),
+    ],
+)
+def test_a_bad_prefetch_policy_is_refused_when_it_is_made(kind, pattern, options) -> None:
+    with pytest.raises(kind, match=pattern):
+        PrefetchPolicy(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "options"),
+    [
+        (ValueError, "ReductionPolicy.reduce: expected one of", {"reduce": "max"}),
+        (ValueError, "ReductionPolicy.accumulation: expected one of", {"accumulation": True}),
+        (TypeError, "ReductionPolicy.deterministic: expected True or", {"deterministic": 1}),
+    ],
+)
+def test_a_bad_reduction_policy_is_refused_when_it_is_made(kind, pattern, options) -> None:
+    with pytest.raises(kind, match=pattern):
+        ReductionPolicy(**options)
