@@ -15,15 +15,16 @@ HALF_CORES := $(shell echo $$(( $(CORES) > 1 ? $(CORES) / 2 : 1 )))
 # Some tests only wait for a timeout to run out: the others use the cores meanwhile.
 WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 
-.PHONY: help train test soak faults check bench wheel clean
+.PHONY: help train test soak faults check bench docs docs-figures wheel clean
 
 help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
 	@echo 'make soak    the tests of random models, with SEEDS=200 models each'
 	@echo 'make faults  the tests of killed ranks, killed at every call'
-	@echo 'make check   ruff and mypy'
+	@echo 'make check   ruff, mypy and codespell'
 	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, layered ZeRO, checkpoints beside others'
+	@echo 'make docs    the pages and an API reference as a site, in build/site; make docs-figures draws the pictures'
 	@echo 'make wheel   a wheel and a source distribution, in dist/'
 	@echo 'make clean   remove the environment, builds and caches, but no results'
 	@echo
@@ -60,6 +61,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy layerzero
+	$(BIN)/codespell
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_pad_copy.py
@@ -68,6 +70,22 @@ bench: $(INSTALLED)
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
 	$(BIN)/python benchmarks/bench_layered.py --plot ""
 	$(BIN)/python benchmarks/bench_checkpoint.py
+
+# In an environment of its own: docstrings are read from the source, so torch is not needed.
+DOCS_VENV := .venv-docs
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build $(ARGS)
+
+$(DOCS_VENV)/.installed: constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		mkdocs-material 'mkdocstrings[python]'
+	@touch $@
+
+# From runs on this machine, which should have nothing else to do.
+docs-figures: $(INSTALLED)
+	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python docs/figures/overlap.py
+	$(BIN)/python docs/figures/measured.py
 
 # One wheel serves every Python from 3.10 and every torch from 2.11 (stable ABIs on both sides).
 wheel: $(INSTALLED)
@@ -85,5 +103,5 @@ $(INSTALLED): constraints.txt setup.py pyproject.toml $(wildcard csrc/*.cpp csrc
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist layerzero/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) build dist layerzero/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,10 +34,15 @@ LIGHTNING = ["lightning>=2.6,<2.7", "finetuning-scheduler>=2.14", *PLANS]
 # distributed checkpoints want psutil, which it does not ask for: without, saving one hangs.
 MEGATRON = ["megatron-core>=0.16.1", "psutil", *PLANS]
 MEGATRON_TEST = [f"{name}; sys_platform == 'linux'" for name in MEGATRON]
+RAY = ["ray[train]>=2.49"]
+# Ray's wheels come late for a new Python; its test is on Linux.
+RAY_TEST = [f"{name}; sys_platform == 'linux' and python_version < '3.14'" for name in RAY]
 TEST = [
     *("pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4"),
-    *(*PLANS, *MODELS, *LIGHTNING, *MEGATRON_TEST),
+    *(*PLANS, *MODELS, *LIGHTNING, *MEGATRON_TEST, *RAY_TEST),
 ]
+# `make docs` has an environment of its own for these.
+DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0"]
 HERE = Path(__file__).resolve().parent
 WANTED = os.environ.get("LAYERZERO_BUILD_EXT", "")
 # The oldest torch whose stable ABI is used, hence the oldest that the binary runs with.
@@ -226,8 +231,9 @@ setup(
         "lightning": LIGHTNING,
         "megatron": MEGATRON,
         "hf": HF,
-        "ray": ["ray[train]>=2.49"],
+        "ray": RAY,
         "test": TEST,
-        "dev": [*TEST, "ruff", "mypy", "build"],
+        "dev": [*TEST, "ruff", "mypy", "build", "codespell"],
+        "docs": DOCS,
     },
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.memory import peak_bytes
 from layerzero import ZeRO3
-from tests.harness.pages import DOCS, python_blocks, run_blocks
+from tests.harness.pages import DOCS, REPOSITORY, python_blocks, run_blocks
 from tests.harness.ranks import run_ranks
 
 HOWTO = DOCS / "howto"
@@ -161,3 +163,26 @@ def test_the_peak_is_below_the_bound_and_near_it(num_ranks: int, zero3_size: int
         raise
     print(f"peak {peak / 1e6:.1f} MB, {peak / bound:.2f} of the bound")
     assert 0.8 * bound < peak < bound
+
+
+# README.md ------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
+    [example] = python_blocks((REPOSITORY / "README.md").read_text())
+    assert len(example.splitlines()) <= 24
+    (tmp_path / "train.py").write_text(example)
+    path = f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc-per-node", "2", "--", "train.py"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000010\n"

@@ -1,0 +1,320 @@
+"""What pages and docstrings name exists: paths, members of classes, Notes, links; Python compiles.
+
+Each check is a function of a text that returns what it does not find, and a test of its own shows
+that it finds a seeded mistake.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.pages import DOCS, REPOSITORY, python_blocks
+
+SUFFIXES = r"(?:py|md|cpp|cu|h|inc|yml|yaml|png|so|toml)"
+# Made by a build, a user's own, or DeepSpeed's.
+ELSEWHERE = {"layerzero/_C.abi3.so", "train.py", "zero_to_fp32.py"}
+LIFE = DOCS / "internals" / "life_of_a_parameter.md"
+
+
+@functools.cache
+def files() -> frozenset[str]:
+    """All files of the repository, or of an unpacked source distribution."""
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    names = done.stdout.split("\n") if done.returncode == 0 else []
+    if not names:
+        names = [os.path.relpath(p, REPOSITORY) for p in REPOSITORY.rglob("*") if p.is_file()]
+    return frozenset(name for name in names if name and (REPOSITORY / name).exists())
+
+
+@functools.cache
+def endings() -> frozenset[str]:
+    """Every path under which a file may be named: `runtime/unit.py`, `unit.py`, ..."""
+    parts = [name.split("/") for name in files()]
+    return frozenset("/".join(each[start:]) for each in parts for start in range(len(each)))
+
+
+def of_kind(*endings: str) -> list[str]:
+    return sorted(name for name in files() if name.endswith(endings))
+
+
+PAGES = [
+    name for name in of_kind(".md") if not name.startswith((".github/", "benchmarks/", "csrc/"))
+]
+# Records of decisions keep what was true when they were made.
+CURRENT = [name for name in PAGES if "/decisions/" not in name]
+SOURCES = [
+    name
+    for name in of_kind(".py")
+    if name.startswith(("layerzero/", "tests/", "examples/", "benchmarks/", "docs/"))
+    and name != "tests/unit/test_docs.py"
+]
+
+
+# Paths ----------------------------------------------------------------------------------------
+
+
+def missing_paths(text: str) -> list[str]:
+    """Paths from the root anywhere in the text, and file names in backticks, that are not there."""
+    rooted = re.findall(
+        rf"(?<![\w/.-])((?:layerzero|docs|tests|examples|benchmarks|csrc)/[\w/.-]*\.{SUFFIXES})\b",
+        text,
+    )
+    quoted = re.findall(r"`([a-z][\w/-]*\.(?:py|cpp|cu|h|inc))`", text)
+    found = {*rooted, *quoted} - ELSEWHERE
+    return sorted(name for name in found if name not in endings())
+
+
+@pytest.mark.parametrize("page", CURRENT)
+def test_paths_in_a_page_exist(page: str) -> None:
+    assert missing_paths((REPOSITORY / page).read_text()) == []
+
+
+def test_paths_in_sources_exist() -> None:
+    # TODO: runtime/ too, once its two paths of pages are those of today.
+    sources = [name for name in SOURCES if not name.startswith("layerzero/runtime/")]
+    missing = {name: missing_paths((REPOSITORY / name).read_text()) for name in sources}
+    assert {name: paths for name, paths in missing.items() if paths} == {}
+
+
+def test_a_path_that_is_gone_is_found() -> None:
+    text = "See docs/layered.md, `runtime/unti.py`, `layerzero/zero3.py` and `unit.py`."
+    assert missing_paths(text) == ["docs/layered.md", "runtime/unti.py"]
+
+
+# Members --------------------------------------------------------------------------------------
+
+
+def _assigned(tree: ast.AST) -> Iterator[str]:
+    """Names that a class or module defines: functions, classes, attributes, those of self too."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
+
+
+@functools.cache
+def classes() -> dict[str, tuple[set[str], set[str]]]:
+    """Class of the package -> (members, names of bases); of equal names, all together."""
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for name in files():
+        if name.startswith("layerzero/") and name.endswith(".py"):
+            for node in ast.walk(ast.parse((REPOSITORY / name).read_text())):
+                if isinstance(node, ast.ClassDef):
+                    members, bases = found.setdefault(node.name, (set(), set()))
+                    members |= set(_assigned(node))
+                    bases |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    return found
+
+
+def members_of(cls: str) -> set[str] | None:
+    """None where a base is not of the package, and anything may be a member."""
+    members, bases = classes()[cls]
+    known = set(members)
+    for base in bases - {"NamedTuple", "Enum", "Protocol", "object"}:
+        inherited = members_of(base) if base in classes() else None
+        if inherited is None:
+            return None
+        known |= inherited
+    return known
+
+
+@functools.cache
+def modules() -> dict[str, set[str]]:
+    """Module of the runtime, by its file's name -> what it defines."""
+    return {
+        Path(name).stem: set(_assigned(ast.parse((REPOSITORY / name).read_text())))
+        for name in files()
+        if name.startswith("layerzero/runtime/") and name.endswith(".py")
+    }
+
+
+def missing_members(text: str) -> list[str]:
+    """`Class.member` of our classes, and `module._function` of runtime/, that are not defined."""
+    missing = set()
+    for owner, member in re.findall(r"`([A-Za-z_]\w*)\.([A-Za-z_]\w*)(?:\([^`]*\))?`", text):
+        if owner in classes():
+            members = members_of(owner)
+        elif member.startswith("_"):
+            members = modules().get(owner)
+        else:
+            members = None
+        if members is not None and member not in members:
+            missing.add(f"{owner}.{member}")
+    return sorted(missing)
+
+
+@pytest.mark.parametrize("page", CURRENT)
+def test_members_in_a_page_exist(page: str) -> None:
+    assert missing_members((REPOSITORY / page).read_text()) == []
+
+
+def test_members_in_sources_exist() -> None:
+    missing = {name: missing_members((REPOSITORY / name).read_text()) for name in SOURCES}
+    assert {name: members for name, members in missing.items() if members} == {}
+
+
+def test_a_member_that_is_gone_is_found() -> None:
+    text = (
+        "`FlatLayout.build` and `FlatLayout.construct()`; `OffloadPolicy.params`, `torch.nothing`"
+    )
+    assert missing_members(text) == ["FlatLayout.construct"]
+
+
+# Notes ----------------------------------------------------------------------------------------
+
+NOTE = re.compile(r"Note\s+\[([^\]]+)\]")
+
+
+def notes(text: str) -> list[str]:
+    """Titles, where one may go on in the next line, of a comment too."""
+    return [re.sub(r"\s*\n\s*#?\s*", " ", title) for title in NOTE.findall(text)]
+
+
+def defined_notes(text: str) -> list[str]:
+    """Those at the start of a line, alone or before a colon."""
+    return re.findall(r"^\s*(?:#\s*)?Note \[([^\]]+)\](?::|$)", text, re.MULTILINE)
+
+
+@functools.cache
+def all_notes() -> frozenset[str]:
+    return frozenset(
+        title for name in SOURCES for title in defined_notes((REPOSITORY / name).read_text())
+    )
+
+
+def missing_notes(text: str) -> list[str]:
+    return sorted(set(notes(text)) - all_notes() - {"..."})
+
+
+def test_notes_that_are_cited_are_written_somewhere() -> None:
+    cited = {name: missing_notes((REPOSITORY / name).read_text()) for name in [*SOURCES, *PAGES]}
+    assert {name: titles for name, titles in cited.items() if titles} == {}
+
+
+def test_a_note_that_nobody_wrote_is_found() -> None:
+    text = "as Note [Views outlive\n    # storage] says, and Note [Views outlive their storage]"
+    assert missing_notes(text) == ["Views outlive their storage"]
+
+
+# Python in pages ------------------------------------------------------------------------------
+
+
+def broken_python(text: str) -> list[str]:
+    """The first line of each fenced block of Python that does not compile."""
+    broken = []
+    for block in python_blocks(text):
+        try:
+            compile(block, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        except SyntaxError:
+            broken.append(block.splitlines()[0])
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_in_a_page_compiles(page: str) -> None:
+    assert broken_python((REPOSITORY / page).read_text()) == []
+
+
+def test_python_that_does_not_compile_is_found() -> None:
+    assert broken_python("```python\nx = (1,\n```\n\n```python\ny = 1\n```\n") == ["x = (1,"]
+
+
+# Links ----------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", each.lower()).strip()) for each in headings}
+
+
+def broken_links(text: str, page: str) -> list[str]:
+    """Links of a page, pictures too, to files or headings that are not there."""
+    broken = []
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (REPOSITORY / page).parent / path
+        if path and not linked.exists():
+            broken.append(target)
+            continue
+        if anchor and anchor not in anchors(linked.read_text() if path else text):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_somewhere(page: str) -> None:
+    assert broken_links((REPOSITORY / page).read_text(), page) == []
+
+
+def test_a_link_to_nowhere_is_found() -> None:
+    text = "## A b\n[1](README.md) [2](layered.md) [3](#a-b) [4](#a-c) ![5](figures/none.png)"
+    assert broken_links(text, "docs/page.md") == ["layered.md", "#a-c", "figures/none.png"]
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    index = (DOCS / "README.md").read_text()
+    listed = {os.path.normpath(f"docs/{path}") for path in re.findall(r"\]\(([^)#]+\.md)", index)}
+    assert {page for page in PAGES if page.startswith("docs/")} - listed == {"docs/README.md"}
+
+
+# The table of life_of_a_parameter.md ----------------------------------------------------------
+
+
+def imports_of(file: str) -> set[str]:
+    """Files of the package that one imports, wherever in it."""
+    imported = set()
+    for node in ast.walk(ast.parse((REPOSITORY / file).read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            path = name.replace(".", "/")
+            imported |= {f"{path}.py", f"{path}/__init__.py"} & files()
+    return imported
+
+
+def false_arrows(text: str) -> list[str]:
+    """Arrows `a` -> `b` in a table's rows where file a does not import file b."""
+    false = []
+    for row in re.findall(r"^\|.*->.*\|$", text, re.MULTILINE):
+        for first, second in re.findall(r"(?=`([\w/]+)` -> `([\w/]+)`)", row):
+            files_of = [f"layerzero/{name}.py" for name in (first, second)]
+            if not set(files_of) <= files() or files_of[1] not in imports_of(files_of[0]):
+                false.append(f"{first} -> {second}")
+    return false
+
+
+def test_each_file_of_a_step_imports_the_next() -> None:
+    text = LIFE.read_text()
+    assert text.count(" -> `") >= 8, "the table has another form"
+    assert false_arrows(text) == []
+
+
+def test_an_arrow_against_the_imports_is_found() -> None:
+    row = "| unshard | `core/layout` -> `zero3`, `zero3` -> `core/nothing` -> `ops/schema` | x |"
+    expected = ["core/layout -> zero3", "zero3 -> core/nothing", "core/nothing -> ops/schema"]
+    assert false_arrows(row) == expected
