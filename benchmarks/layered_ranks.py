@@ -218,11 +218,12 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _compute_shards(model: nn.Module) -> list[Tensor]:
-    from layerzero import ZeRO3, units
+    from layerzero import ZeRO3
+    from layerzero.runtime.root import ordered_units
 
     if not isinstance(model, ZeRO3):
         return []
-    return [handle.compute_shard for unit in units(model) for handle in unit.handles]
+    return [handle.compute_shard for unit in ordered_units(model) for handle in unit.handles]
 
 
 def _new_nbytes(tensors: Sequence[Tensor], seen: set[int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from layerzero.runtime.root import root_of
 from layerzero.runtime.unit import get_unit
 
 
@@ -30,5 +31,5 @@ def pregather(model: nn.Module, *, wait: bool = True) -> None:
     if unit is None:
         raise ValueError(f"pregather: expected a ZeRO3 module, got {type(model).__name__}")
     inside = {id(other) for m in model.modules() if (other := get_unit(m)) is not None}
-    root = unit.root
+    root = root_of(unit)
     root.pregather([other for other in root.units if id(other) in inside], wait)

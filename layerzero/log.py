@@ -91,16 +91,16 @@ def _precisions(module: nn.Module, units: Sequence[Unit]) -> list[str]:
 
 
 def _gathering(root: RootState) -> str:
-    residency = root.residency
-    budget = residency.limiter.budget
+    scheduler = root.scheduler
+    budget = root.context.limiter.budget
     limits = [
         *([] if budget.max_units is None else [f"{budget.max_units} units"]),
         *([] if budget.max_nbytes is None else [nbytes_text(budget.max_nbytes)]),
     ]
     kept = [unit.label for unit in root.units if unit.options.reshard_after_forward is not True]
-    when = residency.backward_prefetch
+    when = scheduler.backward_prefetch
     return (
-        f"gathered ahead: {residency.forward_depth} in forward, "
+        f"gathered ahead: {scheduler.forward_depth} in forward, "
         f"{'none' if when is None else when.name} in backward, "
         f"at most {' and '.join(limits) or 'any number'} at a time"
         + (f"; not freed after forward: {names_text(kept)}" if kept else "")

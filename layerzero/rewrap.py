@@ -5,6 +5,7 @@ from __future__ import annotations
 from layerzero.core.parameter_hooks import kind_of_hooks
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
+from layerzero.runtime.root import root_of
 from layerzero.runtime.states import TrainingState
 from layerzero.runtime.unit import get_unit
 from layerzero.runtime.unwrap import unwrap
@@ -36,11 +37,13 @@ def rewrap(model: ZeRO3) -> list[str]:
         NotImplementedError: a module inside has a ZeRO3 of its own, or `step_in_backward` is on.
     """
     unit = get_unit(model)
-    if not isinstance(model, ZeRO3) or unit is None or unit.root.units[0] is not unit:
+    if not isinstance(model, ZeRO3) or unit is None or root_of(unit).units[0] is not unit:
         raise ValueError(f"rewrap: expected the outermost ZeRO3 module, got {type(model).__name__}")
-    root = unit.root
-    root.clear_abandoned()
-    busy = root.in_backward or any(u.training_state is not TrainingState.IDLE for u in root.units)
+    root = root_of(unit)
+    root.backward.clear_abandoned()
+    busy = root.context.in_backward or any(
+        u.training_state is not TrainingState.IDLE for u in root.units
+    )
     waits = any(h.gradients.is_waiting for each in root.units for h in each.handles)
     if busy or waits:
         raise RuntimeError(

@@ -39,9 +39,12 @@ from layerzero.optim.clip import clip_grad_norm_
 from layerzero.optim.earlier import hand_over_pieces
 from layerzero.optim.in_backward import StepInBackward
 from layerzero.runtime import hooks, surroundings
-from layerzero.runtime.root import RootState, UnshardHandle
+from layerzero.runtime.misuse import explain_uncaught
+from layerzero.runtime.pieces import remember_root
+from layerzero.runtime.root import RootState, UnshardHandle, ordered_units, root_of
 from layerzero.runtime.summon import SummonOptions, summon
 from layerzero.runtime.unit import Unit, get_unit, set_unit
+from layerzero.runtime.unit_view import UnitView
 from layerzero.state_dict.whole import teach_torch
 from layerzero.wrapper import ModuleWrapper
 
@@ -173,6 +176,7 @@ class ZeRO3(ModuleWrapper):
         guard_saving(module)
         log_units(module, root, topology.placement.is_first)
         attach.watch()
+        explain_uncaught()
         hand_over_pieces(units)
         teach_torch()
         surroundings.install(module)
@@ -182,6 +186,7 @@ class ZeRO3(ModuleWrapper):
             unit.module.__dict__.pop(_ROOT, None)
         module.__dict__[_ROOT] = root
         root.wrapper_ref = weakref.ref(self)
+        remember_root(root)
         set_unit(self, units[0])
         self._become_wrapper_of(module)
 
@@ -220,7 +225,7 @@ class ZeRO3(ModuleWrapper):
 
     @property
     def _root_state(self) -> RootState:
-        return self._unit.root
+        return root_of(self._unit)
 
     def _subtree(self) -> list[Unit]:
         """The units of this module, in the order of the root's list."""
@@ -239,15 +244,15 @@ class ZeRO3(ModuleWrapper):
         """
         root = self._root_state
         before = root.reducer.requires_sync
-        root.reducer.requires_sync = False
+        root.reducer.set_requires_sync(False)
         try:
             yield
         finally:
-            root.reducer.requires_sync = before
+            root.reducer.set_requires_sync(before)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """`no_sync` as a switch: False until set to True again."""
-        self._root_state.reducer.requires_sync = bool(requires_gradient_sync)
+        self._root_state.reducer.set_requires_sync(bool(requires_gradient_sync))
 
     def reduce_gradients(self) -> None:
         """Reduce the sum that micro-batches inside `no_sync` left, without another backward.
@@ -277,7 +282,7 @@ class ZeRO3(ModuleWrapper):
         """
         root = self._root_state
         if optimizer is None:
-            root.reducer.on_delivered = None
+            root.reducer.call_on_delivered(None)
             return
         stepper = StepInBackward(optimizer)
         pieces = [piece for unit in root.units for piece in unit.pieces]
@@ -288,7 +293,7 @@ class ZeRO3(ModuleWrapper):
             else:
                 stepper.step_others(pieces)
 
-        root.reducer.on_delivered = step
+        root.reducer.call_on_delivered(step)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.
@@ -373,27 +378,23 @@ class ZeRO3(ModuleWrapper):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather these units when this one's forward begins, instead of the recorded next ones."""
-        self._unit.set_modules_to_forward_prefetch(modules)
+        UnitView(self._unit).set_modules_to_forward_prefetch(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather these units when this one's backward begins, instead of the recorded next ones."""
-        self._unit.set_modules_to_backward_prefetch(modules)
+        UnitView(self._unit).set_modules_to_backward_prefetch(modules)
 
 
-def units(model: nn.Module) -> list[Unit]:
+def units(model: nn.Module) -> list[UnitView]:
     """The units of a wrapped model, in execution order once a forward was recorded.
 
-    Each has `.fqn`, `.module`, `.num_parameters`, `.nbytes` (full parameters), `.state`, and the
-    `set_modules_to_*_prefetch` methods.
+    Each has `.fqn`, `.module`, `.num_parameters`, `.nbytes` (full parameters), `.state`, `.holds`
+    (why it stays full), `unshard` and `reshard`, and the `set_modules_to_*_prefetch` methods.
 
     Raises:
         ValueError: `model` is not wrapped.
     """
-    unit = get_unit(model)
-    if unit is None:
-        raise ValueError(f"units: expected a ZeRO3 module, got {type(model).__name__}")
-    inside = {id(u) for m in model.modules() if (u := get_unit(m)) is not None}
-    return [u for u in unit.root.residency.ordered_units() if id(u) in inside]
+    return [UnitView(unit) for unit in ordered_units(model)]
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:

@@ -20,6 +20,7 @@ from layerzero.config import (
 )
 from layerzero.core.groups import resolve_process_groups
 from layerzero.core.placement import Outer
+from layerzero.runtime.root import root_if_alive
 from layerzero.runtime.unit import get_unit
 
 _OUTER: tuple[Outer, ...] = get_args(Outer)
@@ -147,7 +148,7 @@ def check_module(module: nn.Module) -> None:
     unit = get_unit(module)
     if unit is None:
         return
-    root = unit.root_if_alive
+    root = root_if_alive(unit)
     # A module whose wrapper is gone may be wrapped again; a wrapper is no such module.
     if unit.module is not module or (root is not None and root.is_wrapped):
         raise RuntimeError(

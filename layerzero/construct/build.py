@@ -18,7 +18,7 @@ from layerzero.construct.same_start import Digests, settle
 from layerzero.construct.topology import Topology
 from layerzero.construct.unit_arguments import UnitArguments
 from layerzero.construct.wrap import UnitPlan, Visit
-from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
+from layerzero.core.flat_param import OriginalParameter
 from layerzero.core.groups import ShardGroup
 from layerzero.core.host import HostMemory
 from layerzero.core.placement import Placement
@@ -26,6 +26,7 @@ from layerzero.core.tensor_parallel import local_of, split_of
 from layerzero.notices import outside, warn_once
 from layerzero.runtime import guards, hooks
 from layerzero.runtime.awaited import await_values
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.unit import Unit, UnitOptions, get_unit, set_unit
 from layerzero.state_dict import module_state
 
@@ -89,7 +90,7 @@ class _UnitBuilder:
                 finished[id(plan)] = self._finish(plan)
         for plan in plans:
             unit = finished[id(plan)]
-            unit.lenders = tuple(finished[id(lender)] for lender in plan.lenders)
+            unit.tied_owners = tuple(finished[id(owner)] for owner in plan.tied_owners)
             self._follow_hook_module(plan, unit)
         units = [finished[id(plan)] for plan in plans]
         if self.materializer.is_later:

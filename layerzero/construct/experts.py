@@ -75,12 +75,12 @@ def find_experts(plans: Sequence[UnitPlan], process_group: Group | None) -> dict
         if ranks != everyone:
             found[id(plan)] = group
     for plan in plans:
-        for lender in plan.lenders:
-            of_plan, of_lender = found.get(id(plan)), found.get(id(lender))
-            if _key(of_plan) != _key(of_lender):
+        for owner in plan.tied_owners:
+            of_plan, of_owner = found.get(id(plan)), found.get(id(owner))
+            if _key(of_plan) != _key(of_owner):
                 raise ValueError(
                     f"{plan.label} (rank {dist.get_rank()}): a parameter is tied to one outside, "
-                    f"and would belong to {lender.label}, which has another process_group; make "
+                    f"and would belong to {owner.label}, which has another process_group; make "
                     "experts without ties, or one unit around all uses"
                 )
     for plan in plans:

@@ -23,9 +23,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from layerzero.core import canary
+from layerzero.core.canary import AwaitedBuffer
 from layerzero.core.parameter_info import copy_attributes
 from layerzero.core.tensor_parallel import local_of
-from layerzero.runtime.awaited import AwaitedBuffer
 
 InitFunction = Callable[[nn.Module], None]
 Later = Literal["later"]

@@ -17,8 +17,8 @@ from layerzero.construct.expert_numbers import ExpertLists
 from layerzero.construct.experts import Group, find_experts
 from layerzero.construct.unit_arguments import UnitArguments, effective_offload
 from layerzero.construct.wrap import UnitPlan, Visit, has_forward, plan_units
-from layerzero.runtime.structure import Ignored, nested_ignored
-from layerzero.runtime.unwrap import left_units, unwrap
+from layerzero.runtime.structure import Ignored
+from layerzero.runtime.unwrap import left_units, nested_ignored, unwrap
 
 
 @dataclass(frozen=True, kw_only=True)

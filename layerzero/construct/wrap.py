@@ -98,7 +98,7 @@ class UnitPlan:
     existing: Unit | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     originals: list[OriginalParameter] = field(default_factory=list)
-    lenders: list[UnitPlan] = field(default_factory=list)
+    tied_owners: list[UnitPlan] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -150,8 +150,8 @@ def plan_units(
             )
         owner.originals.append(original)
         for user in users:
-            if user is not owner and owner not in user.lenders:
-                user.lenders.append(owner)
+            if user is not owner and owner not in user.tied_owners:
+                user.tied_owners.append(owner)
     return walk.plans, walk.visits
 
 

@@ -6,7 +6,11 @@ what is never written shows itself; in others a number that is unlikely to be me
 
 from __future__ import annotations
 
+import weakref
+from typing import NamedTuple
+
 import torch
+from torch import nn
 
 from layerzero.core.tensor_parallel import local_of
 
@@ -16,6 +20,15 @@ _BITS = {
     4: (torch.int32, 0x7FE5A5A5),
     8: (torch.int64, 0x7FFA5A5A5A5A5A5A),
 }
+
+
+class AwaitedBuffer(NamedTuple):
+    """A buffer whose value comes after construction."""
+
+    fqn: str
+    """In the module that was wrapped with it."""
+    module: weakref.ref[nn.Module]
+    name: str
 
 
 def fill(tensor: torch.Tensor) -> None:

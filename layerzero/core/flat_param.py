@@ -1,4 +1,4 @@
-"""FlatParamHandle: one flat parameter: main shard, compute shard, and the full buffer.
+"""FlatParam: the buffers behind one flat parameter: main shard, compute shard, full buffer.
 
     main shard      what the optimizer updates; original dtype
     compute shard   what this rank gives to a gather; compute dtype. The main shard itself where
@@ -33,6 +33,7 @@ from layerzero.core.parameter_info import (
     ParameterInfo,
     copy_attributes,
     get_info,
+    rename,
     set_info,
     take_kept_piece,
 )
@@ -53,8 +54,12 @@ class OriginalParameter:
     """What this rank has of it before it is flattened, detached: of a DTensor the local tensor."""
 
 
-class FlatParamHandle:
-    """The buffers behind one flat parameter. Knows no streams, issues no collective."""
+class FlatParam:
+    """The buffers behind one flat parameter, their layout and the views into them.
+
+    Knows no streams and issues no collective: `FlatParamHandle` (runtime/flat_param_handle.py)
+    unshards and reshards it.
+    """
 
     fqns: list[str]
     """Names of the original parameters, in order."""
@@ -247,11 +252,25 @@ class FlatParamHandle:
         """Whether the compute shard is of other weights, as far as torch's versions tell."""
         return self.version != self.main_shard._version
 
-    def distrust(self) -> None:
+    def mark_stale(self) -> None:
         """Write the compute shard anew at the next use: versions miss writes through `.data`."""
         self.kept_shard = None
         if self.has_compute_shard:
             self.version = -1
+
+    def rename(self, prefix: str) -> None:
+        """The model is now part of another: put `prefix` before every name."""
+        self.fqns = [f"{prefix}.{fqn}" for fqn in self.fqns]
+        for fqn, parameter in zip(self.fqns, self.sharded_params, strict=True):
+            rename(parameter, fqn)
+
+    def drop_kept_shard(self) -> None:
+        """The weights that were kept for a backward will not be used again."""
+        self.kept_shard = None
+
+    def share_placement(self, placements: dict[Placement, Placement]) -> None:
+        """Have one object for equal placements, so that what goes by placement is done once."""
+        self.placement = placements.setdefault(self.placement, self.placement)
 
     def keep_shard(self) -> None:
         """Copy this rank's part of the gathered full buffer into `kept_shard`."""

@@ -254,6 +254,25 @@ class GradientBuffer:
             self.shard_sum.add_(chunk)
         return self.shard_sum
 
+    def add_host_sum_to(self, target: torch.Tensor) -> None:
+        """Add what waits on the host, through memory of the stream that is current."""
+        if self.host_sum is not None:
+            staged = torch.empty_like(target)
+            staged.copy_(self.host_sum, non_blocking=True)
+            target.add_(staged)
+
+    def send_to_host(self, total: torch.Tensor) -> None:
+        """Start copying a sum, with what waits on the host added, to where it is to wait."""
+        assert self.sums_on is not None
+        self.add_host_sum_to(total)
+        if self.host_sum is None:
+            self.host_sum = self.sums_on.empty(total.numel(), total.dtype)
+        self.host_sum.copy_(total, non_blocking=True)
+
+    def drop_host_sum(self) -> None:
+        """What waited on the host is on the device again."""
+        self.host_sum = None
+
     def free_buffer(self) -> None:
         """Free the memory of what was sent; safe from another thread, and twice."""
         self._outgoing.free()
@@ -308,13 +327,15 @@ class GradientBuffer:
         self, chunk: torch.Tensor | None, scale: float
     ) -> Iterator[tuple[int, torch.Tensor]]:
         dtype, device = self._sharded_params[0].dtype, self._sharded_params[0].device
-        if chunk is None:
-            for index, gradient in self._local.items():
-                gradient = gradient if scale == 1.0 else gradient * scale
-                yield index, gradient.reshape(-1).to(device, dtype)
-            return
-        parts = chunk.to(dtype).split_with_sizes(self._split_sizes)
-        yield from zip(self._split_indices, parts, strict=True)
+        if chunk is not None:
+            parts = chunk.to(dtype).split_with_sizes(self._split_sizes)
+            return zip(self._split_indices, parts, strict=True)
+        return (
+            (index, (gradient * scale).reshape(-1).to(device, dtype))
+            if scale != 1.0
+            else (index, gradient.reshape(-1).to(device, dtype))
+            for index, gradient in self._local.items()
+        )
 
 
 class _Area:

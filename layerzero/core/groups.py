@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +32,7 @@ class ShardGroup:
     timeout: timedelta
     """How long any collective may take before it is an error."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 

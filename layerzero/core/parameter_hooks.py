@@ -35,6 +35,14 @@ class _Running:
 
     count = 0
 
+    @classmethod
+    def begin(cls) -> None:
+        cls.count += 1
+
+    @classmethod
+    def end(cls) -> None:
+        cls.count -= 1
+
 
 def is_accumulating() -> bool:
     """Whether autograd accumulates gradients that we gave it."""
@@ -48,9 +56,9 @@ def accumulate_with_hooks(gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]
     parameters is the same on every rank. A parameter may come several times: its hooks see the sum.
     """
     parameters, values = zip(*gradients, strict=True)
-    _Running.count += 1
+    _Running.begin()
     try:
         with torch.no_grad():
             torch.autograd.backward(parameters, values)
     finally:
-        _Running.count -= 1
+        _Running.end()

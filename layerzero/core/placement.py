@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -57,12 +58,12 @@ class Placement:
     data_parallel: Placement | None = None
     """The whole model's, where only some of its ranks have this unit (experts)."""
 
-    @property
+    @cached_property
     def num_slices(self) -> int:
         """Slices that a compute shard is cut into: one for each outer peer."""
         return self.outer_group.size if self.outer_group is not None else 1
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Ranks whose gradients are reduced together."""
         return self.shard_group.size * self.num_slices
@@ -84,12 +85,12 @@ class Placement:
             return self.shard_group.rank
         return self.shard_group.rank * self.num_slices + self.outer_group.rank
 
-    @property
+    @cached_property
     def owns_compute_shard(self) -> bool:
         """Whether the main shard covers the compute shard, so that no outer gather is needed."""
         return self.owned_slices == self.num_slices
 
-    @property
+    @cached_property
     def groups(self) -> tuple[ShardGroup, ...]:
         """The hops, inner first, without groups of one."""
         groups = (self.shard_group, self.outer_group)
@@ -102,12 +103,12 @@ class Placement:
         whole = () if self.data_parallel is None else self.data_parallel.all_groups
         return (*self.groups, *(g for g in rest if g is not None and g.size > 1), *whole)
 
-    @property
+    @cached_property
     def hops(self) -> tuple[ShardGroup, ...]:
         """The groups that gradients are reduced over, one after the other."""
         return self.groups if self.world is None else (self.world,)
 
-    @property
+    @cached_property
     def sums_in_shards(self) -> bool:
         """Whether the first hop leaves less than all gradients, and not over the outer group."""
         return self.world is not None or self.shard_group.size > 1
@@ -124,7 +125,7 @@ class Placement:
         """This rank's global number, for messages."""
         return self.shard_group.ranks[self.shard_group.rank]
 
-    @property
+    @cached_property
     def is_first(self) -> bool:
         """Whether this is the first of all ranks."""
         return all(group.is_first for group in self.groups)

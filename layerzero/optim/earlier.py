@@ -58,4 +58,4 @@ def _optimizers() -> Iterator[torch.optim.Optimizer]:
 def _is_first(built: Sequence[Unit]) -> bool:
     """Whether this rank speaks for those that share the model."""
     groups = [group for u in built for handle in u.handles[:1] for group in handle.placement.groups]
-    return not any(group.rank for group in (*groups, *built[0].root.tensor_parallel_groups))
+    return not any(group.rank for group in (*groups, *built[0].context.tensor_parallel_groups))

@@ -22,9 +22,9 @@ from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.core.groups import make_shard_group, resolve_process_groups
-from layerzero.runtime.root import RootState
+from layerzero.runtime.root import RootState, ordered_units, root_of
 from layerzero.runtime.unit import get_unit
-from layerzero.zero3 import ZeRO3, units
+from layerzero.zero3 import ZeRO3
 
 
 class ZeRO3PipelineStage(PipelineStage):
@@ -79,7 +79,7 @@ class ZeRO3PipelineStage(PipelineStage):
                 f"stage {stage_index}: expected a ZeRO3 module, got {type(submodule).__name__}; "
                 "wrap the stage's part of the model, or use torch's PipelineStage"
             )
-        if units(submodule)[0].root.units[0] is not get_unit(submodule):
+        if root_of(ordered_units(submodule)[0]).units[0] is not get_unit(submodule):
             raise ValueError(
                 f"stage {stage_index}: its module is a part of another ZeRO3 module; wrap each "
                 "stage by itself: stages reduce and free at different times"
@@ -89,20 +89,20 @@ class ZeRO3PipelineStage(PipelineStage):
         self._reshards = reshard_between_micro_batches
         self._in_step = False
         # See Note [Two stages of one rank].
-        self._root.operations.prefix = f"stage {stage_index}: "
+        self._root.operations.set_prefix(f"stage {stage_index}: ")
 
     @property
     def _root(self) -> RootState:
-        return units(self.model)[0].root
+        return root_of(ordered_units(self.model)[0])
 
     def gather(self) -> None:
         """Start gathering all units, to stay. Collective over the stage's data-parallel ranks."""
         if self._in_step:
-            self._root.gather_units()
+            self._root.unshard_all()
 
     def free(self) -> None:
         """Free all units. Not collective."""
-        self._root.residency.free_all()
+        self._root.end_micro_batches()
 
     # What a schedule calls ------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class ZeRO3PipelineStage(PipelineStage):
         if self._in_step:
             self._root.abort()
         self._in_step = True
-        self._root.residency.keeps_units = not self._reshards
+        self._root.begin_micro_batches(keep_unsharded=not self._reshards)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Forward of one micro-batch; the last of an evaluation frees the units."""
@@ -145,8 +145,7 @@ class ZeRO3PipelineStage(PipelineStage):
     ) -> Any:
         """Reduce in the backward of the last micro-batch alone."""
         if last_backward:
-            # From now on units are freed as they are done.
-            self._root.residency.keeps_units = False
+            self._root.last_micro_batch()
         with nullcontext() if last_backward else self.model.no_sync():
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
@@ -167,7 +166,7 @@ class ZeRO3PipelineStage(PipelineStage):
 
     def _end_step(self) -> None:
         self._in_step = False
-        self._root.residency.free_all()
+        self._root.end_micro_batches()
 
 
 def gather_as_scheduled(schedule: Any, stages: Sequence[ZeRO3PipelineStage]) -> None:

@@ -17,7 +17,7 @@ from layerzero.comm.collectives import broadcast_
 from layerzero.core.groups import ShardGroup
 from layerzero.core.tensor_parallel import local_of
 from layerzero.runtime.operations import remembers_failure
-from layerzero.runtime.root import RootState
+from layerzero.runtime.root import RootState, root_of
 from layerzero.runtime.unit import get_unit
 from layerzero.zero3 import ZeRO3
 
@@ -61,7 +61,7 @@ class _BufferSync:
 def _root_of(model: nn.Module) -> RootState:
     unit = get_unit(model)
     assert unit is not None, "it is wrapped"
-    return unit.root
+    return root_of(unit)
 
 
 @remembers_failure

@@ -26,6 +26,7 @@ from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, merge_preci
 from layerzero.plan.replicas import keep_buffers_equal
 from layerzero.plan.resolve import Resolved, ResolvedUnit, resolve
 from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.runtime.root import root_of
 from layerzero.runtime.unit import Unit, get_unit
 from layerzero.zero3 import ZeRO3
 
@@ -82,7 +83,8 @@ def shard_with_plan(
     sharded = own if isinstance(own, ZeRO3) else _shard(model, plan, mesh, experts, resolved)
     root_unit = get_unit(sharded)
     assert root_unit is not None, "sharded is a ZeRO3"
-    root_unit.root.residency.gathers_all_first = plan.pregather
+    if plan.pregather:
+        root_of(root_unit).scheduler.unshard_all_before_forward()
     numbers = plan.num_forward, plan.num_backward
     expected = None
     if not _ask(root_unit.module, "set_modules_to_prefetch", plan, *numbers):
@@ -221,12 +223,12 @@ def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved, expected: Ex
 
 def _expect_order(root_unit: Unit, expected: Expected) -> None:
     """Hand the lists to the root of the sharded model."""
-    by_fqn = {unit.fqn: unit for unit in root_unit.root.units}
+    by_fqn = {unit.fqn: unit for unit in root_of(root_unit).units}
     forward, backward = (
         {by_fqn[head]: [by_fqn[fqn] for fqn in fqns] for head, fqns in lists.items()}
         for lists in (expected.forward, expected.backward)
     )
-    root_unit.root.residency.expect(forward, backward)
+    root_of(root_unit).scheduler.set_static_prefetch(forward, backward)
 
 
 # A shard group of one rank ------------------------------------------------------------------

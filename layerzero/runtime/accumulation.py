@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from layerzero.core.flat_param import FlatParamHandle
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 
 
 @dataclass(frozen=True)

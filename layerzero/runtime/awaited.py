@@ -6,62 +6,51 @@ units did not belong to one model yet.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
-from torch import nn
+import torch
 
 from layerzero.comm.texts import gather_texts
 from layerzero.core import canary
+from layerzero.core.canary import AwaitedBuffer
 from layerzero.core.placement import Placement
-
-if TYPE_CHECKING:
-    from layerzero.runtime.root import RootState
-    from layerzero.runtime.unit import Unit
-
-
-class AwaitedBuffer(NamedTuple):
-    """A buffer whose value comes after construction."""
-
-    fqn: str
-    """In the module that was wrapped with it."""
-    module: weakref.ref[nn.Module]
-    name: str
+from layerzero.runtime.unit import Unit
 
 
 def await_values(units: Sequence[Unit], buffers: Sequence[AwaitedBuffer]) -> None:
     """Have the first forward look whether all values of one `ZeRO3` call are there."""
     for unit in units:
-        unit.awaits_values = True
-    units[0].awaited_buffers = tuple(buffers)
+        unit.await_values(buffers if unit is units[0] else ())
 
 
-def check_first_forward(root: RootState) -> None:
-    """Refuse a forward that something is missing for. Collective where values are awaited.
+def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
+    """Refuse a forward of a model that misses something. Collective where values are awaited.
+
+    Args:
+        every: the units of the model.
 
     Raises:
         RuntimeError: on every rank: parameters or buffers have no values yet.
         ValueError: a prefetch list names units of another model.
     """
-    for unit in root.units:
+    for unit in every:
         for other in (*(unit.forward_prefetch or ()), *(unit.backward_prefetch or ())):
-            if other not in root.units:
+            if other not in every:
                 raise ValueError(
                     f"{unit.label}: modules to prefetch must be units of the same model, got "
                     f"{other.label} of another; wrap a module that contains both, or leave it out"
                 )
     by_placement: dict[int, tuple[Placement, list[Unit]]] = {}
-    for unit in root.units:
+    for unit in every:
         for handle in unit.handles if unit.awaits_values else ():
             placement = handle.placement.data_parallel or handle.placement
             units = by_placement.setdefault(id(placement), (placement, []))[1]
             if unit not in units:
                 units.append(unit)
-    waiting = [unit for unit in root.units if unit.awaits_values]
+    waiting = [unit for unit in every if unit.awaits_values]
     for placement, units in by_placement.values():
         missing = next(_missing(units + [u for u in waiting if not u.handles]), None)
-        told = gather_texts(missing, placement.rank, placement.groups, root.device, "values")
+        told = gather_texts(missing, placement.rank, placement.groups, device, "values")
         if told:
             rank, text = next(iter(told.items()))
             raise RuntimeError(
@@ -69,7 +58,7 @@ def check_first_forward(root: RootState) -> None:
                 'param_init_fn="later"; load a checkpoint that has it before the first forward'
             )
     for unit in waiting:
-        unit.awaits_values, unit.awaited_buffers = False, ()
+        unit.values_came()
 
 
 def _missing(units: Sequence[Unit]) -> Iterator[str]:

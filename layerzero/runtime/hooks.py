@@ -21,6 +21,7 @@ from torch._compile import _disable_dynamo
 
 from layerzero.runtime.misuse import explain
 from layerzero.runtime.passes import ForwardCall
+from layerzero.runtime.root import root_of
 from layerzero.runtime.states import TrainingState
 from layerzero.runtime.tensors import cast_floating, find_tensors
 from layerzero.runtime.unit import Unit
@@ -149,11 +150,11 @@ def _bind_late(
 def _call(
     unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
 ) -> Any:
-    for lender in unit.lenders:
-        if not lender.shows_full:
+    for owner in unit.tied_owners:
+        if not owner.shows_full:
             # A tied parameter lives in a unit around this one that was not called.
             inside = functools.partial(_call, unit, method)
-            return _call(lender, inside, (args, kwargs, casts), {}, casts)
+            return _call(owner, inside, (args, kwargs, casts), {}, casts)
     if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -161,7 +162,7 @@ def _call(
                 "would not be reduced; leave the context first, or use torch.no_grad()"
             )
         return method(*args, **kwargs)
-    root = unit.root
+    root = root_of(unit)
     call: ForwardCall | None = None
     try:
         call = root.begin_call(unit)
@@ -220,7 +221,7 @@ def _watch_gradients(outputs: Any, call: ForwardCall) -> None:
     """Tell the root when the gradient of any output arrives."""
 
     def on_output_gradient(_: torch.Tensor) -> None:
-        call.unit.root.on_output_gradient(call)
+        root_of(call.unit).backward.on_output_gradient(call)
 
     for tensor in find_tensors(outputs):
         if tensor.requires_grad:

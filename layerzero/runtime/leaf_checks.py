@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from layerzero.core.flat_param import FlatParamHandle
+from layerzero.runtime.context import RuntimeContext
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.unit import Unit
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,7 +31,8 @@ class LeafChecks:
     first_forward: FirstForward | None
     """Until the first training forward has ended."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, context: RuntimeContext, units: Sequence[Unit]) -> None:
+        self._context = context
         self._units = units
         self._leaves = [leaf for unit in units for h in unit.handles for leaf in h.full_params]
         copies = [h for unit in units for h in unit.handles if not _is_main_memory(h)]
@@ -60,7 +62,7 @@ class LeafChecks:
                 for fqn, leaf in zip(handle.fqns, handle.full_params, strict=True):
                     if leaf.grad is not None:
                         names.append(fqn)
-                        leaf.grad = None
+            unit.drop_leaf_gradients()
         raise RuntimeError(
             f"the last backward computed gradients of {_listed(names)} that were not reduced and "
             "are dropped: they came through a tensor that left its unit another way than as an "
@@ -71,10 +73,8 @@ class LeafChecks:
 
     def after_forward(self) -> RuntimeError | None:
         """The outermost forward has ended; what is wrong with it."""
-        replaced = [name for unit in self._units for name in unit.replaced]
-        if replaced:
-            for unit in self._units:
-                unit.replaced = []
+        if self._context.replaced:
+            replaced = self._context.take_replaced()
             return RuntimeError(
                 f"the forward put other parameters in place of {_listed(replaced)}, which are "
                 "sharded; these are dropped, and the sharded ones are in place again: make them "

@@ -1,13 +1,16 @@
 """Says so in the error when the line that failed used a piece where a parameter was meant.
 
 Torch's own text tells of shapes alone. Looked for only once something was raised: the expressions
-of the failing lines are followed through modules and local variables, and nothing is called.
+of the failing lines are followed through modules and local variables, and nothing is called. Errors
+inside a call of a unit are met there (hooks.py); others when nobody catches them, by
+`sys.excepthook`, since whatever would see them earlier costs every operation on a parameter.
 """
 
 from __future__ import annotations
 
 import linecache
 import re
+import sys
 from collections.abc import Iterator
 from types import CodeType, TracebackType
 from typing import Any
@@ -16,9 +19,10 @@ from torch import nn
 
 from layerzero.core.parameter_info import get_info
 
-_EXPRESSION = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*")
-_STEP = re.compile(r"\w+")
+_EXPRESSION = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[-?\d+\])*")
+_STEP = re.compile(r"-?\w+")
 _EXPLAINED = "_layerzero_explained"
+_HOOK = "_layerzero_hook"
 
 
 def explain(error: BaseException) -> None:
@@ -49,6 +53,22 @@ def explain(error: BaseException) -> None:
         )
 
 
+def explain_uncaught() -> None:
+    """From now on errors that end the process are explained as well, whatever hook prints them."""
+    print_error = sys.excepthook
+    if hasattr(print_error, _HOOK):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        try:
+            explain(error)
+        finally:
+            print_error(kind, error, traceback)
+
+    setattr(hook, _HOOK, True)
+    sys.excepthook = hook
+
+
 def _pieces_used_at(traceback: TracebackType) -> Iterator[nn.Parameter]:
     frame = traceback.tb_frame
     names = {**frame.f_globals, **frame.f_locals}
@@ -74,12 +94,16 @@ def _lines(code: CodeType, traceback: TracebackType) -> range:
 def _step(value: Any, name: str) -> Any:
     """An attribute or item, without running code of the value's class."""
     if isinstance(value, nn.Module):
-        own = value.__dict__
-        module = own.get("_wrapped", value)  # of a wrapper
+        module = value.__dict__.get("_wrapped", value)  # of a wrapper
+        if module is not value and name == "module":
+            return module
+        if name.startswith("-") and int(name) >= -len(module._modules):
+            return list(module._modules.values())[int(name)]
         for where in (module._parameters, module._modules, module.__dict__):
             if name in where:
                 return where[name]
         return None
-    if isinstance(value, (list, tuple)) and name.isdigit() and int(name) < len(value):
-        return value[int(name)]
+    if isinstance(value, (list, tuple)) and name.lstrip("-").isdigit():
+        index = int(name)
+        return value[index] if -len(value) <= index < len(value) else None
     return getattr(value, "__dict__", {}).get(name)

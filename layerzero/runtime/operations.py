@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,21 +25,25 @@ from layerzero.comm.streams import Streams
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
 
-if TYPE_CHECKING:
-    from layerzero.runtime.root import RootState
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
+class HasOperations(Protocol):
+    """The root state, and the context of its units."""
+
+    @property
+    def operations(self) -> Operations: ...
+
+
 def remembers_failure(method: _Method) -> _Method:
-    """For what takes the root first: see Note [A failed collective is final]."""
+    """For functions that take such an object first: see Note [A failed collective is final]."""
 
     @functools.wraps(method)
-    def wrapped(root: RootState, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(model: HasOperations, *args: Any, **kwargs: Any) -> Any:
         try:
-            return method(root, *args, **kwargs)
+            return method(model, *args, **kwargs)
         except CollectiveError as error:
-            first = root.operations.remember(error)
+            first = model.operations.remember(error)
             if str(first) not in str(error):
                 raise first from error  # A watchdog knew before, and knows more.
             raise
@@ -71,6 +75,10 @@ class Operations:
         named = {g.process_group for g in groups if messages_carry_names(g, device)}
         places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
         self._lookout = Lookout(places) if places else None
+
+    def set_prefix(self, prefix: str) -> None:
+        """From now on; see `prefix`."""
+        self.prefix = prefix
 
     def next(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """Name the next collective, which `group` takes part in; every rank counts alike.

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 from torch import nn
 
 from layerzero.core.placement import Placement
-
-if TYPE_CHECKING:
-    from layerzero.runtime.root import RootState
+from layerzero.runtime.root import RootState, root_of
 
 _roots: WeakSet[RootState] = WeakSet()
 """Of all models that are alive; a root whose units joined another one has none of its own."""
@@ -42,7 +40,7 @@ def remember_root(root: RootState) -> None:
 def owners(root: RootState) -> Iterator[Owner]:
     """The pieces of one model, unit by unit."""
     for unit in root.units:
-        if unit.root is root:
+        if root_of(unit) is root:
             for handle in unit.handles:
                 for piece in handle.sharded_params:
                     yield Owner(root, handle.placement, piece)

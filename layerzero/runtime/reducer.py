@@ -8,8 +8,7 @@ fails changes no gradient the user can see.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -19,11 +18,9 @@ from layerzero.config import Accumulation
 from layerzero.core.groups import ShardGroup
 from layerzero.core.parameter_hooks import accumulate_with_hooks
 from layerzero.runtime.accumulation import AccumulationCosts, choose_sharded
+from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.reduction import Reduction, reduce_unit
 from layerzero.runtime.unit import Unit
-
-if TYPE_CHECKING:
-    from layerzero.runtime.root import RootState
 
 _logger = logging.getLogger(__name__)
 
@@ -39,12 +36,15 @@ class GradientReducer:
     on_delivered: Callable[[Unit | None], None] | None
     """Called with each unit whose pieces have all gradients of a backward pass; then with None."""
 
-    def __init__(self, accumulation: Accumulation, budget_nbytes: int | None) -> None:
-        """`budget_nbytes`: what "auto" may spend, see `choose_sharded`."""
+    def __init__(
+        self, context: RuntimeContext, units: Sequence[Unit], accumulation: Accumulation
+    ) -> None:
+        """`units` is the root's list."""
+        self._context = context
+        self._units = units
         self.requires_sync = True
         self.sums_sharded = accumulation == "sharded"
         self._is_auto = accumulation == "auto"
-        self._budget_nbytes = budget_nbytes
         self._num_waiting = 0
         self._num_micro_batches = 2
         self._reason = ""
@@ -52,14 +52,22 @@ class GradientReducer:
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
 
-    def begin_backward(self, root: RootState) -> None:
+    def set_requires_sync(self, requires_sync: bool) -> None:
+        """False: gradients add up from now on."""
+        self.requires_sync = requires_sync
+
+    def call_on_delivered(self, function: Callable[[Unit | None], None] | None) -> None:
+        """From now on; see `on_delivered`."""
+        self.on_delivered = function
+
+    def begin_backward(self) -> None:
         """A backward pass of the whole model begins; "auto" decides where its sum goes."""
         if not self._is_auto or self.requires_sync or self.adds_up:
             return
-        handles = [handle for unit in root.units for handle in unit.handles]
+        handles = [handle for unit in self._units for handle in unit.handles]
         costs = AccumulationCosts.of(handles)
         self.sums_sharded, reason = choose_sharded(
-            costs, self._num_micro_batches, self._budget_nbytes
+            costs, self._num_micro_batches, self._context.limiter.budget.max_nbytes
         )
         if reason != self._reason and all(h.placement.is_first for h in handles):
             _logger.info("accumulation='auto': %s", reason)
@@ -82,11 +90,13 @@ class GradientReducer:
             self._num_micro_batches = self._num_waiting
         self._num_waiting = 0
 
-    def reduce(self, root: RootState, unit: Unit) -> None:
+    def reduce(self, unit: Unit) -> None:
         """Take the unit's gradients, and start reducing them as far as they are to be reduced."""
         self._complete_all()
-        with torch.no_grad(), root.profile("reduce", unit):
-            self._in_flight += reduce_unit(root, unit, self.requires_sync, self.sums_sharded)
+        with torch.no_grad(), self._context.profile("reduce", unit.label):
+            self._in_flight += reduce_unit(
+                self._context, unit, self.requires_sync, self.sums_sharded
+            )
 
     def _complete_all(self) -> None:
         """Wait for what is in flight and free its input."""
@@ -102,14 +112,14 @@ class GradientReducer:
                 self._undelivered.append(reduction)
             self._in_flight.pop(0)
 
-    def deliver(self, root: RootState) -> None:
+    def deliver(self) -> None:
         """Wait for the last reductions and give every sharded parameter its gradient."""
         last = [*self._undelivered, *(r for r in self._in_flight if not r.is_partial)]
         if not last:
             self._complete_all()
             return
         with torch.no_grad():
-            presence = self._exchange_presence(root, last)
+            presence = self._exchange_presence(last)
             self._complete_all()
             arrived = presence()
             self._undelivered = []
@@ -120,7 +130,7 @@ class GradientReducer:
         for index, (reduction, present) in enumerate(arrived):
             # One after the other, in the order of issue: the host may work on what has landed
             # while the device still computes the rest.
-            root.streams.wait_on_host(reduction.landed)
+            self._context.streams.wait_on_host(reduction.landed)
             with torch.no_grad():
                 scale = reduction.unit.options.gradient_scale
                 hooked += reduction.handle.gradients.deliver(reduction.chunk, present, scale)
@@ -147,7 +157,7 @@ class GradientReducer:
         self._num_waiting = 0
 
     def _exchange_presence(
-        self, root: RootState, reductions: list[Reduction]
+        self, reductions: list[Reduction]
     ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
         """Start asking which parameters had a gradient on any rank; call the result for the answer.
 
@@ -166,16 +176,16 @@ class GradientReducer:
                 for reduction in members
                 for index in reduction.handle.gradients.layout.trainable
             ]
-            own = flags_tensor(flags, root.device)
+            own = flags_tensor(flags, self._context.device)
             first, *others = members[0].handle.placement.groups
-            started.append((members, all(flags), others, *self._ask(root, own, first)))
+            started.append((members, all(flags), others, *self._ask(own, first)))
 
         def answer() -> list[tuple[Reduction, set[int]]]:
             answers = {id(reduction): reduction.present for reduction in reductions}
             for members, has_all, others, table, pending in started:
                 pending.wait()
                 for group in others:
-                    table, pending = self._ask(root, table.amax(dim=0), group)
+                    table, pending = self._ask(table.amax(dim=0), group)
                     pending.wait()
                 if has_all:
                     continue
@@ -187,8 +197,6 @@ class GradientReducer:
 
         return answer
 
-    def _ask(
-        self, root: RootState, flags: torch.Tensor, group: ShardGroup
-    ) -> tuple[torch.Tensor, Pending]:
-        operation = root.operations.next("gradient presence", "the model", group)
+    def _ask(self, flags: torch.Tensor, group: ShardGroup) -> tuple[torch.Tensor, Pending]:
+        operation = self._context.operations.next("gradient presence", "the model", group)
         return gather_flags(flags, group, operation)

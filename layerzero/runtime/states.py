@@ -1,20 +1,26 @@
-"""The two state machines of a unit: what is resident, and where in the step it is."""
+"""The two state machines of a unit (what is resident, where in the step it is), and its holds."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 
 class ShardState(enum.Enum):
     """What is resident of a unit."""
 
     successors: tuple[ShardState, ...]
+    """What it may become next. On the member, because hashing one runs Python code, and this is
+    looked up many times a step."""
     SHARDED = "sharded"
     """The shard alone."""
     GATHERING = "gathering"
     """The shard and the full buffer, whose contents are not valid yet."""
     UNSHARDED = "unsharded"
     """The shard and the full buffer."""
+
+    def allow(self, successors: Iterable[ShardState]) -> None:
+        self.successors = tuple(successors)
 
 
 class TrainingState(enum.Enum):
@@ -29,6 +35,26 @@ class TrainingState(enum.Enum):
     """From pre_backward until its gradients left; recomputed forwards stay here."""
     SUMMON_FULL_PARAMS = "summon_full_params"
     """Inside the context manager."""
+
+    def allow(self, successors: Iterable[TrainingState]) -> None:
+        self.successors = tuple(successors)
+
+
+class Hold(enum.IntFlag):
+    """Why a unit stays full. It is freed when no reason is left (`Unit.free`)."""
+
+    LAST_OF_FORWARD = 1
+    """It was the last to run; see Note [One unit stays] in unshard_scheduler.py."""
+    FIRST_OF_FORWARD = 2
+    """It begins the next micro-batch; see Note [The first unit stays between micro-batches]."""
+    POLICY = 4
+    """`reshard_after_forward=False`: from its forward to its backward."""
+    EXPLICIT = 8
+    """It was unsharded by hand: until its next forward or the next backward has ended."""
+    MICRO_BATCHES = 16
+    """See Note [Micro-batches in flight] in unshard_scheduler.py."""
+    DOUBLE_BACKWARD = 32
+    """A graph of the backward (`create_graph`) uses it again."""
 
 
 SHARD_TRANSITIONS: dict[ShardState, frozenset[ShardState]] = {
@@ -61,8 +87,12 @@ def check_transition(
         )
 
 
-# On the members, because hashing one runs Python code, and this is looked up many times a step.
+def names_of(holds: Hold) -> str:
+    """The reasons by name, as `LAST_OF_FORWARD|EXPLICIT`."""
+    return "|".join(hold.name or "" for hold in Hold if hold & holds)
+
+
 for _shard_state, _shard_states in SHARD_TRANSITIONS.items():
-    _shard_state.successors = tuple(_shard_states)
+    _shard_state.allow(_shard_states)
 for _training_state, _training_states in TRAINING_TRANSITIONS.items():
-    _training_state.successors = tuple(_training_states)
+    _training_state.allow(_training_states)

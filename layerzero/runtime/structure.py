@@ -206,20 +206,6 @@ class Structure:
         return Ignored(modules, parameters)
 
 
-def nested_ignored(module: nn.Module) -> Ignored:
-    """What the ZeRO3 modules inside `module` ignore."""
-    roots = {
-        id(root): root
-        for part in module.modules()
-        if (unit := get_unit(part)) is not None and (root := unit.root_if_alive) is not None
-    }
-    every = [root.structure.ignored_now() for root in roots.values()]
-    return Ignored(
-        [each for one in every for each in one.modules],
-        [each for one in every for each in one.parameters],
-    )
-
-
 def _some(names: Sequence[str], limit: int = 8) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import broadcast_, gather_small
-from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.layout import Piece
 from layerzero.core.parameter_hooks import kind_of_hooks
 from layerzero.core.parameter_info import copy_attributes
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.root import RootState
 from layerzero.runtime.states import TrainingState
@@ -85,8 +85,10 @@ def _refuse_hooks(summoned: list[_Summoned]) -> None:
 
 
 def _check_idle(root: RootState, units: list[Unit]) -> None:
-    root.clear_abandoned()
-    busy = root.in_backward or any(unit.training_state is not TrainingState.IDLE for unit in units)
+    root.backward.clear_abandoned()
+    busy = root.context.in_backward or any(
+        unit.training_state is not TrainingState.IDLE for unit in units
+    )
     if busy:
         states = {
             u.label: u.training_state.name
@@ -238,10 +240,9 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
         value = _flat_of(handle, piece.param, parameter)
         sharded.copy_(value[piece.start : piece.stop])
         if options.with_grads:
-            sharded.grad = None
-            if parameter.grad is not None:
-                grad = _flat_of(handle, piece.param, parameter.grad)
-                sharded.grad = grad[piece.start : piece.stop].to(sharded.device, copy=True)
+            grad = parameter.grad
+            full = None if grad is None else _flat_of(handle, piece.param, grad)
+            _set_gradient(sharded, full, piece)
 
 
 def _flat_of(handle: FlatParamHandle, index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -275,13 +276,19 @@ def _send_gradient_from_first(root: RootState, entry: _Summoned, index: int, pie
     grad = None if entry.parameters is None else entry.parameters[index].grad
     exists = torch.tensor([grad is not None], dtype=torch.uint8, device=root.device)
     if not _broadcast(root, exists, handle, verb, name).item():
-        sharded.grad = None
+        _set_gradient(sharded, None, piece)
         return
     full = sharded.new_empty(handle.layout.numels[index], device=root.device)
     if grad is not None:
         full.copy_(_flat_of(handle, index, grad))
     _broadcast(root, full, handle, verb, name)
-    sharded.grad = full[piece.start : piece.stop].to(sharded.device, copy=True)
+    _set_gradient(sharded, full, piece)
+
+
+def _set_gradient(sharded: nn.Parameter, full: torch.Tensor | None, piece: Piece) -> None:
+    """Cut this rank's part out of a full gradient, [numel] of the parameter."""
+    part = None if full is None else full[piece.start : piece.stop]
+    sharded.grad = None if part is None else part.to(sharded.device, copy=True)
 
 
 def _broadcast(

@@ -5,32 +5,27 @@ Everything here is about one unit; who calls it, and in which order, is the root
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from layerzero.comm.collectives import Operation, all_gather
-from layerzero.comm.streams import Mark, Waitable
 from layerzero.config import MixedPrecision, ReshardAfterForward
-from layerzero.core.flat_param import FlatParamHandle, OriginalParameter
-from layerzero.core.groups import ShardGroup
-from layerzero.core.parameter_info import rename
+from layerzero.core.canary import AwaitedBuffer
+from layerzero.core.flat_param import OriginalParameter
 from layerzero.core.views import ParameterViews
 from layerzero.runtime import piece_gradients, saved_casts
+from layerzero.runtime.context import RuntimeContext
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.saved_casts import SavedCast
-from layerzero.runtime.states import ShardState, TrainingState, check_transition
-
-if TYPE_CHECKING:
-    from layerzero.runtime.awaited import AwaitedBuffer
-    from layerzero.runtime.root import RootState, UnshardHandle
+from layerzero.runtime.states import Hold, ShardState, TrainingState, check_transition, names_of
 
 _UNIT = "_layerzero_unit"
+_OF_THE_MODEL = int(Hold.MICRO_BATCHES | Hold.DOUBLE_BACKWARD)
+"""Holds of all units at once, which outlast that a unit is freed and gathered anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +43,10 @@ class Unit:
 
     fqn: str
     """Name in the outermost wrapped module; "" for that module itself."""
+    label: str
+    """How messages call it."""
+    context: RuntimeContext
+    """What it shares with the other units of its model, once it has joined one."""
     handles: list[FlatParamHandle]
     """One flat parameter per kind (dtype, compute dtype, trainable or frozen)."""
     views: ParameterViews
@@ -72,15 +71,13 @@ class Unit:
     forward_prefetch: list[Unit] | None
     """What the user wants gathered when its forward begins; None: what the recorder predicts."""
     backward_prefetch: list[Unit] | None
-    expected_in_forward: Sequence[Unit]
+    static_forward_prefetch: Sequence[Unit]
     """What is gathered when its forward begins in a pass of which no order is known yet."""
-    expected_in_backward: Sequence[Unit]
-    replaced: list[str]
-    """Names of full parameters that a call of the module has put others in place of."""
+    static_backward_prefetch: Sequence[Unit]
     awaits_values: bool
     """Whether a load brings its parameters' values; looked at before the first forward alone."""
     awaited_buffers: tuple[AwaitedBuffer, ...]
-    lenders: tuple[Unit, ...]
+    tied_owners: tuple[Unit, ...]
     """Units that hold tied parameters which modules inside this unit use too."""
     state_dict_hooks: list[RemovableHandle]
     """On the modules that show its parameters."""
@@ -95,6 +92,7 @@ class Unit:
     ) -> None:
         """`originals` are the parameters each of `handles` was made of."""
         self.fqn = fqn
+        self.label = _label_of(fqn)
         self.handles = handles
         self.options = options
         self.views = ParameterViews()
@@ -102,9 +100,7 @@ class Unit:
         self.nbytes = sum(handle.full_nbytes for handle in handles)
         self.depth = 0
         self.shows_full = False
-        self.explicitly_unsharded = False
-        self.lenders = ()
-        self.replaced = []
+        self.tied_owners = ()
         self.state_dict_hooks = []
         self.open_starts = set()
         self.saved_casts = {}
@@ -118,8 +114,8 @@ class Unit:
         self.backward_prefetch = None
         self.awaits_values = False
         self.awaited_buffers = ()
-        self.expected_in_forward = ()
-        self.expected_in_backward = ()
+        self.static_forward_prefetch = ()
+        self.static_backward_prefetch = ()
         self._shard_state = ShardState.SHARDED
         self._training_state = TrainingState.IDLE
         self._module_ref = weakref.ref(module)
@@ -127,8 +123,7 @@ class Unit:
         self._owner_refs = [
             weakref.ref(each) for each in {id(s.module): s.module for s in slots}.values()
         ]
-        self._root_ref: Callable[[], RootState | None] = lambda: None
-        self._gathers: list[Waitable] = []
+        self._holds = 0
         self._is_watched = False
         self._watched_pieces: dict[nn.Parameter, object] = {}
         for handle, group in zip(handles, originals, strict=True):
@@ -158,10 +153,6 @@ class Unit:
         self._owner_refs.append(weakref.ref(module))
 
     @property
-    def label(self) -> str:
-        return self.fqn or "the root unit"
-
-    @property
     def pieces(self) -> list[nn.Parameter]:
         """This rank's pieces of its parameters, as `parameters()` shows them."""
         return [piece for handle in self.handles for piece in handle.sharded_params]
@@ -175,33 +166,11 @@ class Unit:
     def state(self) -> ShardState:
         return self._shard_state
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather these units when this one's forward begins, instead of the recorded next ones."""
-        self.forward_prefetch = self._units_of(modules)
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather these units when this one's backward begins, instead of the recorded next ones."""
-        self.backward_prefetch = self._units_of(modules)
-
-    def _units_of(self, modules: Sequence[nn.Module]) -> list[Unit]:
-        units = []
-        for module in modules:
-            unit = get_unit(module)
-            if unit is None:
-                raise ValueError(
-                    f"{self.label}: modules to prefetch must be units of the same model, got "
-                    f"{type(module).__name__}"
-                )
-            units.append(unit)
-        # Units of nested wrappers may belong to one model only later: the first forward looks.
-        self.root.looks_first = True
-        self.root.residency.make_room_for(len(units))
-        return units
-
     def __repr__(self) -> str:
+        held = f", held: {names_of(self.holds)}" if self._holds else ""
         return (
             f"Unit({self.label!r}, {type(self.module).__name__}, "
-            f"{self.num_parameters} parameters, {self.state.value})"
+            f"{self.num_parameters} parameters, {self.state.value}{held})"
         )
 
     # State ----------------------------------------------------------------------------------
@@ -211,38 +180,77 @@ class Unit:
         return self._training_state
 
     def set_training_state(self, new: TrainingState) -> None:
-        check_transition(self.label, self._training_state, new)
+        if new not in self._training_state.successors:
+            check_transition(self.label, self._training_state, new)
         self._training_state = new
 
     def _set_shard_state(self, new: ShardState) -> None:
-        check_transition(self.label, self._shard_state, new)
+        if new not in self._shard_state.successors:
+            check_transition(self.label, self._shard_state, new)
         self._shard_state = new
 
     @property
-    def root(self) -> RootState:
-        root = self._root_ref()
-        if root is None:
-            raise RuntimeError(f"{self.label}: the ZeRO3 wrapper around it was deleted")
-        return root
+    def has_joined(self) -> bool:
+        """Whether it is part of a model; else it has no `context`."""
+        return "context" in self.__dict__
 
-    @property
-    def root_if_alive(self) -> RootState | None:
-        return self._root_ref()
-
-    def join(self, root: RootState, index: int) -> None:
-        """Become unit `index` of `root`."""
-        self._root_ref = weakref.ref(root)
+    def join(self, context: RuntimeContext, index: int) -> None:
+        """Become unit `index` of the model whose units share `context`."""
+        self.context = context
         self.index = index
 
     def rename(self, prefix: str) -> None:
         """The module is now part of another: put `prefix` before every name."""
         self.fqn = f"{prefix}.{self.fqn}" if self.fqn else prefix
+        self.label = _label_of(self.fqn)
         for handle in self.handles:
-            handle.fqns = [f"{prefix}.{fqn}" for fqn in handle.fqns]
-            for fqn, parameter in zip(handle.fqns, handle.sharded_params, strict=True):
-                rename(parameter, fqn)
+            handle.rename(prefix)
         self.views.rename(prefix)
         self.originals = [(f"{prefix}.{fqn}", parameter) for fqn, parameter in self.originals]
+
+    def remove_state_dict_hooks(self) -> None:
+        for hook in self.state_dict_hooks:
+            hook.remove()
+        self.state_dict_hooks = []
+
+    def set_forward_prefetch(self, units: list[Unit]) -> None:
+        self.forward_prefetch = units
+
+    def set_backward_prefetch(self, units: list[Unit]) -> None:
+        self.backward_prefetch = units
+
+    def set_static_prefetch(self, forward: Sequence[Unit], backward: Sequence[Unit]) -> None:
+        self.static_forward_prefetch, self.static_backward_prefetch = (
+            tuple(forward),
+            tuple(backward),
+        )
+
+    def await_values(self, buffers: Sequence[AwaitedBuffer]) -> None:
+        """A load is to bring the values of its parameters, and of these buffers."""
+        self.awaits_values, self.awaited_buffers = True, tuple(buffers)
+
+    def values_came(self) -> None:
+        self.awaits_values, self.awaited_buffers = False, ()
+
+    # Forward calls --------------------------------------------------------------------------
+
+    def enter_forward(self) -> None:
+        """A forward call begins; inside a backward pass it is recomputation."""
+        if self._training_state is TrainingState.IDLE:
+            self.set_training_state(TrainingState.FORWARD)
+        self.depth += 1
+
+    def leave_forward(self) -> None:
+        """A forward call has returned or raised."""
+        self.depth = max(self.depth - 1, 0)
+        if self.depth == 0 and self._training_state is TrainingState.FORWARD:
+            self.set_training_state(TrainingState.IDLE)
+            self.show_sharded()
+
+    def forget_starts_before(self, oldest: int) -> None:
+        """Forward calls from before were passed over: most likely no backward comes to them."""
+        if self.open_starts:
+            self.open_starts = {start for start in self.open_starts if start >= oldest}
 
     # Parameters -----------------------------------------------------------------------------
 
@@ -251,15 +259,7 @@ class Unit:
         """Whether main shards changed since they were gathered, as far as torch's versions tell."""
         return any(handle.is_stale for handle in self.handles)
 
-    def unshard(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters by hand, as `ZeRO3.unshard` does. Collective.
-
-        They stay until the end of the unit's next forward or of the next backward, or until
-        `reshard`.
-        """
-        return self.root.unshard_explicitly(self, async_op)
-
-    def gather(self, behind_reductions: bool = False) -> None:
+    def unshard(self, behind_reductions: bool = False) -> None:
         """Start gathering the full parameters. Collective over the shard group.
 
         Does not block the host. Nothing happens when they are resident or on their way.
@@ -269,130 +269,85 @@ class Unit:
         """
         if self._shard_state is not ShardState.SHARDED:
             return
-        root = self.root
+        context = self.context
         # A list, not a generator: every handle has to look.
-        if not root.in_backward and any([h.adopt_changes(self.label) for h in self.handles]):
-            root.weights_mark = root.streams.mark_compute()
+        if not context.in_backward and any([h.adopt_changes(self.label) for h in self.handles]):
+            context.note_weights()
         self._set_shard_state(ShardState.GATHERING)
-        root.residency.limiter.acquire(self.nbytes)
-        with root.profile("unshard", self):
+        context.limiter.acquire(self.nbytes)
+        with context.profile("unshard", self.label):
             for handle in self.handles:
-                self._unshard_handle(handle, root, behind_reductions)
-
-    def _unshard_handle(
-        self, handle: FlatParamHandle, root: RootState, behind_reductions: bool
-    ) -> None:
-        # Written by the optimizer, or brought up to date on the lanes by an earlier call.
-        written: Mark = None if handle.has_compute_shard else root.weights_mark
-        synced: Waitable | None = None
-        if handle.is_stale:
-            written, synced = self._sync_compute_shard(handle, root)
-        if handle.is_whole:
-            if synced is not None:
-                self._gathers.append(synced)
-            return
-        group, shard = handle.placement.shard_group, handle.compute_shard
-        if handle.kept_shard is not None and handle.placement.keeping_group is not None:
-            group, shard = handle.placement.keeping_group, handle.kept_shard
-        operation = root.operations.next("all-gather", self.label, group)
-        if synced is None and not behind_reductions:
-            self._gathers.append(self._gather(handle, shard, group, written, operation))
-            return
-        gather = functools.partial(self._gather, handle, shard, group, written, operation)
-        self._gathers.append(
-            root.streams.reduce.behind(gather)
-            if synced is None
-            else root.streams.unshard.after(synced, gather)
-        )
-
-    def _sync_compute_shard(
-        self, handle: FlatParamHandle, root: RootState
-    ) -> tuple[Mark, Waitable | None]:
-        """Bring the weights' last change into the compute shard. Collective over outer peers.
-
-        Returns:
-            A mark behind this rank's own part, and what to wait for before the whole is used;
-            None where the own part is the whole and is gathered anyway.
-        """
-        if not handle.has_compute_shard:
-            handle.write_compute_slice()
-            return root.weights_mark, None
-        with root.streams.pre_unshard as lane:
-            # The copy reads what the optimizer wrote, and overwrites what gathers, or compute,
-            # read before the optimizer's turn.
-            lane.wait(root.weights_mark)
-            handle.write_compute_slice()
-            written = lane.mark()
-            if handle.params_on is not None:
-                root.uploaded_mark = written
-            if handle.placement.owns_compute_shard:
-                return written, lane.so_far() if handle.is_whole else None
-        outer = handle.placement.outer_group
-        assert outer is not None, "else the rank owns its compute shard"
-        operation = root.operations.next("outer all-gather", self.label, outer)
-        with root.streams.unshard as lane:
-            lane.wait(written)
-            gather = all_gather(handle.compute_shard, handle.compute_slice, outer, operation)
-            return written, lane.settle(gather)
-
-    def _gather(
-        self,
-        handle: FlatParamHandle,
-        shard: torch.Tensor,
-        group: ShardGroup,
-        written: Mark,
-        operation: Operation,
-    ) -> Waitable:
-        root = self.root
-        with root.streams.unshard as lane:
-            handle.allocate_full()
-            # After the last use of whatever the allocator gave us, and after the shard is there.
-            lane.wait(root.freed_mark)
-            lane.wait(written)
-            return lane.settle(all_gather(handle.full.data, shard, group, operation))
+                handle.unshard(context, self.label, behind_reductions)
 
     def wait_for_unshard(self) -> None:
         """Order compute after the gather; blocks the host only where there are no streams."""
         if self._shard_state is ShardState.GATHERING:
-            with self.root.profile("wait_for_unshard", self):
-                for gather in self._gathers:
-                    gather.wait()
+            with self.context.profile("wait_for_unshard", self.label):
+                for handle in self.handles:
+                    handle.wait_for_unshard()
             self._set_shard_state(ShardState.UNSHARDED)
             if self.saved_casts:
                 saved_casts.fill(self.saved_casts)
 
-    def reshard(self, returns: bool = False) -> None:
-        """Free the full parameters; a gather under way is waited for first.
+    def reshard(self, regathered_this_step: bool = False) -> None:
+        """Free the full parameters, whoever holds them; a gather under way is waited for first.
 
         Args:
-            returns: the same weights will be gathered again.
+            regathered_this_step: the same weights will be gathered again.
         """
+        self._holds &= _OF_THE_MODEL
         if self._shard_state is ShardState.SHARDED:
             return
         self.show_sharded()
         self.wait_for_unshard()
-        root = self.root
-        with root.profile("reshard", self):
-            self._gathers = []
-            if returns and self.options.reshard_after_forward == "compute_shard":
+        context = self.context
+        with context.profile("reshard", self.label):
+            if regathered_this_step and self.options.reshard_after_forward == "compute_shard":
                 for handle in self.handles:
                     handle.keep_shard()
-            # The next gather may be given this memory: it waits for this mark (in `_gather`).
-            root.freed_mark = root.streams.mark_compute()
+            context.note_free()
             for handle in self.handles:
-                handle.free_full()
+                handle.reshard()
             if self.saved_casts:
                 saved_casts.free(self.saved_casts)
-        root.residency.limiter.release(self.nbytes)
-        self.explicitly_unsharded = False
+        context.limiter.release(self.nbytes)
         self._set_shard_state(ShardState.SHARDED)
+
+    # Why it stays full ----------------------------------------------------------------------
+
+    @property
+    def holds(self) -> Hold:
+        """The reasons why it is not freed; none: it is freed when its turn is over."""
+        return Hold(self._holds)
+
+    def is_held(self, reasons: int) -> bool:
+        """Whether any of these `Hold`s keeps it full."""
+        return bool(self._holds & reasons)
+
+    def hold(self, reasons: int) -> None:
+        self._holds |= reasons
+
+    def end_hold(self, reasons: int) -> None:
+        """These `Hold`s are over. Nothing is freed before somebody calls `free`."""
+        self._holds &= ~reasons
+
+    def free(self, ended: int = 0, regathered_this_step: bool = False) -> None:
+        """Free the full parameters if no reason is left to keep them. The one rule for freeing.
+
+        Args:
+            ended: `Hold`s that are over.
+            regathered_this_step: as of `reshard`.
+        """
+        self._holds &= ~ended
+        if not self._holds:
+            self.reshard(regathered_this_step)
 
     def show_full(self) -> None:
         """Module attributes become the full leaves (valid after `wait_for_unshard`)."""
         if self.shows_full:
             return
         # A list, not a generator: every handle has to follow.
-        if not self.root.in_backward and any([h.update_requires_grad() for h in self.handles]):
+        if not self.context.in_backward and any([h.update_requires_grad() for h in self.handles]):
             self._follow_trainable()
         self.views.show_full(self.label)
         self.shows_full = True
@@ -400,7 +355,9 @@ class Unit:
     def show_sharded(self) -> None:
         """Module attributes become this rank's pieces."""
         if self.shows_full:
-            self.replaced += self.views.take_full_away()
+            replaced = self.views.take_full_away()
+            if replaced:
+                self.context.note_replaced(replaced)
             self.shows_full = False
 
     # Gradients ------------------------------------------------------------------------------
@@ -423,18 +380,11 @@ class Unit:
             is_first=self.handles[0].placement.is_first if self.handles else True,
         )
 
-    def watch_leaves(self) -> None:
+    def watch_leaves(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Hear of gradients that come from outside the unit's forward (explicit `unshard`)."""
         if self._is_watched:
             return
         self._is_watched = True
-        unit_ref = weakref.ref(self)
-
-        def on_gradient(_: torch.Tensor) -> None:
-            unit = unit_ref()
-            if unit is not None:
-                unit.root.on_leaf_gradient(unit)
-
         for handle in self.handles:
             for leaf in handle.full_params:
                 if leaf.requires_grad:
@@ -443,25 +393,33 @@ class Unit:
     def drop_kept_shards(self) -> None:
         """The weights that were kept for a backward will not be used again."""
         for handle in self.handles:
-            handle.kept_shard = None
+            handle.drop_kept_shard()
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not delivered."""
         for handle in self.handles:
             handle.gradients.release()
+        self.drop_leaf_gradients()
+
+    def drop_leaf_gradients(self) -> None:
+        for handle in self.handles:
             for leaf in handle.full_params:
                 leaf.grad = None
 
     def reset(self) -> None:
         """Back to the state between steps, after an error."""
         self.depth = 0
-        self.replaced = []
+        self._holds = 0
         self.drop_gradients()
         self.drop_kept_shards()
         self.show_sharded()
         self.reshard()
         if self._training_state is not TrainingState.IDLE:
             self.set_training_state(TrainingState.IDLE)
+
+
+def _label_of(fqn: str) -> str:
+    return fqn or "the root unit"
 
 
 def get_unit(module: nn.Module) -> Unit | None:

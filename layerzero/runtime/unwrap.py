@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import Operation, gather_small
-from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.parameter_info import copy_attributes, keep_piece
 from layerzero.runtime import guards, hooks
+from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.runtime.root import root_if_alive
+from layerzero.runtime.structure import Ignored
 from layerzero.runtime.unit import Unit, get_unit, unset_unit
 
 
@@ -34,6 +36,20 @@ def units_inside(module: nn.Module) -> list[Unit]:
     return sorted(found, key=lambda unit: unit.index)
 
 
+def nested_ignored(module: nn.Module) -> Ignored:
+    """What the ZeRO3 modules inside `module` ignore."""
+    roots = {
+        id(root): root
+        for part in module.modules()
+        if (unit := get_unit(part)) is not None and (root := root_if_alive(unit)) is not None
+    }
+    every = [root.structure.ignored_now() for root in roots.values()]
+    return Ignored(
+        [each for one in every for each in one.modules],
+        [each for one in every for each in one.parameters],
+    )
+
+
 def left_units(module: nn.Module) -> list[Unit]:
     """Units inside whose wrapper is gone, so that they may be wrapped again.
 
@@ -48,7 +64,7 @@ def left_units(module: nn.Module) -> list[Unit]:
     nested = {unit for part in wrapped for unit in units_inside(part)}
     left = []
     for unit in units_inside(module):
-        root = unit.root_if_alive
+        root = root_if_alive(unit)
         if unit in nested:
             continue
         if root is not None:
@@ -87,16 +103,14 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
             )
     full: dict[int, nn.Parameter] = {}
     for unit in units:
-        if unit.root_if_alive is not None:
+        if root_if_alive(unit) is not None:
             unit.reshard()
             unit.drop_gradients()
         unit.show_sharded()
         for number, handle in enumerate(unit.handles):
             handle.adopt_changes(unit.label)
             full.update(_give_back(unit, handle, number))
-        for hook in unit.state_dict_hooks:
-            hook.remove()
-        unit.state_dict_hooks = []
+        unit.remove_state_dict_hooks()
     for module in modules.values():
         hooks.uninstall(module)
         guards.remove(module)

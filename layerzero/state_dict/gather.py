@@ -10,8 +10,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from layerzero.core.flat_param import FlatParamHandle
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.root import RootState
+from layerzero.runtime.root import root_of as root_of_unit
 from layerzero.state_dict.dtype_names import dtype_name
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.owners import unit_of
@@ -42,7 +43,7 @@ def root_of(shard: Shard) -> RootState:
             f"{shard}: its model is not known here: it came out of a file, or the model is gone. "
             "Load it into a model first"
         )
-    return unit.root
+    return root_of_unit(unit)
 
 
 def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, torch.Tensor]]:

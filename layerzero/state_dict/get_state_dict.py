@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.names import clean_name
 from layerzero.core.parameter_info import get_info
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.names import Names, name_in_group

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.core.flat_param import OriginalParameter
 from layerzero.core.parameter_info import ParameterInfo, get_info
+from layerzero.runtime.root import root_if_alive
 from layerzero.runtime.states import ShardState, TrainingState
 from layerzero.runtime.unit import Unit
 from layerzero.state_dict.names import extent_of
@@ -49,7 +50,7 @@ _Pieces = Sequence[tuple[str, nn.Parameter]]
 
 def _check_structure(unit: Unit) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        root = unit.root_if_alive
+        root = root_if_alive(unit)
         is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         stands_aside = is_summoned or unit.views.shows_stand_ins
         if root is not None and unit is root.units[0] and not stands_aside:

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import nn
 
-from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.groups import ShardGroup
 from layerzero.core.names import clean_name
 from layerzero.core.parameter_info import ParameterInfo, get_info
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.unit import get_unit
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.expert_names import global_name
@@ -75,14 +75,14 @@ def _handles_of(model: nn.Module) -> list[FlatParamHandle]:
     units = {id(unit): unit for m in model.modules() if (unit := get_unit(m)) is not None}
     roots: dict[int, int] = {}  # parts that were wrapped by themselves, one after the other
     for unit in units.values():
-        roots.setdefault(id(unit.root), len(roots))
-    ordered = sorted(units.values(), key=lambda unit: (roots[id(unit.root)], unit.index))
+        roots.setdefault(id(unit.context), len(roots))
+    ordered = sorted(units.values(), key=lambda unit: (roots[id(unit.context)], unit.index))
     return [handle for unit in ordered for handle in unit.handles]
 
 
 def _tensor_parallel_groups_of(model: nn.Module) -> tuple[ShardGroup, ...]:
     units = (get_unit(module) for module in model.modules())
-    groups = (unit.root.tensor_parallel_groups for unit in units if unit is not None)
+    groups = (unit.context.tensor_parallel_groups for unit in units if unit is not None)
     return next((found for found in groups if found), ())
 
 

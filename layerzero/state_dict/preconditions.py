@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.runtime.root import RootState
+from layerzero.runtime.root import RootState, root_of
 from layerzero.runtime.states import TrainingState
 from layerzero.runtime.unit import get_unit
 
@@ -37,7 +37,8 @@ def root_state_of(model: nn.Module, verb: str) -> RootState:
 def root_states_of(model: nn.Module, verb: str) -> list[RootState]:
     """As `root_state_of`, of every part that was wrapped by itself."""
     units = (get_unit(module) for module in model.modules())
-    states = list({id(unit.root): unit.root for unit in units if unit is not None}.values())
+    roots = [root_of(unit) for unit in units if unit is not None]
+    states = list({id(root): root for root in roots}.values())
     if not states:
         raise ValueError(
             f"{verb}: expected a ZeRO3 module, got {type(model).__name__}, which has none inside "
@@ -52,8 +53,8 @@ def root_states_of(model: nn.Module, verb: str) -> list[RootState]:
                 f"{type(model).__name__} on {sorted(_ranks_of(state))}; expected one part on all "
                 "of them: give each part by itself"
             )
-        state.clear_abandoned()
-        if state.in_backward:
+        state.backward.clear_abandoned()
+        if state.context.in_backward:
             raise RuntimeError(f"{verb}: expected a model between steps, but it is in backward")
         summoned = TrainingState.SUMMON_FULL_PARAMS
         if not any(unit.training_state is summoned for unit in state.units):

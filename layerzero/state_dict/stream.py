@@ -18,9 +18,9 @@ from torch import nn
 from layerzero.comm.collectives import Pending, all_gather, broadcast
 from layerzero.comm.streams import Waitable
 from layerzero.config import parse_nbytes
-from layerzero.core.flat_param import FlatParamHandle
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.operations import remembers_failure
-from layerzero.runtime.root import RootState
+from layerzero.runtime.root import RootState, root_of
 from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.owners import unit_of
 from layerzero.state_dict.preconditions import root_state_of
@@ -160,7 +160,7 @@ def stream_sources(
                 yield bucket.source, index, view
                 del view
             # The next gather may be given this memory: it waits for this mark.
-            state.freed_mark = state.streams.mark_compute()
+            state.context.note_free()
             del full
     finally:
         if coming is not None:
@@ -170,7 +170,7 @@ def stream_sources(
 def _root_of(bucket: _Bucket) -> RootState:
     unit = unit_of(bucket.source.handle.sharded_params[0])
     assert unit is not None, "the sources are of a model that is there"
-    return unit.root
+    return root_of(unit)
 
 
 def _cut(source: FlatSource, nbytes: int) -> Iterator[_Bucket]:
@@ -203,7 +203,7 @@ def _gather(state: RootState, bucket: _Bucket) -> tuple[torch.Tensor, Waitable]:
     mark = state.streams.mark_compute()  # what is read was written, and memory reused was read
     with state.streams.unshard as lane:
         lane.wait(mark)
-        lane.wait(state.freed_mark)
+        lane.wait(state.context.full_freed)
         shard = source.shard().to(state.device, non_blocking=True)
         full = shard.new_empty(bucket.stop - bucket.start)
         if bucket.stop - bucket.start != source.handle.layout.padded_numel:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero import GradScaler, MixedPrecision, ZeRO3, units
+from layerzero import GradScaler, MixedPrecision, ZeRO3
 from tests.harness.compare import (
     assert_same_gradients,
     assert_trains_alike,
@@ -17,6 +17,7 @@ from tests.harness.compare import (
     sharded,
     zero3,
 )
+from tests.harness.internals import inner_units
 from tests.harness.models import CASES, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import (
@@ -413,7 +414,7 @@ def _waits(precision: MixedPrecision | None, **options: Any) -> int:
     model = _linears(mixed_precision=precision, **options)
     with model.no_sync():
         forward_backward(model, torch.randn(2, 64))
-    shard_sums = [handle.gradients for unit in units(model) for handle in unit.handles]
+    shard_sums = [handle.gradients for unit in inner_units(model) for handle in unit.handles]
     assert all(gradients.is_waiting for gradients in shard_sums)
     return sum(gradient_nbytes(model).values())
 

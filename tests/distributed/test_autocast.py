@@ -21,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import live_bytes
-from layerzero import BackwardPrefetch, GradScaler, MixedPrecision, ZeRO3, units
+from layerzero import BackwardPrefetch, GradScaler, MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.internals import inner_units
 from tests.harness.models import (
     WIDTH,
     Block,
@@ -547,7 +548,7 @@ def _odd_modules() -> None:
     with autocast():
         hidden, cast = giver.module[0](x)
         giver.module[1](hidden.float())
-    for unit in units(giver):
+    for unit in inner_units(giver):
         unit.reshard()
     assert_bitwise(cast.detach(), weight, "a cast that left its unit")
 
@@ -561,7 +562,7 @@ def _log() -> str:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("layerzero.runtime.saved_casts")
+    logger = logging.getLogger("layerzero.runtime.cast_watch")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     model = zero3(FrozenParts, Block)

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.config import GatherBudget
 from layerzero.runtime.states import ShardState
+from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import (
@@ -111,15 +112,15 @@ def test_the_payload_is_the_parameters_and_less_than_a_thousandth_padding() -> N
 
 def _storages() -> None:
     model = wrapped()
-    residency = units(model)[0].root.residency
+    scheduler = root_state(model).scheduler
     residents: list[int] = []
-    original = residency.make_full
+    original = scheduler.unshard_for_call
 
     def watching(unit, in_backward: bool) -> None:
         original(unit, in_backward)
         residents.append(sum(nbytes > 0 for nbytes in full_nbytes(model).values()))
 
-    residency.make_full = watching
+    scheduler.unshard_for_call = watching
     for _ in range(3):
         loss = model(batch()).sum()
         kept = {fqn for fqn, nbytes in full_nbytes(model).items() if nbytes}
@@ -202,7 +203,7 @@ def _labels() -> None:
     ahead, gather = (begins[f"LayerZeRO3.{name}(blocks.1)"] for name in ("prefetch", "unshard"))
     assert gather.cpu_parent is ahead
     assert not any(name.startswith("LayerZeRO3.budget_full") for name in names)
-    units(model)[0].root.residency.limiter.budget = GatherBudget(max_units=1)
+    root_state(model).context.limiter.budget = GatherBudget(max_units=1)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(batch()).sum().backward()
     names = {event.name for event in profiler.events()}
@@ -233,7 +234,7 @@ def _deleted() -> None:
     try:
         model = wrapped()
         model(batch()).sum().backward()
-        shards = [weakref.ref(h.main_shard) for unit in units(model) for h in unit.handles]
+        shards = [weakref.ref(h.main_shard) for unit in inner_units(model) for h in unit.handles]
         del model
         assert not any(shard() is not None for shard in shards)
     finally:

@@ -22,7 +22,6 @@ from layerzero import (
     ZeRO3,
     global_norm,
     shard_with_plan,
-    units,
 )
 from tests.harness.checks import (
     assert_close,
@@ -30,6 +29,7 @@ from tests.harness.checks import (
     assert_same_parameters,
     warns_on_first_rank,
 )
+from tests.harness.internals import inner_units
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
 from tests.harness.reference import (
@@ -301,7 +301,7 @@ def _counts() -> None:
     for _ in range(2):
         with recorded_operations(model) as operations:
             run(model, batches(1)[0][dist.get_rank()])
-    found = units(model)
+    found = inner_units(model)
     assert len(found) == 5
     assert sorted(reduced(operations)) == sorted(unit.label for unit in found)
     assert len(gathered(operations)) == 2 * len(found) - 1
@@ -405,7 +405,13 @@ def _trains_by_a_plan() -> None:
     for expert_ranks in (mesh, mesh["edp"], mesh["edp"].get_group()):
         model = part_of(seeded(Model), 2)
         model = shard_with_plan(model, plan, expert_mesh=expert_ranks)
-        assert [unit.handles[0].placement.num_ranks for unit in units(model)] == [4, 4, 2, 4, 2]
+        assert [unit.handles[0].placement.num_ranks for unit in inner_units(model)] == [
+            4,
+            4,
+            2,
+            4,
+            2,
+        ]
         train(model, seeded(Model), 1)
     model = part_of(seeded(Model), 2)
     with pytest.raises(ValueError, match=r"ep_plan=\['layers.\{\*\}.experts'\]; pass expert_mesh"):
@@ -436,7 +442,7 @@ def _trains_by_the_manager() -> None:
     for ep in (2, 4, 1):
         manager = ParallelManager(ep_size=ep)
         model = manager.parallelize(part_of(seeded(Model), ep), plan)
-        sizes = [unit.handles[0].placement.num_ranks for unit in units(model)]
+        sizes = [unit.handles[0].placement.num_ranks for unit in inner_units(model)]
         assert sizes == [4, 4, 4 // ep, 4, 4 // ep]
         train(model, seeded(Model), 1)
 

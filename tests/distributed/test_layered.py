@@ -28,6 +28,7 @@ from tests.harness.compare import (
     sharded,
     zero3,
 )
+from tests.harness.internals import inner_units
 from tests.harness.models import CASES, OUTPUT_KINDS, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations
@@ -130,7 +131,7 @@ def _on_a_mesh(mode: str) -> None:
     batches = batches_of(CASES["mlp"], 4, steps=3)
     model = zero3(Mlp, Block, process_group=mesh, outer=mode)
     assert_trains_alike(model, seeded(Mlp), batches)
-    handle = units(model)[0].handles[0]
+    handle = inner_units(model)[0].handles[0]
     expected = {"zero1": 4, "replicate": 2, "shard": 4}[mode]
     assert handle.placement.num_main_shards == expected
 
@@ -158,7 +159,7 @@ def _nested() -> None:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = ZeRO3(block, zero3_size=2)
     model = ZeRO3(model, zero3_size=2)
-    groups = {h.placement.shard_group.process_group for u in units(model) for h in u.handles}
+    groups = {h.placement.shard_group.process_group for u in inner_units(model) for h in u.handles}
     assert len(groups) == 1
     assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=2))
     with recorded_operations(model) as operations:
@@ -263,7 +264,7 @@ def _resident(mode: str, precision: MixedPrecision | None) -> int:
     forward_backward(model, torch.randn(2, 96))
     tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-    for unit in units(model):
+    for unit in inner_units(model):
         for handle in unit.handles:
             for buffer in (handle.compute_shard, handle.full, handle.gradients.buffer):
                 storage = buffer.untyped_storage()
@@ -318,7 +319,7 @@ def _unsharded_by_hand(low: bool) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
     model = sharded(CASES["mlp"], zero3_size=2, mixed_precision=precision)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
-    root = next(unit for unit in units(model) if unit.fqn == "")
+    root = next(unit for unit in inner_units(model) if unit.fqn == "")
     model.unshard()
     for _ in range(3):
         with torch.no_grad():
@@ -429,7 +430,7 @@ def _keeps_compute_shards(low: bool) -> None:
     )
     batch = torch.randn(2, 96)
     p = PARAMETER_NBYTES // (2 if low else 1)
-    handles = [handle for unit in units(model) for handle in unit.handles]
+    handles = [handle for unit in inner_units(model) for handle in unit.handles]
 
     def kept() -> int:
         return sum(h.kept_shard.nbytes for h in handles if h.kept_shard is not None)
@@ -618,7 +619,7 @@ def _replicas_that_stay() -> None:
     assert_trains_alike(model, seeded(Mlp), batches, roundings=roundings_of(world_size))
     with recorded_operations(model) as operations:
         forward_backward(model, batches[0][dist.get_rank()])
-    assert sorted(gathered(operations)) == sorted({unit.label for unit in units(model)})
+    assert sorted(gathered(operations)) == sorted({unit.label for unit in inner_units(model)})
 
 
 def test_replicated_shard_groups_train_with_units_that_stay() -> None:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import MixedPrecision, ZeRO3, units
+from layerzero import MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import (
     assert_same_gradients,
@@ -38,6 +38,7 @@ from tests.harness.compare import (
     sharded,
     zero3,
 )
+from tests.harness.internals import inner_units, root_state
 from tests.harness.models import CASES, Block, Mlp, NoParameters
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations
@@ -93,7 +94,7 @@ def _settings_have_an_effect() -> None:
     )
     assert initialised == ["Linear"] * 8
     model = zero3(Mlp, Block, zero3_size=2, limit_all_gathers="3MB")
-    assert units(model)[0].root.residency.limiter.budget.max_nbytes == 3 * 10**6
+    assert root_state(model).context.limiter.budget.max_nbytes == 3 * 10**6
 
 
 def test_every_setting_has_its_effect() -> None:
@@ -229,7 +230,7 @@ def _own_settings() -> None:
             unit.handles[0].full.dtype,
             unit.handles[0].placement.shard_group.size,
         )
-        for unit in units(model)
+        for unit in inner_units(model)
     }
     assert seen == {
         "": (True, torch.float32, 1),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, MixedPrecision, ZeRO3, units
+from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import recorded_operations
@@ -184,7 +185,7 @@ class Stages(nn.Module):
 def _nested() -> None:
     model = wrapped(Stages, auto_wrap_policy={Stage, Block})
     ahead: dict[str, list[str]] = {}
-    for unit in units(model):
+    for unit in inner_units(model):
 
         def note(*_: object, unit=unit) -> None:
             ahead[unit.fqn] = [u.fqn for u in units(model) if u.state.name == "GATHERING"]

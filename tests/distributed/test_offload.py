@@ -12,6 +12,7 @@ import torch.distributed as dist
 from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3, units
 from tests.harness.checks import assert_bitwise, assert_same_parameters, warns_on_first_rank
 from tests.harness.compare import assert_same_values, sharded
+from tests.harness.internals import inner_units, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
@@ -94,7 +95,7 @@ def _what_is_where() -> None:
     with simulated_device() as device:
         model = sharded(CASES["mlp"], offload=OffloadPolicy(params=True, grads=True))
         optimizer = OPTIMIZERS["adamw"](model.parameters())
-        handles = [handle for unit in units(model) for handle in unit.handles]
+        handles = [handle for unit in inner_units(model) for handle in unit.handles]
         batch = torch.randn(2, WIDTH)
         with model.no_sync():
             forward_backward(model, batch)
@@ -202,7 +203,7 @@ def _steps_as_gradients_land() -> None:
     with simulated_device() as device:
         model = sharded(CASES["mlp"], offload=OffloadPolicy(params=True))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        root = units(model)[0].root
+        root = root_state(model)
         wait, step = root.streams.wait_on_host, optimizer.step
 
         def waits(mark: object) -> None:
@@ -230,8 +231,10 @@ def _without_a_device() -> None:
     for offload in POLICIES.values():
         with warns_on_first_rank("has no effect: cpu has no memory of its own"):
             model = ZeRO3(Mlp(), offload=offload)
-        assert all(handle.params_on is None for unit in units(model) for handle in unit.handles)
-        assert all(h.gradients.sums_on is None for unit in units(model) for h in unit.handles)
+        assert all(
+            handle.params_on is None for unit in inner_units(model) for handle in unit.handles
+        )
+        assert all(h.gradients.sums_on is None for unit in inner_units(model) for h in unit.handles)
         forward_backward(model, torch.randn(2, WIDTH))
     with pytest.raises(TypeError, match="offload: expected an OffloadPolicy or None, got True"):
         ZeRO3(Mlp(), offload=True)

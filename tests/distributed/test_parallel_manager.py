@@ -38,6 +38,7 @@ from tests.distributed.test_tensor_parallel import (
     whole_values,
 )
 from tests.harness.checks import assert_close, assert_same_parameters, warns_on_first_rank
+from tests.harness.internals import inner_units
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
 
@@ -474,7 +475,7 @@ def _options_of_models() -> None:
             model.mlp.up.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.weight))
             model(torch.arange(8).view(2, 4))
             assert seen[0].dtype == torch.bfloat16
-            placement = units(model)[0].handles[0].placement
+            placement = inner_units(model)[0].handles[0].placement
             assert placement.shard_group.size == 1
             assert placement.num_ranks == manager.data_mesh.size()
         for given, said in [

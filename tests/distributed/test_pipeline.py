@@ -21,13 +21,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from layerzero import ZeRO3, units
+from layerzero import ZeRO3
 from layerzero.parallel import ZeRO3PipelineStage, clip_grad_norm_, gather_as_scheduled
 from tests.harness.checks import (
     assert_close,
     assert_same_on_all_ranks,
     assert_same_parameters,
 )
+from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
@@ -265,7 +266,7 @@ def _as_scheduled() -> None:
         states: dict[int, list[str]] = {}
 
         def note(module: nn.Module, args: Any, states: dict[int, list[str]] = states) -> None:
-            own = units(module)
+            own = inner_units(module)
             states.setdefault(id(module), [unit.state.value for unit in own])
 
         for model in pipeline.models:

@@ -18,6 +18,7 @@ from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan, unit
 from layerzero.runtime.states import ShardState
 from tests.harness.checks import assert_bitwise, warns_on_first_rank
 from tests.harness.compare import assert_trains_alike
+from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations
@@ -192,7 +193,7 @@ def _options() -> None:
         output_dtype="fp64",
         defaults={"reshard_after_forward": True, "deterministic": True},
     )
-    by_fqn = {unit.fqn: unit for unit in units(model)}
+    by_fqn = {unit.fqn: unit for unit in inner_units(model)}
     reshard = {fqn: unit.options.reshard_after_forward for fqn, unit in by_fqn.items()}
     assert [fqn for fqn in reshard if not reshard[fqn]] == ["layers.0", "layers.2"]
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -311,11 +312,11 @@ def _order() -> None:
         num_to_backward_prefetch=2,
     )
     model = shard_with_plan(seeded(Model), plan)
-    by_fqn = {unit.fqn: unit for unit in units(model)}
+    by_fqn = {unit.fqn: unit for unit in inner_units(model)}
     text = plan.explain(model)
     for direction, attribute in (
-        ("forward", "expected_in_forward"),
-        ("backward", "expected_in_backward"),
+        ("forward", "static_forward_prefetch"),
+        ("backward", "static_backward_prefetch"),
     ):
         part = text.split(f"{direction}:\n")[1].split("\n\n")[0].split("backward:")[0]
         shown = dict(line.strip().split(" -> ") for line in part.splitlines() if "->" in line)
@@ -323,7 +324,7 @@ def _order() -> None:
             names = [other.fqn for other in getattr(unit, attribute)]
             assert shown.get(fqn or "(root)", "[]") == f"[{', '.join(names)}]", fqn
     first = by_fqn["layers.0"]
-    assert [unit.fqn for unit in first.expected_in_forward] == [
+    assert [unit.fqn for unit in first.static_forward_prefetch] == [
         "layers.0.experts.0", "layers.0.experts.1",
         "layers.1", "layers.1.experts.0", "layers.1.experts.1",
     ]  # fmt: skip
@@ -354,8 +355,8 @@ def _order() -> None:
     none = shard_with_plan(seeded(Model), ShardingPlan(
         apply_modules=["layers.{*}"], num_to_forward_prefetch=0, num_to_backward_prefetch=0
     ))  # fmt: skip
-    root = units(none)[0].root
-    assert (root.residency.forward_depth, root.residency.backward_prefetch) == (0, None)
+    root = root_state(none)
+    assert (root.scheduler.forward_depth, root.scheduler.backward_prefetch) == (0, None)
 
 
 def test_lists_come_from_the_plan_until_an_order_was_recorded() -> None:
@@ -398,11 +399,11 @@ def _units_around_units(post: bool) -> None:
         defaults={"backward_prefetch": "backward_post"} if post else {},
     )  # fmt: skip
     model = shard_with_plan(seeded(SeesAndSpeaks), plan)
-    by_fqn = {unit.fqn: unit for unit in units(model)}
-    residency = by_fqn[""].root.residency
+    by_fqn = {unit.fqn: unit for unit in inner_units(model)}
+    scheduler = root_state(model).scheduler
     on_demand: list[str] = []
     ahead: list[int] = []
-    demand = residency.demand
+    demand = scheduler.ensure_unsharded
 
     def recording(unit: Any, prefetches: bool, in_backward: bool) -> None:
         if unit.state is ShardState.SHARDED:
@@ -411,10 +412,10 @@ def _units_around_units(post: bool) -> None:
         ahead.append(sum(each.state is ShardState.GATHERING for each in by_fqn.values()))
 
     loss = model(batch()).square().sum()
-    residency.demand = recording
+    scheduler.ensure_unsharded = recording
     with recorded_operations(model) as operations:
         loss.backward()
-    del residency.demand
+    del scheduler.ensure_unsharded
     assert not on_demand  # The head stayed since forward.
     assert max(ahead) == 1, "nothing is gathered earlier than one step before its turn"
     order = ["language", *(f"language.layers.{i}" for i in (2, 1, 0)), "language.embed",
@@ -542,8 +543,8 @@ def _knowing() -> None:
         model = shard_with_plan(module, plan, mesh)
         assert fqns(model) == (["", "head"] if answer is False else ["", *LAYERS])
         assert module.numbers == (3, 1)
-        root = units(model)[0]
-        assert [unit.fqn for unit in root.expected_in_forward] == (
+        root = inner_units(model)[0]
+        assert [unit.fqn for unit in root.static_forward_prefetch] == (
             ["head"] if answer is False else []
         )
         trains_alike(model)
@@ -591,7 +592,7 @@ def _overlapping() -> None:
         with warns_on_first_rank(r"'layers\.1(\.attn)?', sharded already .* keeps those of that"):
             model = shard_with_plan(module, own)
         assert fqns(model) == sorted(["", *expected])
-        assert not units(module.layers[1])[0].options.reshard_after_forward
+        assert not inner_units(module.layers[1])[0].options.reshard_after_forward
         calls: list[str] = []
         for fqn in ("embed", "layers.1.attn.up"):
             called = module.get_submodule(fqn)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from layerzero import ShardingPlan, shard_with_plan, units
 from tests.harness.compare import assert_trains_alike
+from tests.harness.internals import inner_units
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
 from tests.harness.reference import seeded
@@ -99,7 +100,7 @@ def _lora() -> None:
     for patterns in (adapters, {"*.layers.{*}": {"reshard_after_forward": False}}):
         module = seeded(lora)
         model = shard_with_plan(module, ShardingPlan(apply_modules=patterns))
-        frozen = [unit for unit in units(model) if unit.handles and not unit.is_trainable]
+        frozen = [unit for unit in inner_units(model) if unit.handles and not unit.is_trainable]
         if patterns is adapters:
             names = ["", *(f"base_model.model.{layer}" for layer in LAYERS)]
             assert sorted(unit.fqn for unit in frozen) == names
@@ -108,7 +109,7 @@ def _lora() -> None:
         loss = model(input_ids=ids, labels=ids).loss
         with recorded_operations(model) as operations, SentBytes() as sent:
             loss.backward()
-        trained = [unit for unit in units(model) if unit.is_trainable]
+        trained = [unit for unit in inner_units(model) if unit.is_trainable]
         assert sorted(reduced(operations)) == sorted(unit.fqn for unit in trained)
         # Each rank sends the other half of what it gathers and reduces; names of messages, and
         # which gradients exist, take less than 128 bytes a unit.

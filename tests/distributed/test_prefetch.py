@@ -9,6 +9,7 @@ from torch import nn
 
 from layerzero import BackwardPrefetch, ZeRO3, units
 from layerzero.runtime.unit import Unit
+from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations
@@ -69,7 +70,7 @@ class Timeline:
 
 
 def timeline() -> Timeline:
-    return Timeline([(Unit, "gather", "g"), (Unit, "show_full", "u")])
+    return Timeline([(Unit, "unshard", "g"), (Unit, "show_full", "u")])
 
 
 def _forward(depth: bool | int, expected: list[str]) -> None:
@@ -121,6 +122,35 @@ def _backward(mode: BackwardPrefetch | None, expected: list[str]) -> None:
 )
 def test_backward_gathers_ahead_once_the_order_is_known(mode, expected) -> None:
     run_ranks(2, _backward, mode, expected)
+
+
+def _order_of_collectives(orders: dict[BackwardPrefetch | None, str]) -> None:
+    for mode, expected in orders.items():
+        model = wrapped(backward_prefetch=mode)
+        for _ in range(2):
+            model(batch(), ALL).sum().backward()
+        loss = model(batch(), ALL).sum()
+        with recorded_operations(model) as operations:
+            loss.backward()
+        letters = {"all-gather": "g", "reduce-scatter": "r"}
+        seen = [
+            letters[operation.verb] + operation.unit.removeprefix("blocks.")
+            for operation in operations
+            if operation.verb in letters and operation.unit.startswith("blocks.")
+        ]
+        assert " ".join(seen) == expected, mode
+
+
+def test_a_gather_goes_before_the_reduction_that_it_need_not_wait_for() -> None:
+    run_ranks(
+        2,
+        _order_of_collectives,
+        {
+            None: "r4 g3 r3 g2 r2 g1 r1 g0 r0",
+            BackwardPrefetch.BACKWARD_PRE: "g3 r4 g2 r3 g1 r2 g0 r1 r0",
+            BackwardPrefetch.BACKWARD_POST: "g3 r4 g2 r3 g1 r2 g0 r1 r0",
+        },
+    )
 
 
 def _listed() -> None:
@@ -221,9 +251,9 @@ def test_lists_of_modules_to_prefetch_are_followed() -> None:
 def _expected() -> None:
     """Lists for passes of unknown order; the first of these here even names a unit too many."""
     model = wrapped()
-    root = units(model)[0].root
-    blocks = units(model)[1:]
-    root.residency.expect(
+    root = root_state(model)
+    blocks = inner_units(model)[1:]
+    root.scheduler.set_static_prefetch(
         {blocks[0]: blocks[1:3], blocks[1]: [blocks[2]]},
         {blocks[4]: [blocks[3], blocks[2]]},
     )
@@ -252,7 +282,7 @@ def test_expected_lists_are_followed_until_an_order_was_recorded() -> None:
 def _all_first() -> None:
     """Every unit is there before the first one runs, unused ones too; steps are the same."""
     model, plain = wrapped(), wrapped()
-    units(model)[0].root.residency.gathers_all_first = True
+    root_state(model).scheduler.unshard_all_before_forward()
     for _ in range(2):
         with timeline() as seen:
             losses = [each(batch(), [0, 3, 1]).square().sum() for each in (model, plain)]
@@ -278,23 +308,23 @@ def test_all_units_may_be_gathered_before_a_forward() -> None:
 def _budget(limit, most: int) -> None:
     model = wrapped(forward_prefetch=4, limit_all_gathers=limit)
     nbytes = max(unit.nbytes for unit in units(model))
-    root = units(model)[0].root
+    root = root_state(model)
     counts: list[int] = []
-    original = Unit.gather
+    original = Unit.unshard
 
     def counting(unit, **options) -> None:
         original(unit, **options)
-        counts.append(root.residency.limiter.nbytes // nbytes)
+        counts.append(root.context.limiter.nbytes // nbytes)
 
     with torch.no_grad():
         model(batch(), ALL)
-        Unit.gather = counting
+        Unit.unshard = counting
         try:
             model(batch(), ALL)
         finally:
-            Unit.gather = original
+            Unit.unshard = original
     assert max(counts) == most
-    assert root.residency.limiter.nbytes == root.residency.limiter.num_units == 0
+    assert root.context.limiter.nbytes == root.context.limiter.num_units == 0
 
 
 @pytest.mark.parametrize(

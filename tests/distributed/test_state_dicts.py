@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 from torch.distributed.fsdp import fully_shard
 
-from layerzero import ZeRO3, units
+from layerzero import ZeRO3
 from layerzero.checkpoint import (
     CheckpointError,
     ParameterShard,
@@ -30,6 +30,7 @@ from layerzero.checkpoint import (
 )
 from layerzero.state_dict import stream
 from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.internals import inner_units
 from tests.harness.models import (
     WIDTH,
     Block,
@@ -425,7 +426,7 @@ def _streams() -> None:
     with recorded_operations(model) as operations:
         ((found, value),) = stream_full(model, only={name})
     assert found == name and value.shape == parameter.layerzero.shape
-    unit = next(unit for unit in units(model) if any(name in h.fqns for h in unit.handles))
+    unit = next(unit for unit in inner_units(model) if any(name in h.fqns for h in unit.handles))
     assert {operation.unit for operation in operations} <= {h.fqns[0] for h in unit.handles}
     next(stream_full(model, 1))  # stopped early
     _train(model, optimizer)

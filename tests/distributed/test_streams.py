@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, pregather, units
 from layerzero.comm.streams import DeviceLane, Streams, _OnLane
-from layerzero.runtime.root import RootState
+from layerzero.runtime.context import RuntimeContext
+from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
@@ -127,18 +128,18 @@ def pipelining(model: ZeRO3) -> None:
 
 def keeping_units(model: ZeRO3) -> None:
     """What a stage of a pipeline does, gathered by itself or by the schedule."""
-    root = units(model)[0].root
+    root = root_state(model)
     for by_schedule in (False, True):
-        root.residency.keeps_units = True
+        root.begin_micro_batches()
         if by_schedule:
-            root.gather_units()
+            root.unshard_all()
         outputs = [model(torch.randn(3, WIDTH)) for _ in range(3)]
         for index, output in enumerate(outputs):
             if index == 2:
-                root.residency.keeps_units = False
+                root.last_micro_batch()
             with nullcontext() if index == 2 else model.no_sync():
                 output.sum().backward()
-        root.residency.free_all()
+        root.end_micro_batches()
         train(model, 1)
 
 
@@ -299,7 +300,7 @@ def _host_waits(wait: bool) -> int:
         assert device.races == []
         pregather(model, wait=wait)
         # The host itself reads what was gathered.
-        for unit in units(model):
+        for unit in inner_units(model):
             for handle in unit.handles:
                 device._access(handle.full, device._host, "a read", writes=False)
     return len(device.races)
@@ -345,11 +346,11 @@ class _Never:
 
 
 def without_the_mark_of_weights() -> object:
-    return mock.patch.object(RootState, "weights_mark", _Never(), create=True)
+    return mock.patch.object(RuntimeContext, "weights_written", _Never(), create=True)
 
 
 def without_the_mark_of_frees() -> object:
-    return mock.patch.object(RootState, "freed_mark", _Never(), create=True)
+    return mock.patch.object(RuntimeContext, "full_freed", _Never(), create=True)
 
 
 def without_the_lanes_mark() -> object:
@@ -384,11 +385,11 @@ def without_the_host_waiting() -> object:
 
 
 def without_the_mark_of_uploads() -> object:
-    return mock.patch.object(RootState, "uploaded_mark", _Never(), create=True)
+    return mock.patch.object(RuntimeContext, "shard_uploaded", _Never(), create=True)
 
 
 def without_the_mark_of_offloaded_chunks() -> object:
-    return mock.patch.object(RootState, "offloaded_mark", _Never(), create=True)
+    return mock.patch.object(RuntimeContext, "chunk_offloaded", _Never(), create=True)
 
 
 def without_waiting_on_the_offload_lane() -> object:

@@ -34,6 +34,7 @@ from tests.harness.checks import (
     assert_same_on_all_ranks,
     assert_same_parameters,
 )
+from tests.harness.internals import inner_units
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
@@ -491,7 +492,10 @@ def _once() -> None:
     model = wrapped(mesh)
     num_units = len(units(model))
     leaves = [
-        leaf for unit in units(model) for handle in unit.handles for leaf in handle.full_params
+        leaf
+        for unit in inner_units(model)
+        for handle in unit.handles
+        for leaf in handle.full_params
     ]
     storages = [leaf.detach().to_local().untyped_storage() for leaf in leaves]
     shown: set[int] = set()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, units
 from tests.harness.checks import assert_bitwise, warns_on_first_rank
 from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations
@@ -63,7 +64,7 @@ def _as_nested() -> None:
     for own, other in zip(*losses, strict=True):
         assert_bitwise(own, other, "loss")
     assert seen[:4] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
-    kept = {unit.fqn: unit.options.reshard_after_forward for unit in units(model)}
+    kept = {unit.fqn: unit.options.reshard_after_forward for unit in inner_units(model)}
     assert kept == {"": True, "blocks.0": True, "blocks.1": False, "blocks.2": True}
 
 

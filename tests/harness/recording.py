@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from layerzero import ZeRO3, units
+from layerzero import ZeRO3
 from layerzero.comm.collectives import Operation
 from layerzero.core.groups import ShardGroup
+from tests.harness.internals import inner_units, root_state
 
 
 @contextmanager
 def recorded_operations(model: ZeRO3) -> Iterator[list[Operation]]:
     """Collectives that `model` starts inside, in order of issue, on this rank."""
-    root = units(model)[0].root
+    root = root_state(model)
     operations: list[Operation] = []
     original = root.operations.next
 
@@ -43,7 +44,7 @@ def full_nbytes(model: ZeRO3) -> dict[str, int]:
     """Bytes of the full parameter storage of each unit now."""
     return {
         unit.fqn: sum(handle.full.untyped_storage().nbytes() for handle in unit.handles)
-        for unit in units(model)
+        for unit in inner_units(model)
     }
 
 
@@ -55,5 +56,5 @@ def gradient_nbytes(model: ZeRO3) -> dict[str, int]:
             + sum(leaf.grad.nbytes for leaf in handle.full_params if leaf.grad is not None)
             for handle in unit.handles
         )
-        for unit in units(model)
+        for unit in inner_units(model)
     }

@@ -36,6 +36,7 @@ from layerzero.core.parameter_info import get_info
 from layerzero.integrations.finetuning_scheduler import ZeRO3StrategyAdapter
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import assert_close, assert_same_parameters
+from tests.harness.internals import inner_units, root_state
 from tests.harness.ranks import run_ranks
 from tests.integrations.test_lightning_parallel import loader, styles, whole
 from tests.integrations.trainers import (
@@ -271,17 +272,17 @@ def _planned(tmp_path: Path) -> None:
     defaults = {"backward_prefetch": "backward_post", "num_to_forward_prefetch": 2}
     model = fit(ZeRO3Strategy(deterministic=True), zero3_plan=plan, zero3_defaults=defaults)
     assert model.losses == plain.losses
-    found = {unit.fqn: unit for unit in units(model)}
+    found = {unit.fqn: unit for unit in inner_units(model)}
     assert sorted(found) == ["", "blocks.0", "blocks.1", "blocks.1.down", "blocks.1.up", "head"]
     # The last pattern that matches decides alone.
     assert not found["blocks.0"].options.reshard_after_forward
     assert found["blocks.1"].options.reshard_after_forward
-    assert found[""].root.residency.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    assert root_state(model).scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_POST
     # What configure_model sharded, and a list of modules, is skipped.
     overlapping = {"blocks": {}, r"blocks\.\d+": {"reshard_after_forward": False}, "head": {}}
     model = fit(ZeRO3Strategy(), seeded(_Own), zero3_plan=overlapping)
     assert model.losses == plain.losses
-    found = {unit.fqn: unit for unit in units(model)}
+    found = {unit.fqn: unit for unit in inner_units(model)}
     assert sorted(found) == ["", "blocks.0", "blocks.1", "head"]
     assert [found[f"blocks.{i}"].options.reshard_after_forward for i in (0, 1)] == [False, True]
     with pytest.raises(ValueError, match=r"matches no.*near matches: 'blocks'"):

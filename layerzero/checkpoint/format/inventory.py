@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.parameter_info import ParameterInfo, get_info
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.unit import get_unit
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode

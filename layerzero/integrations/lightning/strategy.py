@@ -77,6 +77,7 @@ from layerzero.integrations.lightning.pieces import know_pieces
 from layerzero.optim.clip import clip_grad_norm_
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.runtime.root import root_of
 from layerzero.runtime.unit import get_unit
 from layerzero.zero3 import ZeRO3
 
@@ -292,12 +293,12 @@ class ZeRO3Strategy(MeshStrategy):
         root_unit = get_unit(self.model)
         assert root_unit is not None, "setup has sharded it"
         sharded: dict[int, tuple[Placement, list[nn.Parameter]]] = {}
-        for unit in root_unit.root.units:
+        for unit in root_of(root_unit).units:
             for handle in unit.handles:
                 _, pieces = sharded.setdefault(id(handle.placement), (handle.placement, []))
                 pieces.extend(piece for piece in handle.sharded_params if id(piece) in own)
         whole = [parameter for parameter in own.values() if get_info(parameter) is None]
-        clip_grad_norm_(root_unit.root, list(sharded.values()), whole, clip_val, 2.0)
+        clip_grad_norm_(root_of(root_unit), list(sharded.values()), whole, clip_val, 2.0)
 
     def teardown(self) -> None:
         """Leave the model sharded where it is (Note [One wrapper for the life of a model])."""

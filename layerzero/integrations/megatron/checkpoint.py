@@ -17,13 +17,14 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.utils import sharded_state_dict_default
 
-from layerzero import ZeRO3, units
+from layerzero import ZeRO3
 from layerzero.checkpoint.adapters import root_state_of, under_global_names
 from layerzero.integrations.megatron.optimizer_checkpoint import (
     load_optimizer_state_dict,
     optimizer_sharded_state_dict,
 )
 from layerzero.integrations.megatron.pieces import entry_of_piece, stand_ins
+from layerzero.runtime.root import ordered_units
 from layerzero.runtime.states import TrainingState
 
 __all__ = [
@@ -135,7 +136,7 @@ _WANTED = "main_parameters"
 def _check_group(engine: ZeRO3, group: dist.ProcessGroup) -> None:
     """Pieces are of all data-parallel ranks together, or the checkpoint would have holes."""
     expected = sorted(dist.get_process_group_ranks(group))
-    for unit in units(engine):
+    for unit in ordered_units(engine):
         for handle in unit.handles:
             placement = handle.placement.data_parallel or handle.placement
             if sorted(placement.members) != expected:

@@ -20,7 +20,7 @@ from layerzero.integrations.megatron.arguments import check_model_config
 from layerzero.integrations.megatron.checkpoint import sharded_state_dict
 from layerzero.integrations.megatron.ranks import MegatronRanks
 from layerzero.integrations.megatron.units import MegatronPolicy, widen
-from layerzero.runtime.root import RootState
+from layerzero.runtime.root import RootState, root_of
 from layerzero.runtime.unit import get_unit
 from layerzero.zero3 import ZeRO3
 
@@ -109,7 +109,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         )
         if self.vp_stage is not None:
             # Virtual stages are models of their own on one process group.
-            self.root.operations.prefix = f"virtual stage {self.vp_stage}: "
+            self.root.operations.set_prefix(f"virtual stage {self.vp_stage}: ")
         self._keeps_units = self.pp_group.size() > 1 and not reshard_between_micro_batches
         _install_no_sync(config, self)
 
@@ -122,7 +122,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         """What the engine's units share."""
         unit = get_unit(self.engine)
         assert unit is not None, "it is wrapped"
-        return unit.root
+        return root_of(unit)
 
     @property
     def placement(self) -> Placement:
@@ -137,15 +137,14 @@ class ZeRO3DataParallel(_BaseDataParallel):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add gradients up; see `ZeRO3.no_sync`."""
         root = self.root
-        root.residency.keeps_units = self._keeps_units
+        root.begin_micro_batches(keep_unsharded=self._keeps_units)
         try:
             with self.engine.no_sync():
                 yield
         finally:
-            # The last backward, which comes now, frees units as it is done with them.
-            root.residency.keeps_units = False
+            root.last_micro_batch()
             if self._keeps_units and not torch.is_grad_enabled():
-                root.residency.free_all()  # There is none after an evaluation.
+                root.end_micro_batches()  # There is none after an evaluation.
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Reduce what the micro-batches in `no_sync` left, if anything waits. Collective."""

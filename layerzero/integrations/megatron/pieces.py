@@ -30,10 +30,11 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import nn
 
-from layerzero import ZeRO3, units
+from layerzero import ZeRO3
 from layerzero.checkpoint.adapters import Box, Extent, boxes
-from layerzero.core.flat_param import FlatParamHandle
 from layerzero.core.parameter_info import ParameterInfo, copy_attributes, get_info
+from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.runtime.root import ordered_units
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def stand_ins(engine: ZeRO3) -> Iterator[Pieces]:
     """Let the modules show meta tensors of the original shapes; see Note [Stand-ins]."""
     pieces: Pieces = {}
     shown: dict[nn.Parameter, nn.Parameter] = {}
-    own_units = units(engine)
+    own_units = ordered_units(engine)
     for unit in own_units:
         for handle in unit.handles:
             for piece in _pieces_of(handle):

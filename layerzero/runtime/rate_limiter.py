@@ -1,4 +1,4 @@
-"""GatherLimiter: how many full units, or bytes of them, prefetching may keep resident.
+"""RateLimiter: how many full units, or bytes of them, prefetching may keep resident.
 
 Pure bookkeeping in issue order, the same on every rank, so it never makes ranks disagree and
 never blocks the host. That the count also bounds *device* memory is the unshard lane's doing: it
@@ -10,13 +10,16 @@ from __future__ import annotations
 from layerzero.config import GatherBudget
 
 
-class GatherLimiter:
+class RateLimiter:
     """Counts resident full buffers against a budget."""
 
     def __init__(self, budget: GatherBudget) -> None:
         self.budget = budget
         self.num_units = 0
         self.nbytes = 0
+
+    def set_budget(self, budget: GatherBudget) -> None:
+        self.budget = budget
 
     def admits(self, nbytes: int) -> bool:
         """Whether a prefetch of `nbytes` fits. A gather that is needed now never asks."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from layerzero.comm.limiter import GatherLimiter
 from layerzero.config import GatherBudget, parse_nbytes
+from layerzero.runtime.rate_limiter import RateLimiter
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_bad_argument_is_refused(value, error: type[Exception]) -> None:
 
 
 def test_units_are_counted() -> None:
-    limiter = GatherLimiter(GatherBudget(max_units=2))
+    limiter = RateLimiter(GatherBudget(max_units=2))
     limiter.acquire(10)
     assert limiter.admits(10**12)
     limiter.acquire(10)
@@ -52,7 +52,7 @@ def test_units_are_counted() -> None:
 
 
 def test_bytes_are_counted() -> None:
-    limiter = GatherLimiter(GatherBudget(max_nbytes=100))
+    limiter = RateLimiter(GatherBudget(max_nbytes=100))
     limiter.acquire(60)
     assert limiter.admits(40)
     assert not limiter.admits(41)
@@ -61,6 +61,6 @@ def test_bytes_are_counted() -> None:
 
 
 def test_without_a_budget_everything_is_admitted() -> None:
-    limiter = GatherLimiter(GatherBudget())
+    limiter = RateLimiter(GatherBudget())
     limiter.acquire(10**15)
     assert limiter.admits(10**15)

@@ -1,0 +1,138 @@
+"""CastWatch: finds the casts of a model's leaves among what autograd saves under torch.autocast.
+
+By hooks on what autograd saves, below which nothing else changes. What is not found keeps its
+memory, as in plain torch: casts of frozen parameters, which have no graph that leads to them, those
+inside a compiled graph, and those that the user's own code made and holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from layerzero.runtime.autocast import outside_modes
+from layerzero.runtime.saved_casts import SavedCast
+from layerzero.runtime.unit import Unit
+
+_logger = logging.getLogger(__name__)
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+class CastWatch:
+    """Finds casts of a model's leaves among what autograd saves in forward."""
+
+    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+        self._units = units
+        self._device = device
+        self._owners: dict[int, tuple[nn.Parameter, Unit]] = {}
+        self._fresh: dict[bool, int] = {}
+        """How many references to a cast, of which a view was saved or not, are our own."""
+        self._is_counting = False
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Around a forward call under autocast."""
+        are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        if not torch.is_grad_enabled() or not are_allowed:
+            return _NOTHING
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is not None and isinstance(outer[0], _Pack) and outer[0].watch is self:
+            return _NOTHING
+        if not self._fresh:
+            self._prepare()
+        return saved_tensors_hooks(
+            _Pack(self, None if outer is None else outer[0]),
+            _unpack if outer is None else outer[1],
+        )
+
+    def _prepare(self) -> None:
+        handles = [(unit, handle) for unit in self._units for handle in unit.handles]
+        self._owners = {
+            id(leaf): (leaf, unit)
+            for unit, handle in handles
+            if not handle.is_whole and handle.full.dtype == torch.float32
+            for leaf, split in zip(handle.full_params, handle.splits, strict=True)
+            if split is None
+        }
+        self._count_own_references()
+        if handles and all(handle.placement.is_first for _, handle in handles):
+            frozen = sum(
+                sum(handle.layout.numels)
+                for _, handle in handles
+                if not handle.gradients.layout.trainable
+            )
+            _logger.info(
+                "torch.autocast: parameters are gathered and gradients reduced in float32%s; "
+                "MixedPrecision(param_dtype=torch.bfloat16) instead of autocast halves what is "
+                "sent and resident (docs/recipes.md)",
+                f", and casts of {frozen} frozen parameters stay until backward" if frozen else "",
+            )
+
+    def _count_own_references(self) -> None:
+        """Let products save a cast that nobody else can hold, and a view of another."""
+        device = self._device
+        self._is_counting = True
+        with outside_modes(), torch.inference_mode(False), torch.enable_grad():
+            factor = torch.zeros(1, 1, 1, device=device, requires_grad=True)
+            leaves = [nn.Parameter(torch.zeros([1] * ndim, device=device)) for ndim in (2, 3)]
+            self._owners |= {id(leaf): (leaf, self._units[0]) for leaf in leaves}
+            dtype = torch.get_autocast_dtype(device.type)
+            hooks = saved_tensors_hooks(_Pack(self, None), _unpack)
+            with hooks, torch.autocast(device.type, dtype, cache_enabled=False):
+                torch.nn.functional.linear(factor, leaves[0])
+                torch.bmm(factor, leaves[1])
+        for leaf in leaves:
+            del self._owners[id(leaf)]
+        self._is_counting = False
+
+    def note(self, saved: torch.Tensor) -> None:
+        """A tensor in low precision is saved: perhaps a cast of a leaf, or a view of one."""
+        is_view = saved._is_view()
+        cast = saved._base if is_view else saved
+        node = None if cast is None else cast.grad_fn
+        if cast is None or node is None or node.name() != "ToCopyBackward0":
+            return
+        owner = self._owners.get(id(getattr(node.next_functions[0][0], "variable", None)))
+        if owner is None:
+            return
+        if self._is_counting:
+            self._fresh[is_view] = sys.getrefcount(cast)
+            return
+        leaf, unit = owner
+        known = unit.saved_casts.get(id(cast))
+        if known is not None and known.is_of(cast):
+            return
+        if sys.getrefcount(cast) <= self._fresh.get(is_view, 0):
+            # Else somebody holds it who may use it when the unit is not full.
+            unit.saved_casts[id(cast)] = SavedCast(cast, leaf)
+
+
+class _Pack:
+    """What a saved tensor is replaced by: what the hooks around make of it, or itself."""
+
+    def __init__(self, watch: CastWatch, outer: Callable[[torch.Tensor], Any] | None) -> None:
+        self.watch = watch
+        self._outer = outer
+
+    def __call__(self, saved: torch.Tensor) -> Any:
+        if saved.dtype is torch.bfloat16 or saved.dtype is torch.float16:
+            self.watch.note(saved)
+        return (saved, saved._version) if self._outer is None else self._outer(saved)
+
+
+def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    # Hooks switch off autograd's own check.
+    saved, version = packed
+    if saved._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {saved.dtype} {tuple(saved.shape)} is at version {saved._version}; "
+            f"expected version {version}"
+        )
+    return saved

@@ -1,0 +1,20 @@
+"""The engine's own objects behind a wrapped model, for tests that look inside."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from layerzero.runtime.root import RootState, ordered_units, root_of
+from layerzero.runtime.unit import Unit, get_unit
+
+
+def inner_units(model: nn.Module) -> list[Unit]:
+    """What `layerzero.units` shows views of, in the same order."""
+    return ordered_units(model)
+
+
+def root_state(model: nn.Module) -> RootState:
+    """The state that all units of a model share."""
+    unit = get_unit(model)
+    assert unit is not None, "it is wrapped"
+    return root_of(unit)

@@ -1,0 +1,52 @@
+"""Nobody writes another object's state: in the engine, an object's methods change it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "layerzero"
+CEILING = 0.2
+"""Outside writes per 100 lines. What is left is torch's own: `.grad` and `.data` of tensors."""
+
+
+def outside_writes(source: str) -> Iterator[tuple[int, str]]:
+    """Lines that set or delete an attribute of something other than `self`, and which."""
+    for node in ast.walk(ast.parse(source)):
+        targets: list[ast.expr] = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        for target in targets:
+            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(each, ast.Attribute) and ast.unparse(each.value) not in (
+                    "self",
+                    "cls",
+                ):
+                    yield each.lineno, ast.unparse(each)
+
+
+def test_objects_of_the_engine_are_changed_by_their_own_methods() -> None:
+    found, lines = [], 0
+    for path in sorted(path for name in ("runtime", "core") for path in (PACKAGE / name).glob("*")):
+        if path.suffix == ".py":
+            source = path.read_text()
+            lines += source.count("\n")
+            found += [f"{path.name}:{line} {what}" for line, what in outside_writes(source)]
+    assert 100 * len(found) / lines <= CEILING, found
+
+
+def test_each_kind_of_write_is_counted() -> None:
+    source = """
+self.own = cls.own = other.set = 1
+a, unit.depth = 1, 2
+self.inside.deep += 1
+other.noted: int = 3
+del other.gone
+other["key"] = local = 4
+"""
+    assert [what for _, what in outside_writes(source)] == [
+        *("other.set", "unit.depth", "self.inside.deep", "other.noted", "other.gone"),
+    ]
