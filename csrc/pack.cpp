@@ -12,8 +12,8 @@
 // sources that are used, read once, and of out, written once.
 //
 // Note [Rows begin cold]: a processor fetches ahead within a run of addresses, and some lines past its
-// end. Rows of a few KB that lie further apart than that each begin with a wait, and how far apart they
-// lie is the allocator's whim: one of 4 KB to bfloat16 took 90 ns up to 6 lines apart, 140 from 7 on.
+// end. Rows of a few KB that lie further apart than that each begin with a cache miss, and their distance
+// is up to the allocator: a row of 4 KB to bfloat16 took 90 ns up to 6 lines apart, 140 from 7 on.
 // So the next row is fetched by hand while this one is converted, line by line: all at once
 // at the start of a row fills the queue of misses, 115 ns. docs/internals/pad_copy.md.
 #include <algorithm>

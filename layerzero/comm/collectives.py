@@ -44,7 +44,7 @@ _REDUCE_SCATTER = "reduce_scatter_single" if _HAS_SINGLE else "_reduce_scatter_b
 
 
 class Operation(NamedTuple):
-    """The name of one collective: what, of which unit, the how-manieth of this model."""
+    """Identifies one collective: verb, unit, sequence number within this model."""
 
     verb: str
     unit: str

@@ -1,4 +1,4 @@
-"""Models on a process group: the how-manieth each is, under a name that no earlier run had.
+"""Sequence numbers of models on a process group, under a name that no earlier run had.
 
 Ranks leave notes for each other in torch's store (diagnosis.py, watchdog.py, lookout.py). That
 store may outlive a run, as when an elastic launcher starts the ranks again, and then it still has

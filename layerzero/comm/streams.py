@@ -32,8 +32,8 @@ class Waitable(Protocol):
 
 
 Hops = Callable[[Callable[[], None]], None]
-"""A chain of collectives, each of which needs the one before. Called with what it has to call in
-turn as soon as the first one's input is no longer read."""
+"""Runs dependent collectives in order. Receives a callback, and calls it once the first collective
+has finished reading its input."""
 
 
 class _Done:

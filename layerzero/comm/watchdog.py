@@ -198,7 +198,7 @@ def _look_on(watchdog_ref: weakref.ref[Watchdog], pause_s: float, stop: threadin
 
 
 def _abort(group: ShardGroup, device: torch.device) -> None:
-    """Let whoever is blocked in a collective of the group go; backends that cannot, time out."""
+    """Unblock threads that wait in a collective, if the backend can; else they time out."""
     try:
         group.process_group._get_backend(device).abort()
     except (RuntimeError, AttributeError) as error:
@@ -206,7 +206,7 @@ def _abort(group: ShardGroup, device: torch.device) -> None:
 
 
 class _Board:
-    """Where the watchdogs of one model leave notes for each other: torch's own store."""
+    """The store through which the watchdogs of one model exchange what their ranks issued."""
 
     def __init__(self, store: dist.Store, group: ShardGroup) -> None:
         self._store = store

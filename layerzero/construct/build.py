@@ -63,11 +63,11 @@ class _UnitBuilder:
     """Builds the units of one `ZeRO3` call; what does not depend on the unit is here."""
 
     placements: Mapping[int, Placement]
-    """Of the unit that a plan (by id) becomes."""
+    """Placement of each unit, keyed by id(plan)."""
     tensor_parallel_groups: tuple[ShardGroup, ...]
     device: torch.device
     arguments: Mapping[int, UnitArguments]
-    """Likewise."""
+    """Arguments of each unit, keyed by id(plan)."""
     deterministic: bool
     materializer: Materializer
     sync_module_states: bool

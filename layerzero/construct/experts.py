@@ -1,4 +1,4 @@
-"""Experts: units of which ranks of one data-parallel group have different ones.
+"""Experts: units whose parameters differ between data-parallel ranks.
 
 Four ranks, four experts, two of them on each rank (ep = 2, neighbours):
 

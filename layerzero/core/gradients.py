@@ -298,7 +298,7 @@ class GradientBuffer:
         Args:
             chunk: [chunk_numel], any floating dtype; None on one rank alone.
             present: parameters that had a gradient on any rank; others keep what they have.
-            scale: factor on what was not reduced, one rank being all that has it.
+            scale: applied only on one rank alone, where no reduction ran and scaled.
 
         Returns:
             Parameters that have hooks, in the same order on every rank, and what is left to be

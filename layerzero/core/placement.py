@@ -39,13 +39,13 @@ Outer = Literal["zero1", "replicate", "shard"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parts of a unit live. What a mode does differently is here and nowhere else."""
+    """Where the shards of a unit live. All that differs between modes of `outer` is here."""
 
     shard_group: ShardGroup
     outer_group: ShardGroup | None
     """None where every rank is in the shard group."""
     owned_slices: int
-    """How many of the outer group's slices of a compute shard this rank's main shard has."""
+    """Number of the outer group's slices of a compute shard that this rank's main shard holds."""
     members: tuple[int, ...]
     """Global numbers of all ranks that share the model."""
     world: ShardGroup | None = None
@@ -132,12 +132,12 @@ class Placement:
 
     @property
     def all_owner_groups(self) -> tuple[ShardGroup, ...]:
-        """Groups along which each part of each unit placed like this one is met."""
+        """Groups that together visit every shard of the model; walked when a norm is summed."""
         return self.owner_groups if self.data_parallel is None else self.data_parallel.groups
 
     @property
     def num_met(self) -> int:
-        """How often each part is met along `all_owner_groups`."""
+        """Copies of each shard along `all_owner_groups`; a summed power is divided by it."""
         return 1 if self.data_parallel is None else self.num_ranks // self.num_main_shards
 
     def __str__(self) -> str:

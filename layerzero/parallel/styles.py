@@ -32,8 +32,8 @@ class PlaceHidden(ParallelStyle):
     another.
 
     Args:
-        given: as what the module's caller passes a local tensor.
-        wanted: what the module computes on.
+        given: placement of a local tensor that the module's caller passes.
+        wanted: placement that the module computes on.
         as_dtensor: hand on a DTensor, so that its gradient is summed once for all its uses.
     """
 

@@ -102,13 +102,13 @@ def forward_lists(steps: Sequence[Step], num_ahead: int) -> Lists:
 
 
 def backward_lists(steps: Sequence[Step], num_ahead: int, when_done: bool) -> Lists:
-    """The same in backward: what is beside each other in the opposite order, a unit before those
-    inside it, whose outputs' gradients come later.
+    """The same for backward: siblings in reverse order, and a unit before those inside it, because
+    the gradient of its output arrives first.
 
     Args:
-        when_done: lists serve when their heads are done (BACKWARD_POST). The rest of the step is
-            done then, too. A unit around others is done when they are, so nothing waits for it: it
-            is gathered with the first step inside it.
+        when_done: True for BACKWARD_POST: prefetch when the backward of a step ends instead of
+            when it begins. A unit around others ends with them, so no prefetch waits for its end:
+            it is gathered with the first step inside it.
     """
     by_head = {step.head: step for step in steps}
     back = [by_head[head] for head in _inner_last(list(by_head))]

@@ -35,7 +35,7 @@ _OK, _ERROR = b"+", b"-"
 
 
 class SaveUnderWay(Protocol):
-    """What the ranks are busy with in the background: a `SaveHandle`."""
+    """A save that runs in the background: a `SaveHandle`."""
 
     def wait(self) -> object:
         """Block until it is done, and raise what went wrong."""
@@ -45,9 +45,9 @@ class Participants:
     """The ranks of one save or load, in the order of their global numbers."""
 
     under_way: SaveUnderWay | None
-    """A save that goes on in the background, and talks meanwhile."""
+    """A background save, which exchanges messages while it runs."""
     timeout: timedelta
-    """Of an exchange; set for each save or load."""
+    """Timeout of one exchange; set for each save or load."""
 
     def __init__(self, group: ShardGroup | None) -> None:
         """`group`: on the CPU; None: this rank alone."""

@@ -289,7 +289,7 @@ def _blocks_host() -> list[str]:
 
 
 def test_no_operation_of_a_step_blocks_the_host() -> None:
-    """The last one is the test's own, so that it is seen to be seen."""
+    """`item()` at the end is the test's own: it proves that the device reports host waits."""
     assert run_ranks(2, _blocks_host) == [["_local_scalar_dense"]] * 2
 
 

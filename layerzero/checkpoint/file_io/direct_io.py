@@ -1,19 +1,17 @@
-"""Reading and writing files past the page cache.
+"""Direct I/O: reading and writing files without the page cache (O_DIRECT).
 
-A read through the page cache finds a page for every 4 KB, waits for the disk, and copies; a write
-copies, and the system brings it to the disk when it likes. On fast disks that takes longer than the
-disk, and on busy processors much longer. The disk can move whole blocks by itself, if memory and
-file are aligned alike: what is read lies in memory as in the file (memory.py), what is written is
-copied into an aligned block first. Through the cache goes what is small, what does not fill a page
-of a file that is written, what the cache holds already, and everything where the file system
-refuses.
+Buffered I/O copies every byte, page by page: on fast disks that takes longer than the disk, and on
+busy processors much longer. With O_DIRECT the disk moves whole blocks itself, if memory and file
+have the same alignment: what is read lies in memory as in the file (aligned_memory.py), what is
+written is first copied into an aligned block. Buffered I/O remains for small amounts, for pages
+that are not written as a whole, for what is cached already, and where the file system refuses
+O_DIRECT.
 
 Note [Whole pages first]
-    What goes through the cache waits behind what goes past it: a read in the disk's queue, a write
-    for the file's lock, which ends all writes past the cache that are under way. So where a piece
-    ends inside a page, a reader takes the whole page past the cache, into memory beside the piece
-    that lies as the file does; and a writer keeps the ends of pieces until everything else is
-    written.
+    Buffered I/O queues behind direct I/O: reads in the device queue, writes on the inode lock,
+    which also drains direct writes in flight. So where a part ends inside a page, a reader reads
+    the whole page directly, into memory beside the part that is aligned like the file, and a writer
+    keeps the ends of parts until everything else is written.
 """
 
 from __future__ import annotations

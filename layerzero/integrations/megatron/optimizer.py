@@ -32,7 +32,7 @@ from layerzero.integrations.megatron.ranks import MegatronRanks, Totals
 from layerzero.zero3 import ZeRO3
 
 _PIECES = "pieces"
-"""Under which the state of this rank's pieces is; Megatron's formats have no such key."""
+"""Key of our per-rank optimizer state; no Megatron format uses it."""
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
