@@ -7,6 +7,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h tests/ops/*.cpp)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
@@ -22,7 +23,7 @@ help:
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
 	@echo 'make soak    the tests of random models, with SEEDS=200 models each'
 	@echo 'make faults  the tests of killed ranks, killed at every call'
-	@echo 'make check   ruff, mypy and codespell'
+	@echo 'make check   ruff, mypy, codespell and clang-format'
 	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, layered ZeRO, checkpoints beside others'
 	@echo 'make docs    the pages and an API reference as a site, in build/site; make docs-figures draws the pictures'
 	@echo 'make wheel   a wheel and a source distribution, in dist/'
@@ -62,6 +63,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy layerzero
 	$(BIN)/codespell
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_pad_copy.py

@@ -201,7 +201,16 @@ NATIVE = Extension(
     "layerzero._C",
     sources=[
         f"csrc/{name}.cpp"
-        for name in ("checks", "convert", "crc32", "module", "ordered_sum", "pack", "parallel")
+        for name in (
+            "checks",
+            "convert",
+            "crc32",
+            "module",
+            "ordered_sum",
+            "pack",
+            "parallel",
+            "tensors",
+        )
     ],
     language="c++",
     # It has no Python code at all; setuptools then leaves it out where it was not built.
@@ -233,7 +242,7 @@ setup(
         "hf": HF,
         "ray": RAY,
         "test": TEST,
-        "dev": [*TEST, "ruff", "mypy", "build", "codespell"],
+        "dev": [*TEST, "ruff", "mypy", "build", "codespell", "clang-format"],
         "docs": DOCS,
     },
 )

@@ -36,7 +36,8 @@ const Kernels& kernels() {
 
 }  // namespace layerzero
 
-// For tests: what runs on a processor without AVX2. Returns what was set before.
+// For tests, and exported because of what they show: that the binary which ships gives the same
+// bits on a processor without AVX2, where no test machine may be one. Returns what was set before.
 extern "C" __attribute__((visibility("default"))) int layerzero_force_baseline(int forced) {
   return layerzero::baseline_forced.exchange(forced != 0);
 }

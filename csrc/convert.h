@@ -8,26 +8,27 @@
 
 #include <cstdint>
 
-#include "cuda/launch.h"
+#include "dtypes.h"
 
 namespace layerzero {
 
-// Bytes moved: n * (size of source + size of output), each once. `ahead`: n elements that will be read
-// soon, fetched into the cache line by line meanwhile; null: none. It is only a hint, never read.
+// Bytes moved: n * (size of source + size of output), each once. `ahead`: n elements that will be
+// read soon, fetched into the cache line by line meanwhile; null: none. It is only a hint, never
+// read.
 using Copy = void (*)(const void* src, void* dst, int64_t n, double scale, const void* ahead);
 
 // Elements [begin, begin + n), counted row by row, of a [rows, cols] matrix that lies in memory
 // column by column.
-using CopyTransposed = void (*)(const void* src, int64_t rows, int64_t cols, int64_t begin, int64_t n,
-                                void* dst, double scale);
+using CopyTransposed = void (*)(const void* src, int64_t rows, int64_t cols, int64_t begin,
+                                int64_t n, void* dst, double scale);
 
 // dst[begin + i] = cast(scale * (parts[0][begin + i] + parts[1][begin + i] + ...)), i < n. dst may
 // be one of the parts.
-using Sum = void (*)(const void* const* parts, int64_t num_parts, int64_t begin, int64_t n, void* dst,
-                     double scale);
+using Sum = void (*)(const void* const* parts, int64_t num_parts, int64_t begin, int64_t n,
+                     void* dst, double scale);
 
 struct Kernels {
-  Copy copy[4][4];    // [source dtype][output dtype], numbered as in cuda/launch.h
+  Copy copy[4][4];    // [source dtype][output dtype], numbered as in dtypes.h
   Copy stream[4][4];  // the same with stores past the cache
   CopyTransposed copy_transposed[4][4];
   Sum sum[4][4];

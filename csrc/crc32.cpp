@@ -91,7 +91,8 @@ LZ_CLMUL uint32_t by_folding(const uint8_t* data, int64_t nbytes, uint32_t state
 
   const __m128i low_words = _mm_setr_epi32(-1, 0, -1, 0);
   a = _mm_xor_si128(_mm_srli_si128(a, 8), _mm_clmulepi64_si128(a, by_128, 0x10));
-  a = _mm_xor_si128(_mm_srli_si128(a, 4), _mm_clmulepi64_si128(_mm_and_si128(a, low_words), by_64, 0x00));
+  a = _mm_xor_si128(_mm_srli_si128(a, 4),
+                    _mm_clmulepi64_si128(_mm_and_si128(a, low_words), by_64, 0x00));
   // Barrett reduction of the last 64 bits.
   __m128i quotient = _mm_clmulepi64_si128(_mm_and_si128(a, low_words), reduce, 0x10);
   quotient = _mm_clmulepi64_si128(_mm_and_si128(quotient, low_words), reduce, 0x00);
@@ -125,11 +126,13 @@ void crc32_cpu(StableIValue* stack, uint64_t, uint64_t) {
   check_call(aoti_torch_get_dtype(data.get(), &dtype), "dtype");
   check_call(aoti_torch_is_contiguous(data.get(), &is_contiguous), "is_contiguous");
   if (dtype != aoti_torch_dtype_uint8() || !is_contiguous) {
-    refuse("crc32: expected contiguous uint8, got dtype code ", dtype, is_contiguous ? "" : ", strided");
+    refuse("crc32: expected contiguous uint8, got dtype code ", dtype,
+           is_contiguous ? "" : ", strided");
   }
   if (value < 0 || value > 0xFFFFFFFF) refuse("crc32: expected a CRC-32 before it, got ", value);
   check_call(aoti_torch_get_data_ptr(data.get(), &pointer), "data_ptr");
-  const uint32_t result = crc32(static_cast<const uint8_t*>(pointer), numel_of(data), static_cast<uint32_t>(value));
+  const uint32_t result =
+      crc32(static_cast<const uint8_t*>(pointer), numel_of(data), static_cast<uint32_t>(value));
   const auto wide = static_cast<int64_t>(result);
   stack[0] = 0;
   std::memcpy(&stack[0], &wide, sizeof(wide));

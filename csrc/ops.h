@@ -21,6 +21,7 @@ SegsShape check_segs_shape(const Handle& segs, const Output& out);
 // torch's own pool. Ranges begin at multiples of `unit`; with less than 2 * `min_per_thread`
 // elements it is one call in this thread. `work` must not throw.
 using Work = void (*)(const void* context, int64_t begin, int64_t end);
-void parallel_units(int64_t numel, int64_t unit, int64_t min_per_thread, const void* context, Work work);
+void parallel_units(int64_t numel, int64_t unit, int64_t min_per_thread, const void* context,
+                    Work work);
 
 }  // namespace layerzero

@@ -39,10 +39,11 @@ void ordered_sum_cpu(StableIValue* stack, uint64_t, uint64_t) {
   for (const Source& part : parts.items) pointers.push_back(part.data);
   const Job job{pointers.data(), static_cast<int64_t>(pointers.size()), out.data, scale,
                 kernels().sum[parts.dtype][out.dtype]};
-  parallel_units(out.numel, kUnit, kMinPerThread, &job, [](const void* context, int64_t begin, int64_t end) {
-    const Job& work = *static_cast<const Job*>(context);
-    work.sum(work.parts, work.num_parts, begin, end - begin, work.out, work.scale);
-  });
+  parallel_units(out.numel, kUnit, kMinPerThread, &job,
+                 [](const void* context, int64_t begin, int64_t end) {
+                   const Job& work = *static_cast<const Job*>(context);
+                   work.sum(work.parts, work.num_parts, begin, end - begin, work.out, work.scale);
+                 });
 }
 
 }  // namespace layerzero

@@ -11,11 +11,11 @@
 // Each thread writes one contiguous range, each byte of out once: bytes moved are those of the
 // sources that are used, read once, and of out, written once.
 //
-// Note [Rows begin cold]: a processor fetches ahead within a run of addresses, and some lines past its
-// end. Rows of a few KB that lie further apart than that each begin with a cache miss, and their distance
-// is up to the allocator: a row of 4 KB to bfloat16 took 90 ns up to 6 lines apart, 140 from 7 on.
-// So the next row is fetched by hand while this one is converted, line by line: all at once
-// at the start of a row fills the queue of misses, 115 ns. docs/internals/pad_copy.md.
+// Note [Rows begin cold]: a processor fetches ahead within a run of addresses, and some lines past
+// its end. Rows of a few KB that lie further apart than that each begin with a cache miss, and
+// their distance is up to the allocator: a row of 4 KB to bfloat16 took 90 ns up to 6 lines apart,
+// 140 from 7 on. So the next row is fetched by hand while this one is converted, line by line: all
+// at once at the start of a row fills the queue of misses, 115 ns. docs/internals/pad_copy.md.
 #include <algorithm>
 
 #include "checks.h"
@@ -62,7 +62,8 @@ Ahead ahead_of(const Job& job, int64_t row, int64_t end) {
     const Source* const source = seg[0] < 0 ? nullptr : job.sources + seg[0];
     if (source == nullptr || source->numel == 0) continue;
     if (source->rows != 0) break;
-    return {static_cast<const char*>(source->data) + seg[1] * job.src_itemsize, seg[kRow + 2] - seg[2]};
+    return {static_cast<const char*>(source->data) + seg[1] * job.src_itemsize,
+            seg[kRow + 2] - seg[2]};
   }
   return {nullptr, 0};
 }
@@ -76,7 +77,8 @@ void copy_row(const Job& job, const char* from, char* to, int64_t count, const A
   }
   if (alone > 0) job.copy(from, to, alone, job.scale, nullptr);
   if (alone < count)
-    job.copy(from + alone * job.src_itemsize, to + alone * job.out_itemsize, count - alone, job.scale, ahead.data);
+    job.copy(from + alone * job.src_itemsize, to + alone * job.out_itemsize, count - alone,
+             job.scale, ahead.data);
 }
 
 void pack_range(const Job& job, int64_t begin, int64_t end) {
@@ -111,23 +113,25 @@ void pack_range(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-void check_segs(const int64_t* segs, int64_t num_segs, const std::vector<Source>& sources, int64_t out_numel) {
+void check_segs(const int64_t* segs, int64_t num_segs, const std::vector<Source>& sources,
+                int64_t out_numel) {
   const auto num_sources = static_cast<int64_t>(sources.size());
   if (segs[2] != 0) refuse("pack_: segs must begin at destination 0, row 0 begins at ", segs[2]);
   for (int64_t row = 0; row < num_segs; ++row) {
     const int64_t* const seg = segs + row * kRow;
     if (seg[kRow + 2] < seg[2])
-      refuse("pack_: destinations of segs must rise, row ", row, " begins at ", seg[2], " and row ", row + 1,
-             " at ", seg[kRow + 2]);
+      refuse("pack_: destinations of segs must rise, row ", row, " begins at ", seg[2], " and row ",
+             row + 1, " at ", seg[kRow + 2]);
     if (seg[0] < 0) continue;
     if (seg[0] >= num_sources)
-      refuse("pack_: row ", row, " of segs names source ", seg[0], ", there are ", num_sources, " sources");
+      refuse("pack_: row ", row, " of segs names source ", seg[0], ", there are ", num_sources,
+             " sources");
     const int64_t numel = sources[seg[0]].numel;
     const int64_t count = seg[kRow + 2] - seg[2];
     // Compared so that nothing can overflow.
     if (numel != 0 && (seg[1] < 0 || seg[1] > numel || count > numel - seg[1]))
-      refuse("pack_: row ", row, " of segs reads ", count, " elements from ", seg[1], " of source ", seg[0],
-             ", which has ", numel);
+      refuse("pack_: row ", row, " of segs reads ", count, " elements from ", seg[1], " of source ",
+             seg[0], ", which has ", numel);
   }
   const int64_t end = segs[num_segs * kRow + 2];
   if (end != out_numel) refuse("pack_: segs cover ", end, " elements, out has ", out_numel);
@@ -144,15 +148,17 @@ SegsShape check_segs_shape(const Handle& segs, const Output& out) {
   check_call(aoti_torch_get_dim(segs.get(), &dim), "dim");
   check_call(aoti_torch_get_sizes(segs.get(), &sizes), "sizes");
   check_call(aoti_torch_is_contiguous(segs.get(), &contiguous), "is_contiguous");
-  if (dtype != aoti_torch_dtype_int64() || dim != 2 || sizes[0] < 1 || sizes[1] != kRow || !contiguous) {
+  if (dtype != aoti_torch_dtype_int64() || dim != 2 || sizes[0] < 1 || sizes[1] != kRow ||
+      !contiguous) {
     std::ostringstream shape;
     for (int64_t i = 0; i < dim; ++i) shape << (i ? ", " : "") << sizes[i];
-    refuse("pack_: segs must be contiguous int64 [S + 1, 3], got scalar type ", dtype, " [", shape.str(), "]",
-           contiguous ? "" : ", not contiguous");
+    refuse("pack_: segs must be contiguous int64 [S + 1, 3], got scalar type ", dtype, " [",
+           shape.str(), "]", contiguous ? "" : ", not contiguous");
   }
   const Device device = device_of(segs);
   if (!(device == out.device))
-    refuse("pack_: segs are on ", name_of(device), ", out is on ", name_of(out.device), "; move them first");
+    refuse("pack_: segs are on ", name_of(device), ", out is on ", name_of(out.device),
+           "; move them first");
   void* data = nullptr;
   check_call(aoti_torch_get_data_ptr(segs.get(), &data), "data_ptr");
   return {static_cast<const int64_t*>(data), sizes[0] - 1};
@@ -182,9 +188,10 @@ void pack_cpu(StableIValue* stack, uint64_t, uint64_t) {
                 scale,
                 (past_cache ? table.stream : table.copy)[sources.dtype][out.dtype],
                 table.copy_transposed[sources.dtype][out.dtype]};
-  parallel_units(out.numel, kUnit, kMinPerThread, &job, [](const void* context, int64_t begin, int64_t end) {
-    pack_range(*static_cast<const Job*>(context), begin, end);
-  });
+  parallel_units(out.numel, kUnit, kMinPerThread, &job,
+                 [](const void* context, int64_t begin, int64_t end) {
+                   pack_range(*static_cast<const Job*>(context), begin, end);
+                 });
 }
 
 }  // namespace layerzero

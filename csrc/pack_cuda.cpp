@@ -5,7 +5,6 @@
 // against the sources on the host, where they were made; whoever calls the op itself with rows that
 // are nonsense gets zeros, not a touch outside of the tensors.
 #include <dlfcn.h>
-
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/launch.h"
@@ -43,7 +42,8 @@ GetStream find_get_stream() {
 void* current_stream(int32_t device_index) {
   static const GetStream get_stream = find_get_stream();
   if (get_stream == nullptr)
-    throw std::runtime_error("layerzero: libtorch_cuda.so is not loaded, or has no current stream to give");
+    throw std::runtime_error(
+        "layerzero: libtorch_cuda.so is not loaded, or has no current stream to give");
   void* stream = nullptr;
   check_call(get_stream(device_index, &stream), "get_current_cuda_stream");
   return stream;
@@ -94,7 +94,8 @@ void ordered_sum_cuda(StableIValue* stack, uint64_t, uint64_t) {
   check_is_cuda(out, "ordered_sum_");
   if (list.tensors.empty()) refuse("ordered_sum_: expected at least one part, got none");
   if (list.tensors.size() > kMaxParts)
-    refuse("ordered_sum_: on a GPU one call takes at most ", kMaxParts, " parts, got ", list.tensors.size());
+    refuse("ordered_sum_: on a GPU one call takes at most ", kMaxParts, " parts, got ",
+           list.tensors.size());
   const DeviceGuard guard(out.device.index);
   const Sources parts = check_sources(list, out, {"ordered_sum_", "part", false, true, out.numel});
   if (out.numel == 0) return;
@@ -117,5 +118,9 @@ STABLE_TORCH_LIBRARY_IMPL(layerzero, CUDA, m) {
   m.impl("ordered_sum_", &layerzero::ordered_sum_cuda);
 }
 
-// For the test of the lookup on a CUDA build of torch without a GPU.
-extern "C" __attribute__((visibility("default"))) int layerzero_finds_current_stream() { return layerzero::find_get_stream() != nullptr; }
+// For a test, and exported because nothing else reaches the lookup where torch has CUDA but the
+// machine no GPU, as on machines that build wheels: a name that torch changed is found there, not
+// in a run.
+extern "C" __attribute__((visibility("default"))) int layerzero_finds_current_stream() {
+  return layerzero::find_get_stream() != nullptr;
+}

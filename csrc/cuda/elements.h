@@ -1,13 +1,14 @@
 // What the kernel bodies are made of: element formats, and moving a few elements as words.
 //
-// nvcc compiles these headers for the device; g++ compiles them for emulate.cpp, which runs every
-// thread on the CPU. No thread ever looks at another one, so there is nothing to emulate but calls.
+// nvcc compiles these headers for the device; g++ compiles them for tests/ops/emulate.cpp, which
+// runs every thread on the CPU. No thread ever looks at another one, so calls are all it must
+// emulate.
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
 
-#include "launch.h"
+#include "../dtypes.h"
 
 #ifdef __CUDACC__
 #define LZ_BODY __device__ __forceinline__
@@ -126,6 +127,29 @@ struct Format<LZ_FLOAT16> {
 #endif
   }
 };
+
+// Calls Launch::run<from, to>(call), or Launch::unknown_dtype(call) if one of them is no dtype.
+template <class Launch, int kFrom, class Call>
+auto dispatch_to(int to, const Call& call) {
+  switch (to) {
+    case LZ_FLOAT32: return Launch::template run<kFrom, LZ_FLOAT32>(call);
+    case LZ_FLOAT16: return Launch::template run<kFrom, LZ_FLOAT16>(call);
+    case LZ_BFLOAT16: return Launch::template run<kFrom, LZ_BFLOAT16>(call);
+    case LZ_FLOAT64: return Launch::template run<kFrom, LZ_FLOAT64>(call);
+    default: return Launch::unknown_dtype(call);
+  }
+}
+
+template <class Launch, class Call>
+auto dispatch(int from, int to, const Call& call) {
+  switch (from) {
+    case LZ_FLOAT32: return dispatch_to<Launch, LZ_FLOAT32>(to, call);
+    case LZ_FLOAT16: return dispatch_to<Launch, LZ_FLOAT16>(to, call);
+    case LZ_BFLOAT16: return dispatch_to<Launch, LZ_BFLOAT16>(to, call);
+    case LZ_FLOAT64: return dispatch_to<Launch, LZ_FLOAT64>(to, call);
+    default: return Launch::unknown_dtype(call);
+  }
+}
 
 template <int kDtype>
 constexpr int kElementSize = static_cast<int>(sizeof(typename Format<kDtype>::Bits));

@@ -4,12 +4,11 @@
 // All pointers to data are device pointers and belong to the device that is current in the calling
 // thread. A launcher issues kernels on `stream` and returns: no allocation, no synchronization, so
 // it may be captured into a CUDA graph. It returns a cudaError_t as int, 0 for success; an error
-// that a kernel meets while running shows up at the caller's next synchronization.
+// that a kernel meets while running shows up at the caller's next synchronization. Dtypes are those
+// of dtypes.h, as int.
 #pragma once
 
 #include <stdint.h>
-
-enum layerzero_dtype { LZ_FLOAT32 = 0, LZ_FLOAT16 = 1, LZ_BFLOAT16 = 2, LZ_FLOAT64 = 3 };
 
 #ifdef __cplusplus
 extern "C" {

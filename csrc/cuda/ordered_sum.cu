@@ -2,6 +2,7 @@
 // ordered_sum_body.h, the contract in launch.h.
 #include <cuda_runtime_api.h>
 
+#include "launch.h"
 #include "ordered_sum_body.h"
 
 namespace layerzero {
@@ -22,42 +23,24 @@ struct SumCall {
   cudaStream_t stream;
 };
 
-template <int kFrom, int kTo>
-cudaError_t launch(const SumCall& call) {
-  using Compute = typename Format<kFrom>::Compute;
-  const int64_t blocks = sum_blocks<kFrom, kTo>(call.numel);
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  SumParams<Compute> params;
-  params.job = {call.out, call.numel, call.num_parts, static_cast<Compute>(call.scale)};
-  for (int i = 0; i < call.num_parts; ++i) params.parts[i] = call.parts[i];
-  void* args[] = {&params};
-  const cudaError_t error = cudaLaunchKernel(
-      reinterpret_cast<const void*>(ordered_sum_kernel<kFrom, kTo>),
-      dim3(static_cast<unsigned>(blocks)), dim3(kBlockThreads), args, 0, call.stream);
-  if (error != cudaSuccess) cudaGetLastError();  // the caller reports it, and nobody else
-  return error;
-}
-
-template <int kFrom>
-cudaError_t launch_to(int to, const SumCall& call) {
-  switch (to) {
-    case LZ_FLOAT32: return launch<kFrom, LZ_FLOAT32>(call);
-    case LZ_FLOAT16: return launch<kFrom, LZ_FLOAT16>(call);
-    case LZ_BFLOAT16: return launch<kFrom, LZ_BFLOAT16>(call);
-    case LZ_FLOAT64: return launch<kFrom, LZ_FLOAT64>(call);
-    default: return cudaErrorInvalidValue;
+struct LaunchSum {
+  template <int kFrom, int kTo>
+  static cudaError_t run(const SumCall& call) {
+    using Compute = typename Format<kFrom>::Compute;
+    const int64_t blocks = sum_blocks<kFrom, kTo>(call.numel);
+    if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+    SumParams<Compute> params;
+    params.job = {call.out, call.numel, call.num_parts, static_cast<Compute>(call.scale)};
+    for (int i = 0; i < call.num_parts; ++i) params.parts[i] = call.parts[i];
+    void* args[] = {&params};
+    const cudaError_t error = cudaLaunchKernel(
+        reinterpret_cast<const void*>(ordered_sum_kernel<kFrom, kTo>),
+        dim3(static_cast<unsigned>(blocks)), dim3(kBlockThreads), args, 0, call.stream);
+    if (error != cudaSuccess) cudaGetLastError();  // the caller reports it, and nobody else
+    return error;
   }
-}
-
-cudaError_t launch_from_to(int from, int to, const SumCall& call) {
-  switch (from) {
-    case LZ_FLOAT32: return launch_to<LZ_FLOAT32>(to, call);
-    case LZ_FLOAT16: return launch_to<LZ_FLOAT16>(to, call);
-    case LZ_BFLOAT16: return launch_to<LZ_BFLOAT16>(to, call);
-    case LZ_FLOAT64: return launch_to<LZ_FLOAT64>(to, call);
-    default: return cudaErrorInvalidValue;
-  }
-}
+  static cudaError_t unknown_dtype(const SumCall&) { return cudaErrorInvalidValue; }
+};
 
 }  // namespace
 }  // namespace layerzero
@@ -70,8 +53,12 @@ int layerzero_cuda_ordered_sum(void* out, int out_dtype, int64_t numel, const vo
   for (int64_t i = 0; i < num_parts; ++i) {
     if (parts[i] == nullptr) return cudaErrorInvalidValue;
   }
-  return layerzero::launch_from_to(
-      part_dtype, out_dtype,
-      {static_cast<char*>(out), numel, parts, static_cast<int>(num_parts), scale,
-       static_cast<cudaStream_t>(stream)});
+  layerzero::SumCall call{};
+  call.out = static_cast<char*>(out);
+  call.numel = numel;
+  call.parts = parts;
+  call.num_parts = static_cast<int>(num_parts);
+  call.scale = scale;
+  call.stream = static_cast<cudaStream_t>(stream);
+  return layerzero::dispatch<layerzero::LaunchSum>(part_dtype, out_dtype, call);
 }

@@ -1,6 +1,7 @@
 // Kernel and launcher of the pad-copy. pack_body.h has what a thread does, launch.h the contract.
 #include <cuda_runtime_api.h>
 
+#include "launch.h"
 #include "pack_body.h"
 
 namespace layerzero {
@@ -43,38 +44,20 @@ struct PackCall {
   cudaStream_t stream;
 };
 
-template <int kFrom, int kTo>
-cudaError_t launch(const PackCall& call) {
-  if (call.job.num_srcs <= kSmallWindow) {
-    PackParams<kSmallWindow> params;
+struct LaunchPack {
+  template <int kFrom, int kTo>
+  static cudaError_t run(const PackCall& call) {
+    if (call.job.num_srcs <= kSmallWindow) {
+      PackParams<kSmallWindow> params;
+      params.job = call.job;
+      return launch_windows<kFrom, kTo>(params, call.srcs, call.numels, call.stream);
+    }
+    PackParams<kLargeWindow> params;
     params.job = call.job;
     return launch_windows<kFrom, kTo>(params, call.srcs, call.numels, call.stream);
   }
-  PackParams<kLargeWindow> params;
-  params.job = call.job;
-  return launch_windows<kFrom, kTo>(params, call.srcs, call.numels, call.stream);
-}
-
-template <int kFrom>
-cudaError_t launch_to(int to, const PackCall& call) {
-  switch (to) {
-    case LZ_FLOAT32: return launch<kFrom, LZ_FLOAT32>(call);
-    case LZ_FLOAT16: return launch<kFrom, LZ_FLOAT16>(call);
-    case LZ_BFLOAT16: return launch<kFrom, LZ_BFLOAT16>(call);
-    case LZ_FLOAT64: return launch<kFrom, LZ_FLOAT64>(call);
-    default: return cudaErrorInvalidValue;
-  }
-}
-
-cudaError_t launch_from_to(int from, int to, const PackCall& call) {
-  switch (from) {
-    case LZ_FLOAT32: return launch_to<LZ_FLOAT32>(to, call);
-    case LZ_FLOAT16: return launch_to<LZ_FLOAT16>(to, call);
-    case LZ_BFLOAT16: return launch_to<LZ_BFLOAT16>(to, call);
-    case LZ_FLOAT64: return launch_to<LZ_FLOAT64>(to, call);
-    default: return cudaErrorInvalidValue;
-  }
-}
+  static cudaError_t unknown_dtype(const PackCall&) { return cudaErrorInvalidValue; }
+};
 
 }  // namespace
 }  // namespace layerzero
@@ -95,7 +78,7 @@ int layerzero_cuda_pack(void* out, int out_dtype, int64_t out_numel, const void*
   call.srcs = srcs;
   call.numels = src_numels;
   call.stream = static_cast<cudaStream_t>(stream);
-  return layerzero::launch_from_to(src_dtype, out_dtype, call);
+  return layerzero::dispatch<layerzero::LaunchPack>(src_dtype, out_dtype, call);
 }
 
 int layerzero_cuda_launches(int64_t num_srcs) {

@@ -178,8 +178,8 @@ LZ_BODY void pack_thread(const PackJob& job, const void* const* srcs, const int6
       break;
     }
     // Groups start at multiples of their size in `out`, so one answer holds for all of them.
-    const bool aligned = is_aligned(
-        reinterpret_cast<uintptr_t>(span.from) - span.begin * sizeof(From), kFromBytes);
+    const bool aligned =
+        is_aligned(reinterpret_cast<uintptr_t>(span.from) - span.begin * sizeof(From), kFromBytes);
     LZ_UNROLL
     for (int g = 0; g < kGroups; ++g) {
       const int at = lane_begin + g * (kWarpThreads * kNumel);

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = Path(__file__).parents[2] / "csrc" / "cuda"
+SOURCES = Path(__file__).parents[2] / "csrc"
+PROGRAM = Path(__file__).with_name("emulate.cpp")
 
 # Without optimization: the compiler, not the run, takes the time.
 COMPILE = (
@@ -34,7 +35,9 @@ def sanitizers(tmp_path: Path) -> None:
 def emulate(sources: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     program = folder / "emulate"
     compiled = subprocess.run(
-        [*COMPILE, str(sources / "emulate.cpp"), "-o", str(program)], capture_output=True, text=True
+        [*COMPILE, f"-I{sources / 'cuda'}", str(PROGRAM), "-o", str(program)],
+        capture_output=True,
+        text=True,
     )
     assert compiled.returncode == 0, compiled.stderr
     return subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
@@ -54,7 +57,7 @@ def test_every_thread_of_the_kernels_stays_in_bounds_and_is_right(tmp_path: Path
 def test_the_emulation_notices_a_bound_that_is_off_by_one(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(SOURCES, broken)
-    body = broken / "pack_body.h"
+    body = broken / "cuda" / "pack_body.h"
     text = body.read_text(encoding="utf-8")
     right = "at + kNumel <= span.readable)"
     assert text.count(right) == 1

@@ -306,8 +306,14 @@ void check_pack(const Layout& layout, double scale, int64_t out_skew, Windows wi
   }
   const auto segs = segs_of(layout.rows, layout.numel);
   Buffer out(layout.numel, kElementSize<kTo>, out_skew);
-  PackJob job{out.data, layout.numel, segs.get(), static_cast<int>(layout.rows.size()),
-              static_cast<int64_t>(srcs.size()), 0, 0, scale};
+  PackJob job{out.data,
+              layout.numel,
+              segs.get(),
+              static_cast<int>(layout.rows.size()),
+              static_cast<int64_t>(srcs.size()),
+              0,
+              0,
+              scale};
   launch<kFrom, kTo>(job, srcs, numels, windows);
 
   for (size_t r = 0; r < layout.rows.size(); ++r) {
@@ -319,7 +325,8 @@ void check_pack(const Layout& layout, double scale, int64_t out_skew, Windows wi
       if (!zeros) {
         const int64_t from = row.src_offset + i - row.offset;
         value = reference_decode(kFrom, buffers[row.src].data + from * kElementSize<kFrom>);
-        value = kFrom == LZ_FLOAT64 ? value * scale : static_cast<float>(value) * static_cast<float>(scale);
+        value = kFrom == LZ_FLOAT64 ? value * scale
+                                    : static_cast<float>(value) * static_cast<float>(scale);
       }
       expect<kTo>("pack", kFrom, out.data, i, value);
     }
@@ -334,8 +341,8 @@ double random_scale() {
 
 template <int kFrom, int kTo>
 void check_packs() {
-  constexpr int64_t kSizes[] = {1,   2,   3,   5,   7,    8,    15,   16,   17,   31,   33,   127,
-                                128, 255, 256, 257, 511,  512,  513,  1023, 1024, 1025, 2047, 4097};
+  constexpr int64_t kSizes[] = {1,   2,   3,   5,   7,   8,   15,  16,   17,   31,   33,   127,
+                                128, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2047, 4097};
   for (int64_t numel : kSizes) {
     Layout one;
     one.add_source(numel, below(2), kPresent, 1);
