@@ -32,10 +32,9 @@ from layerzero.construct.plan import plan_wrapping
 from layerzero.construct.topology import agree_on_topology
 from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
-from layerzero.core.placement import Placement
 from layerzero.log import log_units
 from layerzero.optim import attach
-from layerzero.optim.clip import clip_grad_norm_
+from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped
 from layerzero.optim.earlier import hand_over_pieces
 from layerzero.optim.in_backward import StepInBackward
 from layerzero.runtime import hooks, surroundings
@@ -311,19 +310,7 @@ class ZeRO3(ModuleWrapper):
             RuntimeError: gradients were used already (`step_in_backward`).
             NotImplementedError: an ignored parameter is a DTensor with a gradient.
         """
-        if self._root_state.reducer.on_delivered is not None:
-            raise RuntimeError(
-                "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients; "
-                "call step_in_backward(None), clip, and call optimizer.step()"
-            )
-        by_placement: dict[int, tuple[Placement, list[nn.Parameter]]] = {}
-        for unit in self._subtree():
-            for handle in unit.handles:
-                entry = by_placement.setdefault(id(handle.placement), (handle.placement, []))
-                entry[1].extend(handle.sharded_params)
-        return clip_grad_norm_(
-            self._root_state, list(by_placement.values()), self._kept_whole, max_norm, norm_type
-        )
+        return clip_grad_norm_(gradients_to_clip(self), max_norm, norm_type)
 
     def summon_full_params(
         self,
@@ -395,6 +382,17 @@ def units(model: nn.Module) -> list[UnitView]:
         ValueError: `model` is not wrapped.
     """
     return [UnitView(unit) for unit in ordered_units(model)]
+
+
+def gradients_to_clip(model: ZeRO3) -> Clipped:
+    """What `model.clip_grad_norm_` takes the norm of, for `optim.clip.grad_norm`."""
+    root = model._root_state
+    if root.reducer.on_delivered is not None:
+        raise RuntimeError(
+            "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients; "
+            "call step_in_backward(None), clip, and call optimizer.step()"
+        )
+    return clipped(root, model._subtree(), model._kept_whole)
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:

@@ -269,6 +269,22 @@ def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) ->
     return tensor
 
 
+def broadcast_from_first(
+    tensor: torch.Tensor, groups: Sequence[ShardGroup], name: Callable[[ShardGroup], Operation]
+) -> torch.Tensor:
+    """Copy what the first of all ranks along `groups` has to all, in place. Collective over each of
+    them; blocks on CPU.
+
+    Args:
+        groups: inner first, as `Placement.groups`; together they lead from one rank to all.
+        name: the operation, for each group.
+    """
+    # Outer first: then the first rank of every inner group has it.
+    for group in reversed(groups):
+        broadcast_(tensor, group, name(group))
+    return tensor
+
+
 def _all_to_all(
     chunks: torch.Tensor, group: ShardGroup, operation: Operation, order: Sequence[int] | None
 ) -> tuple[list[torch.Tensor], Pending]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import Operation, broadcast_
+from layerzero.comm.collectives import Operation, broadcast_, broadcast_from_first
 from layerzero.config import MixedPrecision
 from layerzero.construct.argument_types import check_reshard_after_forward
 from layerzero.construct.arguments import Arguments
@@ -212,9 +212,8 @@ class _UnitBuilder:
     def _broadcast(self, tensor: torch.Tensor, name: str, placement: Placement) -> None:
         # Bytes: not every backend sends every dtype.
         flat = tensor.contiguous().view(-1).view(torch.uint8)
-        # Outer first: then the first rank of every shard group has it.
-        for group in reversed(placement.groups):
-            broadcast_(flat, group, Operation("synchronisation", name, 0))
+        operation = Operation("synchronisation", name, 0)
+        broadcast_from_first(flat, placement.groups, lambda _: operation)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 

@@ -16,12 +16,15 @@ import torch
 import torch.distributed as dist
 
 from layerzero import ops
-from layerzero.comm.collectives import Operation, broadcast_
+from layerzero.comm.collectives import Operation, broadcast_from_first
 from layerzero.comm.texts import gather_texts
 from layerzero.construct.wrap import UnitPlan
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
 from layerzero.core.tensor_parallel import local_of
+
+_PARAMETERS = Operation("agreement", "parameters of ranks", 0)
+_VALUES = Operation("agreement", "initial values", 0)
 
 # Names and sizes ----------------------------------------------------------------------------------
 
@@ -77,13 +80,11 @@ def _broadcast_text(text: str, axes: Sequence[ShardGroup], device: torch.device)
     """The first rank's. Collective over `axes`, inner first."""
     data = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], device=device)
-    groups = [axis for axis in reversed(axes) if axis.size > 1]
-    for group in groups:
-        broadcast_(size, group, Operation("agreement", "parameters of ranks", 0))
+    groups = [axis for axis in axes if axis.size > 1]
+    broadcast_from_first(size, groups, lambda _: _PARAMETERS)
     received = torch.zeros(int(size), dtype=torch.uint8, device=device)
     received[: data.numel()] = data[: received.numel()]
-    for group in groups:
-        broadcast_(received, group, Operation("agreement", "parameters of ranks", 0))
+    broadcast_from_first(received, groups, lambda _: _PARAMETERS)
     return bytes(received.tolist()).decode().rstrip("\n")
 
 
@@ -114,8 +115,7 @@ class Digests:
                 [torch.as_tensor(each, dtype=torch.int64, device=self._device) for each in digests]
             )
             theirs = own.clone()
-            for group in reversed(placement.groups):
-                broadcast_(theirs, group, Operation("agreement", "initial values", 0))
+            broadcast_from_first(theirs, placement.groups, lambda _: _VALUES)
             # Digests of a value on the CPU and of one on a device say nothing of each other.
             differs = (own != theirs) & ((own < 0) == (theirs < 0))
             indices = differs.nonzero().view(-1).tolist()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -11,60 +12,105 @@ from torch.distributed.tensor import DTensor
 from layerzero.core.placement import Placement
 from layerzero.optim.norm import Part, checked_norm_type, global_power, root_of_power
 from layerzero.runtime.root import RootState
+from layerzero.runtime.unit import Unit
+
+_Number = TypeVar("_Number", float, torch.Tensor)
 
 
-def clip_grad_norm_(
+class Clipped(NamedTuple):
+    """The parameters whose gradients make one norm."""
+
+    root: RootState
+    sharded: Sequence[tuple[Placement, Sequence[nn.Parameter]]]
+    """With where their pieces are: all placements, also those without a parameter."""
+    replicated: Sequence[nn.Parameter]
+    """Whole on every rank (ignored ones): copies on every owner."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self.replicated, *(p for _, parameters in self.sharded for p in parameters)]
+
+
+def clipped(
     root: RootState,
-    sharded: Sequence[tuple[Placement, Sequence[nn.Parameter]]],
+    units: Iterable[Unit],
     replicated: Sequence[nn.Parameter],
-    max_norm: float,
-    norm_type: float,
-) -> torch.Tensor:
-    """Scale gradients so that their norm over all ranks is at most `max_norm`.
+    only: Container[int] | None = None,
+) -> Clipped:
+    """The sharded parameters of units, and others.
+
+    Args:
+        only: ids of the sharded parameters to take; None: all.
+    """
+    found: dict[int, tuple[Placement, list[nn.Parameter]]] = {}
+    for handle in (handle for unit in units for handle in unit.handles):
+        _, own = found.setdefault(id(handle.placement), (handle.placement, []))
+        own.extend(p for p in handle.sharded_params if only is None or id(p) in only)
+    return Clipped(root, list(found.values()), replicated)
+
+
+def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
+    """The norm of gradients over all ranks.
 
     Collective over each group of owners, and each axis of the tensor-parallel mesh; does not block
     the host on a device with streams.
 
     Args:
-        sharded: parameters with where their pieces are.
-        replicated: parameters that are whole on every rank (ignored ones): copies on every owner.
         norm_type: p > 0, or infinity.
 
     Returns:
-        The norm before clipping: a float32 scalar tensor (float64 if any parameter is), the same
-        on all ranks, tensor-parallel ones included.
+        A float32 scalar tensor (float64 if any parameter is), the same on all ranks,
+        tensor-parallel ones included.
 
     Raises:
         ValueError: `norm_type` is no norm.
         NotImplementedError: an ignored parameter is a DTensor with a gradient.
     """
     norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
-    if any(isinstance(parameter.grad, DTensor) for parameter in replicated):
+    if any(isinstance(parameter.grad, DTensor) for parameter in of.replicated):
         raise NotImplementedError(
             "clip_grad_norm_: an ignored parameter is a DTensor with a gradient, whose part in the "
             "norm is not known; do not ignore it, or set its .grad aside and scale it yourself"
         )
     # From all parameters, not from the gradients at hand: the same on every rank.
     dtype = torch.float32
-    for parameter in (*replicated, *(p for _, parameters in sharded for p in parameters)):
+    for parameter in of.parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
     power = global_power(
-        root,
-        [(placement, _with_gradients(parameters)) for placement, parameters in sharded],
-        _with_gradients(replicated),
+        of.root,
+        [(placement, _with_gradients(parameters)) for placement, parameters in of.sharded],
+        _with_gradients(of.replicated),
         norm_type,
         dtype,
         "gradient norm",
     )
-    norm = root_of_power(power, norm_type)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameters in (replicated, *(parameters for _, parameters in sharded)):
-        if gradients := [part.tensor for part in _with_gradients(parameters)]:
-            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    return root_of_power(power, norm_type)
+
+
+def clip_factor(norm: _Number, max_norm: float) -> _Number:
+    """What gradients of that norm are multiplied by: less than 1 where it is above `max_norm`."""
+    factor = max_norm / (norm + 1e-6)
+    return torch.clamp(factor, max=1.0) if isinstance(factor, torch.Tensor) else min(factor, 1.0)
+
+
+def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply gradients by a scalar, on whatever devices they are. Not collective."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for _, gradient in _with_gradients(parameters):
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device))
+
+
+def clip_grad_norm_(of: Clipped, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale gradients so that their norm is at most `max_norm`. As `grad_norm`, whose value before
+    it returns."""
+    norm = grad_norm(of, norm_type)
+    scale_gradients_(of.parameters, clip_factor(norm, max_norm))
     return norm
 
 
-def _with_gradients(parameters: Sequence[nn.Parameter]) -> list[Part]:
+def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[Part]:
     return [
         Part(parameter, parameter.grad)
         for parameter in parameters

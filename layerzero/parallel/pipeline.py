@@ -11,7 +11,6 @@ Note [Two stages of one rank]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,9 +21,10 @@ from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.core.groups import make_shard_group, resolve_process_groups
+from layerzero.optim.clip import clip_factor, grad_norm, scale_gradients_
 from layerzero.runtime.root import RootState, ordered_units, root_of
 from layerzero.runtime.unit import get_unit
-from layerzero.zero3 import ZeRO3
+from layerzero.zero3 import ZeRO3, gradients_to_clip
 
 
 class ZeRO3PipelineStage(PipelineStage):
@@ -221,17 +221,13 @@ def clip_grad_norm_(
     """
     if not stages:
         raise ValueError("clip_grad_norm_: expected the stages on this rank, got none")
-    models = [stage.model for stage in stages]
-    # Infinity: nothing is scaled yet.
-    norms = torch.stack([model.clip_grad_norm_(math.inf, norm_type) for model in models])
+    parts = [gradients_to_clip(stage.model) for stage in stages]
+    norms = torch.stack([grad_norm(part, norm_type) for part in parts])
     (process_group,) = resolve_process_groups(stages[0].group)
     group = make_shard_group(process_group, norms.device, None)
     # Not numbered: stages have unequal models, and so unequal numbers of operations.
     operation = Operation("gradient norm", "the pipeline", 0)
     norm = torch.linalg.vector_norm(gather_small(norms, group, operation), norm_type)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for model in models:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
-        if gradients:
-            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    for part in parts:
+        scale_gradients_(part.parameters, clip_factor(norm, max_norm))
     return norm

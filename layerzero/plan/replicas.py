@@ -8,12 +8,13 @@ follows a forward with gradients that were synchronized; so does this.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import broadcast_
+from layerzero.comm.collectives import broadcast_from_first
 from layerzero.core.groups import ShardGroup
 from layerzero.core.tensor_parallel import local_of
 from layerzero.runtime.operations import remembers_failure
@@ -73,15 +74,15 @@ def _take_first(root: RootState, buffers: list[torch.Tensor]) -> None:
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for dtype, alike in by_dtype.items():
         flat = torch.cat([buffer.reshape(-1).to(root.device) for buffer in alike])
-        for group in _groups_of(root):
-            name = f"buffers in {dtype}".replace("torch.", "")
-            broadcast_(flat, group, root.operations.next("synchronisation", name, group))
+        name = f"buffers in {dtype}".replace("torch.", "")
+        broadcast_from_first(
+            flat, _groups_of(root), partial(root.operations.next, "synchronisation", name)
+        )
         parts = flat.split([buffer.numel() for buffer in alike])
         for buffer, value in zip(alike, parts, strict=True):
             buffer.copy_(value.view(buffer.shape))
 
 
-def _groups_of(root: RootState) -> Iterable[ShardGroup]:
-    """Outer first: then the first rank of every shard group has the values."""
+def _groups_of(root: RootState) -> tuple[ShardGroup, ...]:
     groups = (handle.placement.groups for unit in root.units for handle in unit.handles)
-    return reversed(next(groups, ()))
+    return next(groups, ())

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import broadcast_, gather_small
+from layerzero.comm.collectives import broadcast_from_first, gather_small
 from layerzero.core.layout import Piece
 from layerzero.core.parameter_hooks import kind_of_hooks
 from layerzero.core.parameter_info import copy_attributes
@@ -295,7 +296,5 @@ def _broadcast(
     root: RootState, tensor: torch.Tensor, handle: FlatParamHandle, verb: str, name: str
 ) -> torch.Tensor:
     """What the first of all ranks has, to all, in place."""
-    # Outer first: then the first rank of every shard group has it.
-    for group in reversed(handle.placement.groups):
-        broadcast_(tensor, group, root.operations.next(verb, name, group))
-    return tensor
+    groups = handle.placement.groups
+    return broadcast_from_first(tensor, groups, partial(root.operations.next, verb, name))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from layerzero.comm.collectives import broadcast_
+from layerzero.comm.collectives import broadcast_, broadcast_from_first
 from layerzero.core.names import clean_name
 from layerzero.core.parameter_info import get_info
 from layerzero.runtime.root import RootState
@@ -224,6 +225,5 @@ def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
     for group in root.tensor_parallel_groups:
         operation = root.operations.next_tensor_parallel("state dict", name, group)
         broadcast_(tensor, group, operation)
-    # Outer first: then the first rank of every shard group has it.
-    for group in reversed(placements[0].groups if placements else ()):
-        broadcast_(tensor, group, root.operations.next("state dict", name, group))
+    groups = placements[0].groups if placements else ()
+    broadcast_from_first(tensor, groups, partial(root.operations.next, "state dict", name))

@@ -50,7 +50,6 @@ from layerzero.checkpoint import (
 from layerzero.checkpoint.adapters import Names
 from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
-from layerzero.core.placement import Placement
 from layerzero.integrations.lightning.arguments import (
     DEVICE_IS_THE_TRAINERS,
     StateDictType,
@@ -74,7 +73,7 @@ from layerzero.integrations.lightning.checkpoints import (
 )
 from layerzero.integrations.lightning.parallel import MeshStrategy, Size
 from layerzero.integrations.lightning.pieces import know_pieces
-from layerzero.optim.clip import clip_grad_norm_
+from layerzero.optim.clip import clip_grad_norm_, clipped
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.runtime.root import root_of
@@ -292,13 +291,9 @@ class ZeRO3Strategy(MeshStrategy):
         own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         root_unit = get_unit(self.model)
         assert root_unit is not None, "setup has sharded it"
-        sharded: dict[int, tuple[Placement, list[nn.Parameter]]] = {}
-        for unit in root_of(root_unit).units:
-            for handle in unit.handles:
-                _, pieces = sharded.setdefault(id(handle.placement), (handle.placement, []))
-                pieces.extend(piece for piece in handle.sharded_params if id(piece) in own)
         whole = [parameter for parameter in own.values() if get_info(parameter) is None]
-        clip_grad_norm_(root_of(root_unit), list(sharded.values()), whole, clip_val, 2.0)
+        root = root_of(root_unit)
+        clip_grad_norm_(clipped(root, root.units, whole, only=own), clip_val, 2.0)
 
     def teardown(self) -> None:
         """Leave the model sharded where it is (Note [One wrapper for the life of a model])."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.checkpoint.adapters import global_name, under_global_names
-from layerzero.comm.collectives import broadcast_, gather_small
+from layerzero.comm.collectives import broadcast_, broadcast_from_first, gather_small
 from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.placement import Placement
 from layerzero.integrations.megatron.arguments import check_model_config
@@ -221,9 +222,8 @@ class ZeRO3DataParallel(_BaseDataParallel):
                     operation = root.operations.next("synchronisation", unit.label, outer)
                     broadcast_(handle.main_shard, outer, operation)
         for name, buffer in self.module.named_buffers():
-            for group in reversed(self.placement.groups):
-                operation = root.operations.next("synchronisation", f"buffer {name}", group)
-                broadcast_(buffer, group, operation)
+            named = partial(root.operations.next, "synchronisation", f"buffer {name}")
+            broadcast_from_first(buffer, self.placement.groups, named)
 
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False

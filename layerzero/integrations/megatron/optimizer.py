@@ -29,6 +29,7 @@ from layerzero.integrations.megatron.arguments import check_chunks, check_optimi
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.parameters import main_parameters, put_main_parameters
 from layerzero.integrations.megatron.ranks import MegatronRanks, Totals
+from layerzero.optim.clip import clip_factor
 from layerzero.zero3 import ZeRO3
 
 _PIECES = "pieces"
@@ -279,7 +280,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Scale gradients to a norm of at most `clip_grad`. Collective. Returns the norm before."""
         norm = self.get_grad_norm()
-        scale = clip_grad / (norm + 1e-6)
+        scale = clip_factor(norm, clip_grad)
         if scale < 1.0:
             for chunk in self.chunks:
                 chunk.scale_gradients(scale)
