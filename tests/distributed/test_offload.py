@@ -42,8 +42,10 @@ POLICIES = {
 }
 
 
-def _train(name: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], dict]:
-    """Losses and parameters after two steps of three micro-batches, with clipping.
+def _train(
+    name: str, options: dict[str, Any], num_micro_batches: int
+) -> tuple[list[torch.Tensor], dict]:
+    """Losses and parameters after two steps of some micro-batches, with clipping.
 
     The second step has weights and optimizer state that came from the host, in a known order.
     """
@@ -51,44 +53,56 @@ def _train(name: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], dict
     model = sharded(case, **options)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     losses = []
-    for step in batches_of(case, dist.get_world_size() * 3, steps=2):
-        own = step[dist.get_rank() * 3 :][:3]
+    for step in batches_of(case, dist.get_world_size() * num_micro_batches, steps=2):
+        own = step[dist.get_rank() * num_micro_batches :][:num_micro_batches]
         optimizer.zero_grad()
-        for index, batch in enumerate(own):
-            with nullcontext() if index == 2 else model.no_sync():
+        for index, batch in enumerate(own, 1):
+            with nullcontext() if index == num_micro_batches else model.no_sync():
                 losses.append(forward_backward(model, batch))
         model.clip_grad_norm_(0.5)
         optimizer.step()
     return losses, full_parameters(model)
 
 
-def _same_as_without(policies: list[str], layers: dict[str, Any], names: list[str]) -> None:
-    for name in names:
-        for accumulation in ("sharded", "unsharded"):
-            options = {**layers, "accumulation": accumulation}
-            expected = _train(name, options)
-            for policy in policies:
-                what = f"{name}, {accumulation}, offloading {policy}:"
-                with simulated_device():
-                    losses, parameters = _train(name, {**options, "offload": POLICIES[policy]})
-                for own, other in zip(losses, expected[0], strict=True):
-                    assert_bitwise(own, other, f"{what} loss")
-                assert_same_parameters(parameters, expected[1], what=what)
+def _same_as_without(
+    policies: list[str],
+    layers: dict[str, Any],
+    runs: list[tuple[str, str]],
+    num_micro_batches: int,
+) -> None:
+    """Each of `runs` is a model and where its micro-batches add up."""
+    for name, accumulation in runs:
+        options = {**layers, "accumulation": accumulation}
+        expected = _train(name, options, num_micro_batches)
+        for policy in policies:
+            what = f"{name}, {accumulation}, offloading {policy}:"
+            offloaded = {**options, "offload": POLICIES[policy]}
+            with simulated_device():
+                losses, parameters = _train(name, offloaded, num_micro_batches)
+            for own, other in zip(losses, expected[0], strict=True):
+                assert_bitwise(own, other, f"{what} loss")
+            assert_same_parameters(parameters, expected[1], what=what)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_offloading_changes_no_bit(layers: str) -> None:
-    names = ["unused_parts", "frozen_parts", "odd_shapes"]
+    """The second of three micro-batches adds to a sum that is on the host."""
+    runs = [
+        ("unused_parts", "sharded"),
+        ("unused_parts", "unsharded"),
+        ("frozen_parts", "sharded"),
+        ("odd_shapes", "unsharded"),
+    ]
     policies = ["both", *{"bfloat16": ["params"], "zero1": ["grads"]}.get(layers, [])]
-    run_ranks(4, _same_as_without, policies, LAYERS[layers], names, timeout=120)
+    run_ranks(4, _same_as_without, policies, LAYERS[layers], runs, 3, timeout=120)
 
 
 @pytest.mark.parametrize("zero3_size", [2, 3])
 @pytest.mark.parametrize("mode", ["zero1", "replicate", "shard"])
 def test_offloading_changes_no_bit_on_six_ranks(mode: str, zero3_size: int) -> None:
     layers = {"zero3_size": zero3_size, "outer": mode}
-    names = ["unused_parts", "frozen_parts"]
-    run_ranks(6, _same_as_without, ["both"], layers, names, timeout=120)
+    runs = [("unused_parts", "sharded"), ("frozen_parts", "unsharded")]
+    run_ranks(6, _same_as_without, ["both"], layers, runs, 2, timeout=120)
 
 
 def _what_is_where() -> None:

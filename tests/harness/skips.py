@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +39,7 @@ class _Skips:
 
     def _note(self, report: Any, needs_gpu: bool) -> None:
         _, _, reason = report.longrepr
-        if not needs_gpu or torch.accelerator.is_available():
+        if not needs_gpu or _has_accelerator():
             self._unexpected.add(f"{report.nodeid}: {reason}")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -51,3 +50,9 @@ class _Skips:
         if config.getoption("--strict-skips"):
             for each in sorted(self._unexpected):
                 terminalreporter.write_line(f"unexpected skip: {each}", red=True)
+
+
+def _has_accelerator() -> bool:
+    import torch  # seconds, which pytest's other processes save
+
+    return torch.accelerator.is_available()
