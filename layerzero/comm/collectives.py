@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from layerzero.comm.diagnosis import CollectiveError, diagnose
 from layerzero.comm.lookout import Lookout
-from layerzero.comm.streams import Mark
+from layerzero.comm.streams import Event
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
 from layerzero.ops import ordered_sum_
@@ -84,8 +84,8 @@ class Pending:
         """Each handle with the peer's rank in the group, or -1: all; None until issued."""
         self._finish: Callable[[], object] | None = None
         watchdog = operation.watchdog
-        self._reached_mark: Mark = None if watchdog is None else watchdog.mark()
-        self._done_mark: Mark = None
+        self._reached_event: Event = None if watchdog is None else watchdog.record_event()
+        self._done_event: Event = None
 
     @property
     def number(self) -> int:
@@ -98,13 +98,13 @@ class Pending:
     @property
     def is_reached(self) -> bool:
         """Whether this rank has come as far, and can only wait for others."""
-        return self._reached_mark is None or bool(self._reached_mark.query())
+        return self._reached_event is None or bool(self._reached_event.query())
 
     @property
     def is_done(self) -> bool:
         """Whether the device, or the backend on CPU, is past the collective."""
-        if self._done_mark is not None:
-            return bool(self._done_mark.query())
+        if self._done_event is not None:
+            return bool(self._done_event.query())
         works = self.works
         return works is not None and all(work.is_completed() for work, _ in works)
 
@@ -124,7 +124,7 @@ class Pending:
         """
         self._await()
         if self.operation.watchdog is not None:
-            self._done_mark = self.operation.watchdog.mark()
+            self._done_event = self.operation.watchdog.record_event()
         self.works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None

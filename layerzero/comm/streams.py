@@ -1,12 +1,14 @@
-"""Lanes: the one place that knows whether a device has streams.
+"""Streams: the one place that knows whether a device has any.
 
-On a device with streams a lane is a side stream: work is queued on it, a `Mark` is an event, and
-waiting for one orders streams without blocking the host. On CPU a lane runs at once on the host,
-and what overlaps with compute is the collective itself, through its asynchronous handle; a mark
-orders nothing there, because the host is already in order. The reduce lane of gloo on CPU has a
-thread besides, which finishes reductions as soon as their data is there: the sum, and freeing the
-buffers that only the exchange needed, which otherwise would wait for the next unit to be done. A
-gather ahead in backward starts behind them, so that its buffer takes their place in memory.
+On a device with streams a `CommStream` is a side stream: work is queued on it, an `Event` is one of
+torch's, and waiting for one orders streams without blocking the host. On CPU a `CommStream` runs
+its work at once on the host, and what overlaps with compute is the collective itself, through its
+asynchronous handle; events are None, because the host is in order already.
+
+The reduce stream of gloo on CPU has a thread besides. It finishes reductions as soon as their data
+is there: it sums, and frees the buffers that only the exchange needed, which would otherwise wait
+until the next unit is done. An all-gather ahead in backward starts after them, so that its buffer
+takes their place in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-Mark = Any
+Event = Any
 """An event on a device with streams; None on CPU."""
 
 
@@ -28,12 +30,12 @@ class Waitable(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Order what comes next on the compute lane after the collective and its buffers' use."""
+        """Order what comes next on the compute stream after the collective and its buffers' use."""
 
 
-Hops = Callable[[Callable[[], None]], None]
-"""Runs dependent collectives in order. Receives a callback, and calls it once the first collective
-has finished reading its input."""
+ChainedCollectives = Callable[[Callable[[], None]], None]
+"""Runs dependent collectives in order. It receives a callback, and calls it once the first
+collective has finished reading its input."""
 
 
 class _Done:
@@ -46,53 +48,55 @@ class _Done:
 _DONE = _Done()
 
 
-class HostLane:
-    """A lane of a device without streams: everything is in host order already."""
+class InlineStream:
+    """For a device without streams: work runs at once, in host order."""
 
-    def __enter__(self) -> HostLane:
+    def __enter__(self) -> InlineStream:
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: Event) -> None:
         """Nothing to order."""
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         return None
 
-    def settle(self, pending: Waitable, then: Callable[[], None] | None = None) -> Waitable:
+    def enqueue_wait(
+        self, pending: Waitable, on_done: Callable[[], None] | None = None
+    ) -> Waitable:
         """The collective runs by itself; whoever needs the result waits for it."""
         return pending
 
-    def behind(self, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective once what the lane settled before is finished."""
+    def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
+        """Start a collective once those that were enqueued before are finished."""
         return issue()
 
-    def after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective that needs the result of one settled on this lane."""
+    def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
+        """Start a collective that needs the result of `first`, which was enqueued here."""
         first.wait()
         return issue()
 
-    def run(self, hops: Hops, input_done: Callable[[], None]) -> Waitable:
-        """Run collectives each of which needs the one before; see `Hops`."""
-        hops(input_done)
+    def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
+        """Run dependent collectives; see `ChainedCollectives`."""
+        collectives(input_done)
         return _DONE
 
-    def so_far(self) -> Waitable:
-        """To wait for all that was queued on the lane."""
+    def drain_handle(self) -> Waitable:
+        """To wait for all that was queued on the stream."""
         return _DONE
 
 
-class ChainingHostLane(HostLane):
-    """A host lane with a thread, for what starts when something else is done."""
+class ChainingStream(InlineStream):
+    """An inline stream with a thread, for collectives that start when another one is done."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_OnThread | None] = queue.SimpleQueue()
         self._last: _OnThread | None = None
         self._thread: threading.Thread | None = None
 
-    def after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
+    def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
         """Let the thread wait for `first`, and start the other."""
 
         def chained() -> Waitable:
@@ -105,7 +109,7 @@ class ChainingHostLane(HostLane):
         if self._thread is None:
             # A daemon: waiting for a dead peer must not keep the process from ending.
             self._thread = threading.Thread(
-                target=_run_all, args=(self._queue,), name="layerzero-lane", daemon=True
+                target=_run_all, args=(self._queue,), name="layerzero-stream", daemon=True
             )
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
@@ -114,30 +118,32 @@ class ChainingHostLane(HostLane):
         return self._last
 
 
-class FinishingHostLane(ChainingHostLane):
-    """A host lane whose collectives are finished by its thread, in order of issue."""
+class FinishingStream(ChainingStream):
+    """An inline stream whose thread finishes its collectives, in order of issue."""
 
-    def settle(self, pending: Waitable, then: Callable[[], None] | None = None) -> Waitable:
-        """Let the thread wait for the collective and call `then`."""
+    def enqueue_wait(
+        self, pending: Waitable, on_done: Callable[[], None] | None = None
+    ) -> Waitable:
+        """Let the thread wait for the collective and call `on_done`."""
 
         def finish() -> None:
             pending.wait()
-            if then is not None:
-                then()
+            if on_done is not None:
+                on_done()
 
         return self._enqueue(finish)
 
-    def behind(self, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective once what the lane settled before is finished."""
+    def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
+        """Start a collective once those that were enqueued before are finished."""
         return issue() if self._last is None or self._last.is_done else self._enqueue(issue)
 
-    def run(self, hops: Hops, input_done: Callable[[], None]) -> Waitable:
+    def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
         """Let the thread run them."""
-        return self._enqueue(lambda: hops(input_done))
+        return self._enqueue(lambda: collectives(input_done))
 
 
 class _OnThread:
-    """Work for the lane's thread, which may start a collective to wait for in turn."""
+    """Work for the stream's thread, which may start a collective to wait for in turn."""
 
     def __init__(self, work: Callable[[], Waitable | None], thread: threading.Thread) -> None:
         self._work: Callable[[], Waitable | None] | None = work
@@ -180,7 +186,7 @@ def _run_all(work: queue.SimpleQueue[_OnThread | None]) -> None:
         del item  # or its result would live until the next one
 
 
-class DeviceLane:
+class DeviceStream:
     """A side stream. Enter it to queue work there; buffers allocated inside belong to it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -188,7 +194,7 @@ class DeviceLane:
         self._stream = self._module.Stream(device=device)
         self._entered: list[Any] = []
 
-    def __enter__(self) -> DeviceLane:
+    def __enter__(self) -> DeviceStream:
         context = self._module.stream(self._stream)
         context.__enter__()
         self._entered.append(context)
@@ -202,57 +208,59 @@ class DeviceLane:
     ) -> None:
         self._entered.pop().__exit__(kind, error, traceback)
 
-    def wait(self, mark: Mark) -> None:
-        """Queue nothing further before what `mark` stands for has happened."""
-        if mark is not None:
-            self._stream.wait_event(mark)
+    def wait(self, event: Event) -> None:
+        """Order what is queued from now on after `event`."""
+        if event is not None:
+            self._stream.wait_event(event)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         return self._stream.record_event()
 
-    def behind(self, issue: Callable[[], Waitable]) -> Waitable:
+    def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
         """Start a collective at once: memory is the allocator's business, in stream order."""
         return issue()
 
-    def after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
-        """Start the other at once: it queues behind what was settled on the lane."""
+    def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
+        """Start the other at once: on the stream it queues after `first`."""
         return issue()
 
-    def run(self, hops: Hops, input_done: Callable[[], None]) -> Waitable:
+    def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
         """Queue them. `input_done` is not called: the host cannot know when the device is there."""
-        hops(lambda: None)
-        return self.so_far()
+        collectives(lambda: None)
+        return self.drain_handle()
 
-    def so_far(self) -> Waitable:
-        """To order the current stream after all that was queued on the lane."""
-        return _OnLane(self._module, self.mark(), None)
+    def drain_handle(self) -> Waitable:
+        """To order the current stream after all that was queued on the stream."""
+        return _OnStream(self._module, self.record_event(), None)
 
-    def settle(self, pending: Waitable, then: Callable[[], None] | None = None) -> Waitable:
-        """Order the lane after the collective and hand out the lane's own mark of it.
+    def enqueue_wait(
+        self, pending: Waitable, on_done: Callable[[], None] | None = None
+    ) -> Waitable:
+        """Order the stream after the collective, and return a handle to the stream's own event.
 
-        `then` is not called: the host cannot know when the device is there.
+        `on_done` is not called: the host cannot know when the device is there.
         """
         pending.wait()
-        return _OnLane(self._module, self.mark(), pending)
+        return _OnStream(self._module, self.record_event(), pending)
 
 
-class _OnLane:
+class _OnStream:
     """A collective queued on a side stream; waiting orders the current stream after it."""
 
-    def __init__(self, module: Any, mark: Mark, pending_keepalive: Waitable | None) -> None:
+    def __init__(self, module: Any, event: Event, pending_keepalive: Waitable | None) -> None:
         self._module = module
-        self._mark = mark
+        self._event = event
         self._pending_keepalive = pending_keepalive
 
     def wait(self) -> None:
-        self._module.current_stream().wait_event(self._mark)
+        self._module.current_stream().wait_event(self._event)
 
 
-Lane = HostLane | DeviceLane
+CommStream = InlineStream | DeviceStream
 
 
 class Streams:
-    """The lanes of one model.
+    """The streams of one model.
 
     Attributes:
         pre_unshard: casts of main shards; beside `unshard` so that a cast for the next unit does
@@ -265,26 +273,26 @@ class Streams:
     def __init__(self, device: torch.device, finishing_thread: bool) -> None:
         """`finishing_thread`: on CPU, for backends whose sums are the engine's own."""
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self.pre_unshard: Lane
-        self.unshard: Lane
-        self.reduce: Lane
-        self.offload: Lane
+        self.pre_unshard: CommStream
+        self.unshard: CommStream
+        self.reduce: CommStream
+        self.offload: CommStream
         if device.type == "cpu":
-            self.pre_unshard = HostLane()
-            self.unshard = ChainingHostLane() if finishing_thread else HostLane()
-            self.reduce = FinishingHostLane() if finishing_thread else HostLane()
-            self.offload = HostLane()
+            self.pre_unshard = InlineStream()
+            self.unshard = ChainingStream() if finishing_thread else InlineStream()
+            self.reduce = FinishingStream() if finishing_thread else InlineStream()
+            self.offload = InlineStream()
         else:
-            self.pre_unshard, self.unshard = DeviceLane(device), DeviceLane(device)
-            self.reduce, self.offload = DeviceLane(device), DeviceLane(device)
+            self.pre_unshard, self.unshard = DeviceStream(device), DeviceStream(device)
+            self.reduce, self.offload = DeviceStream(device), DeviceStream(device)
 
-    def mark_compute(self) -> Mark:
-        """A mark behind everything queued on the compute stream so far."""
+    def record_compute_event(self) -> Event:
+        """An event after everything queued on the compute stream so far."""
         if self._module is None:
             return None
         return self._module.current_stream().record_event()
 
-    def wait_on_host(self, mark: Mark) -> None:
-        """Block the host until what `mark` stands for has happened."""
-        if mark is not None:
-            mark.synchronize()
+    def wait_on_host(self, event: Event) -> None:
+        """Block the host until `event` has happened."""
+        if event is not None:
+            event.synchronize()

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from layerzero.comm.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
 from layerzero.comm.run_names import own_connection
-from layerzero.comm.streams import Mark
+from layerzero.comm.streams import Event
 from layerzero.core.groups import ShardGroup
 
 _HISTORY = 4096
@@ -68,7 +68,7 @@ class Watchdog:
         self,
         group: ShardGroup,
         device: torch.device,
-        mark: Callable[[], Mark],
+        record_event: Callable[[], Event],
         on_failure: Callable[[CollectiveError], None],
         place: str | None,
     ) -> None:
@@ -76,11 +76,11 @@ class Watchdog:
         Args:
             place: the name of this model on this group, the same on every rank; None: it has none,
                 and ranks are not compared.
-            mark: makes a mark of the current stream, or None on CPU.
+            record_event: on the current stream; None on CPU.
             on_failure: called on the watching thread; must not keep the model alive.
         """
         self.has_failed = False
-        self.mark = mark
+        self.record_event = record_event
         self._group = group
         self._device = device
         self._on_failure = on_failure

@@ -19,7 +19,7 @@ from layerzero.construct.argument_types import (
 )
 from layerzero.construct.torch_arguments import to_unit_arguments
 from layerzero.construct.wrap import UnitPlan
-from layerzero.core.host import is_apart_from
+from layerzero.core.host import has_separate_memory
 from layerzero.notices import outside, warn_once
 
 
@@ -87,7 +87,7 @@ def effective_offload(offload: OffloadPolicy | None, device: torch.device) -> Of
         return OffloadPolicy()
     if not isinstance(offload, OffloadPolicy):
         raise TypeError(f"offload: expected an OffloadPolicy or None, got {offload!r}")
-    if (offload.params or offload.grads) and not is_apart_from(device):
+    if (offload.params or offload.grads) and not has_separate_memory(device):
         text = f"offload={offload} has no effect: {device} has no memory of its own"
         warn_once(text, text, stacklevel=outside())
         return OffloadPolicy()

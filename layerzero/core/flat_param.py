@@ -83,9 +83,9 @@ class FlatParam:
     """Whether the compute shard is memory of its own."""
     compute_shard: torch.Tensor
     """[compute_numel] in the compute dtype; valid unless `is_stale`."""
-    kept_shard: torch.Tensor | None
-    """[padded numel / size of the placement's `keeping_group`] in the compute dtype: this rank's
-    part of what was gathered in this step's forward, to gather it again from there."""
+    post_forward_shard: torch.Tensor | None
+    """[padded numel / size of the placement's `post_forward_group`] in the compute dtype: this
+    rank's part of what was gathered in this step's forward, to gather it again from there."""
     gradients: GradientBuffer
     version: int
     """Version of the main shard that the compute shard has; -1: of none."""
@@ -120,7 +120,7 @@ class FlatParam:
             slices=placement.owned_slices,
         )
         self.version = -1
-        self.kept_shard = None
+        self.post_forward_shard = None
         self.params_on = params_on
         if params_on is None:
             self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
@@ -254,7 +254,7 @@ class FlatParam:
 
     def mark_stale(self) -> None:
         """Write the compute shard anew at the next use: versions miss writes through `.data`."""
-        self.kept_shard = None
+        self.post_forward_shard = None
         if self.has_compute_shard:
             self.version = -1
 
@@ -264,24 +264,24 @@ class FlatParam:
         for fqn, parameter in zip(self.fqns, self.sharded_params, strict=True):
             rename(parameter, fqn)
 
-    def drop_kept_shard(self) -> None:
+    def drop_post_forward_shard(self) -> None:
         """The weights that were kept for a backward will not be used again."""
-        self.kept_shard = None
+        self.post_forward_shard = None
 
     def share_placement(self, placements: dict[Placement, Placement]) -> None:
         """Have one object for equal placements, so that what goes by placement is done once."""
         self.placement = placements.setdefault(self.placement, self.placement)
 
     def keep_shard(self) -> None:
-        """Copy this rank's part of the gathered full buffer into `kept_shard`."""
-        group = self.placement.keeping_group
-        if group is not None and self.kept_shard is None:
+        """Copy this rank's part of the gathered full buffer into `post_forward_shard`."""
+        group = self.placement.post_forward_group
+        if group is not None and self.post_forward_shard is None:
             numel = self.layout.padded_numel // group.size
-            self.kept_shard = self.full.data[group.rank * numel :][:numel].clone()
+            self.post_forward_shard = self.full.data[group.rank * numel :][:numel].clone()
 
     def write_compute_slice(self) -> None:
         """Put this rank's main shard, cast, in its place in the compute shard."""
-        self.kept_shard = None
+        self.post_forward_shard = None
         if self.has_compute_shard:
             source = self.main_shard
             if self.params_on is not None:
@@ -290,7 +290,7 @@ class FlatParam:
             pack_(self.compute_slice, [source], self._whole_shard)
         self.version = self.main_shard._version
 
-    def adopt_changes(self, unit: str) -> bool:
+    def reset_sharded_params(self, unit: str) -> bool:
         """Take over values a user put in place by assigning `parameter.data`; True if any.
 
         Raises:

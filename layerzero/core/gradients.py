@@ -177,26 +177,26 @@ class GradientBuffer:
     def allocate_buffer(self) -> None:
         self._outgoing.allocate()
 
-    def collect(self, leaves: Sequence[nn.Parameter], stays: bool = False) -> None:
+    def collect(self, leaves: Sequence[nn.Parameter], keep_accumulating: bool = False) -> None:
         """Move the leaves' gradients here, adding to what waits unsharded; frees them.
 
         A parameter without a gradient contributes zeros.
 
         Args:
-            stays: no reduction follows; more gradients will add up here.
+            keep_accumulating: no reduction follows; more gradients will add up here.
         """
         if self._placement.num_ranks == 1:
             self._collect_local(leaves)
             return
         gradients = self._take(leaves)
         if not self.holds_sum:
-            area = self._sum if stays else self._outgoing
+            area = self._sum if keep_accumulating else self._outgoing
             area.allocate()
             pack_(area.tensor, gradients, self._segments)
             self.holds_sum = True
             return
         self._add(gradients)
-        if not stays and not self.sum_is_buffer:
+        if not keep_accumulating and not self.sum_is_buffer:
             self.allocate_buffer()
             self.fill_buffer()
             self._sum.free()

@@ -19,6 +19,6 @@ class HostMemory:
         return torch.empty(numel, dtype=dtype, pin_memory=self._pin_memory)
 
 
-def is_apart_from(device: torch.device) -> bool:
+def has_separate_memory(device: torch.device) -> bool:
     """Whether `device` has memory of its own, so that offloading makes room there."""
     return device.type != "cpu"

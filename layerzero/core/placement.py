@@ -53,7 +53,7 @@ class Placement:
     world_slices: tuple[int, ...] = ()
     """For each rank of `world`, the slice of the flat buffer that is reduced there."""
 
-    keeping_group: ShardGroup | None = None
+    post_forward_group: ShardGroup | None = None
     """With `outer="shard"`: a smaller group that can hold a unit between forward and backward."""
     data_parallel: Placement | None = None
     """The whole model's, where only some of its ranks have this unit (experts)."""
@@ -99,12 +99,12 @@ class Placement:
     @property
     def all_groups(self) -> tuple[ShardGroup, ...]:
         """Every group that collectives of a unit placed like this one run on."""
-        rest = (self.world, self.keeping_group)
+        rest = (self.world, self.post_forward_group)
         whole = () if self.data_parallel is None else self.data_parallel.all_groups
         return (*self.groups, *(g for g in rest if g is not None and g.size > 1), *whole)
 
     @cached_property
-    def hops(self) -> tuple[ShardGroup, ...]:
+    def reduce_groups(self) -> tuple[ShardGroup, ...]:
         """The groups that gradients are reduced over, one after the other."""
         return self.groups if self.world is None else (self.world,)
 
@@ -131,13 +131,13 @@ class Placement:
         return all(group.is_first for group in self.groups)
 
     @property
-    def all_owner_groups(self) -> tuple[ShardGroup, ...]:
+    def norm_groups(self) -> tuple[ShardGroup, ...]:
         """Groups that together visit every shard of the model; walked when a norm is summed."""
         return self.owner_groups if self.data_parallel is None else self.data_parallel.groups
 
     @property
-    def num_met(self) -> int:
-        """Copies of each shard along `all_owner_groups`; a summed power is divided by it."""
+    def num_copies(self) -> int:
+        """Copies of each shard along `norm_groups`; a summed power is divided by it."""
         return 1 if self.data_parallel is None else self.num_ranks // self.num_main_shards
 
     def __str__(self) -> str:
@@ -191,7 +191,7 @@ def make_placement(
     if outer == "shard":
         everyone = _group_of(_flat(table), groups, device)
         inner = _group_of(row, groups, device)
-        return Placement(everyone, None, 1, members, keeping_group=inner)
+        return Placement(everyone, None, 1, members, post_forward_group=inner)
     column = [row_of_peer[row.index(rank)] for row_of_peer in table]
     world = _group_of(_flat(table), groups, device) if deterministic else None
     slices = _slices(table)

@@ -44,7 +44,7 @@ class ParameterViews:
         for parameters, name, sharded in self._entries:
             parameters[name] = sharded
 
-    def show_full(self, where: str) -> None:
+    def show_unsharded(self, where: str) -> None:
         """Show the full leaves.
 
         Raises:
@@ -55,7 +55,7 @@ class ParameterViews:
                 self._refuse_replaced(where)
             parameters[name] = full
 
-    def take_full_away(self) -> list[str]:
+    def hide_unsharded(self) -> list[str]:
         """Show the pieces where full leaves are.
 
         Returns:

@@ -192,15 +192,15 @@ def global_power(
     for placement, parts_here in sharded:
         part = _share(root, parts_here, norm_type, dtype)
         if not is_max:
-            part = part / placement.num_met
+            part = part / placement.num_copies
         if placement is sharded[0][0] and replicated:
             own = _share(root, replicated, norm_type, dtype)
-            count = math.prod(group.size for group in placement.all_owner_groups)
+            count = math.prod(group.size for group in placement.norm_groups)
             part = torch.maximum(part, own) if is_max else part + own / count
         # Gathered and then reduced here: in the order of the flat buffer, which is the same however
         # ranks are grouped, and a NaN survives a maximum.
         parts = part
-        for group in placement.all_owner_groups:
+        for group in placement.norm_groups:
             operation = root.operations.next(what, "the model", group)
             parts = gather_small(parts, group, operation)
         total = _sum(total, parts.amax() if is_max else parts.flatten().sum(), norm_type)

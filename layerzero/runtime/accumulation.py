@@ -46,7 +46,7 @@ class AccumulationCosts:
             if not gradients.layout.trainable or not handle.placement.sums_in_shards:
                 continue
             state += 3 * handle.main_shard.nbytes
-            size = handle.placement.hops[0].size
+            size = handle.placement.reduce_groups[0].size
             unsharded += gradients.sum_nbytes
             sharded += gradients.sum_nbytes // size
             sent += gradients.buffer_nbytes * (size - 1) // size

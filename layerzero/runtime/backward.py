@@ -204,7 +204,7 @@ class Backward:
         self._scheduler.hold_for_graph(ended.makes_graph)
         if self._reducer.requires_sync:
             for unit in self._units:
-                unit.drop_kept_shards()
+                unit.drop_post_forward_shards()
         oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
         for unit in self._units:
             unit.forget_starts_before(oldest)

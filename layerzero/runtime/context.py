@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from layerzero.comm.streams import Mark, Streams
+from layerzero.comm.streams import Event, Streams
 from layerzero.core.groups import ShardGroup
 from layerzero.runtime.operations import Operations
 from layerzero.runtime.rate_limiter import RateLimiter
@@ -37,13 +37,13 @@ class RuntimeContext:
     """Names of full parameters that calls of their modules have put others in place of."""
     in_backward: bool
     """Whether autograd is running a backward pass of this model."""
-    weights_written: Mark
+    weights_written: Event
     """Behind the last change of main shards on the compute stream."""
-    full_freed: Mark
+    full_freed: Event
     """Behind the last use of any full buffer that was freed."""
-    chunk_offloaded: Mark
+    chunk_offloaded: Event
     """Behind the last copy of a reduced chunk to the host."""
-    shard_uploaded: Mark
+    shard_uploaded: Event
     """Behind the last copy of a main shard from the host, until the host waited for it."""
 
     def __init__(
@@ -90,18 +90,18 @@ class RuntimeContext:
 
     def note_weights(self) -> None:
         """Main shards may have been written on the compute stream; gathers read them next."""
-        self.weights_written = self.streams.mark_compute()
+        self.weights_written = self.streams.record_compute_event()
         self._look_at_level()
 
     def note_free(self) -> None:
         """Full buffers are about to be freed; the next gather may be given their memory."""
-        self.full_freed = self.streams.mark_compute()
+        self.full_freed = self.streams.record_compute_event()
 
-    def note_offload(self, copied: Mark) -> None:
+    def note_offload(self, copied: Event) -> None:
         """`copied` stands behind a copy of a chunk, whose memory the next reduction may get."""
         self.chunk_offloaded = copied
 
-    def note_upload(self, copied: Mark) -> None:
+    def note_upload(self, copied: Event) -> None:
         """`copied` stands behind a copy of a main shard, which the optimizer may write next."""
         self.shard_uploaded = copied
 

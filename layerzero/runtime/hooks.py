@@ -86,7 +86,7 @@ def install(
 
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if unit.shows_full and (unit.depth or not is_entry):
+        if unit.shows_unsharded and (unit.depth or not is_entry):
             return method(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _call_uncompiled(unit, method, args, kwargs, casts)
@@ -151,7 +151,7 @@ def _call(
     unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
 ) -> Any:
     for owner in unit.tied_owners:
-        if not owner.shows_full:
+        if not owner.shows_unsharded:
             # A tied parameter lives in a unit around this one that was not called.
             inside = functools.partial(_call, unit, method)
             return _call(owner, inside, (args, kwargs, casts), {}, casts)

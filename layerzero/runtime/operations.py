@@ -135,10 +135,10 @@ class Operations:
         except KeyError:
             watchdog = None
             if group.size > 1 and not messages_carry_names(group, self._device):
-                mark = self._streams.mark_compute
+                event = self._streams.record_compute_event
                 number = self._numbers.get(group.process_group)
                 place = None if number is None else number.place
-                watchdog = Watchdog(group, self._device, mark, self._remember_weakly(), place)
+                watchdog = Watchdog(group, self._device, event, self._remember_weakly(), place)
             return self._watchdogs.setdefault(group.process_group, watchdog)
 
     def _remember_weakly(self) -> Callable[[CollectiveError], None]:

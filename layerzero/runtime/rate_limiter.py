@@ -1,8 +1,8 @@
 """RateLimiter: how many full units, or bytes of them, prefetching may keep resident.
 
 Pure bookkeeping in issue order, the same on every rank, so it never makes ranks disagree and
-never blocks the host. That the count also bounds *device* memory is the unshard lane's doing: it
-waits for the mark of the last free before it writes a new full buffer (docs/internals/streams.md).
+never blocks the host. That the count also bounds *device* memory is the unshard stream's doing: it
+waits for the event of the last free before it writes a new full buffer (docs/internals/streams.md).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     leaves --collect--> buffer --first hop--> chunk --second hop--> chunk --> `.grad` of the pieces
 
 A micro-batch that is not the last goes as far as sums are kept: to the buffer, or through the first
-hop. What waits there may be on the host; then it comes back, grows and leaves again on a lane of
+hop. What waits there may be on the host; then it comes back, grows and leaves again on a stream of
 its own, while the next unit computes.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from layerzero.comm.collectives import all_gather, reduce_scatter
-from layerzero.comm.streams import Lane, Mark, Waitable
+from layerzero.comm.streams import CommStream, Event, Waitable
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.unit import Unit
@@ -42,7 +42,7 @@ def reduce_unit(
             reduction.start(in_shards)
             reductions.append(reduction)
         else:
-            gradients.collect(handle.full_params, stays=True)
+            gradients.collect(handle.full_params, keep_accumulating=True)
             if gradients.sums_on is not None and placement.num_ranks > 1:
                 reduction = Reduction(context, unit, handle, is_partial=True)
                 reduction.start_offload()
@@ -64,7 +64,7 @@ class Reduction:
     is_partial: bool
     chunk: torch.Tensor | None
     pending: Waitable | None
-    landed: Mark
+    landed: Event
     """Behind the copy of the chunk to the host, where parameters are offloaded."""
 
     def __init__(
@@ -89,41 +89,41 @@ class Reduction:
         # A sum that waits unsharded on the host is added to the buffer before the first hop; one
         # that waits in shards is added to the chunk after it, in `_hops`.
         comes_back = gradients.host_sum is not None and not in_shards
-        gradients.collect(handle.full_params, stays=comes_back)
+        gradients.collect(handle.full_params, keep_accumulating=comes_back)
         self.present = gradients.present
         if handle.placement.num_ranks == 1:
             return
         if comes_back:
             gradients.allocate_buffer()
-        collected = context.streams.mark_compute()
-        with context.streams.reduce as lane:
+        collected = context.streams.record_compute_event()
+        with context.streams.reduce as stream:
             # The buffers were filled, and allocated, on the compute stream; and the memory of an
             # earlier chunk may be used again, which was copied to the host.
-            lane.wait(collected)
-            lane.wait(context.chunk_offloaded)
+            stream.wait(collected)
+            stream.wait(context.chunk_offloaded)
             if comes_back:
                 with context.streams.offload as offload:
                     offload.wait(collected)
                     gradients.add_host_sum_to(gradients.sum)
-                    lane.wait(offload.mark())
+                    stream.wait(offload.record_event())
                 gradients.drop_host_sum()
                 gradients.fill_buffer()
-            self.pending = self._send(lane)
+            self.pending = self._send(stream)
 
     def start_offload(self) -> None:
         """Send the unsharded sum, of which more is to come, to the host."""
         gradients, streams = self.handle.gradients, self._context.streams
-        collected = streams.mark_compute()
+        collected = streams.record_compute_event()
         with streams.offload as offload:
             offload.wait(collected)
             gradients.send_to_host(gradients.sum)
-            self.pending = offload.so_far()
+            self.pending = offload.drain_handle()
 
-    def _send(self, lane: Lane) -> Waitable:
+    def _send(self, stream: CommStream) -> Waitable:
         """Start the hops that turn this rank's gradients into its part of the sum."""
         context, unit, handle = self._context, self.unit, self.handle
         gradients, placement, options = handle.gradients, handle.placement, unit.options
-        groups = placement.hops[:1] if self.is_partial else placement.hops
+        groups = placement.reduce_groups[:1] if self.is_partial else placement.reduce_groups
         names = ["reduce-scatter", "outer reduce-scatter"]
         # Named before any is started: names count in the order of issue, and on gloo the later
         # hops are issued by another thread.
@@ -133,7 +133,7 @@ class Reduction:
         ]
         # The mean is taken after the last sum, where nothing is rounded that is still to be added;
         # but float16 has no room for a sum that is not scaled yet.
-        scales = [1.0] * len(placement.hops)
+        scales = [1.0] * len(placement.reduce_groups)
         scales[0 if gradients.buffer.dtype == torch.float16 else -1] = options.gradient_scale
         chunk, started = reduce_scatter(
             gradients.buffer,
@@ -148,7 +148,7 @@ class Reduction:
         if len(groups) == 1 and not copies and not adds_up and handle.params_on is None:
             # The ordinary case: nothing follows the one hop, so no thread has to wait for it.
             self.chunk = chunk
-            return lane.settle(started, then=gradients.free_buffer)
+            return stream.enqueue_wait(started, on_done=gradients.free_buffer)
         outer = placement.outer_group
         if copies:
             assert outer is not None, "copies are on outer peers"
@@ -161,7 +161,7 @@ class Reduction:
             if adds_up and gradients.sums_on is None:
                 chunk = gradients.add_sharded(chunk)
             elif adds_up:
-                chunk = self._add_up_on_host(chunk, lane)
+                chunk = self._add_up_on_host(chunk, stream)
             if self.is_partial:
                 return
             if len(groups) > 1:
@@ -177,17 +177,17 @@ class Reduction:
                 all_gather(chunk, own, outer, operations[-1]).wait()
             self.chunk = chunk
             if handle.params_on is not None:
-                self._download(chunk, lane)
+                self._download(chunk, stream)
 
-        return lane.run(hops, gradients.free_buffer)
+        return stream.run(hops, gradients.free_buffer)
 
     # Between device and host ----------------------------------------------------------------
 
-    def _add_up_on_host(self, chunk: torch.Tensor, lane: Lane) -> torch.Tensor:
-        """`GradientBuffer.add_sharded` where the sum is on the host; `lane` made the chunk."""
+    def _add_up_on_host(self, chunk: torch.Tensor, stream: CommStream) -> torch.Tensor:
+        """`GradientBuffer.add_sharded` where the sum is on the host; `stream` made the chunk."""
         gradients, context = self.handle.gradients, self._context
         chunk = chunk.to(gradients.sum.dtype)
-        ready = lane.mark()
+        ready = stream.record_event()
         with context.streams.offload as offload:
             offload.wait(ready)
             if self.is_partial:
@@ -195,19 +195,19 @@ class Reduction:
             else:
                 gradients.add_host_sum_to(chunk)
                 gradients.drop_host_sum()
-            context.note_offload(offload.mark())
+            context.note_offload(offload.record_event())
         if not self.is_partial:
-            lane.wait(context.chunk_offloaded)  # The next hop reads what was added.
+            stream.wait(context.chunk_offloaded)  # The next hop reads what was added.
         return chunk
 
-    def _download(self, chunk: torch.Tensor, lane: Lane) -> None:
+    def _download(self, chunk: torch.Tensor, stream: CommStream) -> None:
         """Start copying the reduced chunk to where the main shard is."""
         assert self.handle.params_on is not None
         chunk = chunk.to(self.handle.main_shard.dtype)
-        ready = lane.mark()
+        ready = stream.record_event()
         with self._context.streams.offload as offload:
             offload.wait(ready)
             self.chunk = self.handle.params_on.empty(chunk.numel(), chunk.dtype)
             self.chunk.copy_(chunk, non_blocking=True)
-            self.landed = offload.mark()
+            self.landed = offload.record_event()
         self._context.note_offload(self.landed)

@@ -194,7 +194,7 @@ class RootState:
         """Wait for an explicit `unshard` and show its parameters, unless they were freed since."""
         if unit.state is not ShardState.SHARDED:
             unit.wait_for_unshard()
-            unit.show_full()
+            unit.show_unsharded()
 
     @remembers_failure
     def pregather(self, units: Sequence[Unit], waits: bool) -> None:
@@ -211,7 +211,7 @@ class RootState:
                 unit.hold(_EXPLICIT)
         self.context.wait_for_uploads()
         if waits:
-            self.streams.wait_on_host(self.streams.mark_compute())
+            self.streams.wait_on_host(self.streams.record_compute_event())
 
     # Micro-batches in flight ----------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class Structure:
     def _shown_full(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Pieces that leaves stand in for now, with these: of units unsharded by hand."""
         for unit in self._units:
-            if unit.shows_full:
+            if unit.shows_unsharded:
                 for handle in unit.handles:
                     yield from zip(handle.sharded_params, handle.full_params, strict=True)
 

@@ -157,7 +157,7 @@ def _take_replaced(entry: _Summoned, units: list[Unit]) -> None:
 def _gather(
     root: RootState, unit: Unit, handle: FlatParamHandle, options: SummonOptions
 ) -> _Summoned:
-    handle.adopt_changes(unit.label)
+    handle.reset_sharded_params(unit.label)
     full = _gather_flat(root, unit, handle, handle.main_shard)
     full_grad = None
     has_grad = [parameter.grad is not None for parameter in handle.sharded_params]

@@ -56,7 +56,7 @@ class Unit:
     """Bytes of the full parameters while gathered, in the compute dtype, padding included."""
     depth: int
     """Forward calls of this unit that are running."""
-    shows_full: bool
+    shows_unsharded: bool
     """Whether module attributes are the full leaves."""
     is_trainable: bool
     """Whether any parameter requires grad."""
@@ -99,7 +99,7 @@ class Unit:
         self.index = -1
         self.nbytes = sum(handle.full_nbytes for handle in handles)
         self.depth = 0
-        self.shows_full = False
+        self.shows_unsharded = False
         self.tied_owners = ()
         self.state_dict_hooks = []
         self.open_starts = set()
@@ -271,7 +271,9 @@ class Unit:
             return
         context = self.context
         # A list, not a generator: every handle has to look.
-        if not context.in_backward and any([h.adopt_changes(self.label) for h in self.handles]):
+        if not context.in_backward and any(
+            [h.reset_sharded_params(self.label) for h in self.handles]
+        ):
             context.note_weights()
         self._set_shard_state(ShardState.GATHERING)
         context.limiter.acquire(self.nbytes)
@@ -342,23 +344,23 @@ class Unit:
         if not self._holds:
             self.reshard(regathered_this_step)
 
-    def show_full(self) -> None:
+    def show_unsharded(self) -> None:
         """Module attributes become the full leaves (valid after `wait_for_unshard`)."""
-        if self.shows_full:
+        if self.shows_unsharded:
             return
         # A list, not a generator: every handle has to follow.
         if not self.context.in_backward and any([h.update_requires_grad() for h in self.handles]):
             self._follow_trainable()
-        self.views.show_full(self.label)
-        self.shows_full = True
+        self.views.show_unsharded(self.label)
+        self.shows_unsharded = True
 
     def show_sharded(self) -> None:
         """Module attributes become this rank's pieces."""
-        if self.shows_full:
-            replaced = self.views.take_full_away()
+        if self.shows_unsharded:
+            replaced = self.views.hide_unsharded()
             if replaced:
                 self.context.note_replaced(replaced)
-            self.shows_full = False
+            self.shows_unsharded = False
 
     # Gradients ------------------------------------------------------------------------------
 
@@ -390,10 +392,10 @@ class Unit:
                 if leaf.requires_grad:
                     leaf.register_post_accumulate_grad_hook(on_gradient)
 
-    def drop_kept_shards(self) -> None:
+    def drop_post_forward_shards(self) -> None:
         """The weights that were kept for a backward will not be used again."""
         for handle in self.handles:
-            handle.drop_kept_shard()
+            handle.drop_post_forward_shard()
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not delivered."""
@@ -411,7 +413,7 @@ class Unit:
         self.depth = 0
         self._holds = 0
         self.drop_gradients()
-        self.drop_kept_shards()
+        self.drop_post_forward_shards()
         self.show_sharded()
         self.reshard()
         if self._training_state is not TrainingState.IDLE:

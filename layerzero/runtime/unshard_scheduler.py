@@ -223,7 +223,7 @@ class UnshardScheduler:
     def unshard_for_call(self, unit: Unit, in_backward: bool) -> None:
         """Make full what a forward call of `unit` needs; in a backward it is recomputation."""
         is_reached = unit.training_state is TrainingState.BACKWARD
-        if not unit.handles or (unit.shows_full and (unit.depth > 1 or is_reached)):
+        if not unit.handles or (unit.shows_unsharded and (unit.depth > 1 or is_reached)):
             return
         last = self._last
         if last is not None and last is not unit:
@@ -249,7 +249,7 @@ class UnshardScheduler:
         if prefetches:
             self.prefetch_after(unit, in_backward)
         unit.wait_for_unshard()
-        unit.show_full()
+        unit.show_unsharded()
 
     def prefetch_after(
         self, unit: Unit, in_backward: bool, behind_reductions: bool | None = None

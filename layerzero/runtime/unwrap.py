@@ -108,7 +108,7 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
             unit.drop_gradients()
         unit.show_sharded()
         for number, handle in enumerate(unit.handles):
-            handle.adopt_changes(unit.label)
+            handle.reset_sharded_params(unit.label)
             full.update(_give_back(unit, handle, number))
         unit.remove_state_dict_hooks()
     for module in modules.values():

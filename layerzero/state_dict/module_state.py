@@ -67,8 +67,10 @@ def _refuse_replaced(module: nn.Module, pieces: _Pieces, unit: Unit) -> None:
         ValueError: its data was replaced, by some that is not of the piece's shape.
     """
     for handle in unit.handles:
-        handle.adopt_changes(unit.label)
-    shown = () if not unit.shows_full else [full for h in unit.handles for full in h.full_params]
+        handle.reset_sharded_params(unit.label)
+    shown = (
+        () if not unit.shows_unsharded else [full for h in unit.handles for full in h.full_params]
+    )
     for name, piece in pieces:
         now = module._parameters.get(name)
         if now is not piece and not any(now is leaf for leaf in shown):

@@ -129,7 +129,7 @@ def source_of_weights(handle: FlatParamHandle, dtype: torch.dtype | None = None)
     target = dtype if dtype is not None and own.is_floating_point else own
 
     def shard() -> torch.Tensor:
-        handle.adopt_changes(handle.fqns[0])
+        handle.reset_sharded_params(handle.fqns[0])
         return handle.main_shard.detach().to(target)
 
     return FlatSource(handle, handle.fqns[0], target, shard, range(len(handle.fqns)))
@@ -159,7 +159,7 @@ def stream_sources(
                     view = split.wrap(view).full_tensor()  # collective over the mesh
                 yield bucket.source, index, view
                 del view
-            # The next gather may be given this memory: it waits for this mark.
+            # The next gather may be given this memory: it waits for this event.
             state.context.note_free()
             del full
     finally:
@@ -200,14 +200,16 @@ def _neighbours(source: FlatSource, group: list[int]) -> _Bucket:
 def _gather(state: RootState, bucket: _Bucket) -> tuple[torch.Tensor, Waitable]:
     """Begin to gather a bucket: the flat tensor of its range, and what to wait for."""
     source, placement = bucket.source, bucket.source.handle.placement
-    mark = state.streams.mark_compute()  # what is read was written, and memory reused was read
-    with state.streams.unshard as lane:
-        lane.wait(mark)
-        lane.wait(state.context.full_freed)
+    event = (
+        state.streams.record_compute_event()
+    )  # what is read was written, and memory reused was read
+    with state.streams.unshard as stream:
+        stream.wait(event)
+        stream.wait(state.context.full_freed)
         shard = source.shard().to(state.device, non_blocking=True)
         full = shard.new_empty(bucket.stop - bucket.start)
         if bucket.stop - bucket.start != source.handle.layout.padded_numel:
-            return full, lane.settle(_Several(_broadcasts(state, bucket, shard, full)))
+            return full, stream.enqueue_wait(_Several(_broadcasts(state, bucket, shard, full)))
         pending: list[Pending] = []
         for group in placement.owner_groups:
             for earlier in pending:
@@ -219,7 +221,7 @@ def _gather(state: RootState, bucket: _Bucket) -> tuple[torch.Tensor, Waitable]:
             shard = gathered
         if not placement.owner_groups:
             full.copy_(shard)
-        return full, lane.settle(_Several(pending))
+        return full, stream.enqueue_wait(_Several(pending))
 
 
 def _broadcasts(

@@ -442,7 +442,7 @@ def _keeps_compute_shards(low: bool) -> None:
     handles = [handle for unit in inner_units(model) for handle in unit.handles]
 
     def kept() -> int:
-        return sum(h.kept_shard.nbytes for h in handles if h.kept_shard is not None)
+        return sum(h.post_forward_shard.nbytes for h in handles if h.post_forward_shard is not None)
 
     everyone, inner = (
         tuple(range(6)),

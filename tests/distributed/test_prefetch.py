@@ -70,7 +70,7 @@ class Timeline:
 
 
 def timeline() -> Timeline:
-    return Timeline([(Unit, "unshard", "g"), (Unit, "show_full", "u")])
+    return Timeline([(Unit, "unshard", "g"), (Unit, "show_unsharded", "u")])
 
 
 def _forward(depth: bool | int, expected: list[str]) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, pregather, units
-from layerzero.comm.streams import DeviceLane, Streams, _OnLane
+from layerzero.comm.streams import DeviceStream, Streams, _OnStream
 from layerzero.runtime.context import RuntimeContext
 from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block, Mlp
@@ -329,15 +329,15 @@ def test_the_simulation_trains_like_the_cpu() -> None:
 
 
 def without_waiting_for_marks() -> object:
-    return mock.patch.object(DeviceLane, "wait", lambda *_: None)
+    return mock.patch.object(DeviceStream, "wait", lambda *_: None)
 
 
 def without_waiting_for_gathers() -> object:
-    return mock.patch.object(_OnLane, "wait", lambda _: None)
+    return mock.patch.object(_OnStream, "wait", lambda _: None)
 
 
 class _Never:
-    """An attribute that cannot be set: the mark is always None, for nothing to wait for."""
+    """An attribute that cannot be set: the event is always None, for nothing to wait for."""
 
     def __get__(self, *_: object) -> None:
         return None
@@ -345,24 +345,24 @@ class _Never:
     def __set__(self, *_: object) -> None: ...
 
 
-def without_the_mark_of_weights() -> object:
+def without_the_event_of_weights() -> object:
     return mock.patch.object(RuntimeContext, "weights_written", _Never(), create=True)
 
 
-def without_the_mark_of_frees() -> object:
+def without_the_event_of_frees() -> object:
     return mock.patch.object(RuntimeContext, "full_freed", _Never(), create=True)
 
 
-def without_the_lanes_mark() -> object:
-    """The lane is never ordered after the collective."""
+def without_the_streams_event() -> object:
+    """The stream is never ordered after the collective."""
 
-    def settle(lane: DeviceLane, pending: object, then: object = None) -> object:
-        return _OnLane(lane._module, lane.mark(), pending)
+    def enqueue_wait(stream: DeviceStream, pending: object, on_done: object = None) -> object:
+        return _OnStream(stream._module, stream.record_event(), pending)
 
-    return mock.patch.object(DeviceLane, "settle", settle)
+    return mock.patch.object(DeviceStream, "enqueue_wait", enqueue_wait)
 
 
-def _with_lane(change: Callable[[Streams], None]) -> object:
+def _with_stream(change: Callable[[Streams], None]) -> object:
     original = Streams.__init__
 
     def changed(streams: Streams, device: torch.device, finishing_thread: bool) -> None:
@@ -372,64 +372,64 @@ def _with_lane(change: Callable[[Streams], None]) -> object:
     return mock.patch.object(Streams, "__init__", changed)
 
 
-def without_the_mark_of_the_cast() -> object:
-    return _with_lane(lambda streams: setattr(streams.pre_unshard, "mark", lambda: None))
+def without_the_event_of_the_cast() -> object:
+    return _with_stream(lambda streams: setattr(streams.pre_unshard, "record_event", lambda: None))
 
 
-def without_the_mark_of_collected_gradients() -> object:
-    return _with_lane(lambda streams: setattr(streams.reduce, "wait", lambda _: None))
+def without_the_event_of_collected_gradients() -> object:
+    return _with_stream(lambda streams: setattr(streams.reduce, "wait", lambda _: None))
 
 
 def without_the_host_waiting() -> object:
     return mock.patch.object(Streams, "wait_on_host", lambda *_: None)
 
 
-def without_the_mark_of_uploads() -> object:
+def without_the_event_of_uploads() -> object:
     return mock.patch.object(RuntimeContext, "shard_uploaded", _Never(), create=True)
 
 
-def without_the_mark_of_offloaded_chunks() -> object:
+def without_the_event_of_offloaded_chunks() -> object:
     return mock.patch.object(RuntimeContext, "chunk_offloaded", _Never(), create=True)
 
 
-def without_waiting_on_the_offload_lane() -> object:
-    return _with_lane(lambda streams: setattr(streams.offload, "wait", lambda _: None))
+def without_waiting_on_the_offload_stream() -> object:
+    return _with_stream(lambda streams: setattr(streams.offload, "wait", lambda _: None))
 
 
 MISSING: list[tuple[Callable[[], object], str]] = [
     (without_waiting_for_marks, "default"),
     (without_waiting_for_gathers, "default"),
-    (without_the_mark_of_weights, "default"),
-    (without_the_mark_of_weights, "bfloat16"),
-    (without_the_mark_of_frees, "default"),
-    (without_the_mark_of_frees, "bfloat16"),
-    (without_the_lanes_mark, "default"),
-    (without_the_mark_of_the_cast, "bfloat16"),
-    (without_the_mark_of_collected_gradients, "default"),
+    (without_the_event_of_weights, "default"),
+    (without_the_event_of_weights, "bfloat16"),
+    (without_the_event_of_frees, "default"),
+    (without_the_event_of_frees, "bfloat16"),
+    (without_the_streams_event, "default"),
+    (without_the_event_of_the_cast, "bfloat16"),
+    (without_the_event_of_collected_gradients, "default"),
 ]
 MISSING_IN_LAYERS: list[tuple[Callable[[], object], str]] = [
     (without_waiting_for_marks, "zero1"),
     (without_waiting_for_gathers, "zero1"),
     (without_waiting_for_gathers, "whole parameters"),
-    (without_the_mark_of_weights, "zero1"),
-    (without_the_mark_of_weights, "replicate, bfloat16"),
-    (without_the_mark_of_weights, "whole parameters"),
-    (without_the_lanes_mark, "zero1"),
-    (without_the_mark_of_the_cast, "zero1"),
-    (without_the_mark_of_the_cast, "replicate, bfloat16"),
-    (without_the_mark_of_collected_gradients, "zero1"),
+    (without_the_event_of_weights, "zero1"),
+    (without_the_event_of_weights, "replicate, bfloat16"),
+    (without_the_event_of_weights, "whole parameters"),
+    (without_the_streams_event, "zero1"),
+    (without_the_event_of_the_cast, "zero1"),
+    (without_the_event_of_the_cast, "replicate, bfloat16"),
+    (without_the_event_of_collected_gradients, "zero1"),
 ]
 
 
 MISSING_WITH_HOST: list[tuple[Callable[[], object], str, Callable[[ZeRO3], None]]] = [
     (without_the_host_waiting, "parameters", plain_steps),
-    (without_the_mark_of_uploads, "parameters", optimizing_after_a_forward),
-    (without_the_mark_of_weights, "parameters", plain_steps),
-    (without_the_mark_of_offloaded_chunks, "parameters", plain_steps),
-    (without_waiting_on_the_offload_lane, "parameters", plain_steps),
-    (without_the_mark_of_offloaded_chunks, "sums in shards", accumulation),
-    (without_waiting_on_the_offload_lane, "sums in shards", accumulation),
-    (without_waiting_on_the_offload_lane, "sums", accumulation),
+    (without_the_event_of_uploads, "parameters", optimizing_after_a_forward),
+    (without_the_event_of_weights, "parameters", plain_steps),
+    (without_the_event_of_offloaded_chunks, "parameters", plain_steps),
+    (without_waiting_on_the_offload_stream, "parameters", plain_steps),
+    (without_the_event_of_offloaded_chunks, "sums in shards", accumulation),
+    (without_waiting_on_the_offload_stream, "sums in shards", accumulation),
+    (without_waiting_on_the_offload_stream, "sums", accumulation),
 ]
 
 

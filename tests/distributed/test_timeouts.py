@@ -24,7 +24,7 @@ TORCH_DEFAULT = timedelta(minutes=30)
 
 def timeouts(model: ZeRO3) -> set[timedelta]:
     placement = get_unit(model).handles[0].placement
-    groups = (placement.shard_group, placement.outer_group, placement.keeping_group)
+    groups = (placement.shard_group, placement.outer_group, placement.post_forward_group)
     return {group.timeout for group in groups if group is not None}
 
 

@@ -1,7 +1,7 @@
 """A device with streams, simulated on CPU, that finds accesses which no wait puts in order.
 
-The engine runs its code for devices: lanes are side streams, collectives are queued, the host does
-not wait. Every operation really runs at once, on CPU, so results are right; beside that, each
+The engine runs its code for devices: streams are side streams, collectives are queued, the host
+does not wait. Every operation really runs at once, on CPU, so results are right; beside that, each
 access of memory is noted with a vector clock of its stream, and two accesses of the same bytes, one
 of them a write, must be ordered by events. As on a device, memory that was freed may be handed out
 again at once on the stream it was allocated on: what is written there must come after every use
@@ -177,7 +177,7 @@ class SimulatedDevice(TorchDispatchMode):
     # Memory ----------------------------------------------------------------------------------
 
     def take_for_host(self, tensor: Tensor) -> Tensor:
-        """Mark memory as the host's, whose allocator waits for copies before it gives it out."""
+        """Event memory as the host's, whose allocator waits for copies before it gives it out."""
         storage = tensor.untyped_storage()
         self._remember(storage, self._host, {}, {})
         return tensor
@@ -363,7 +363,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         mock.patch.object(torch, "get_device_module", lambda _: device),
         mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
         mock.patch.object(root, "Streams", streams),
-        mock.patch.object(unit_arguments, "is_apart_from", lambda _: True),
+        mock.patch.object(unit_arguments, "has_separate_memory", lambda _: True),
         mock.patch.object(HostMemory, "empty", on_host),
         queued(collectives, "_issue_all_gather"),
         queued(collectives, "_issue_reduce_scatter"),

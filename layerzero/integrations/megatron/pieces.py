@@ -92,8 +92,8 @@ def stand_ins(engine: ZeRO3) -> Iterator[Pieces]:
         for unit in own_units:
             unit.views.show_sharded()
             unit.views.shows_stand_ins = False
-            if unit.shows_full:
-                unit.views.show_full(unit.label)
+            if unit.shows_unsharded:
+                unit.views.show_unsharded(unit.label)
 
 
 def _pieces_of(handle: FlatParamHandle) -> Iterator[Piece]:

@@ -103,7 +103,7 @@ class Totals:
             placement: of the whole model, in all chunks alike.
             model_parallel: tensor- and pipeline-parallel ranks, in one group or by axes.
         """
-        groups = (*placement.all_owner_groups, *model_parallel)
+        groups = (*placement.norm_groups, *model_parallel)
         self._groups = tuple(group for group in groups if group.size > 1)
         self._num_operations = 0
 
