@@ -178,6 +178,30 @@ def test_a_member_that_is_gone_is_found() -> None:
     assert missing_members(text) == ["FlatLayout.construct"]
 
 
+def unknown_names(text: str) -> list[str]:
+    """Names in backticks in the first column or in brackets of a glossary that no code defines."""
+    defined = {
+        name
+        for each in files()
+        if each.startswith("layerzero/") and each.endswith(".py")
+        for name in _assigned(ast.parse((REPOSITORY / each).read_text()))
+    }
+    rows = "\n".join(re.findall(r"^\|.*", text, re.MULTILINE))
+    named = re.findall(r"^\| `(\w+)`|\(`(\w+)`\)", rows, re.MULTILINE)
+    return sorted({a or b for a, b in named} - defined)
+
+
+def test_names_in_the_glossary_exist() -> None:
+    glossary = (DOCS / "README.md").read_text().partition("## Glossary")[2].partition("## ")[0]
+    assert glossary.count("(`") >= 3
+    assert unknown_names(glossary) == []
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    text = "| `FlatParamHandle` | x |\n| `FlatHandle` | y |\n| rate limiter | z (`RateLimit`) |"
+    assert unknown_names(text) == ["FlatHandle", "RateLimit"]
+
+
 # Notes ----------------------------------------------------------------------------------------
 
 NOTE = re.compile(r"Note\s+\[([^\]]+)\]")
