@@ -24,6 +24,7 @@ from layerzero.optim import GradScaler, global_norm
 from layerzero.parallel import ParallelManager
 from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_plan
 from layerzero.rewrap import rewrap
+from layerzero.runtime.states import Hold
 from layerzero.version import __version__
 from layerzero.zero3 import ZeRO3, register_forward_method, units
 
@@ -35,6 +36,7 @@ __all__ = [
     "BackwardPrefetch",
     "CollectiveError",
     "GradScaler",
+    "Hold",
     "MixedPrecision",
     "OffloadPolicy",
     "ParallelManager",

@@ -41,7 +41,7 @@ class TrainingState(enum.Enum):
 
 
 class Hold(enum.IntFlag):
-    """Why a unit stays full. It is freed when no reason is left (`Unit.free`)."""
+    """Why a unit stays full: `.holds` of `layerzero.units`. With no reason left it is freed."""
 
     LAST_OF_FORWARD = 1
     """It was the last to run; see Note [One unit stays] in unshard_scheduler.py."""

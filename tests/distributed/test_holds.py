@@ -1,0 +1,144 @@
+"""Why a unit stays full is written on it, and it is freed when no reason is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero import Hold, ZeRO3, units
+from layerzero.runtime.states import ShardState
+from tests.harness.internals import root_state
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+
+
+def _held(model: nn.Module) -> dict[str, Hold]:
+    """Units that are full, and why; freed ones hold nothing."""
+    for unit in units(model):
+        assert unit.state is ShardState.UNSHARDED or unit.holds == 0, unit
+    return {unit.fqn: unit.holds for unit in units(model) if unit.state is not ShardState.SHARDED}
+
+
+def _wrapped(**options: object) -> ZeRO3:
+    torch.manual_seed(0)
+    return ZeRO3(Mlp(), auto_wrap_policy={Block}, **options)
+
+
+def _batch() -> torch.Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def _names(model: ZeRO3) -> list[str]:
+    return [unit.fqn for unit in units(model) if unit.num_parameters]
+
+
+def _last_of_forward() -> None:
+    model = _wrapped()
+    output = model(_batch())
+    # The root's forward ends last, if it has parameters of its own.
+    last = "" if "" in _names(model) else _names(model)[-1]
+    assert _held(model) == {last: Hold.LAST_OF_FORWARD}
+    (unit,) = (unit for unit in units(model) if unit.fqn == last)
+    assert "held: LAST_OF_FORWARD" in repr(unit)
+    output.sum().backward()
+    assert _held(model) == {}
+    assert "held" not in repr(unit)
+    with torch.no_grad():
+        model(_batch())
+    assert _held(model) == {}
+
+
+def _policy() -> None:
+    model = _wrapped(reshard_after_forward=False)
+    output = model(_batch())
+    assert set(_held(model).values()) == {Hold.POLICY}
+    assert set(_held(model)) == set(_names(model))
+    output.sum().backward()
+    assert _held(model) == {}
+
+
+def _first_of_forward() -> None:
+    model = _wrapped()
+    first = _names(model)[0]
+    for _ in range(2):
+        with model.no_sync():
+            model(_batch()).sum().backward()
+        assert _held(model) == {first: Hold.FIRST_OF_FORWARD}
+    model(_batch()).sum().backward()
+    assert _held(model) == {}
+
+
+def _explicit() -> None:
+    model = _wrapped()
+    unit = units(model)[1]
+    unit.unshard()
+    assert _held(model) == {unit.fqn: Hold.EXPLICIT}
+    unit.reshard()
+    assert _held(model) == {}
+    unit.unshard()
+    model(_batch()).sum().backward()
+    assert _held(model) == {}
+
+
+def _micro_batches() -> None:
+    model = _wrapped()
+    root = root_state(model)
+    with root.micro_batches() as last_is_next:
+        outputs = [model(_batch()) for _ in range(2)]
+        assert all(holds & Hold.MICRO_BATCHES for holds in _held(model).values())
+        assert set(_held(model)) == set(_names(model))
+        with model.no_sync():
+            outputs.pop().sum().backward()
+        assert set(_held(model)) == set(_names(model))
+        last_is_next()
+        outputs.pop().sum().backward()
+        assert _held(model) == {}
+    model(_batch())
+    assert len(_held(model)) == 1
+    root.end_micro_batches()
+    assert _held(model) == {}
+
+
+def _double_backward() -> None:
+    model = _wrapped()
+    x = _batch().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    held = _held(model)
+    assert set(held) == set(_names(model))
+    assert all(holds & Hold.DOUBLE_BACKWARD for holds in held.values())
+    gradient.pow(2).sum().backward()
+    assert _held(model) == {}
+
+
+def _after_an_error() -> None:
+    model = _wrapped(reshard_after_forward=False)
+    model(_batch())
+
+    def fail(*_: object) -> None:
+        raise ValueError("on purpose")
+
+    handle = model.module.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        model(_batch())
+    handle.remove()
+    assert _held(model) == {}
+    assert all(unit.holds == 0 for unit in units(model))
+
+
+_CHECKS: list[Callable[[], None]] = [
+    *(_last_of_forward, _policy, _first_of_forward, _explicit, _micro_batches),
+    *(_double_backward, _after_an_error),
+]
+
+
+def _all() -> None:
+    for check in _CHECKS:
+        check()
+
+
+def test_a_unit_says_why_it_is_full_and_is_freed_when_no_reason_is_left() -> None:
+    run_ranks(2, _all)
