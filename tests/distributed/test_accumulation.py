@@ -15,6 +15,7 @@ from tests.harness.compare import (
     assert_trains_alike,
     roundings_of,
     sharded,
+    steps_of,
     zero3,
 )
 from tests.harness.internals import inner_units
@@ -92,28 +93,30 @@ def _micro_batches(name: str, steps: int, count: int, seed: int = 0) -> list[lis
 _NAMES = ["mlp", "transformer", "tied_across_units", "unused_parts", "frozen_parts", "odd_shapes"]
 
 
-def _train(how: str, names: list[str], options: dict) -> None:
+def _train(hows: Sequence[str], names: list[str], options: dict) -> None:
     world_size = dist.get_world_size()
+    roundings = 64 if options.get("accumulation") == "sharded" else None
     for name in names:
         case = CASES[name]
+        batches = _micro_batches(name, steps=2, count=3)
         # Each rank adds up its own micro-batches first, as the reference does: bitwise on two.
-        try:
-            assert_trains_alike(
-                sharded(case, **options),
-                seeded(case.build),
-                _micro_batches(name, steps=2, count=3),
-                run=UNSHARDED[how],
-                reference_run=_in_turn,
-                roundings=roundings_of(world_size, case),
-            )
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+        truth = list(steps_of(seeded(case.build), batches, run=_in_turn))
+        for how in hows:
+            try:
+                assert_trains_alike(
+                    sharded(case, **options),
+                    truth,
+                    batches,
+                    run=UNSHARDED[how],
+                    roundings=roundings or roundings_of(world_size, case),
+                )
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {how}: {error}") from error
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("how", UNSHARDED)
-def test_micro_batches_add_up_unsharded_bitwise(how: str, world_size: int) -> None:
-    run_ranks(world_size, _train, how, _NAMES, {})
+def test_micro_batches_add_up_unsharded_bitwise(world_size: int) -> None:
+    run_ranks(world_size, _train, list(UNSHARDED), _NAMES, {}, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_micro_batches_add_up_unsharded_bitwise(how: str, world_size: int) -> No
     ],
 )
 def test_accumulation_goes_with_other_options(options: dict) -> None:
-    run_ranks(2, _train, "no_sync", ["mlp", "transformer"], options)
+    run_ranks(2, _train, ["no_sync"], ["mlp", "transformer"], options)
 
 
 def _with_sync_on() -> None:
@@ -259,22 +262,6 @@ def test_an_evaluation_may_come_between_micro_batches() -> None:
 # In shards ------------------------------------------------------------------------------------
 
 
-def _train_sharded(how: str, names: list[str], options: dict) -> None:
-    for name in names:
-        case = CASES[name]
-        try:
-            assert_trains_alike(
-                sharded(case, accumulation="sharded", **options),
-                seeded(case.build),
-                _micro_batches(name, steps=2, count=3),
-                run=UNSHARDED[how],
-                reference_run=_in_turn,
-                roundings=64,
-            )
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-
-
 _IN_LAYERS = ["unused_parts", "frozen_parts", "odd_shapes"]
 LAYERS = {
     "one shard group": {},
@@ -286,24 +273,22 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("how", UNSHARDED)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_micro_batches_add_up_in_shards(how: str, world_size: int) -> None:
-    run_ranks(world_size, _train_sharded, how, _NAMES, {})
+def test_micro_batches_add_up_in_shards(world_size: int) -> None:
+    sharded = {"accumulation": "sharded"}
+    run_ranks(world_size, _train, list(UNSHARDED), _NAMES, sharded, timeout=120)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_micro_batches_add_up_in_shards_of_every_layer(layers: str) -> None:
-    run_ranks(4, _train_sharded, "no_sync", _IN_LAYERS, LAYERS[layers])
-
-
-def _train_unsharded_in_layers(options: dict) -> None:
-    _train("no_sync", _IN_LAYERS, {"accumulation": "unsharded", **options})
+    options = {"accumulation": "sharded", **LAYERS[layers]}
+    run_ranks(4, _train, ["no_sync"], _IN_LAYERS, options)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_micro_batches_add_up_unsharded_in_every_layer(layers: str) -> None:
-    run_ranks(4, _train_unsharded_in_layers, LAYERS[layers])
+    options = {"accumulation": "unsharded", **LAYERS[layers]}
+    run_ranks(4, _train, ["no_sync"], _IN_LAYERS, options)
 
 
 def _six_ranks(zero3_size: int) -> None:

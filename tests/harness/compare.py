@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,9 +47,37 @@ def roundings_of(world_size: int, case: Case | None = None) -> int:
     return 0 if world_size <= 2 and (case is None or case.is_exact) else 64
 
 
+class Step(NamedTuple):
+    """What one step of the reference gave."""
+
+    losses: list[Tensor]
+    """Of each rank's batch."""
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    """After the step."""
+
+
+def steps_of(
+    reference: nn.Module,
+    batches: Sequence[Sequence[Any]],
+    optimizer: str = "sgd_momentum",
+    run: RunFn = forward_backward,
+    reduction: str = "mean",
+) -> Iterator[Step]:
+    """Train a plain module; arguments as those of `assert_trains_alike`, which takes a list of them
+    where several models have one reference."""
+    own_optimizer = OPTIMIZERS[optimizer](reference.parameters())
+    for step in batches:
+        own_optimizer.zero_grad()
+        losses = backward_of_all_ranks(reference, step, run, reduction)
+        gradients = full_gradients(reference)
+        own_optimizer.step()
+        yield Step(losses, gradients, full_parameters(reference))
+
+
 def assert_trains_alike(
     model: nn.Module,
-    reference: nn.Module,
+    reference: nn.Module | Sequence[Step],
     batches: Sequence[Sequence[Any]],
     optimizer: str = "sgd_momentum",
     run: RunFn = forward_backward,
@@ -62,7 +90,7 @@ def assert_trains_alike(
 
     Args:
         model: wrapped; trained on this rank's part of `batches` [step][rank].
-        reference: the same model, plain; trained on all of them.
+        reference: the same model, plain; trained on all of them. Or what `steps_of` gave for it.
         optimizer: a name in `OPTIMIZERS`.
         run: forward and backward of one batch, see `backward_of_all_ranks`.
         reference_run: of the reference, where it differs.
@@ -77,18 +105,23 @@ def assert_trains_alike(
         roundings = roundings_of(dist.get_world_size(group))
     rank = dist.get_rank(group)
     own_optimizer = OPTIMIZERS[optimizer](model.parameters())
-    reference_optimizer = OPTIMIZERS[optimizer](reference.parameters())
     losses = []
+    expected: Iterator[Step]
+    if isinstance(reference, nn.Module):
+        expected = steps_of(reference, batches, optimizer, reference_run or run, reduction)
+    else:
+        assert len(reference) == len(batches)
+        expected = iter(reference)
     for index, step in enumerate(batches):
         own_optimizer.zero_grad()
-        reference_optimizer.zero_grad()
         losses.append(run(model, step[rank]))
-        expected = backward_of_all_ranks(reference, step, reference_run or run, reduction)
-        assert_close(losses[-1], expected[rank], roundings, f"step {index}: loss")
-        assert_same_gradients(model, reference, roundings, f"step {index}: gradient of")
+        truth = next(expected)
+        assert_close(losses[-1], truth.losses[rank], roundings, f"step {index}: loss")
+        what = f"step {index}: gradient of"
+        assert_same_parameters(full_gradients(model), truth.gradients, roundings, what)
         own_optimizer.step()
-        reference_optimizer.step()
-        assert_same_values(model, reference, roundings, f"after step {index}: parameter")
+        what = f"after step {index}: parameter"
+        assert_same_parameters(full_parameters(model), truth.parameters, roundings, what)
     return losses
 
 
