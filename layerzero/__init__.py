@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from layerzero import optim
-from layerzero.by_hand import pregather
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.config import (
     BackwardPrefetch,
@@ -19,6 +18,7 @@ from layerzero.config import (
     PrefetchPolicy,
     ReductionPolicy,
 )
+from layerzero.model_functions import pregather, register_forward_method, units
 from layerzero.ops import native_status
 from layerzero.optim import GradScaler, global_norm
 from layerzero.parallel import ParallelManager
@@ -26,7 +26,7 @@ from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_pla
 from layerzero.rewrap import rewrap
 from layerzero.runtime.states import Hold
 from layerzero.version import __version__
-from layerzero.zero3 import ZeRO3, register_forward_method, units
+from layerzero.zero3 import ZeRO3
 
 if TYPE_CHECKING:
     from layerzero import checkpoint

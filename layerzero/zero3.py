@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from layerzero.config import (
     Accumulation,
     BackwardPrefetch,
-    GatherBudget,
     GradientReduction,
     MixedPrecision,
     OffloadPolicy,
@@ -37,10 +36,10 @@ from layerzero.optim import attach
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped
 from layerzero.optim.earlier import hand_over_pieces
 from layerzero.optim.in_backward import StepInBackward
-from layerzero.runtime import hooks, surroundings
+from layerzero.runtime import surroundings
 from layerzero.runtime.misuse import explain_uncaught
 from layerzero.runtime.pieces import remember_root
-from layerzero.runtime.root import RootState, UnshardHandle, ordered_units, root_of
+from layerzero.runtime.root import RootState, UnshardHandle, root_of
 from layerzero.runtime.summon import SummonOptions, summon
 from layerzero.runtime.unit import Unit, get_unit, set_unit
 from layerzero.runtime.unit_view import UnitView
@@ -149,24 +148,8 @@ class ZeRO3(ModuleWrapper):
         arguments = check_arguments(given, unknown)
         plan = plan_wrapping(module, arguments)
         topology = agree_on_topology(plan, arguments)
-        units = build(plan, topology, arguments)
-        prefetch = arguments.prefetch
-        forward_depth = int(prefetch.forward)
-        root = RootState(
-            units,
-            plan.device,
-            forward_depth,
-            prefetch.backward,
-            # By default: units around the one in use, it, one about to be freed, and those ahead.
-            GatherBudget.parse(
-                prefetch.limit, default_units=plan.nesting + 1 + max(forward_depth, 1)
-            ),
-            budget_is_default=prefetch.limit is True,
-            accumulation=arguments.reduction.accumulation,
-            tensor_parallel_groups=topology.tensor_parallel_groups,
-            ignored=plan.ignored,
-        )
-        self._become(module, units, root)
+        root = build(plan, topology, arguments)
+        self._become(module, root)
         self.__dict__["_given"] = given
         self.__dict__["_kept_whole"] = [
             parameter for parameter in module.parameters() if get_info(parameter) is None
@@ -176,17 +159,17 @@ class ZeRO3(ModuleWrapper):
         log_units(module, root, topology.placement.is_first)
         attach.watch()
         explain_uncaught()
-        hand_over_pieces(units)
+        hand_over_pieces(root.units)
         teach_torch()
         surroundings.install(module)
 
-    def _become(self, module: nn.Module, units: list[Unit], root: RootState) -> None:
-        for unit in units:
+    def _become(self, module: nn.Module, root: RootState) -> None:
+        for unit in root.units:
             unit.module.__dict__.pop(_ROOT, None)
         module.__dict__[_ROOT] = root
         root.wrapper_ref = weakref.ref(self)
         remember_root(root)
-        set_unit(self, units[0])
+        set_unit(self, root.units[0])
         self._become_wrapper_of(module)
 
     # The wrapped module ---------------------------------------------------------------------
@@ -280,18 +263,7 @@ class ZeRO3(ModuleWrapper):
         and a `GradScaler` would come too late.
         """
         root = self._root_state
-        if optimizer is None:
-            root.reducer.call_on_delivered(None)
-            return
-        stepper = StepInBackward(optimizer)
-        pieces = [piece for unit in root.units for piece in unit.pieces]
-
-        def step(unit: Unit | None) -> None:
-            if unit is not None:
-                stepper.step(unit.pieces)
-            else:
-                stepper.step_others(pieces)
-
+        step = None if optimizer is None else StepInBackward(optimizer, root.units).step_unit
         root.reducer.call_on_delivered(step)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -372,18 +344,6 @@ class ZeRO3(ModuleWrapper):
         UnitView(self._unit).set_modules_to_backward_prefetch(modules)
 
 
-def units(model: nn.Module) -> list[UnitView]:
-    """The units of a wrapped model, in execution order once a forward was recorded.
-
-    Each has `.fqn`, `.module`, `.num_parameters`, `.nbytes` (full parameters), `.state`, `.holds`
-    (why it stays full), `unshard` and `reshard`, and the `set_modules_to_*_prefetch` methods.
-
-    Raises:
-        ValueError: `model` is not wrapped.
-    """
-    return [UnitView(unit) for unit in ordered_units(model)]
-
-
 def gradients_to_clip(model: ZeRO3) -> Clipped:
     """What `model.clip_grad_norm_` takes the norm of, for `optim.clip.grad_norm`."""
     root = model._root_state
@@ -393,26 +353,3 @@ def gradients_to_clip(model: ZeRO3) -> Clipped:
             "call step_in_backward(None), clip, and call optimizer.step()"
         )
     return clipped(root, model._subtree(), model._kept_whole)
-
-
-def register_forward_method(model: nn.Module, name: str) -> None:
-    """Let `model.name(...)` gather parameters as `model(...)` does.
-
-    Args:
-        model: a ZeRO3 module or any module that is a unit.
-        name: a method of the wrapped module that uses parameters without calling the module.
-
-    Raises:
-        ValueError: `model` is not a unit, or has no such method.
-    """
-    unit = get_unit(model)
-    if unit is None:
-        raise ValueError(
-            f"register_forward_method: {type(model).__name__} is not a unit; give a ZeRO3 module "
-            "or one that auto_wrap_policy named"
-        )
-    if not callable(getattr(unit.module, name, None)):
-        raise ValueError(
-            f"register_forward_method: {type(unit.module).__name__} has no method {name!r}"
-        )
-    hooks.install(unit.module, name, unit)

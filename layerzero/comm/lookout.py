@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
@@ -30,6 +29,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from layerzero.comm.onlooker import look_on
 from layerzero.comm.run_names import own_connection
 from layerzero.core.groups import ShardGroup
 
@@ -86,17 +86,7 @@ class Lookout:
         """A thread is about to wait. Cheap: all else is the looking thread's work."""
         self.waiting.add(collective)
         if self._thread is None:
-            self._start()
-
-    def _start(self) -> None:
-        stop = threading.Event()
-        # A daemon that holds its lookout weakly: it must keep neither process nor model alive.
-        # The finalizer also runs at exit, before the interpreter goes from under the thread.
-        weakref.finalize(self, stop.set)
-        self._thread = threading.Thread(
-            target=_look_on, args=(weakref.ref(self), stop), name="layerzero-lookout", daemon=True
-        )
-        self._thread.start()
+            self._thread = look_on(self, _look, PAUSE_S, "layerzero-lookout")
 
     def look(self) -> None:
         """What the thread does between pauses."""
@@ -206,13 +196,9 @@ class Lookout:
                 return
 
 
-def _look_on(lookout_ref: weakref.ref[Lookout], stop: threading.Event) -> None:
-    while not stop.wait(PAUSE_S):
-        lookout = lookout_ref()
-        if lookout is None:
-            return
-        lookout.look()
-        del lookout
+def _look(lookout: Lookout) -> bool:
+    lookout.look()
+    return True
 
 
 def _sized(collective: Waiting) -> str:

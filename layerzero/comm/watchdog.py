@@ -20,7 +20,6 @@ import json
 import logging
 import threading
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
+from layerzero.comm.onlooker import look_on
 from layerzero.comm.run_names import own_connection
 from layerzero.comm.streams import Event
 from layerzero.core.groups import ShardGroup
@@ -98,20 +98,7 @@ class Watchdog:
         """A collective is about to be issued. Cheap: all else is the thread's work."""
         self._issued.append(collective)
         if self._thread is None:
-            self._start()
-
-    def _start(self) -> None:
-        stop = threading.Event()
-        # A daemon that holds its watchdog weakly: it must keep neither process nor model alive.
-        # The finalizer also runs at exit, before the interpreter goes from under the thread.
-        weakref.finalize(self, stop.set)
-        self._thread = threading.Thread(
-            target=_look_on,
-            args=(weakref.ref(self), self._pause_s, stop),
-            name="layerzero-watchdog",
-            daemon=True,
-        )
-        self._thread.start()
+            self._thread = look_on(self, _look, self._pause_s, "layerzero-watchdog")
 
     def look(self) -> None:
         """What the thread does between pauses."""
@@ -188,13 +175,10 @@ class Watchdog:
         return CollectiveError(text)
 
 
-def _look_on(watchdog_ref: weakref.ref[Watchdog], pause_s: float, stop: threading.Event) -> None:
-    while not stop.wait(pause_s):
-        watchdog = watchdog_ref()
-        if watchdog is None or watchdog.has_failed:
-            return
+def _look(watchdog: Watchdog) -> bool:
+    if not watchdog.has_failed:
         watchdog.look()
-        del watchdog
+    return not watchdog.has_failed
 
 
 def _abort(group: ShardGroup, device: torch.device) -> None:

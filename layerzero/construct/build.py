@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import Operation, broadcast_, broadcast_from_first
-from layerzero.config import MixedPrecision
+from layerzero.config import GatherBudget, MixedPrecision
 from layerzero.construct.argument_types import check_reshard_after_forward
 from layerzero.construct.arguments import Arguments
 from layerzero.construct.materialize import Materializer
@@ -27,12 +27,13 @@ from layerzero.notices import outside, warn_once
 from layerzero.runtime import guards, hooks
 from layerzero.runtime.awaited import await_values
 from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.runtime.root import RootState
 from layerzero.runtime.unit import Unit, UnitOptions, get_unit, set_unit
 from layerzero.state_dict import module_state
 
 
-def build(plan: WrapPlan, topology: Topology, given: Arguments) -> list[Unit]:
-    """The units, in the order of their plans. Collective over the model's ranks.
+def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
+    """The units, in the order of their plans, under one root. Collective over the model's ranks.
 
     Raises:
         ValueError: a meta tensor that nothing initialised, on every rank.
@@ -55,7 +56,20 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> list[Unit]:
     if difference is not None:
         is_first = topology.placement.is_first
         warn_once(difference, difference, is_first=is_first, stacklevel=outside())
-    return units
+    forward_depth, limit = int(given.prefetch.forward), given.prefetch.limit
+    # By default: the units around the one in use, it, one about to be freed, and those ahead.
+    default_units = plan.nesting + 1 + max(forward_depth, 1)
+    return RootState(
+        units,
+        plan.device,
+        forward_depth,
+        given.prefetch.backward,
+        GatherBudget.parse(limit, default_units=default_units),
+        budget_is_default=limit is True,
+        accumulation=given.reduction.accumulation,
+        tensor_parallel_groups=topology.tensor_parallel_groups,
+        ignored=plan.ignored,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from layerzero.comm.collectives import Operation, gather_small
+from layerzero.construct.make_placement import make_placement
 from layerzero.construct.wrap import UnitPlan
 from layerzero.core.groups import resolve_process_groups
-from layerzero.core.placement import Outer, Placement, make_placement
+from layerzero.core.placement import Outer, Placement
 from layerzero.core.tensor_parallel import local_of, split_of
 
 Group = dist.ProcessGroup | DeviceMesh

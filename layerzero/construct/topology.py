@@ -14,10 +14,11 @@ from layerzero.comm.collectives import Operation, gather_small
 from layerzero.comm.group_names import agree_on_group_names
 from layerzero.construct.arguments import Arguments
 from layerzero.construct.experts import check_experts, place_units, structure_of
+from layerzero.construct.make_placement import make_placement
 from layerzero.construct.plan import WrapPlan
 from layerzero.construct.same_start import Outline
 from layerzero.core.groups import ShardGroup, make_shard_groups, mesh_groups
-from layerzero.core.placement import Outer, Placement, make_placement
+from layerzero.core.placement import Outer, Placement
 from layerzero.notices import outside, warn_once
 
 _OUTER: tuple[Outer, ...] = get_args(Outer)

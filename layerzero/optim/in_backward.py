@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
 from torch import nn
+
+from layerzero.runtime.unit import Unit
 
 _narrowed: WeakSet[torch.optim.Optimizer] = WeakSet()
 """Those that step right now with a part of their groups."""
@@ -25,8 +27,17 @@ class StepInBackward:
     state and hooks are the optimizer's own.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
+        """`units`: all of the model."""
         self.optimizer = optimizer
+        self._pieces = [piece for unit in units for piece in unit.pieces]
+
+    def step_unit(self, unit: Unit | None) -> None:
+        """Step the pieces of a unit; None: at the end, what belongs to no unit."""
+        if unit is not None:
+            self.step(unit.pieces)
+        else:
+            self.step_others(self._pieces)
 
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
         """One step of those of `parameters` that the optimizer has; the others are left alone."""

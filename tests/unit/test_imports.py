@@ -21,7 +21,7 @@ LAYERS = [
     "optim",
     "state_dict",
     "construct",
-    "by_hand",
+    "model_functions",
     "log",
     "wrapper",
     "zero3",

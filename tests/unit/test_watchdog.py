@@ -57,7 +57,7 @@ def gather(dog: Dog, unit: str) -> Pending:
 @pytest.fixture
 def dog(monkeypatch: pytest.MonkeyPatch) -> Dog:
     """A watchdog of a device with streams, without its thread."""
-    monkeypatch.setattr(Watchdog, "_start", lambda _: None)
+    monkeypatch.setattr(watchdog, "look_on", lambda *_: None)
     monkeypatch.setattr(watchdog, "_abort", lambda *_: None)
     monkeypatch.setattr(
         watchdog, "diagnose", lambda name, *_: CollectiveError(f"{name} stands still")

@@ -1,0 +1,97 @@
+"""Who gathers what over whom: the process groups of a placement, found or made."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.core.groups import ShardGroup, make_shard_group, make_shard_groups
+from layerzero.core.placement import Outer, Placement
+
+
+def make_placement(
+    group: dist.ProcessGroup | DeviceMesh | None,
+    device: torch.device,
+    zero3_size: int | None,
+    outer: Outer,
+    deterministic: bool,
+    timeout: timedelta | None,
+) -> Placement:
+    """Place shards for tensors on `device`. Collective where groups have to be made.
+
+    All ranks know equally many process groups by then: comm/group_names.py.
+
+    Args:
+        group: all ranks, cut into shard groups of `zero3_size` neighbours; or a 2-D mesh
+            (outer, inner) that says it all.
+        zero3_size: a divisor of the group's size, the same on every rank; None: all of it.
+
+    Raises:
+        ValueError: this rank is not in the group or mesh.
+    """
+    groups = make_shard_groups(group, device, timeout)
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        table = group.mesh.tolist()
+    else:
+        # Neighbours in the order of global ranks, which is that of every process group made here.
+        ranks, size = sorted(groups[0].ranks), zero3_size or groups[0].size
+        table = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    members = tuple(sorted(_flat(table)))
+    if len(table) == 1:
+        return Placement(groups[0], None, 1, members)
+    rank = dist.get_rank()
+    row = next(row for row in table if rank in row)
+    if outer == "shard":
+        everyone = _group_of(_flat(table), groups, device)
+        inner = _group_of(row, groups, device)
+        return Placement(everyone, None, 1, members, post_forward_group=inner)
+    column = [row_of_peer[row.index(rank)] for row_of_peer in table]
+    world = _group_of(_flat(table), groups, device) if deterministic else None
+    slices = _slices(table)
+    return Placement(
+        shard_group=_group_of(row, groups, device),
+        outer_group=_group_of(column, groups, device),
+        owned_slices=len(column) if outer == "replicate" else 1,
+        members=members,
+        world=world,
+        world_slices=() if world is None else tuple(slices[rank] for rank in world.ranks),
+    )
+
+
+def _flat(table: list[list[int]]) -> list[int]:
+    return [rank for row in table for rank in row]
+
+
+def _slices(table: list[list[int]]) -> dict[int, int]:
+    """See Note [Ownership is strided]."""
+    return {rank: j * len(table) + k for k, row in enumerate(table) for j, rank in enumerate(row)}
+
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_made = WeakKeyDictionary()
+"""Groups made for parts of a group or mesh, for the next model on it."""
+
+
+def _group_of(ranks: list[int], groups: list[ShardGroup], device: torch.device) -> ShardGroup:
+    """These ranks as a group: one of `groups`, one made before, or a new one. Collective."""
+    wanted = tuple(sorted(ranks))
+    for group in groups:
+        if tuple(sorted(group.ranks)) == wanted:
+            return group
+    parent = groups[0]
+    made = _made.setdefault(parent.process_group, {})
+    if wanted not in made:
+        process_group = dist.new_group(
+            list(wanted),
+            timeout=parent.timeout,
+            backend=dist.get_backend_config(parent.process_group),
+            use_local_synchronization=True,
+        )
+        assert process_group is not None, "local synchronization makes a group for members alone"
+        made[wanted] = process_group
+    # Its own timeout is that of the first model it was made for.
+    return make_shard_group(made[wanted], device, parent.timeout)
