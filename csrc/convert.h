@@ -13,8 +13,8 @@
 namespace layerzero {
 
 // Bytes moved: n * (size of source + size of output), each once. `ahead`: n elements that will be
-// read soon, fetched into the cache line by line meanwhile; null: none. It is only a hint, never
-// read.
+// read soon, fetched into the cache line by line by conversions; null: none. Only a hint: whatever
+// lies there, nothing is read.
 using Copy = void (*)(const void* src, void* dst, int64_t n, double scale, const void* ahead);
 
 // Elements [begin, begin + n), counted row by row, of a [rows, cols] matrix that lies in memory

@@ -12,10 +12,11 @@
 // sources that are used, read once, and of out, written once.
 //
 // Note [Rows begin cold]: a processor fetches ahead within a run of addresses, and some lines past
-// its end. Rows of a few KB that lie further apart than that each begin with a cache miss, and
-// their distance is up to the allocator: a row of 4 KB to bfloat16 took 90 ns up to 6 lines apart,
-// 140 from 7 on. So the next row is fetched by hand while this one is converted, line by line: all
-// at once at the start of a row fills the queue of misses, 115 ns. docs/internals/pad_copy.md.
+// its end. Short rows that lie further apart than that each begin with a cache miss, and their
+// distance is up to the allocator. So where a conversion writes fewer bytes than it reads, the next
+// row is fetched by hand, a line at a time, while this one is converted: about a fifth less time
+// for rows of 1 to 4 KB. Longer rows, wider outputs and plain copies gain nothing.
+// docs/internals/pad_copy.md.
 #include <algorithm>
 
 #include "checks.h"
@@ -31,7 +32,7 @@ constexpr int64_t kRow = 3;
 constexpr int64_t kMinPerThread = 32768;
 // Threads meet at whole cache lines of out: no line is written by two.
 constexpr int64_t kUnit = 64;
-// Of the next row; a longer one is a run by itself. Small beside the first cache.
+// Of a row beside which the next one is fetched; see Note [Rows begin cold].
 constexpr int64_t kAheadNbytes = 4096;
 // Rows that are looked at for the next one with a source: between two there is at most padding.
 constexpr int64_t kLookahead = 2;
@@ -49,36 +50,17 @@ struct Job {
   CopyTransposed copy_transposed;
 };
 
-// What is read after `row`, before `end`.
-struct Ahead {
-  const char* data;  // null: nothing, or not in order
-  int64_t numel;
-};
-
-Ahead ahead_of(const Job& job, int64_t row, int64_t end) {
+// What is read after `row`, before `end`; null: nothing, or not in order.
+const void* ahead_of(const Job& job, int64_t row, int64_t end) {
   for (int64_t next = row + 1; next <= row + kLookahead; ++next) {
     const int64_t* const seg = job.segs + next * kRow;
     if (seg[2] >= end) break;  // the sentinel at the latest
     const Source* const source = seg[0] < 0 ? nullptr : job.sources + seg[0];
     if (source == nullptr || source->numel == 0) continue;
     if (source->rows != 0) break;
-    return {static_cast<const char*>(source->data) + seg[1] * job.src_itemsize,
-            seg[kRow + 2] - seg[2]};
+    return static_cast<const char*>(source->data) + seg[1] * job.src_itemsize;
   }
-  return {nullptr, 0};
-}
-
-// Note [Rows begin cold]: the last part of a row goes with the first part of the next.
-void copy_row(const Job& job, const char* from, char* to, int64_t count, const Ahead& ahead) {
-  int64_t alone = count;
-  if (ahead.data != nullptr) {
-    const int64_t together = std::min({count, ahead.numel, kAheadNbytes / job.src_itemsize});
-    alone = (count - together) / kUnit * kUnit;
-  }
-  if (alone > 0) job.copy(from, to, alone, job.scale, nullptr);
-  if (alone < count)
-    job.copy(from + alone * job.src_itemsize, to + alone * job.out_itemsize, count - alone,
-             job.scale, ahead.data);
+  return nullptr;
 }
 
 void pack_range(const Job& job, int64_t begin, int64_t end) {
@@ -103,11 +85,14 @@ void pack_range(const Job& job, int64_t begin, int64_t end) {
       __builtin_memset(to, 0, count * job.out_itemsize);
     } else {
       const int64_t from = seg[1] + begin - seg[2];
-      if (source->rows != 0)
+      if (source->rows != 0) {
         job.copy_transposed(source->data, source->rows, source->cols, from, count, to, job.scale);
-      else
-        copy_row(job, static_cast<const char*>(source->data) + from * job.src_itemsize, to, count,
-                 ahead_of(job, row, end));
+      } else {
+        const bool fetches =
+            job.out_itemsize < job.src_itemsize && count * job.src_itemsize <= kAheadNbytes;
+        job.copy(static_cast<const char*>(source->data) + from * job.src_itemsize, to, count,
+                 job.scale, fetches ? ahead_of(job, row, end) : nullptr);
+      }
     }
     begin = stop;
   }

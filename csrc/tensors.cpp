@@ -17,16 +17,7 @@ TensorList::~TensorList() {
   const bool python = PyGILState_Ensure != nullptr && Py_IsInitialized();
   const int state = python ? PyGILState_Ensure() : 0;
   copies.clear();
-  // Handles lie where the allocator had room, and packing has driven them and what they point at
-  // out of the near caches. A handle is the address of a torch::Tensor, whose one member is the
-  // address of its reference count; were it not, useless lines would be fetched and nothing else
-  // happen.
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (i + 24 < tensors.size()) __builtin_prefetch(tensors[i + 24].get(), 1);
-    if (i + 12 < tensors.size())
-      __builtin_prefetch(*reinterpret_cast<void* const*>(tensors[i + 12].get()), 1);
-    tensors[i].reset();
-  }
+  tensors.clear();
   torch_delete_list(list_);
   if (python) PyGILState_Release(state);
 }

@@ -29,9 +29,8 @@ class Handle {
   Handle(Handle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
-  ~Handle() { reset(); }
-  void reset() {
-    if (handle_ != nullptr) aoti_torch_delete_tensor_object(std::exchange(handle_, nullptr));
+  ~Handle() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
   }
   AtenTensorHandle get() const { return handle_; }
 
