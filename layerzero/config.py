@@ -27,9 +27,10 @@ ReshardAfterForward = bool | Literal["compute_shard"]
 class BackwardPrefetch(enum.Enum):
     """When the next unit of the backward pass is gathered.
 
-    BACKWARD_PRE: before the current unit's gradients are computed, so that the gather overlaps
-    with them; one more full unit is resident. BACKWARD_POST: after they were handed to the
-    reduction, so that the gather overlaps with that alone; less memory.
+    BACKWARD_PRE: before the current unit's gradients are computed, so that the all-gather overlaps
+    with that; one more full unit is resident. BACKWARD_POST: once they are computed and the unit is
+    freed, but before their reduction starts, so that the next unit does not wait for the reduction;
+    less memory. None: when the next unit needs it, after the reduction before it.
     """
 
     BACKWARD_PRE = "backward_pre"

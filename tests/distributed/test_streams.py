@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, pregather, units
 from layerzero.comm.streams import DeviceStream, Streams, _OnStream
 from layerzero.runtime.context import RuntimeContext
+from layerzero.runtime.reducer import GradientReducer
+from layerzero.runtime.unit import Unit
 from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
@@ -291,6 +293,44 @@ def _blocks_host() -> list[str]:
 def test_no_operation_of_a_step_blocks_the_host() -> None:
     """`item()` at the end is the test's own: it proves that the device reports host waits."""
     assert run_ranks(2, _blocks_host) == [["_local_scalar_dense"]] * 2
+
+
+def _waits_for_the_reduction_before(mode: BackwardPrefetch | None) -> list[bool]:
+    """For each block in backward, whether it waits for the reduction that was queued last."""
+    waits: list[bool] = []
+    last = 0
+    with simulated_device() as device:
+        model = wrapped(backward_prefetch=mode)
+        train(model, 2, torch.optim.SGD)
+        loss = model(torch.randn(3, WIDTH)).sum()
+        reduce, show = GradientReducer.reduce, Unit.show_unsharded
+
+        def reducing(reducer: GradientReducer, unit: Unit) -> None:
+            nonlocal last
+            reduce(reducer, unit)
+            last = device.queued_collectives
+
+        def showing(unit: Unit) -> None:
+            show(unit)
+            if last and unit.fqn:
+                waits.append(device.collectives_before_compute >= last)
+
+        with (
+            mock.patch.object(GradientReducer, "reduce", reducing),
+            mock.patch.object(Unit, "show_unsharded", showing),
+        ):
+            loss.backward()
+    return waits
+
+
+@pytest.mark.parametrize(
+    ("mode", "waits"),
+    [(None, True), (BackwardPrefetch.BACKWARD_PRE, False), (BackwardPrefetch.BACKWARD_POST, False)],
+    ids=["on demand", "pre", "post"],
+)
+def test_a_prefetched_unit_does_not_wait_for_the_reduction_before_it(mode, waits: bool) -> None:
+    for found in run_ranks(2, _waits_for_the_reduction_before, mode):
+        assert len(found) >= 2 and set(found) == {waits}
 
 
 def _host_waits(wait: bool) -> int:

@@ -154,6 +154,16 @@ class SimulatedDevice(TorchDispatchMode):
         self._freed_last: dict[int, dict[int, str]] = {}
         self._is_paused = False
 
+    @property
+    def queued_collectives(self) -> int:
+        """How many actions were queued on the backend's stream."""
+        return self._comm.clock[self._comm.id]
+
+    @property
+    def collectives_before_compute(self) -> int:
+        """How many of them compute waits for before what is queued on it next."""
+        return self._compute.clock.get(self._comm.id, 0)
+
     # The device module -----------------------------------------------------------------------
 
     def Stream(self, device: object = None) -> Stream:
