@@ -151,9 +151,7 @@ class ZeRO3(ModuleWrapper):
         root = build(plan, topology, arguments)
         self._become(module, root)
         self.__dict__["_given"] = given
-        self.__dict__["_kept_whole"] = [
-            parameter for parameter in module.parameters() if get_info(parameter) is None
-        ]
+        self.__dict__["_kept_whole"] = [p for p in module.parameters() if get_info(p) is None]
         advice.warn(module, arguments, plan, topology.placement)
         guard_saving(module)
         log_units(module, root, topology.placement.is_first)

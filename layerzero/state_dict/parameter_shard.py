@@ -221,4 +221,11 @@ def _is_whole_for(shard: Any, value: Any) -> bool:
 
 
 # A rank may torch.save its own state dict, and load it with weights_only.
-torch.serialization.add_safe_globals([ParameterShard, Extent])
+torch.serialization.add_safe_globals(
+    [
+        *(ParameterShard, Extent),
+        # As files of version 0.1 call them.
+        (ParameterShard, "layerzero.checkpoint.parameter_shard.ParameterShard"),
+        (Extent, "layerzero.checkpoint.runs.Extent"),
+    ]
+)
