@@ -129,8 +129,9 @@ def draw(step: Step, path: Path) -> None:
             edgecolor="white",
         )
         if bar.end - bar.start > 0.02 * step.end:
-            middle = (bar.start + bar.end) / 2
-            axes.text(middle, y, bar.unit, ha="center", va="center", color="white", fontsize=9)
+            # At the left end, which no later bar of the row covers.
+            left = bar.start + 0.004 * step.end
+            axes.text(left, y, bar.unit, ha="left", va="center", color="white", fontsize=9)
     axes.axvline(step.forward_end, color="0.4", linewidth=0.8, linestyle="--")
     axes.text(step.forward_end / 2, 2.45, "forward", ha="center", va="bottom", fontsize=9)
     middle = (step.forward_end + step.end) / 2
