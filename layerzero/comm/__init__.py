@@ -1,1 +1,1 @@
-"""How bytes move: stateless verbs on 1-D tensors, and the streams they run on."""
+"""How bytes move: collectives on 1-D tensors, the streams they run on, and what detects hangs."""

@@ -1,19 +1,19 @@
 """The collectives of the engine: all-gather, reduce-scatter and small exchanges on 1-D tensors.
 
-Each verb knows which call serves a backend best. On gloo, where every rank pair has its own
-connection, the point-to-point calls move the same bytes straight between the final places, and
-the sum of a reduction is ours: benchmarks/bench_collectives.py measures both against gloo's own.
+Each verb uses the call that suits the backend. On gloo every pair of ranks has its own connection,
+so point-to-point messages go directly from source to destination buffers, and the engine sums a
+reduction itself; benchmarks/bench_collectives.py compares both with gloo's own collectives.
 
 Note [A message carries its name]
-    Point-to-point messages match by tag, and the tag is a hash of the operation, the unit, the
-    size, the operation's number in this model, and the model's number on the group. Ranks that
-    issue different operations never exchange bytes: they wait, a `Lookout` finds out that they
-    parted, and the error says who waits for what. Without this, two gathers of equal size in
-    swapped order would silently mix the weights of two units, and of unequal size would abort the
-    process inside gloo.
+    Point-to-point messages match by tag. The tag is a hash of the verb, the unit, the operation's
+    number in this model, the size, and the model's number on the group. Ranks that issue different
+    operations therefore never exchange bytes: they wait, a `Lookout` detects that their paths
+    differ, and the error says which rank waits for what. Without the tag, two gathers in swapped
+    order would silently mix the weights of two units if their sizes are equal, and would abort the
+    process inside gloo if they are not.
 
 Note [Rank order]
-    Sums are taken in rank order, in float32 at least, so they do not depend on who arrives first.
+    Parts are added in rank order, in float32 at least, so a sum does not depend on arrival order.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from layerzero.core.groups import ShardGroup
 from layerzero.ops import ordered_sum_
 
 _AVERAGING_BACKENDS = ("nccl", "fake")
-# Methods of the process group, since torch 2.13 under the first name. What the functions of
-# torch.distributed put around them (checks, complex views, coalescing) takes longer than the rest
-# of what the host does for a gather.
+# Methods of the process group; torch 2.13 introduced the first name of each pair. They are called
+# directly because the wrappers in torch.distributed (checks, complex views, coalescing) cost more
+# host time than the rest of a gather.
 _HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _HAS_SINGLE else "_allgather_base"
 _REDUCE_SCATTER = "reduce_scatter_single" if _HAS_SINGLE else "_reduce_scatter_base"
@@ -50,38 +50,39 @@ class Operation(NamedTuple):
     unit: str
     number: int
     watchdog: Watchdog | None = None
-    """Where messages carry no name."""
+    """Set where messages carry no name (`messages_carry_names`)."""
     lookout: Lookout | None = None
-    """Where they do."""
+    """Set in a model whose messages carry names, except for tensor-parallel collectives."""
     model: int = 0
-    """Number of the model on the group; 0: of no model, or on a group that it was not made for."""
+    """Number of the model on the group; 0 outside a model, and on groups it was not counted on."""
 
     def __str__(self) -> str:
         return f"{self.verb} of {self.unit} (#{self.number})"
 
     def tag(self, nbytes: int) -> int:
-        """See Note [A message carries its name]; non-negative and apart from small user tags."""
+        """See Note [A message carries its name]. In [2**30, 2**31), clear of small user tags."""
         name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}/{self.model}"
         return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
 
 
 class Pending:
-    """A collective under way."""
+    """Handle of a collective in flight."""
 
     peer: int
-    """Rank in the group whose message is waited for now; -1: all, or nobody yet."""
+    """Group rank of the peer whose message is awaited now; -1: all of them, or none yet."""
     num_looks: int
-    """How often a lookout has met it."""
+    """Number of times a lookout has found it waiting."""
 
     def __init__(self, operation: Operation, group: ShardGroup, nbytes: int = 0) -> None:
-        """`nbytes` of the whole tensor, or of a message that carries a name: for comparisons."""
+        """`nbytes`: size of the whole tensor, or of each message if messages carry names. Ranks
+        compare it."""
         self.operation = operation
         self.group = group
         self.nbytes = nbytes
         self.peer = -1
         self.num_looks = 0
         self.works: Sequence[tuple[dist.Work, int]] | None = None
-        """Each handle with the peer's rank in the group, or -1: all; None until issued."""
+        """Each work with its peer's group rank (-1: all); None until issued."""
         self._finish: Callable[[], object] | None = None
         watchdog = operation.watchdog
         self._reached_event: Event = None if watchdog is None else watchdog.record_event()
@@ -97,27 +98,27 @@ class Pending:
 
     @property
     def is_reached(self) -> bool:
-        """Whether this rank has come as far, and can only wait for others."""
+        """Whether this rank's stream has reached the collective, and waits only for peers."""
         return self._reached_event is None or bool(self._reached_event.query())
 
     @property
     def is_done(self) -> bool:
-        """Whether the device, or the backend on CPU, is past the collective."""
+        """Whether the device (on CPU, the backend) has completed the collective."""
         if self._done_event is not None:
             return bool(self._done_event.query())
         works = self.works
         return works is not None and all(work.is_completed() for work, _ in works)
 
     def then(self, finish: Callable[[], object]) -> None:
-        """Run `finish` once the data is there, in the first `wait`."""
+        """Run `finish` in the first `wait`, once the data has arrived."""
         self._finish = finish
 
     def wait(self) -> None:
-        """Return when the result is there and no peer reads this rank's buffers any more.
+        """Block until the result has arrived and no peer reads this rank's buffers any more.
 
-        On a device with streams: when what comes next is ordered after that. Both, because gloo
-        forgets a message whose handle is gone: a rank that has all it needs and drops the model,
-        or ends, would leave its peers waiting.
+        On a device with streams, order the current stream after that instead of blocking. Sends
+        are awaited as well as receives because gloo drops a message whose handle is gone: a rank
+        that has all it needs and exits, or drops the model, would leave its peers waiting.
 
         Raises:
             CollectiveError: a peer is dead, or did not take part within the timeout.
@@ -149,7 +150,7 @@ class Pending:
                 lookout.waiting.discard(self)
 
     def diagnose(self, error: RuntimeError) -> CollectiveError:
-        """Make the error for a failed message of `peer`. Blocks for some seconds."""
+        """Make the error for a failed exchange with `peer`. Blocks the host for some seconds."""
         lookout = self.operation.lookout
         ask = None if lookout is None else lookout.ask
         return diagnose(str(self.operation), self.group, self.peer, error, ask)
@@ -162,8 +163,8 @@ def all_gather(
 
     Args:
         full: [group_size * shard_numel]; written.
-        shard: [shard_numel] of the same dtype; may be this rank's slice of `full`. Must not
-            change until the returned handle was waited for.
+        shard: [shard_numel] in the same dtype; may be this rank's slice of `full`. Must not
+            change before `wait()` of the returned handle.
     """
     numel = shard.numel()
     if not messages_carry_names(group, shard.device):
@@ -187,15 +188,15 @@ def reduce_scatter(
     """Sum chunk r of every rank's `chunks` on rank r. Collective; does not block the host.
 
     Args:
-        chunks: [group_size * chunk_numel] in the dtype that travels; must not change until the
-            handle was waited for.
+        chunks: [group_size * chunk_numel] in the dtype that is sent; must not change before
+            `wait()` of the returned handle, and may be overwritten.
         scale: factor on the sum (1 / group_size makes a mean).
-        deterministic: sum in rank order in float32 on every backend; gloo always does.
-        order: rank r is given chunk order[r] instead of r; deterministic sums only.
+        deterministic: sum in rank order, in float32 at least, on every backend; gloo always does.
+        order: rank r receives chunk order[r] instead of r; used only where the engine sums.
 
     Returns:
-        ([chunk_numel] scaled sum, valid once the handle was waited for, and the handle). The sum
-        is float32 (float64 for float64) where the engine sums, else in the dtype that travels.
+        ([chunk_numel] scaled sum, valid after `wait()` of the handle; the handle). The sum is
+        float32 (float64 for float64) where the engine sums, else in the dtype that is sent.
     """
     chunk_numel = chunks.numel() // group.size
     if not (messages_carry_names(group, chunks.device) or deterministic):
@@ -203,7 +204,7 @@ def reduce_scatter(
         if scale == 1.0 / group.size and group.backend in _AVERAGING_BACKENDS:
             op, scale = dist.ReduceOp.AVG, 1.0
         elif scale != 1.0 and chunks.dtype == torch.float16:
-            # The range of float16 is the narrowest: scale before the sum can overflow.
+            # Scale first: an unscaled sum may exceed the largest float16, 65504.
             chunks.mul_(scale)
             scale = 1.0
         summed = chunks.new_empty(chunk_numel)
@@ -216,7 +217,7 @@ def reduce_scatter(
     dtype = torch.promote_types(chunks.dtype, torch.float32)
     parts, pending = _all_to_all(chunks, group, operation, order)
     if dtype == chunks.dtype and messages_carry_names(group, chunks.device) and group.size > 1:
-        # The sum may take the place of the first part that came from elsewhere.
+        # The first received part is memory of ours in the right dtype: sum into it.
         summed = parts[0 if group.rank else 1]
     else:
         summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
@@ -225,7 +226,7 @@ def reduce_scatter(
 
 
 def flags_tensor(flags: Sequence[bool], device: torch.device) -> torch.Tensor:
-    """[len(flags)] uint8 on `device`, made without waiting for it."""
+    """[len(flags)] uint8 on `device`. Does not block the host."""
     if all(flags):
         return torch.ones(len(flags), dtype=torch.uint8, device=device)
     return torch.tensor(flags, dtype=torch.uint8).to(device, non_blocking=True)
@@ -237,14 +238,17 @@ def gather_flags(
     """Gather [N] uint8 from every rank. Collective over the group; does not block the host.
 
     Returns:
-        ([group_size, N] uint8, valid once the handle was waited for, and the handle).
+        ([group_size, N] uint8, valid after `wait()` of the handle; the handle).
     """
     table = flags.new_empty(group.size, flags.numel())
     return table, all_gather(table.view(-1), flags, group, operation)
 
 
 def gather_small(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
-    """Every rank's values: [group_size, *shape], in rank order. Collective; blocks on CPU."""
+    """Gather every rank's `tensor` as [group_size, *shape], in rank order.
+
+    Collective over the group; blocks the host on CPU.
+    """
     values = tensor.new_empty(group.size, *tensor.shape)
     all_gather(values.view(-1), tensor.reshape(-1), group, operation).wait()
     return values
@@ -253,7 +257,7 @@ def gather_small(tensor: torch.Tensor, group: ShardGroup, operation: Operation) 
 def broadcast(
     tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int = 0
 ) -> Pending:
-    """Copy a tensor of the group's rank `source` to all, in place. Collective; does not block."""
+    """Broadcast from group rank `source`, in place. Collective; does not block the host."""
     global_rank, process_group = group.ranks[source], group.process_group
     return _start(
         operation,
@@ -264,7 +268,7 @@ def broadcast(
 
 
 def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
-    """Copy a tensor of the group's first rank to all, in place. Collective; blocks on CPU."""
+    """Broadcast from the group's first rank, in place. Collective; blocks the host on CPU."""
     broadcast(tensor, group, operation).wait()
     return tensor
 
@@ -272,14 +276,15 @@ def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) ->
 def broadcast_from_first(
     tensor: torch.Tensor, groups: Sequence[ShardGroup], name: Callable[[ShardGroup], Operation]
 ) -> torch.Tensor:
-    """Copy what the first of all ranks along `groups` has to all, in place. Collective over each of
-    them; blocks on CPU.
+    """Broadcast from the first rank of all, one group after the other, in place.
+
+    Collective over each group; blocks the host on CPU.
 
     Args:
-        groups: inner first, as `Placement.groups`; together they lead from one rank to all.
-        name: the operation, for each group.
+        groups: inner first, as in `Placement.groups`; together they connect all ranks.
+        name: returns the operation for a group.
     """
-    # Outer first: then the first rank of every inner group has it.
+    # Outer first: afterwards the first rank of every inner group has the value.
     for group in reversed(groups):
         broadcast_(tensor, group, name(group))
     return tensor
@@ -288,7 +293,7 @@ def broadcast_from_first(
 def _all_to_all(
     chunks: torch.Tensor, group: ShardGroup, operation: Operation, order: Sequence[int] | None
 ) -> tuple[list[torch.Tensor], Pending]:
-    """Send chunk order[i] to rank i; returns what came from each rank, and the handle."""
+    """Send chunk order[i] to rank i; return the part from each rank, and the handle."""
     own = list(chunks.chunk(group.size))
     if order is not None:
         own = [own[place] for place in order]
@@ -316,14 +321,14 @@ def _exchange(
     group: ShardGroup,
     operation: Operation,
 ) -> Pending:
-    """Swap one tensor with each other rank, point to point; entry i belongs to rank i."""
+    """Exchange one tensor with every other rank, point to point; entry i belongs to rank i."""
     process_group = group.process_group
     receives, sends = [], []
     pending = Pending(operation, group, outgoing[0].nbytes)
     for step in range(1, group.size):
-        # Staggered, so that not every rank talks to rank 0 first. The send goes before the receive:
-        # a message of 4 MB then takes 2.0 to 2.4 ms instead of 3.7 to 3.9 on two ranks of one
-        # machine, measured with benchmarks/bench_collectives.py.
+        # Staggered, so that not every rank starts with rank 0. The send is posted before the
+        # receive: a 4 MB message between two ranks of one machine then takes 2.0 to 2.4 ms instead
+        # of 3.7 to 3.9 ms (benchmarks/bench_collectives.py).
         source = (group.rank - step) % group.size
         target = (group.rank + step) % group.size
         try:
@@ -342,14 +347,18 @@ def _exchange(
 
 
 def messages_carry_names(group: ShardGroup, device: torch.device) -> bool:
-    """See Note [A message carries its name]; elsewhere a `Watchdog` looks on."""
+    """See Note [A message carries its name]; on other backends a `Watchdog` compares ranks."""
     return group.backend == "gloo" and device.type == "cpu"
 
 
 def _start(
     operation: Operation, tensor: torch.Tensor, group: ShardGroup, issue: Callable[[], dist.Work]
 ) -> Pending:
-    """Issue a call of the backend's own on `tensor`; a peer may be known to be dead already."""
+    """Issue one of the backend's own collectives on `tensor`, which the watchdog then watches.
+
+    Raises:
+        CollectiveError: the call failed at once, for example because a peer is dead already.
+    """
     pending = Pending(operation, group, tensor.nbytes)
     if operation.watchdog is not None:
         operation.watchdog.watch(pending)

@@ -1,8 +1,8 @@
-"""When a collective fails: ask every rank what it waits for, and say it in one error.
+"""Turns a failed collective into one error that lists what every rank waits for.
 
-Each rank that fails leaves a line in the store the process group was made with, and reads for a few
-seconds those of its group, and of whoever they wait for in other groups. A rank that left none is
-dead, stopped, or busy outside the engine.
+Each failing rank publishes a report in the store of the default process group. For a few seconds it
+reads the reports of its group's ranks, and of the ranks in other groups that those wait for. A rank
+without a report is dead, stopped, or busy outside the engine.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from layerzero.comm.run_names import known_runs
 from layerzero.core.groups import ShardGroup
 
 REPORT_SECONDS = 5.0
-"""How long a failing rank waits for the reports of others."""
+"""Seconds that a failing rank waits for the reports of others."""
 _BEGAN = time.time()
-"""A rank that knows no run yet believes no report from before its process."""
+"""Start of this process. A rank that has no run name yet ignores reports older than this."""
 
 
 class CollectiveError(RuntimeError):
@@ -36,12 +36,12 @@ def diagnose(
     error: BaseException,
     ask: Callable[[], str | None] | None = None,
 ) -> CollectiveError:
-    """Make the error for a failed wait. Blocks for at most a little over `REPORT_SECONDS`.
+    """Make the error for a failed wait. Blocks the host for at most 2 s over `REPORT_SECONDS`.
 
     Args:
         operation: such as "all-gather of layers.3 (#42)".
-        peer: rank in the group that did not answer; -1 when the backend does not tell.
-        ask: returns where ranks parted, if that is known; may block.
+        peer: group rank of the peer that did not answer; -1 if the backend does not say.
+        ask: returns where the ranks' paths diverged, None if that is not known; may block.
     """
     rank = group.ranks[group.rank]
     waits_for = "the group" if peer < 0 else f"rank {group.ranks[peer]}"
@@ -52,7 +52,8 @@ def diagnose(
         verdict.append(None if ask is None else ask())
         reports.exchange()
 
-    # A thread of its own: the store itself may live on the rank that died or stopped.
+    # On a separate thread, joined with a timeout: the store may be served by the rank that died,
+    # and then a call on it does not return.
     asker = threading.Thread(target=exchange, daemon=True)
     asker.start()
     asker.join(REPORT_SECONDS + 2.0)
@@ -91,11 +92,11 @@ def _table(asked: list[int], reports: dict[int, str], have_parted: bool) -> str:
 
 
 class _Reports:
-    """What this rank waits for, and what others say that they wait for."""
+    """What this rank waits for, and what the other ranks reported."""
 
     def __init__(self, text: str, group: ShardGroup, peer: int) -> None:
         self.asked = list(group.ranks)
-        """Global ranks, in the order of the table."""
+        """Global ranks whose reports are read, in the order of the error's table."""
         self._own = group.ranks[group.rank]
         self.texts = {self._own: text}
         self._waits_for = None if peer < 0 else group.ranks[peer]
@@ -105,7 +106,7 @@ class _Reports:
             self._oldest = max(self._oldest, _BEGAN)
 
     def exchange(self) -> None:
-        """Leave the own report, and collect others for a while."""
+        """Publish the own report, and collect others for up to `REPORT_SECONDS`."""
         now = time.time()
         report = {
             "time": now,
@@ -127,13 +128,13 @@ class _Reports:
             self.texts[self._own] += f" (no reports: {error})"
 
     def _take(self, rank: int, report: dict[str, Any]) -> None:
-        """Believe a report of this run: see model_numbers.py."""
+        """Accept a report if it is of this run (model_numbers.py) and recent."""
         runs = set(report.get("runs", ()))
-        # A rank that failed before it had a model knows no run.
+        # A rank that failed before it wrapped a model has no run name; accept its report.
         is_of_this_run = not runs or not self._runs or runs & self._runs
         if report["time"] < self._oldest or not is_of_this_run:
             return
         self.texts[rank] = report["text"]
-        self._runs |= runs  # of groups that this rank is not in
+        self._runs |= runs  # Includes names of groups that this rank is not in.
         if report["waits_for"] not in (None, *self.asked):
             self.asked.append(report["waits_for"])

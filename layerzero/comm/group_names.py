@@ -1,9 +1,9 @@
-"""New process groups get the same name on all their ranks.
+"""Makes ranks agree on the names that torch gives to new process groups.
 
-torch names a group that its members alone make (`use_local_synchronization=True`) after its ranks
-and after how many groups the one that makes it knows. Whoever made a group for some ranks only, as
-for a pipeline's first and last stage, left ranks that know different numbers: they would wait for
-each other under different names until the timeout.
+torch derives the name of a group that only its members create (`use_local_synchronization=True`)
+from its ranks and from the number of groups that the creating process has. After a group was made
+on some ranks only, as for the first and last stage of a pipeline, these numbers differ: ranks would
+wait for each other under different names until the timeout.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from layerzero.core.groups import ShardGroup
 
 
 def agree_on_group_names(groups: Sequence[ShardGroup], device: torch.device) -> None:
-    """Have ranks name the groups alike that they make next. Collective over `groups`, in order.
+    """Give the next group that ranks create the same name on all of them.
 
-    A rank that knows fewer groups than another makes groups of its own, of one rank, up to that
-    number.
+    Collective over `groups`, in order. A rank that has fewer groups than another creates
+    single-rank groups until the numbers match.
 
     Args:
-        groups: that lead from each rank to all others; of a grid of ranks, one along each axis.
-        device: that the backend of all of them serves.
+        groups: groups that together connect all ranks: of a grid of ranks, one along each axis.
+        device: a device that all their backends serve.
 
     Raises:
-        CollectiveError: a rank did not come.
+        CollectiveError: a rank did not take part within the timeout.
     """
     number = torch.tensor([_num_known_groups()], device=device)
     for group in groups:
@@ -45,5 +45,5 @@ def agree_on_group_names(groups: Sequence[ShardGroup], device: torch.device) -> 
 
 
 def _num_known_groups() -> int:
-    """What torch puts into the names; it has no public way to ask."""
+    """The number that torch puts into the names; there is no public way to read it."""
     return len(dist.distributed_c10d._world.pg_names)

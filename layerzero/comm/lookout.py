@@ -1,19 +1,19 @@
-"""Lookout: finds out that ranks parted, where each waits for a message that will never come.
+"""Lookout: detects on gloo, before the timeout, that ranks took different paths and will hang.
 
 On gloo every message carries its name (Note [A message carries its name] in collectives.py), so
-ranks that took different paths wait for each other until the timeout. Long before that they can
-know: collectives of a model are numbered, and whoever has used number 15 for a gather of blocks.2
-will never answer a gather of blocks.1 (#15). So a thread on each rank looks on, about twice a
-second, and does nothing unless a wait has lasted since its last look. Then it leaves a note of what
-this rank has issued in torch's store, and reads those of the ranks waited for.
+ranks that took different paths would wait for each other until the timeout. The mismatch can be
+proven earlier: a model's collectives are numbered, and a rank that used number 15 for a gather of
+blocks.2 will never answer a gather of blocks.1 (#15). A thread on each rank checks about twice a
+second, and does nothing unless a wait has lasted since its previous check. Then it publishes in
+torch's store which collectives this rank has issued, and reads what the awaited ranks published.
 
-Only what cannot change any more is an alarm. A rank that is slow, or that waits elsewhere, has not
-used the number yet, and is waited for until the timeout.
+Only proof raises the alarm. A rank that is slow, or that waits elsewhere, has not used the number
+yet; the others wait for it until the timeout.
 
 Note [Waits are broken by breaking the connection]
     torch has no call that ends a wait on gloo. A receive that times out closes all connections of
-    its group, so the thread posts one that times out at once. They are unusable after a failure in
-    any case.
+    its group, so the thread posts one that times out at once. After a failure the connections are
+    unusable in any case.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from layerzero.core.groups import ShardGroup
 
 PAUSE_S = 0.5
 _HISTORY = 1024
-"""Collectives a rank remembers: about how far ranks may drift apart and still be compared."""
+"""Collectives a rank remembers; ranks further apart than about this cannot be compared."""
 _TAG = 0x3FFFFFFF
-"""Below all tags of the engine's messages."""
+"""Tag of the receive in `_break`; below all tags of the engine's messages, so nothing matches."""
 
 _logger = logging.getLogger(__name__)
 
@@ -47,33 +47,33 @@ class Waiting(Protocol):
 
     group: ShardGroup
     nbytes: int
-    """Of each message."""
+    """Size of each message."""
     peer: int
-    """Rank in the group whose message is waited for now; -1: all."""
+    """Group rank of the peer whose message is awaited now; -1: all."""
     num_looks: int
-    """How often the lookout has met it, from 0."""
+    """Number of times the lookout has found it waiting; starts at 0."""
 
     @property
     def number(self) -> int:
-        """Of the operation."""
+        """Number of the operation within the model."""
 
     @property
     def name(self) -> str:
-        """Of the operation; the same on every rank."""
+        """Name of the operation; the same on every rank."""
 
 
 class Lookout:
     """Watches the waits of one model on gloo."""
 
     issued: deque[tuple[int, str, str]]
-    """Number, verb and unit of each collective, in order; those of all groups."""
+    """(number, verb, unit) of the latest collectives of the model, on all its groups, in order."""
     waiting: set[Waiting]
-    """What threads of this rank wait for."""
+    """Collectives that threads of this rank wait for now."""
     verdict: str | None
-    """Once ranks parted: which, and where; nothing is waited for any more."""
+    """Which ranks took different paths, and at which operation; once set, all waits are broken."""
 
     def __init__(self, places: Mapping[dist.ProcessGroup, str]) -> None:
-        """`places`: under which name this model is known on each of its groups."""
+        """`places`: prefix of this model's notes in the store, for each group (`ModelNumber`)."""
         self.issued = deque(maxlen=_HISTORY)
         self.waiting = set()
         self.verdict = None
@@ -83,13 +83,13 @@ class Lookout:
         self._thread: threading.Thread | None = None
 
     def begin_wait(self, collective: Waiting) -> None:
-        """A thread is about to wait. Cheap: all else is the looking thread's work."""
+        """Register a wait that is about to begin. Cheap: the lookout's thread does the rest."""
         self.waiting.add(collective)
         if self._thread is None:
             self._thread = look_on(self, _look, PAUSE_S, "layerzero-lookout")
 
     def look(self) -> None:
-        """What the thread does between pauses."""
+        """Check the current waits once; called by the thread after each pause."""
         if self.verdict is None:
             long = []
             for collective in self.waiting.copy():
@@ -104,7 +104,7 @@ class Lookout:
                 _break(collective)
 
     def ask(self) -> str | None:
-        """The verdict, also one that this rank has not heard of. For a rank whose wait failed."""
+        """Return the verdict, read from the store if need be; called after a wait failed."""
         if self.verdict is None:
             try:
                 store = self._open()
@@ -127,7 +127,7 @@ class Lookout:
                 for collective in long:
                     self._compare(store, collective)
         except (RuntimeError, ValueError) as error:
-            # The store is gone, with the rank that keeps it.
+            # The store is gone, with the rank that serves it.
             _logger.debug("waits are not compared between ranks: %s", error)
 
     def _publish(self, store: dist.Store, long: list[Waiting]) -> None:
@@ -163,13 +163,13 @@ class Lookout:
                 return
 
     def _difference(self, collective: Waiting, rank: int, note: dict[str, Any]) -> str | None:
-        """Why `collective` will never get its message from `rank`; None if it still may."""
+        """Why `rank` will never send the message of `collective`; None if it still may."""
         number = str(collective.number)
         own = {str(n): f"{verb} of {unit}" for n, verb, unit in tuple(self.issued)}
         theirs: dict[str, str] = note["issued"]
         here = dist.get_rank()
         if number in own and number in theirs and own[number] != theirs[number]:
-            # They may have parted before: in operations that they have with others.
+            # This rank and `rank` may have diverged earlier, in operations with other ranks.
             first = next(n for n in own if n in theirs and own[n] != theirs[n])
             (one, went), (other, other_went) = sorted([(here, own[first]), (rank, theirs[first])])
             return (
@@ -185,7 +185,7 @@ class Lookout:
         return None
 
     def _read_verdict(self, store: dist.Store) -> None:
-        """Take the verdict of any group, and hand it on to all the model's."""
+        """Take the verdict that some rank published on one group; copy it to all the model's."""
         keys = [f"{place}/parted" for place in self._places.values()]
         for key in keys:
             if store.check([key]):

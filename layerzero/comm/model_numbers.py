@@ -1,9 +1,9 @@
-"""Sequence numbers of models on a process group, under a name that no earlier run had.
+"""Numbers the models on a process group, and names each run so that old notes are ignored.
 
-Ranks leave notes for each other in torch's store (diagnosis.py, watchdog.py, lookout.py). That
-store may outlive a run, as when an elastic launcher starts the ranks again, and then it still has
-the notes of the run before. So the ranks of a group agree on a random name once, and notes that
-were not left under it are not read.
+Ranks exchange notes through torch's store (diagnosis.py, watchdog.py, lookout.py). That store may
+outlive a run, for example when an elastic launcher restarts the ranks, and then it still holds the
+notes of the previous run. So the ranks of a group agree once on a random run name, and only read
+notes under that name.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from layerzero.core.groups import ShardGroup
 
 
 class ModelNumber(NamedTuple):
-    """One model on one process group; the same on all ranks of the group."""
+    """Identifies one model on one process group; the same on all ranks of the group."""
 
     run: str
-    """Of the group, in this run."""
+    """Random name of the run, one for each group."""
     number: int
-    """Models are counted from 1, in the order in which they were wrapped."""
+    """Number of the model, counted from 1 in the order of wrapping."""
 
     @property
     def place(self) -> str:
-        """Of this model's notes in the store."""
+        """Prefix of this model's notes in the store."""
         return f"{self.run}/{self.number}"
 
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, ModelNumber] = WeakKeyDictionary()
-"""Of the last model on each group."""
+"""Number of the last model on each group."""
 
 
 def number_model(
@@ -45,7 +45,7 @@ def number_model(
     """Count one more model on each of its groups. Collective over a group the first time.
 
     Raises:
-        CollectiveError: a rank did not come.
+        CollectiveError: a rank did not take part within the timeout.
     """
     numbers: dict[dist.ProcessGroup, ModelNumber] = {}
     for group in groups:
@@ -63,7 +63,7 @@ def number_model(
 
 
 def _agree_on_run(group: ShardGroup, device: torch.device) -> str:
-    # Not from torch's generator, whose numbers are the user's.
+    # Not from torch's generator: that would change the user's random numbers.
     own = torch.tensor([secrets.randbits(62)], device=device)
     numbers = gather_small(own, group, Operation("agreement", "the name of this run", 0))
     return f"{numbers.max().item():x}"

@@ -1,4 +1,4 @@
-"""Names of the runs that this process takes part in, and torch's store, where notes are left."""
+"""Names of this process's runs, one per process group, and its connection to torch's store."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ _runs: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def remember_run(group: dist.ProcessGroup, run: str) -> None:
-    """The ranks of a group agreed on a name (model_numbers.py)."""
+    """Record the run name that the ranks of `group` agreed on (model_numbers.py)."""
     _runs[group] = run
 
 
 def known_runs() -> set[str]:
-    """Of all groups that are still there."""
+    """Run names of all groups that still exist."""
     return set(_runs.values())
 
 
 def own_connection() -> dist.Store:
-    """The default group's store, so that what a thread asks does not hold up the main one.
+    """A new connection to the default group's store, so that a thread's request does not hold up
+    the main thread's.
 
     Raises:
-        RuntimeError, ValueError: there is none.
+        RuntimeError, ValueError: there is no default group, or its store cannot be cloned.
     """
     store = dist.distributed_c10d._get_default_store()
     return store.clone()  # type: ignore[attr-defined]

@@ -1,14 +1,14 @@
-"""Streams: the one place that knows whether a device has any.
+"""Streams and events behind one interface, for devices that have them and for the CPU.
 
 On a device with streams a `CommStream` is a side stream: work is queued on it, an `Event` is one of
-torch's, and waiting for one orders streams without blocking the host. On CPU a `CommStream` runs
-its work at once on the host, and what overlaps with compute is the collective itself, through its
-asynchronous handle; events are None, because the host is in order already.
+torch's, and waiting for an event orders streams without blocking the host. On CPU a `CommStream`
+runs its work at once on the host, so only the collectives themselves, which are asynchronous,
+overlap with compute; events are None, because the host runs in order.
 
-The reduce stream of gloo on CPU has a thread besides. It finishes reductions as soon as their data
-is there: it sums, and frees the buffers that only the exchange needed, which would otherwise wait
-until the next unit is done. An all-gather ahead in backward starts after them, so that its buffer
-takes their place in memory.
+On CPU with gloo the reduce stream also has a thread. It finishes each reduction as soon as its data
+has arrived: it sums, and frees the buffers that only the exchange needed. Otherwise they would stay
+until the next unit's backward is done. An all-gather prefetched in backward starts after the
+pending reductions, so that its buffer can reuse their memory.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Event = Any
 
 
 class Waitable(Protocol):
-    """A collective under way."""
+    """Handle of work in flight, such as a collective."""
 
     def wait(self) -> None:
-        """Order what comes next on the compute stream after the collective and its buffers' use."""
+        """Order the current stream after the work and its use of buffers; on CPU, block."""
 
 
 ChainedCollectives = Callable[[Callable[[], None]], None]
@@ -39,7 +39,7 @@ collective has finished reading its input."""
 
 
 class _Done:
-    """What there is to wait for where the host is in order."""
+    """Handle of work that the host has already finished."""
 
     def wait(self) -> None:
         return None
@@ -49,7 +49,7 @@ _DONE = _Done()
 
 
 class InlineStream:
-    """For a device without streams: work runs at once, in host order."""
+    """The stream of a device that has none: work runs at once, in host order."""
 
     def __enter__(self) -> InlineStream:
         return self
@@ -66,30 +66,33 @@ class InlineStream:
     def enqueue_wait(
         self, pending: Waitable, on_done: Callable[[], None] | None = None
     ) -> Waitable:
-        """The collective runs by itself; whoever needs the result waits for it."""
+        """Return `pending` itself, to be waited for by its user. `on_done` is not called."""
         return pending
 
     def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective once those that were enqueued before are finished."""
+        """Start a collective at once; a `FinishingStream` finishes its pending work first."""
         return issue()
 
     def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective that needs the result of `first`, which was enqueued here."""
+        """Start a collective that needs the result of `first`. Blocks the host until that is done.
+
+        `first` was enqueued on this stream.
+        """
         first.wait()
         return issue()
 
     def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
-        """Run dependent collectives; see `ChainedCollectives`."""
+        """Run dependent collectives; see `ChainedCollectives`. Blocks the host."""
         collectives(input_done)
         return _DONE
 
     def drain_handle(self) -> Waitable:
-        """To wait for all that was queued on the stream."""
+        """Handle for all work queued on the stream so far; here it has all run."""
         return _DONE
 
 
 class ChainingStream(InlineStream):
-    """An inline stream with a thread, for collectives that start when another one is done."""
+    """An inline stream with a thread, which starts a collective once another is done."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_OnThread | None] = queue.SimpleQueue()
@@ -97,7 +100,7 @@ class ChainingStream(InlineStream):
         self._thread: threading.Thread | None = None
 
     def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
-        """Let the thread wait for `first`, and start the other."""
+        """Let the thread wait for `first`, then start the other. Does not block the host."""
 
         def chained() -> Waitable:
             first.wait()
@@ -107,7 +110,7 @@ class ChainingStream(InlineStream):
 
     def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
         if self._thread is None:
-            # A daemon: waiting for a dead peer must not keep the process from ending.
+            # A daemon: a thread that waits for a dead peer must not keep the process from exiting.
             self._thread = threading.Thread(
                 target=_run_all, args=(self._queue,), name="layerzero-stream", daemon=True
             )
@@ -124,7 +127,7 @@ class FinishingStream(ChainingStream):
     def enqueue_wait(
         self, pending: Waitable, on_done: Callable[[], None] | None = None
     ) -> Waitable:
-        """Let the thread wait for the collective and call `on_done`."""
+        """Let the thread wait for the collective, then call `on_done`. Does not block the host."""
 
         def finish() -> None:
             pending.wait()
@@ -134,16 +137,16 @@ class FinishingStream(ChainingStream):
         return self._enqueue(finish)
 
     def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective once those that were enqueued before are finished."""
+        """Start a collective once all work enqueued on this stream so far is finished."""
         return issue() if self._last is None or self._last.is_done else self._enqueue(issue)
 
     def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
-        """Let the thread run them."""
+        """Let the thread run the collectives. Does not block the host."""
         return self._enqueue(lambda: collectives(input_done))
 
 
 class _OnThread:
-    """Work for the stream's thread, which may start a collective to wait for in turn."""
+    """Work for the stream's thread; may start a collective, which `wait` then waits for as well."""
 
     def __init__(self, work: Callable[[], Waitable | None], thread: threading.Thread) -> None:
         self._work: Callable[[], Waitable | None] | None = work
@@ -157,7 +160,7 @@ class _OnThread:
         return self._has_run.is_set()
 
     def run(self) -> None:
-        """The thread's part; an error waits for whoever waits."""
+        """Do the work, on the stream's thread; `wait` raises its error."""
         try:
             assert self._work is not None, "runs once"
             self._started = self._work()
@@ -183,7 +186,7 @@ class _OnThread:
 def _run_all(work: queue.SimpleQueue[_OnThread | None]) -> None:
     while (item := work.get()) is not None:
         item.run()
-        del item  # or its result would live until the next one
+        del item  # Else the loop variable keeps its result alive until the next item comes.
 
 
 class DeviceStream:
@@ -209,7 +212,7 @@ class DeviceStream:
         self._entered.pop().__exit__(kind, error, traceback)
 
     def wait(self, event: Event) -> None:
-        """Order what is queued from now on after `event`."""
+        """Order work queued from now on after `event`. Does not block the host."""
         if event is not None:
             self._stream.wait_event(event)
 
@@ -217,28 +220,29 @@ class DeviceStream:
         return self._stream.record_event()
 
     def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective at once: memory is the allocator's business, in stream order."""
+        """Start a collective at once: the allocator reuses memory in stream order anyway."""
         return issue()
 
     def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
-        """Start the other at once: on the stream it queues after `first`."""
+        """Start a collective at once: it is queued on the stream after `first`."""
         return issue()
 
     def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
-        """Queue them. `input_done` is not called: the host cannot know when the device is there."""
+        """Queue the collectives. `input_done` is not called: the host does not learn when the
+        device has read the input."""
         collectives(lambda: None)
         return self.drain_handle()
 
     def drain_handle(self) -> Waitable:
-        """To order the current stream after all that was queued on the stream."""
+        """Handle that orders the current stream after all work queued on this one so far."""
         return _OnStream(self._module, self.record_event(), None)
 
     def enqueue_wait(
         self, pending: Waitable, on_done: Callable[[], None] | None = None
     ) -> Waitable:
-        """Order the stream after the collective, and return a handle to the stream's own event.
+        """Order the stream after the collective, and return a handle to an event recorded there.
 
-        `on_done` is not called: the host cannot know when the device is there.
+        `on_done` is not called: the host does not learn when the device is done.
         """
         pending.wait()
         return _OnStream(self._module, self.record_event(), pending)
@@ -263,15 +267,16 @@ class Streams:
     """The streams of one model.
 
     Attributes:
-        pre_unshard: casts of main shards; beside `unshard` so that a cast for the next unit does
-            not queue behind a gather.
-        unshard: all-gathers into full buffers, which are allocated there.
+        pre_unshard: casts of main shards to the compute dtype; apart from `unshard`, so that the
+            cast for the next unit does not queue behind a gather.
+        unshard: all-gathers, and the allocation of the full buffers that they fill.
         reduce: gradient reductions.
         offload: copies of gradients between device and host.
     """
 
     def __init__(self, device: torch.device, finishing_thread: bool) -> None:
-        """`finishing_thread`: on CPU, for backends whose sums are the engine's own."""
+        """`finishing_thread`: on CPU, give the unshard and reduce streams a thread; for backends
+        on which the engine does the sums itself (gloo)."""
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self.pre_unshard: CommStream
         self.unshard: CommStream
@@ -287,12 +292,12 @@ class Streams:
             self.reduce, self.offload = DeviceStream(device), DeviceStream(device)
 
     def record_compute_event(self) -> Event:
-        """An event after everything queued on the compute stream so far."""
+        """Record an event on the compute stream, after all work queued there; None on CPU."""
         if self._module is None:
             return None
         return self._module.current_stream().record_event()
 
     def wait_on_host(self, event: Event) -> None:
-        """Block the host until `event` has happened."""
+        """Block the host until the device has reached `event`."""
         if event is not None:
             event.synchronize()

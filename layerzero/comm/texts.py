@@ -1,4 +1,4 @@
-"""What some ranks have to say, heard by all: for errors and warnings, not for steps."""
+"""Exchanges short texts between ranks, for errors and warnings; too slow for every step."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from layerzero.comm.collectives import Operation, gather_small
 from layerzero.core.groups import ShardGroup
 
 MAX_NBYTES = 1000
-"""Of a text; longer ones are cut."""
+"""Limit on the UTF-8 bytes of one text; longer texts are truncated."""
 
 
 def gather_texts(
     text: str | None, rank: int, groups: Sequence[ShardGroup], device: torch.device, what: str
 ) -> dict[int, str]:
-    """The texts of the ranks that have one, by rank, rising. Collective over the groups.
+    """Gather the texts of all ranks that have one: {global rank: text}, in rank order.
 
-    One small exchange where nobody has one.
+    Collective over each group; blocks the host. If no rank has a text, the only traffic is two
+    integers a rank.
 
     Args:
+        text: this rank's text; None if it has none.
         rank: this rank's global number.
-        groups: axes of the ranks that talk.
-        what: they talk about, for the error where a rank does not come.
+        groups: groups that together connect all ranks that take part.
+        what: the subject, which the error names if a rank does not take part.
     """
     flags = _gather(torch.tensor([rank, text is not None], device=device), groups, what)
     speakers = sorted(number for number, speaks in flags.view(-1, 2).tolist() if speaks)

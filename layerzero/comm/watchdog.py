@@ -1,15 +1,16 @@
-"""Watchdog: names what hangs, and who went another way, where messages carry no name.
+"""Watchdog: detects hangs and mismatched collectives on backends whose messages carry no name.
 
 On gloo the host waits for each message and every message carries its name (collectives.py). Other
-backends match collectives by order alone, and on a device the host does not wait at all: a dead
-rank is a queue that stands still, and two gathers of equal size in swapped order mix the weights
-of two units. So a thread on each rank looks on, about once a second:
+backends match collectives by order alone, and on a device the host does not wait at all: after a
+rank died the device queue just stops, and two gathers of equal size in swapped order mix the
+weights of two units. So a thread on each rank checks two things about once a second:
 
-- Did the oldest collective in flight stand for longer than the timeout? Then every rank says what
-  it waits for (diagnosis.py), and the group is aborted, so that a host blocked on the device comes
-  back.
-- Did the ranks issue the same collectives? Each publishes a digest of all it has issued, and
-  compares the next rank's with its own at the same count; equal along the ring is equal everywhere.
+- Has the oldest collective in flight made no progress for longer than the timeout? Then every rank
+  reports what it waits for (diagnosis.py), and the group is aborted, which unblocks a host that
+  waits for the device.
+- Have the ranks issued the same collectives? Each rank publishes a digest of all it has issued, and
+  compares the next rank's digest with its own at the same count. Neighbours that agree all around
+  the ring mean that all ranks agree.
 
 The error is logged at once, and raised by the next use of the model.
 """
@@ -35,24 +36,24 @@ from layerzero.comm.streams import Event
 from layerzero.core.groups import ShardGroup
 
 _HISTORY = 4096
-"""Collectives a rank remembers: how far ranks may drift apart and still be compared."""
+"""Collectives a rank remembers; ranks further apart than this cannot be compared."""
 _LONGEST_PAUSE_S = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
-    """A collective, from its issue until the device, or the host on CPU, is past it."""
+    """A collective in flight: issued, and not yet completed by the device (on CPU, the host)."""
 
     nbytes: int
 
     @property
     def name(self) -> str:
-        """What it is called; the same on every rank."""
+        """Name of the collective; the same on every rank."""
 
     @property
     def is_reached(self) -> bool:
-        """Whether this rank has come as far, and can only wait for others."""
+        """Whether this rank's stream has reached the collective, and waits only for peers."""
 
     @property
     def is_done(self) -> bool: ...
@@ -62,7 +63,7 @@ class Watchdog:
     """Watches the collectives that one model issues on one process group."""
 
     has_failed: bool
-    """Set once, by the watching thread; nothing is watched any more."""
+    """Set once, by the watchdog's thread, which then ends."""
 
     def __init__(
         self,
@@ -74,10 +75,10 @@ class Watchdog:
     ) -> None:
         """
         Args:
-            place: the name of this model on this group, the same on every rank; None: it has none,
-                and ranks are not compared.
-            record_event: on the current stream; None on CPU.
-            on_failure: called on the watching thread; must not keep the model alive.
+            place: prefix of this model's notes in the store, the same on every rank; None: it has
+                none, and ranks are not compared.
+            record_event: records an event on the current stream; returns None on CPU.
+            on_failure: called on the watchdog's thread; must not keep the model alive.
         """
         self.has_failed = False
         self.record_event = record_event
@@ -95,13 +96,13 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, collective: Watched) -> None:
-        """A collective is about to be issued. Cheap: all else is the thread's work."""
+        """Register a collective that is about to be issued. Cheap: the thread does the rest."""
         self._issued.append(collective)
         if self._thread is None:
             self._thread = look_on(self, _look, self._pause_s, "layerzero-watchdog")
 
     def look(self) -> None:
-        """What the thread does between pauses."""
+        """Check the collectives in flight once; called by the thread after each pause."""
         has_news = self._take_issued()
         while self._in_flight and self._in_flight[0].is_done:
             self._in_flight.popleft()
@@ -116,7 +117,7 @@ class Watchdog:
             _abort(self._group, self._device)
 
     def _take_issued(self) -> bool:
-        """Add to the history what was issued since the last look."""
+        """Add collectives issued since the last look to the history; True if there were any."""
         before = self._count
         while self._issued:
             collective = self._issued.popleft()
@@ -152,7 +153,7 @@ class Watchdog:
             pair = board.diverged_pair()
             return None if pair is None else self._divergence(board, pair)
         except (RuntimeError, ValueError) as error:
-            # The store is gone, with the rank that keeps it, or is none (torch's fake group).
+            # The store is gone, with the rank that serves it, or is a fake (torch's fake group).
             _logger.debug("collectives are no longer compared between ranks: %s", error)
             self._board = None
             return None
@@ -200,7 +201,7 @@ class _Board:
 
     @classmethod
     def open(cls, group: ShardGroup, place: str) -> _Board | None:
-        """The board of a model on this group; None where there is no store."""
+        """The board of a model on this group; None if the default group has no usable store."""
         try:
             return cls(dist.PrefixStore(f"layerzero/watchdog/{place}", own_connection()), group)
         except (RuntimeError, ValueError) as error:
@@ -218,7 +219,7 @@ class _Board:
         return count, digest
 
     def tell_diverged(self) -> None:
-        # Only the first pair counts, so that every rank tells of the same one.
+        # Only the first pair is stored, so that every rank reports the same one.
         self._store.compare_set("diverged", "", json.dumps([self._rank, self._next_rank]))
 
     def diverged_pair(self) -> tuple[int, int] | None:
@@ -230,7 +231,7 @@ class _Board:
     def exchange_histories(
         self, pair: tuple[int, int], own: dict[int, str]
     ) -> tuple[dict[int, str], dict[int, str]]:
-        """What the two ranks issued, by count; what did not come in time is empty."""
+        """Collectives of both ranks, by count; blocks up to `REPORT_SECONDS`, empty if too late."""
         if self._rank in pair:
             self._store.set(f"history/{self._rank}", json.dumps(own))
         keys = [f"history/{rank}" for rank in pair]
