@@ -33,7 +33,7 @@ from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
 from layerzero.log import log_units
 from layerzero.optim import attach
-from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped
+from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.earlier import hand_over_pieces
 from layerzero.optim.in_backward import StepInBackward
 from layerzero.runtime import surroundings
@@ -345,9 +345,5 @@ class ZeRO3(ModuleWrapper):
 def gradients_to_clip(model: ZeRO3) -> Clipped:
     """What `model.clip_grad_norm_` takes the norm of, for `optim.clip.grad_norm`."""
     root = model._root_state
-    if root.reducer.on_delivered is not None:
-        raise RuntimeError(
-            "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients; "
-            "call step_in_backward(None), clip, and call optimizer.step()"
-        )
+    refuse_used(root)
     return clipped(root, model._subtree(), model._kept_whole)

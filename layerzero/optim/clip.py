@@ -49,6 +49,19 @@ def clipped(
     return Clipped(root, list(found.values()), replicated)
 
 
+def refuse_used(root: RootState) -> None:
+    """Refuse to clip what an optimizer has stepped with.
+
+    Raises:
+        RuntimeError: `step_in_backward` is on.
+    """
+    if root.reducer.on_delivered is not None:
+        raise RuntimeError(
+            "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients; "
+            "call step_in_backward(None), clip, and call optimizer.step()"
+        )
+
+
 def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
     """The norm of gradients over all ranks.
 
