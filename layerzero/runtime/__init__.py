@@ -1,1 +1,1 @@
-"""When it happens: units, the recorded order, hooks, and what the root adds."""
+"""Schedules the step: units, execution order, prefetching, reductions, and the root they share."""

@@ -1,11 +1,11 @@
-"""Backward: which backward passes are running, and when a unit is done in one and reduced.
+"""Backward: tracks the running backward passes, and frees and reduces units that are done.
 
 Note [When a unit is done in backward]
-    Autograd runs the nodes of one thread in falling order of their creation. So when the gradient
+    Autograd runs the nodes of one thread in reverse order of their creation. So when the gradient
     of a forward call's output arrives, everything created after that call ended has run. Units
     whose calls of that forward all *began* after it ended are done: they are freed and reduced. No
-    hook on leaves or inputs is needed, and the point is the same on every rank, whichever
-    parameters had a gradient there.
+    hook on parameters or inputs is needed, and it happens at the same point on every rank, no
+    matter which parameters had a gradient there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Backward:
         """
         Args:
             units: the root's list.
-            abort: brings the whole model back to the state between steps; keeps nothing alive.
+            abort: returns the whole model to the state between steps; must not keep it alive.
         """
         self._context = context
         self._units = units
@@ -49,7 +49,7 @@ class Backward:
         self._reducer = reducer
         self._abort = abort
         self._passes: list[BackwardPass] = []
-        """Those that run now, outermost first."""
+        """The running passes, outermost first."""
 
     @property
     def operations(self) -> Operations:
@@ -68,10 +68,10 @@ class Backward:
 
     @remembers_failure
     def on_output_gradient(self, call: ForwardCall) -> None:
-        """The gradient of an output of `call` is there: its backward begins."""
+        """The gradient of an output of `call` has arrived: the backward of the call begins."""
         graph_task = torch._C._current_graph_task_id()
         if not call.is_reached_first(graph_task):
-            return
+            return  # The gradient of another output of the same call.
         call.unit.open_starts.discard(call.start)
         current = self._backward_pass(graph_task, call.forward_pass.order)
         self._finish_done(current, call)
@@ -83,7 +83,7 @@ class Backward:
             self._scheduler.ensure_unsharded(unit, prefetches, in_backward=True)
 
     def _backward_pass(self, graph_task: int, order: Order) -> BackwardPass:
-        """The pass autograd is in now; a new one on first sight."""
+        """The pass that autograd runs now; registers a new one."""
         self.clear_abandoned()
         for backward_pass in self._passes:
             if backward_pass.graph_task == graph_task:
@@ -91,14 +91,16 @@ class Backward:
         is_recorded = False
         if not self._passes:
             self._reducer.begin_backward()
-            # An open pass is a forward that `torch.autograd.grad` runs in, whose order this is of.
+            # If a pass is open, `torch.autograd.grad` runs inside a forward: its visits belong to
+            # the forward's order.
             is_recorded = not self._scheduler.recorder.is_recording
         if is_recorded:
             self._scheduler.recorder.begin(("backward", order))
         makes_graph = torch.is_grad_enabled()
         if makes_graph:
-            # A graph of the backward itself (create_graph) uses full parameters again, and no hook
-            # tells when: units stay full, and are reduced last, until a backward without it ends.
+            # A graph of the backward itself (create_graph) reads unsharded parameters again, and no
+            # hook runs before that. So units stay unsharded, and are reduced when a pass ends,
+            # until a backward without create_graph has ended.
             self._scheduler.hold_for_graph(True)
         backward_pass = BackwardPass(graph_task, makes_graph, is_recorded)
         self._passes.append(backward_pass)
@@ -117,7 +119,7 @@ class Backward:
         self._context.set_in_backward(False)
 
     def _on_abandoned(self) -> Callable[[object], None]:
-        """For when a pass fails: `parameters()` are the pieces at once, the rest can wait."""
+        """For a pass that fails: show sharded parameters at once; the next pass resets the rest."""
         backward_ref = weakref.ref(self)
 
         def show_sharded(_: object) -> None:
@@ -130,6 +132,7 @@ class Backward:
 
     def _enter_backward(self, current: BackwardPass, unit: Unit, start: int | None) -> None:
         self._passes[0].touched.add(unit)
+        # A nested pass may reach a unit of an outer one, which then finishes it.
         for backward_pass in self._passes:
             if backward_pass.has(unit):
                 backward_pass.enter(unit, start)
@@ -138,9 +141,13 @@ class Backward:
         unit.set_training_state(TrainingState.BACKWARD)
 
     def _finish_done(self, current: BackwardPass, call: ForwardCall) -> None:
-        """See Note [When a unit is done in backward]."""
+        """Free and reduce units that are done; see Note [When a unit is done in backward]."""
         if self._scheduler.holds_for_graph:
+            # Units are read again by the graph of a backward, at a time that no hook reports.
+            # `_end_backward` finishes them.
             return
+        # Compared with the *first* call of each unit: until that has run backward, more gradients
+        # can arrive. The calling unit begins its backward now.
         done = [
             unit
             for unit, start in current.active.items()
@@ -150,20 +157,23 @@ class Backward:
             if call.forward_pass.shares_casts or any(
                 start < current.active[unit] for start in unit.open_starts
             ):
-                # An earlier forward is still to come back, perhaps in this very pass, and then
-                # autograd holds the gradients until they are summed, or they come through casts
-                # of an earlier one: free, but wait with them.
+                # The gradients may be incomplete. Either an earlier forward has yet to run
+                # backward, and if it does in this pass, autograd delivers one sum at the end. Or
+                # they arrive through autocast's casts, made by an earlier forward. So free the
+                # unit now, and reduce it when the pass ends.
                 self._scheduler.free_in_backward(unit)
                 current.defer(unit)
             else:
                 self._finish_unit(current, unit)
 
     def _finish_unit(self, current: BackwardPass, unit: Unit) -> None:
+        # Inside `no_sync` the next micro-batch gathers the same weights.
         self._scheduler.free_in_backward(unit, regathered_this_step=not self._reducer.requires_sync)
+        # Even if a hold kept it unsharded: between passes users see sharded parameters.
         unit.show_sharded()
         if self._scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            # Before the reduction is started, so that on one connection the gather, which the next
-            # unit waits for, goes first; and in the memory that was just freed.
+            # After the free, to reuse its memory. Before the reduction, to go first on a shared
+            # connection: the next unit waits for the gather, and nobody yet for the reduction.
             self._scheduler.prefetch_after(unit, in_backward=True, behind_reductions=False)
         if unit.is_trainable:
             self._reducer.reduce(unit)
@@ -172,24 +182,32 @@ class Backward:
 
     @remembers_failure
     def on_leaf_gradient(self, unit: Unit) -> None:
-        """A leaf of an explicitly unsharded unit, used outside its forward, has its gradient."""
+        """An unsharded parameter of an explicitly unsharded unit got its gradient.
+
+        If it was used outside the unit's forward, no output hook has reported the unit.
+        """
         if unit.training_state is not TrainingState.BACKWARD:
             current = self._backward_pass(torch._C._current_graph_task_id(), ())
             self._enter_backward(current, unit, None)
 
     @remembers_failure
     def _end_backward(self, ended: BackwardPass) -> None:
+        """Finish the units that are left; after the outermost pass, deliver all gradients."""
         first = None
         if self._passes[0] is ended and not self._reducer.requires_sync:
-            first = ended.first_unit  # See Note [The first unit stays between micro-batches].
+            # Before the loop below, which would free it: see Note [The first unit stays between
+            # micro-batches].
+            first = ended.first_unit
             if first is not None:
                 self._scheduler.keep_first(first)
         try:
             for unit in ended.unfinished():
                 self._finish_unit(ended, unit)
             if self._passes[0] is not ended:
+                # A nested pass (reentrant checkpointing); the outermost one delivers.
                 self._passes.remove(ended)
                 return
+            # Otherwise the gradients stay on this rank, and there is no collective to take part in.
             if self._reducer.requires_sync or self._reducer.sums_sharded:
                 self._reduce_untouched(ended)
             self._reducer.deliver()
@@ -198,11 +216,14 @@ class Backward:
             self._abort(error)
             raise
         self.forget_passes()
+        # The optimizer comes next, and may write main shards on the host.
         self._context.wait_for_uploads()
         if ended.is_recorded:
             self._scheduler.recorder.end()
+        # Ends the hold of earlier create_graph passes, too, if this one makes no graph.
         self._scheduler.hold_for_graph(ended.makes_graph)
         if self._reducer.requires_sync:
+            # The optimizer changes the weights; inside `no_sync` the next gathers use these shards.
             for unit in self._units:
                 unit.drop_post_forward_shards()
         oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
@@ -211,10 +232,10 @@ class Backward:
         self._scheduler.end_backward(first)
 
     def _reduce_untouched(self, ended: BackwardPass) -> None:
-        """Take part in the reductions of units this backward did not reach.
+        """Take part in the reductions of units that this backward did not reach.
 
-        Another rank may have reached them; and gradients that add up (`no_sync`) leave with the
-        first backward that synchronizes.
+        Another rank may have reached them. And gradients accumulated inside `no_sync` are reduced
+        by the first backward that synchronizes.
         """
         for forward_pass in ended.forwards:
             starts = forward_pass.first_start

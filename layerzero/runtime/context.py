@@ -1,8 +1,8 @@
-"""RuntimeContext: what the units of one model share, handed down to all that works for them.
+"""RuntimeContext: the state that all units of one model share.
 
-It lies below the unit: streams, names of collectives, the rate limiter, and the four events that
-order one unit's memory traffic after another's. Whoever holds it needs to know neither the root nor
-any other unit.
+It holds the streams, the names of collectives, the rate limiter, and the four events that order one
+unit's memory traffic after another's. It lies below the unit, so code that works on a unit through
+it depends neither on the root nor on other units.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class RuntimeContext:
-    """Shared by the units of one model. Units hold it; it holds none of them."""
+    """Shared by the units of one model. Units reference it; it references no unit."""
 
     device: torch.device
     streams: Streams
     operations: Operations
     limiter: RateLimiter
     tensor_parallel_groups: tuple[ShardGroup, ...]
-    """Along the axes of the mesh of DTensor parameters."""
+    """Groups along the axes of the device mesh of DTensor parameters."""
     owner: Callable[[], object | None]
-    """A weak reference to the root state, for code above it (`root_of` in root.py)."""
+    """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
     replaced: list[str]
-    """Names of full parameters that calls of their modules have put others in place of."""
+    """Names of unsharded parameters that the model's forward has replaced by other objects."""
     in_backward: bool
     """Whether autograd is running a backward pass of this model."""
     weights_written: Event
-    """Behind the last change of main shards on the compute stream."""
+    """Event after the last change of main shards on the compute stream."""
     full_freed: Event
-    """Behind the last use of any full buffer that was freed."""
+    """Event after the last use of any freed full buffer."""
     chunk_offloaded: Event
-    """Behind the last copy of a reduced chunk to the host."""
+    """Event after the last copy of a gradient chunk between device and host."""
     shard_uploaded: Event
-    """Behind the last copy of a main shard from the host, until the host waited for it."""
+    """Event after the last copy of a main shard from the host; None once the host waited for it."""
 
     def __init__(
         self,
@@ -75,47 +75,48 @@ class RuntimeContext:
         self._look_at_level()
 
     def _look_at_level(self) -> None:
-        # Once a pass: asking a logger costs as much as all else that `profile` does.
+        # Once a pass: a logger's level check costs as much as the rest of `profile`.
         self._logs = _logger.isEnabledFor(logging.DEBUG)
 
     def note_replaced(self, names: Sequence[str]) -> None:
         self.replaced += names
 
     def take_replaced(self) -> list[str]:
-        """What `note_replaced` was told since the last time this was asked."""
+        """Return the names passed to `note_replaced` since the last call, and clear them."""
         replaced, self.replaced = self.replaced, []
         return replaced
 
-    # Events: each is recorded behind one access, and waited for before the next of its kind ----
+    # Events: each is recorded after an access; the next conflicting access waits for it ----
 
     def note_weights(self) -> None:
-        """Main shards may have been written on the compute stream; gathers read them next."""
+        """Main shards may have been written on the compute stream, and gathers read them next."""
         self.weights_written = self.streams.record_compute_event()
         self._look_at_level()
 
     def note_free(self) -> None:
-        """Full buffers are about to be freed; the next gather may be given their memory."""
+        """Full buffers are about to be freed, and the next gather may reuse their memory."""
         self.full_freed = self.streams.record_compute_event()
 
     def note_offload(self, copied: Event) -> None:
-        """`copied` stands behind a copy of a chunk, whose memory the next reduction may get."""
+        """`copied` follows a copy of a chunk, whose memory the next reduction may reuse."""
         self.chunk_offloaded = copied
 
     def note_upload(self, copied: Event) -> None:
-        """`copied` stands behind a copy of a main shard, which the optimizer may write next."""
+        """`copied` follows a copy of a main shard, which the optimizer may overwrite next."""
         self.shard_uploaded = copied
 
     def wait_for_uploads(self) -> None:
-        """Main shards on the host are read by the device no more: anybody may write them."""
+        """Block the host until the device has read all main shards on the host; then they may be
+        written."""
         self.streams.wait_on_host(self.shard_uploaded)
         self.shard_uploaded = None
 
-    # What was done --------------------------------------------------------------------------
+    # Profiling ------------------------------------------------------------------------------
 
     def profile(self, action: str, unit: str) -> AbstractContextManager[object]:
-        """A range in the profiler's timeline, and a log record at DEBUG where it begins.
+        """A range in the profiler's timeline, and a DEBUG log record when it begins.
 
-        `unit` is its label. Free when no profiler runs and the level is off.
+        `unit` is a unit's label. Costs next to nothing when no profiler runs and DEBUG is off.
         """
         if self._logs:
             _logger.debug("LayerZeRO3.%s(%s)", action, unit)

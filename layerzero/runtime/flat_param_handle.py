@@ -2,8 +2,8 @@
 
     main shard --cast, on pre_unshard--> compute shard --all-gather, on unshard--> full buffer
 
-The first step is made once for each change of the weights, and is not there where the compute shard
-is the main shard. With an outer axis it gathers over outer peers, too (core/placement.py).
+The cast runs once for each change of the weights; it is skipped where the compute shard is the main
+shard. With an outer axis it is followed by an all-gather over outer peers (core/placement.py).
 """
 
 from __future__ import annotations
@@ -21,36 +21,40 @@ from layerzero.runtime.context import RuntimeContext
 
 
 class FlatParamHandle(FlatParam):
-    """The buffers of one flat parameter, and the way between sharded and unsharded."""
+    """One flat parameter, with the collectives that unshard it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Arguments as of `FlatParam`."""
+        """Takes the arguments of `FlatParam`."""
         super().__init__(*args, **kwargs)
         self._gathers: list[Waitable] = []
 
     def unshard(self, context: RuntimeContext, unit: str, behind_reductions: bool) -> None:
-        """Start making the full buffer valid; `wait_for_unshard` orders compute after it.
+        """Start filling the full buffer; `wait_for_unshard` orders compute after it.
 
-        Collective over the shard group, and over outer peers where the weights have changed. Does
+        Collective over the shard group, and over outer peers if the weights have changed. Does
         not block the host.
 
         Args:
-            unit: its label, for the names of collectives.
+            unit: label of the unit, for the names of collectives.
             behind_reductions: on CPU, allocate and start once the reductions in flight are done.
         """
-        # Written by the optimizer, or brought up to date on the streams by an earlier call.
+        # A gather from the main shard waits for the optimizer's writes. A compute shard that is not
+        # stale was written by an earlier call, and the unshard stream has waited for that write.
         written: Event = None if self.has_compute_shard else context.weights_written
         synced: Waitable | None = None
         if self.is_stale:
             written, synced = self._sync_compute_shard(context, unit)
         if self.is_whole:
+            # The full buffer is the compute shard: nothing is left to gather.
             if synced is not None:
                 self._gathers.append(synced)
             return
         group, shard = self.placement.shard_group, self.compute_shard
         if self.post_forward_shard is not None and self.placement.post_forward_group is not None:
-            # The same weights were gathered in this forward, and a smaller group has them all.
+            # A forward of this step gathered the same weights, and the ranks of a smaller group
+            # kept all of them.
             group, shard = self.placement.post_forward_group, self.post_forward_shard
+        # Named here: names count in the order of issue, and on gloo another thread may start it.
         operation = context.operations.next("all-gather", unit, group)
         if synced is None and not behind_reductions:
             self._gathers.append(self._gather(context, shard, group, written, operation))
@@ -65,25 +69,29 @@ class FlatParamHandle(FlatParam):
     def _sync_compute_shard(
         self, context: RuntimeContext, unit: str
     ) -> tuple[Event, Waitable | None]:
-        """Bring the weights' last change into the compute shard. Collective over outer peers.
+        """Update the compute shard from the main shards. Collective over outer peers, if any.
 
         Returns:
-            A event behind this rank's own part, and what to wait for before the whole is used;
-            None where the own part is the whole and is gathered anyway.
+            The event after the write of this rank's slice, and a handle for the whole compute
+            shard; None where waiting for the event is enough.
         """
         if not self.has_compute_shard:
-            self.write_compute_slice()  # Notes the version alone: there is nothing to cast.
+            self.write_compute_slice()  # Records the version only: there is nothing to cast.
             return context.weights_written, None
         with context.streams.pre_unshard as stream:
-            # The copy reads what the optimizer wrote, and overwrites what gathers, or compute,
-            # read before the optimizer's turn.
+            # The cast reads what the optimizer wrote. It also overwrites the compute shard, whose
+            # last readers (gathers and compute of the last step) come before that event, too.
             stream.wait(context.weights_written)
             self.write_compute_slice()
             written = stream.record_event()
             if self.params_on is not None:
+                # The device reads host memory here; the host must not write it before that is done.
                 context.note_upload(written)
             if self.placement.owns_compute_shard:
+                # Usually the gather that follows waits for `written`. If the compute shard is the
+                # full buffer no gather follows, and compute itself has to wait.
                 return written, stream.drain_handle() if self.is_whole else None
+        # The other slices of this compute shard are on outer peers.
         outer = self.placement.outer_group
         assert outer is not None, "else the rank owns its compute shard"
         operation = context.operations.next("outer all-gather", unit, outer)
@@ -102,17 +110,18 @@ class FlatParamHandle(FlatParam):
     ) -> Waitable:
         with context.streams.unshard as stream:
             self.allocate_full()
-            # After the last use of whatever the allocator gave us, and after the shard is there.
+            # The allocator may have returned memory that compute still reads; and the shard has to
+            # be written before it is sent.
             stream.wait(context.full_freed)
             stream.wait(written)
             return stream.enqueue_wait(all_gather(self.full.data, shard, group, operation))
 
     def wait_for_unshard(self) -> None:
-        """Order compute after the gather; blocks the host only where there are no streams."""
+        """Order compute after the gather. Blocks the host only on devices without streams."""
         for gather in self._gathers:
             gather.wait()
 
     def reshard(self) -> None:
-        """Free the full buffer, behind whose last use the context has noted an event."""
+        """Free the full buffer. The caller has recorded its last use (`context.note_free`)."""
         self._gathers = []
         self.free_full()

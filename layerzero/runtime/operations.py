@@ -1,10 +1,10 @@
-"""Operations: the names of one model's collectives, who watches them, and the first that failed.
+"""Operations: names one model's collectives, watches them, and remembers the first that failed.
 
-Every collective of a model gets its name here, and none does after one has failed.
+Every collective of a model gets its name here; once one has failed, no other gets a name.
 
 Note [A failed collective is final]
-    After a timeout or a lost peer the connections are unusable and buffers may still be written
-    by the transport. Nothing is freed or retried; every later use repeats the first error.
+    After a timeout or a lost peer the connections are unusable, and the transport may still write
+    into buffers. Nothing is freed or retried; every later use repeats the first error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class HasOperations(Protocol):
-    """The root state, and the context of its units."""
+    """An object with the operations of its model, such as the root state."""
 
     @property
     def operations(self) -> Operations: ...
 
 
 def remembers_failure(method: _Method) -> _Method:
-    """For functions that take such an object first: see Note [A failed collective is final]."""
+    """Decorator that records a failed collective; see Note [A failed collective is final].
+
+    The function's first argument is a `HasOperations`.
+    """
 
     @functools.wraps(method)
     def wrapped(model: HasOperations, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +48,7 @@ def remembers_failure(method: _Method) -> _Method:
         except CollectiveError as error:
             first = model.operations.remember(error)
             if str(first) not in str(error):
-                raise first from error  # A watchdog knew before, and knows more.
+                raise first from error  # A watchdog reported first, and in more detail.
             raise
 
     return wrapped  # type: ignore[return-value]
@@ -55,14 +58,14 @@ class Operations:
     """The collectives of one model, in order of issue."""
 
     prefix: str
-    """Put before the names of units, where several models share a group."""
+    """Prefix of unit names, to tell models apart that share a group."""
     failure: CollectiveError | None
     """The first collective that failed; see Note [A failed collective is final]."""
 
     def __init__(
         self, device: torch.device, streams: Streams, groups: Iterable[ShardGroup]
     ) -> None:
-        """`groups`: all that the model was made for. Collective over those that are new."""
+        """`groups`: all groups that the model uses. Collective over those seen the first time."""
         self.prefix = ""
         self.failure = None
         self._device = device
@@ -77,11 +80,11 @@ class Operations:
         self._lookout = Lookout(places) if places else None
 
     def set_prefix(self, prefix: str) -> None:
-        """From now on; see `prefix`."""
+        """Set `prefix` for the collectives that follow."""
         self.prefix = prefix
 
     def next(self, verb: str, unit: str, group: ShardGroup) -> Operation:
-        """Name the next collective, which `group` takes part in; every rank counts alike.
+        """Name the next collective, which runs over `group`. Every rank must name the same ones.
 
         Raises:
             CollectiveError: an earlier collective of this model failed.
@@ -92,14 +95,14 @@ class Operations:
         return self._named(verb, unit, self._count, group, self._lookout)
 
     def next_tensor_parallel(self, verb: str, unit: str, group: ShardGroup) -> Operation:
-        """`next` for one of the root's `tensor_parallel_groups`, counted apart.
+        """`next` for one of the root's `tensor_parallel_groups`, with a counter of its own.
 
-        Ranks with unequal parts of a model need not gather it in the same number of operations.
+        Ranks with different parts of a model may need different numbers of collectives for them.
         """
         if self.failure is not None:
             self.refuse()
         self._tensor_parallel_count += 1
-        # The lookout compares what has one number, and these have numbers of their own.
+        # No lookout: it compares collectives by number, and these are numbered separately.
         return self._named(verb, unit, self._tensor_parallel_count, group, None)
 
     def _named(
@@ -113,23 +116,27 @@ class Operations:
         return Operation(verb, unit, number, self._watchdog_of(group), lookout, model)
 
     def remember(self, error: CollectiveError) -> CollectiveError:
-        """A collective failed.
+        """Record the error of a failed collective.
 
         Returns:
-            The error of the first that did.
+            The error of the first one that failed.
         """
         self.failure = self.failure or error
         return self.failure
 
     def refuse(self) -> NoReturn:
-        """To be called where `failure` is set and a collective would follow."""
+        """Raise instead of starting a collective after `failure`.
+
+        Raises:
+            CollectiveError: always; repeats the first error.
+        """
         raise CollectiveError(
             "an earlier collective of this model failed, and its connections are unusable: "
             f"restart the ranks. The earlier error:\n{self.failure}"
         )
 
     def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
-        """None for groups of one, and where messages carry names."""
+        """The watchdog of a group; None for groups of one, and where messages carry names."""
         try:
             return self._watchdogs[group.process_group]
         except KeyError:
@@ -142,7 +149,7 @@ class Operations:
             return self._watchdogs.setdefault(group.process_group, watchdog)
 
     def _remember_weakly(self) -> Callable[[CollectiveError], None]:
-        """`remember` for a watchdog, which must not keep the model alive."""
+        """`remember`, without a reference that would keep the model alive from a watchdog."""
         operations_ref = weakref.ref(self)
 
         def remember(error: CollectiveError) -> None:

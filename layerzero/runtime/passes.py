@@ -1,4 +1,7 @@
-"""Forward calls, forward passes and backward passes: the bookkeeping that belongs to each run."""
+"""ForwardCall, ForwardPass, BackwardPass: the bookkeeping of one run of each.
+
+Times (`start`, `end`) are values of the root's clock, which ticks at each begin and end of a call.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,16 @@ class ForwardPass:
     def __init__(self, start: int) -> None:
         self.start = start
         self.first_start: dict[Unit, int] = {}
+        """Start of each unit's first call with autograd on; under autocast, its `cast_start`."""
         self.cast_start: dict[Unit, int] = {}
         """Start of each unit's first call under autocast, with autograd on or off."""
         self.shares_casts = False
         """Whether it uses casts of an earlier forward; see Note [Casts are older than their uses]
         in autocast.py."""
         self.keeps_casts = True
-        """Whether autocast keeps casts of units that are freed; see `CastCache.drop`."""
+        """Whether autocast keeps the casts of freed units; see `CastCache.drop`."""
         self.order: Order = ()
+        """Order in which it gathered units; set when it has ended."""
 
     def note_casts(self, unit: Unit, start: int) -> None:
         """A call of `unit` under autocast begins, perhaps the first that casts its parameters."""
@@ -40,7 +45,8 @@ class ForwardPass:
 
 
 class ForwardCall:
-    """One forward call of one unit. Hooks on its outputs hold it; it lives as long as its graph."""
+    """One forward call of one unit. Hooks on its outputs reference it, so it lives as long as its
+    graph."""
 
     __slots__ = ("_graph_task", "end", "forward_pass", "in_autocast", "start", "unit")
 
@@ -53,20 +59,20 @@ class ForwardCall:
         self.end = start
         self.in_autocast = in_autocast
         self._graph_task: int | None = None
-        """The backward pass that has reached this call last."""
+        """Autograd's id of the backward pass that has reached this call last."""
 
     def ended(self, end: int) -> None:
         self.end = end
 
     def is_reached_first(self, graph_task: int) -> bool:
-        """Whether that backward pass has not reached the call before."""
+        """Whether this backward pass reaches the call for the first time; notes that it has."""
         is_new = self._graph_task != graph_task
         self._graph_task = graph_task
         return is_new
 
 
 class Sentinel:
-    """Lives as long as autograd keeps a backward pass's final callback."""
+    """Lives as long as autograd keeps the final callback of a backward pass."""
 
 
 class BackwardPass:
@@ -75,33 +81,34 @@ class BackwardPass:
     def __init__(self, graph_task: int, makes_graph: bool, is_recorded: bool) -> None:
         """
         Args:
-            makes_graph: whether the pass is itself differentiated (`create_graph`).
+            graph_task: autograd's id of the run.
+            makes_graph: whether it builds a graph of itself (`create_graph`).
             is_recorded: whether the recorder's open pass is this one.
         """
         self.graph_task = graph_task
         self.makes_graph = makes_graph
         self.is_recorded = is_recorded
         self.active: dict[Unit, int] = {}
-        """Units this pass has reached -> start of their first call in that forward. They are
-        reduced once everything that was created after their calls has run."""
+        """Units that this pass has reached -> start of their first call in that forward. A unit is
+        reduced once every autograd node created after that start has run."""
         self.deferred: dict[Unit, None] = {}
-        """Units this pass has reached that are reduced when it ends."""
+        """Units that this pass has reached, to be reduced when it ends."""
         self.forwards: dict[ForwardPass, None] = {}
-        """Forwards this pass goes back through; kept by the outermost pass alone."""
+        """Forwards whose graph this pass runs; maintained in the outermost pass only."""
         self.touched: set[Unit] = set()
-        """Units reached by this pass or one nested in it; kept by the outermost pass alone."""
+        """Units reached by this pass or nested ones; maintained in the outermost pass only."""
         self._sentinel: weakref.ref[Sentinel] | None = None
 
     def watch(self, sentinel: Sentinel, on_abandoned: Callable[[object], None]) -> None:
-        """`sentinel` lives in the final callback; `on_abandoned` is called when it is dropped."""
+        """Call `on_abandoned` when `sentinel`, which the final callback references, is dropped."""
         self._sentinel = weakref.ref(sentinel, on_abandoned)
 
     def has(self, unit: Unit) -> bool:
-        """Whether the pass has reached `unit` and not finished it."""
+        """Whether the pass has reached `unit` and has not finished it."""
         return unit in self.active or unit in self.deferred
 
     def enter(self, unit: Unit, start: int | None) -> None:
-        """The pass has reached a unit, whose first call began at `start`; None: deferred."""
+        """The pass has reached a unit whose first call began at `start`; None: defer the unit."""
         if start is None:
             self.defer(unit)
         else:
@@ -109,7 +116,7 @@ class BackwardPass:
             self.deferred.pop(unit, None)
 
     def defer(self, unit: Unit) -> None:
-        """Reduce a unit when the pass ends."""
+        """Reduce a unit only when the pass ends."""
         self.active.pop(unit, None)
         self.deferred[unit] = None
 
@@ -118,13 +125,13 @@ class BackwardPass:
         self.deferred.pop(unit, None)
 
     def unfinished(self) -> list[Unit]:
-        """What is left to reduce: the last to begin first, and then what was deferred."""
+        """Units left to reduce: latest start first, then the deferred ones."""
         last_first = sorted(self.active, key=lambda unit: -self.active[unit])
         return [*last_first, *self.deferred]
 
     @property
     def first_unit(self) -> Unit | None:
-        """The one with parameters that the forwards it went through began with."""
+        """The first unit with parameters of the earliest forward that this pass ran through."""
         starts = {
             unit: start
             for forward_pass in self.forwards
@@ -135,5 +142,6 @@ class BackwardPass:
 
     @property
     def is_abandoned(self) -> bool:
-        """An error ended the pass: autograd dropped its final callback without running it."""
+        """Whether an error ended the pass: autograd dropped the final callback instead of running
+        it."""
         return self._sentinel is not None and self._sentinel() is None

@@ -1,8 +1,8 @@
-"""GradientReducer: reductions under way, and their delivery at the end of the backward pass.
+"""GradientReducer: starts reductions in backward, and writes `.grad` when the pass ends.
 
-One reduction is in flight at a time: it travels while the next unit computes, and its buffers are
-free before the next ones are needed. Results wait until the pass has ended, so that a pass that
-fails changes no gradient the user can see.
+One unit's reduction is in flight at a time: it overlaps with the next unit's backward, and its
+buffers are freed before the next ones are allocated. Results are held back until the pass has
+ended, so that a pass that fails changes no gradient the user can see.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _logger = logging.getLogger(__name__)
 
 
 class GradientReducer:
-    """Takes gradients of units as they are done, gives them to the sharded parameters."""
+    """Reduces the gradients of units as they are done, and delivers them to `.grad`."""
 
     requires_sync: bool
-    """False inside `no_sync`: gradients add up over micro-batches."""
+    """False inside `no_sync`: gradients accumulate over micro-batches."""
     sums_sharded: bool
-    """Whether they add up after the first hop of the reduction, and not before it."""
+    """Whether they accumulate after the first hop of the reduction instead of before it."""
 
     on_delivered: Callable[[Unit | None], None] | None
-    """Called with each unit whose pieces have all gradients of a backward pass; then with None."""
+    """Called with each unit once its `.grad`s of a backward pass are complete; last with None."""
 
     def __init__(
         self, context: RuntimeContext, units: Sequence[Unit], accumulation: Accumulation
@@ -53,15 +53,16 @@ class GradientReducer:
         self._undelivered: list[Reduction] = []
 
     def set_requires_sync(self, requires_sync: bool) -> None:
-        """False: gradients add up from now on."""
+        """False: gradients accumulate from now on."""
         self.requires_sync = requires_sync
 
     def call_on_delivered(self, function: Callable[[Unit | None], None] | None) -> None:
-        """From now on; see `on_delivered`."""
+        """Set `on_delivered`."""
         self.on_delivered = function
 
     def begin_backward(self) -> None:
-        """A backward pass of the whole model begins; "auto" decides where its sum goes."""
+        """A backward pass of the whole model begins; "auto" decides where gradients accumulate."""
+        # Only for the first micro-batch: the later ones must add up in the same place.
         if not self._is_auto or self.requires_sync or self.adds_up:
             return
         handles = [handle for unit in self._units for handle in unit.handles]
@@ -75,7 +76,7 @@ class GradientReducer:
 
     @property
     def adds_up(self) -> bool:
-        """Whether micro-batches wait; the same on every rank that runs the same passes."""
+        """Whether earlier micro-batches wait; the same on every rank that runs the same passes."""
         return self._num_waiting > 0
 
     def end_backward(self) -> None:
@@ -91,7 +92,10 @@ class GradientReducer:
         self._num_waiting = 0
 
     def reduce(self, unit: Unit) -> None:
-        """Take the unit's gradients, and start reducing them as far as they are to be reduced."""
+        """Take the unit's gradients, and start the hops that are due; see `reduce_unit`.
+
+        On CPU, blocks the host until the previous unit's reduction is done.
+        """
         self._complete_all()
         with torch.no_grad(), self._context.profile("reduce", unit.label):
             self._in_flight += reduce_unit(
@@ -99,8 +103,9 @@ class GradientReducer:
             )
 
     def _complete_all(self) -> None:
-        """Wait for what is in flight and free its input."""
+        """Wait for the reductions in flight and free their input."""
         while self._in_flight:
+            # Removed only when done: after an error `drop` has to wait for it, too.
             reduction = self._in_flight[0]
             if reduction.pending is not None:
                 reduction.pending.wait()
@@ -113,7 +118,11 @@ class GradientReducer:
             self._in_flight.pop(0)
 
     def deliver(self) -> None:
-        """Wait for the last reductions and give every sharded parameter its gradient."""
+        """Wait for the last reductions and write `.grad` of every sharded parameter.
+
+        Collective. Blocks the host on CPU, with offloaded parameters, and where this rank misses a
+        gradient.
+        """
         last = [*self._undelivered, *(r for r in self._in_flight if not r.is_partial)]
         if not last:
             self._complete_all()
@@ -123,22 +132,25 @@ class GradientReducer:
             self._complete_all()
             arrived = presence()
             self._undelivered = []
-        # A unit reached by nested passes (reentrant checkpoints) is reduced in each of them.
+        # Each of several nested passes (reentrant checkpoints) may reduce a unit.
         last_of = {reduction.unit: index for index, (reduction, _) in enumerate(arrived)}
         hooked: list[tuple[nn.Parameter, torch.Tensor]] = []
         complete: list[Unit] = []
         for index, (reduction, present) in enumerate(arrived):
-            # One after the other, in the order of issue: the host may work on what has landed
-            # while the device still computes the rest.
+            # One at a time, in the order of issue: the host can work on what has arrived while the
+            # device still computes the rest.
             self._context.streams.wait_on_host(reduction.landed)
             with torch.no_grad():
                 scale = reduction.unit.options.gradient_scale
                 hooked += reduction.handle.gradients.deliver(reduction.chunk, present, scale)
             if reduction.pending is None:
+                # One rank alone: `deliver` took the gradients from the buffer itself.
                 reduction.handle.gradients.release()
             if self.on_delivered is not None and last_of[reduction.unit] == index:
                 complete.append(reduction.unit)
                 if not hooked:
+                    # Parameters with hooks get their gradients below, together; until then neither
+                    # their unit nor a later one is reported.
                     self.on_delivered(complete.pop())
         if hooked:
             accumulate_with_hooks(hooked)
@@ -148,7 +160,7 @@ class GradientReducer:
             self.on_delivered(None)
 
     def drop(self) -> None:
-        """Forget everything that was not delivered, once nobody reads the buffers any more."""
+        """Drop everything that was not delivered, after waiting for reductions that read it."""
         for reduction in self._in_flight:
             if reduction.pending is not None:
                 reduction.pending.wait()
@@ -159,11 +171,14 @@ class GradientReducer:
     def _exchange_presence(
         self, reductions: list[Reduction]
     ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
-        """Start asking which parameters had a gradient on any rank; call the result for the answer.
+        """Start exchanging which parameters had a gradient on any rank.
 
         A parameter that had none anywhere keeps the `.grad` it has, as in plain torch. Only a rank
-        that misses a gradient itself has to read the answer, so a device is not waited for in
-        ordinary steps. One collective of a byte per parameter for each group.
+        that misses a gradient itself reads the result, so ordinary steps do not wait for a device.
+        One collective for each group, of one byte per parameter.
+
+        Returns:
+            A function that waits, and returns the reductions with the parameters present anywhere.
         """
         by_placement: dict[int, list[Reduction]] = {}
         for reduction in reductions:
@@ -188,7 +203,7 @@ class GradientReducer:
                     table, pending = self._ask(table.amax(dim=0), group)
                     pending.wait()
                 if has_all:
-                    continue
+                    continue  # All are present; reading the table would block the host.
                 anywhere = iter(table.amax(dim=0).tolist())
                 for reduction in members:
                     trainable = reduction.handle.gradients.layout.trainable

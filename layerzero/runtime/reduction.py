@@ -1,10 +1,10 @@
-"""Reduction: the way of a unit's gradients from a full buffer to this rank's part of their sum.
+"""Reduction: reduces a unit's gradients from a full buffer to this rank's chunk of their sum.
 
-    leaves --collect--> buffer --first hop--> chunk --second hop--> chunk --> `.grad` of the pieces
+    unsharded .grad --collect--> buffer --first hop--> chunk --second hop--> chunk --> sharded .grad
 
-A micro-batch that is not the last goes as far as sums are kept: to the buffer, or through the first
-hop. What waits there may be on the host; then it comes back, grows and leaves again on a stream of
-its own, while the next unit computes.
+Inside `no_sync` gradients stop where sums accumulate: in the buffer, or after the first hop. The
+sum may be kept on the host; then each micro-batch copies it to the device, adds to it and copies it
+back, on the offload stream, while the next unit computes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from layerzero.runtime.unit import Unit
 def reduce_unit(
     context: RuntimeContext, unit: Unit, is_last: bool, sums_sharded: bool
 ) -> list[Reduction]:
-    """Take the leaves' gradients and start reducing them, or let them wait for more.
+    """Take the gradients of the unsharded parameters and start reducing, or accumulate them.
 
-    Collective, in unit order, over the groups of the hops that are made.
+    Collective over the groups of the hops that run; every rank must reduce units in one order.
 
     Args:
-        is_last: the sum over micro-batches is complete: all hops are made.
-        sums_sharded: otherwise the first hop is, where it leaves a shard.
+        is_last: the sum over micro-batches is complete, so all hops run.
+        sums_sharded: if not `is_last`, run the first hop where it shards, and accumulate after it.
+
+    Returns:
+        The reductions under way, at most one for each flat parameter.
     """
     reductions = []
     for handle in unit.handles:
@@ -42,6 +45,7 @@ def reduce_unit(
             reduction.start(in_shards)
             reductions.append(reduction)
         else:
+            # The sum stays unsharded, and nothing is sent; on the host, if it is to wait there.
             gradients.collect(handle.full_params, keep_accumulating=True)
             if gradients.sums_on is not None and placement.num_ranks > 1:
                 reduction = Reduction(context, unit, handle, is_partial=True)
@@ -51,21 +55,23 @@ def reduce_unit(
 
 
 class Reduction:
-    """A gradient reduction under way: the chunk is valid once `pending` was waited for.
+    """A gradient reduction under way; `chunk` is valid after a wait for `pending`.
 
-    A *partial* one is of a micro-batch that is not the last: its result waits in the
-    `GradientBuffer` for that of the next.
+    A *partial* reduction is that of a micro-batch other than the last: its result stays in the
+    `GradientBuffer`, and the next micro-batch adds to it.
     """
 
     unit: Unit
     handle: FlatParamHandle
     present: set[int]
-    """Parameters that had a gradient on this rank."""
+    """Indices of the parameters that had a gradient on this rank."""
     is_partial: bool
     chunk: torch.Tensor | None
+    """[chunk_numel] of the gradients' layout; None on one rank alone, and if partial."""
     pending: Waitable | None
+    """None if nothing has to be waited for: on one rank alone."""
     landed: Event
-    """Behind the copy of the chunk to the host, where parameters are offloaded."""
+    """Event after the copy of the chunk to the host, where parameters are offloaded."""
 
     def __init__(
         self, context: RuntimeContext, unit: Unit, handle: FlatParamHandle, is_partial: bool
@@ -80,28 +86,29 @@ class Reduction:
         self._context = context
 
     def start(self, in_shards: bool) -> None:
-        """Take the leaves' gradients and send them.
+        """Take the gradients of the unsharded parameters, and start the hops.
 
         Args:
-            in_shards: micro-batches add up after the first hop.
+            in_shards: micro-batches accumulate after the first hop.
         """
         handle, gradients, context = self.handle, self.handle.gradients, self._context
-        # A sum that waits unsharded on the host is added to the buffer before the first hop; one
-        # that waits in shards is added to the chunk after it, in `_hops`.
+        # An unsharded sum on the host is added here, before the first hop. A sharded one has the
+        # size of a chunk, and is added after it (`hops` in `_send`).
         comes_back = gradients.host_sum is not None and not in_shards
         gradients.collect(handle.full_params, keep_accumulating=comes_back)
         self.present = gradients.present
         if handle.placement.num_ranks == 1:
-            return
+            return  # `GradientBuffer.deliver` takes the gradients as they are.
         if comes_back:
             gradients.allocate_buffer()
         collected = context.streams.record_compute_event()
         with context.streams.reduce as stream:
-            # The buffers were filled, and allocated, on the compute stream; and the memory of an
-            # earlier chunk may be used again, which was copied to the host.
+            # The buffers were allocated and filled on the compute stream. And the new chunk may
+            # reuse the memory of an earlier one that is still being copied to the host.
             stream.wait(collected)
             stream.wait(context.chunk_offloaded)
             if comes_back:
+                # Added in the dtype of sums (float32 at least), then cast into the buffer to send.
                 with context.streams.offload as offload:
                     offload.wait(collected)
                     gradients.add_host_sum_to(gradients.sum)
@@ -111,7 +118,7 @@ class Reduction:
             self.pending = self._send(stream)
 
     def start_offload(self) -> None:
-        """Send the unsharded sum, of which more is to come, to the host."""
+        """Start copying the incomplete unsharded sum to the host. Not collective."""
         gradients, streams = self.handle.gradients, self._context.streams
         collected = streams.record_compute_event()
         with streams.offload as offload:
@@ -120,19 +127,19 @@ class Reduction:
             self.pending = offload.drain_handle()
 
     def _send(self, stream: CommStream) -> Waitable:
-        """Start the hops that turn this rank's gradients into its part of the sum."""
+        """Start the hops: reduce-scatter, outer reduce-scatter, and an all-gather to replicas."""
         context, unit, handle = self._context, self.unit, self.handle
         gradients, placement, options = handle.gradients, handle.placement, unit.options
         groups = placement.reduce_groups[:1] if self.is_partial else placement.reduce_groups
         names = ["reduce-scatter", "outer reduce-scatter"]
-        # Named before any is started: names count in the order of issue, and on gloo the later
-        # hops are issued by another thread.
+        # Named before the first one starts: names count in the order of issue, and on gloo another
+        # thread issues the later hops.
         operations = [
             context.operations.next(name, unit.label, group)
             for name, group in zip(names, groups, strict=False)
         ]
-        # The mean is taken after the last sum, where nothing is rounded that is still to be added;
-        # but float16 has no room for a sum that is not scaled yet.
+        # Scale after the last sum: scaling rounds, and rounding errors would add up. Except in
+        # float16, where a sum that is not scaled yet could overflow: scale in the first hop.
         scales = [1.0] * len(placement.reduce_groups)
         scales[0 if gradients.buffer.dtype == torch.float16 else -1] = options.gradient_scale
         chunk, started = reduce_scatter(
@@ -143,10 +150,14 @@ class Reduction:
             deterministic=options.deterministic,
             order=None if placement.world is None else placement.world_slices,
         )
+        # Sums that wait in shards: this chunk is added to them, or is the first of them.
         adds_up = self.is_partial or gradients.is_waiting_after_first_hop
+        # With `outer="replicate"` several ranks own this shard. Each reduces one slice of it and
+        # then needs the others: reduce-scatter plus all-gather, instead of an all-reduce.
         copies = placement.owned_slices > 1 and not self.is_partial
         if len(groups) == 1 and not copies and not adds_up and handle.params_on is None:
-            # The ordinary case: nothing follows the one hop, so no thread has to wait for it.
+            # The ordinary case: no work depends on the result of the only hop. `stream.run` would
+            # block the host until it is done, where there are neither streams nor a thread.
             self.chunk = chunk
             return stream.enqueue_wait(started, on_done=gradients.free_buffer)
         outer = placement.outer_group
@@ -157,15 +168,16 @@ class Reduction:
         def hops(input_done: Callable[[], None]) -> None:
             nonlocal chunk
             started.wait()
+            # Only the first hop reads the full buffer; free it while the others run.
             input_done()
             if adds_up and gradients.sums_on is None:
                 chunk = gradients.add_sharded(chunk)
             elif adds_up:
                 chunk = self._add_up_on_host(chunk, stream)
             if self.is_partial:
-                return
+                return  # The other hops run once, for the sum over all micro-batches.
             if len(groups) > 1:
-                # Sums are float32 at least; what travels is of the reduce dtype.
+                # Sums are float32 at least; the second hop sends the reduce dtype.
                 travels = chunk.to(gradients.buffer.dtype)
                 chunk, second = reduce_scatter(
                     travels, groups[1], operations[1], scales[1], options.deterministic
@@ -184,7 +196,11 @@ class Reduction:
     # Between device and host ----------------------------------------------------------------
 
     def _add_up_on_host(self, chunk: torch.Tensor, stream: CommStream) -> torch.Tensor:
-        """`GradientBuffer.add_sharded` where the sum is on the host; `stream` made the chunk."""
+        """`GradientBuffer.add_sharded` for a sum on the host; `stream` produces the chunk.
+
+        Returns:
+            The chunk in the dtype of sums; the complete sum if the reduction is not partial.
+        """
         gradients, context = self.handle.gradients, self._context
         chunk = chunk.to(gradients.sum.dtype)
         ready = stream.record_event()
@@ -193,16 +209,18 @@ class Reduction:
             if self.is_partial:
                 gradients.send_to_host(chunk)
             else:
+                # The last micro-batch: the sum is needed on the device, not on the host.
                 gradients.add_host_sum_to(chunk)
                 gradients.drop_host_sum()
             context.note_offload(offload.record_event())
         if not self.is_partial:
-            stream.wait(context.chunk_offloaded)  # The next hop reads what was added.
+            stream.wait(context.chunk_offloaded)  # The next hop reads the sum.
         return chunk
 
     def _download(self, chunk: torch.Tensor, stream: CommStream) -> None:
-        """Start copying the reduced chunk to where the main shard is."""
+        """Start copying the reduced chunk to the host memory that holds the main shard."""
         assert self.handle.params_on is not None
+        # Cast on the device: the copy then has the optimizer's dtype, and the host does no work.
         chunk = chunk.to(self.handle.main_shard.dtype)
         ready = stream.record_event()
         with self._context.streams.offload as offload:

@@ -1,9 +1,9 @@
-"""RootState: one wrapped model. It owns the units and all that works for them.
+"""RootState: the state of one wrapped model. It owns the units and the objects that drive them.
 
-hooks.py tells it when a forward call begins, ends or raises, and `backward` when the gradient of a
-call's output arrives. What the units share lies below them, in context.py; which of them are full
-is unshard_scheduler.py; when one is done in backward is backward.py; where its gradients go is
-reducer.py; how collectives are named, and what follows when one fails, is operations.py.
+hooks.py calls it when a forward call begins, ends or raises, and calls `backward` when the gradient
+of a call's output arrives. The rest is split by subject: context.py (what units share),
+unshard_scheduler.py (which units are unsharded), backward.py (when a unit is done in backward),
+reducer.py (where gradients go), operations.py (names and failures of collectives).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _is_tracing = torch._C._is_tracing
 
 
 class UnshardHandle:
-    """An explicit `unshard` under way."""
+    """An explicit `unshard` under way, as `unshard(async_op=True)` returns it."""
 
     def __init__(self, root: RootState, unit: Unit) -> None:
         self._root = root
         self._unit = unit
 
     def wait(self) -> None:
-        """Show the full parameters once they are there."""
+        """Wait for the gather and show the unsharded parameters."""
         self._root.finish_unshard(self._unit)
 
 
@@ -60,16 +60,16 @@ class RootState:
 
     units: list[Unit]
     context: RuntimeContext
-    """What the units share; `streams`, `operations` and `device` are its own."""
+    """What the units share, with this object's `streams`, `operations` and `device`."""
     scheduler: UnshardScheduler
     reducer: GradientReducer
     backward: Backward
     structure: Structure
-    """What was in the module tree when it was wrapped."""
+    """The module tree as it was wrapped."""
     looks_first: bool
-    """Whether `check_first_forward` comes before the next forward."""
+    """Whether the next forward calls `check_first_forward`."""
     wrapper_ref: Callable[[], nn.Module | None]
-    """The wrapper around the outermost module."""
+    """Weak reference to the wrapper around the outermost module."""
 
     def __init__(
         self,
@@ -128,13 +128,14 @@ class RootState:
             for handle in unit.handles:
                 handle.share_placement(placements)
             lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
-            if lists:  # Of a nested wrapper.
+            if lists:  # Set through a wrapper that this one is around.
                 self.expect_lists(max(map(len, lists)))
 
     def expect_lists(self, depth: int) -> None:
-        """Units are given prefetch lists of up to this length.
+        """Make room for prefetch lists of up to this length.
 
-        Units of nested wrappers may belong to one model only later: the first forward looks.
+        The first forward checks the lists: their units may belong to one model only once an outer
+        wrapper has joined them.
         """
         self.looks_first = True
         self.scheduler.make_room_for(depth)
@@ -143,7 +144,7 @@ class RootState:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether somebody still has the wrapper; one that only a cycle holds is gone."""
+        """Whether the wrapper is still alive, after a collection of reference cycles."""
         if self.wrapper_ref() is not None:
             gc.collect()
         return self.wrapper_ref() is not None
@@ -160,7 +161,7 @@ class RootState:
         if self.context.in_backward or self._call_depth:
             raise RuntimeError(what)
 
-    # Unsharding that is asked for -----------------------------------------------------------
+    # Explicit unsharding --------------------------------------------------------------------
 
     @remembers_failure
     def unshard_all(self) -> None:
@@ -175,7 +176,7 @@ class RootState:
 
     @remembers_failure
     def unshard_explicitly(self, unit: Unit, async_op: bool) -> UnshardHandle | None:
-        """What `ZeRO3.unshard` does."""
+        """Implements `ZeRO3.unshard`."""
         self.backward.clear_abandoned()
         self.context.note_weights()
         if unit.is_stale:
@@ -191,14 +192,14 @@ class RootState:
 
     @remembers_failure
     def finish_unshard(self, unit: Unit) -> None:
-        """Wait for an explicit `unshard` and show its parameters, unless they were freed since."""
+        """Wait for an explicit `unshard` and show its parameters, unless they have been freed."""
         if unit.state is not ShardState.SHARDED:
             unit.wait_for_unshard()
             unit.show_unsharded()
 
     @remembers_failure
     def pregather(self, units: Sequence[Unit], waits: bool) -> None:
-        """What `layerzero.pregather` does."""
+        """Implements `layerzero.pregather`."""
         self._check_between_steps(
             "pregather inside forward or backward: call it between them",
         )
@@ -216,10 +217,11 @@ class RootState:
     # Micro-batches in flight ----------------------------------------------------------------
 
     def begin_micro_batches(self, keep_unsharded: bool = True) -> None:
-        """Micro-batches of one optimizer step follow, perhaps several in flight.
+        """Begin the micro-batches of one optimizer step, of which several may be in flight.
 
         Args:
-            keep_unsharded: units stay full from their first use until `end_micro_batches`.
+            keep_unsharded: units stay unsharded from their first use until `end_micro_batches`, or
+                until their backward after `last_micro_batch`.
         """
         if keep_unsharded:
             self.scheduler.hold_micro_batches()
@@ -227,18 +229,18 @@ class RootState:
             self.scheduler.end_micro_batches()
 
     def last_micro_batch(self) -> None:
-        """The last backward is next: it frees units as it is done with them."""
+        """The last backward comes next; it frees each unit as it is done with it."""
         self.scheduler.end_micro_batches()
 
     def end_micro_batches(self) -> None:
-        """The step is over: every unit is freed."""
+        """The step is over: free every unit."""
         self.scheduler.free_all()
 
     @contextmanager
     def micro_batches(self, *, keep_unsharded: bool = True) -> Iterator[Callable[[], None]]:
-        """Around the micro-batches of one step; call what it yields before the last backward.
+        """Context around the micro-batches of one step. It yields `last_micro_batch`.
 
-        Schedules that are not one block of code, as those of pipelines, call the methods above.
+        Schedules that are not one block of code, such as a pipeline's, call the methods above.
         """
         self.begin_micro_batches(keep_unsharded)
         try:
@@ -250,7 +252,7 @@ class RootState:
 
     @remembers_failure
     def begin_call(self, unit: Unit) -> ForwardCall:
-        """A forward call of `unit` begins: make its parameters full."""
+        """A forward call of `unit` begins: unshard it."""
         if self._call_depth == 0:
             self._begin_forward(unit)
         self._call_depth += 1
@@ -280,7 +282,7 @@ class RootState:
         self.backward.clear_abandoned()
         self._forward_pass = ForwardPass(self._clock)
         if self.context.in_backward:
-            return  # Recomputation: its visits belong to the backward pass.
+            return  # A recomputation: its visits belong to the backward pass.
         self.structure.check("forward")
         check_surroundings(piece for each in self.units for piece in each.pieces)
         self._leaf_checks.before_forward()
@@ -288,10 +290,11 @@ class RootState:
         self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.adds_up)
 
     def _note_casts(self, call: ForwardCall) -> None:
-        """`call` is under autocast, and so perhaps the first to cast the unit's parameters."""
+        """`call` runs under autocast, and may be the first to cast the unit's parameters."""
         forward_pass = call.forward_pass
         if not forward_pass.cast_start:
-            # Recomputation is not asked: it would count the question as an operation of its own.
+            # `shared_by` runs an operation, which checkpoints would count as one of a
+            # recomputation; there, casts are taken to be shared.
             open_starts = (max(unit.open_starts) for unit in self.units if unit.open_starts)
             are_shared = self.context.in_backward or self._casts.shared_by(
                 call.start, max(open_starts, default=None)
@@ -332,8 +335,8 @@ class RootState:
     def abandon_call(self, call: ForwardCall, error: BaseException) -> None:
         """The forward of `call` raised.
 
-        In a backward pass this may be recomputation that has seen enough; a real error there ends
-        the pass, and what it left is cleared when the next one begins.
+        In a backward pass this can be a recomputation that stops early on purpose. A real error
+        there ends the pass, and the next one clears what it left.
         """
         self._leave(call)
         if self._call_depth == 0 and not self.context.in_backward:
@@ -353,9 +356,9 @@ class RootState:
 
     @remembers_failure
     def reduce_waiting(self) -> None:
-        """Reduce, outside a backward pass, what micro-batches inside `no_sync` left.
+        """Reduce, outside a backward pass, the gradients accumulated inside `no_sync`. Collective.
 
-        Every unit takes part that could have gradients: which ones wait may differ between ranks.
+        All trainable units take part, because ranks may differ in which ones hold gradients.
         """
         self._check_between_steps(
             "reduce_gradients inside forward or backward: call it between them, or leave no_sync "
@@ -378,10 +381,11 @@ class RootState:
             self.reducer.set_requires_sync(syncs)
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Back to the state between steps, after an error or an interrupt.
+        """Return to the state between steps, after an error or an interrupt.
 
-        Gradients that were not delivered are dropped, unreduced sums of earlier micro-batches
-        included; `.grad` of the sharded parameters is as before the failed pass.
+        Drops gradients that were not delivered, including unreduced sums of earlier micro-batches.
+        `.grad` of the sharded parameters stays as it was before the failed pass. Does nothing once
+        a collective has failed.
         """
         if isinstance(error, CollectiveError) or self.operations.failure is not None:
             return  # See Note [A failed collective is final].
@@ -395,7 +399,7 @@ class RootState:
 
 
 def root_of(unit: Unit) -> RootState:
-    """The root of the model that a unit is part of now.
+    """The root of the model that a unit currently belongs to.
 
     Raises:
         RuntimeError: its wrapper was deleted.
@@ -407,12 +411,12 @@ def root_of(unit: Unit) -> RootState:
 
 
 def root_if_alive(unit: Unit) -> RootState | None:
-    """`root_of`, or None where there is none: the unit is new, or its wrapper was deleted."""
+    """`root_of`, or None if there is none: the unit has not joined, or its wrapper was deleted."""
     return cast("RootState | None", unit.context.owner()) if unit.has_joined else None
 
 
 def ordered_units(module: nn.Module) -> list[Unit]:
-    """Units inside a wrapped module, in execution order once a forward was recorded.
+    """Units inside a wrapped module, in execution order once a forward has been recorded.
 
     Raises:
         ValueError: `module` is not wrapped.

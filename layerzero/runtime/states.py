@@ -1,4 +1,4 @@
-"""The two state machines of a unit (what is resident, where in the step it is), and its holds."""
+"""The two state machines of a unit (its buffers, its place in the step), and its holds."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 
 
 class ShardState(enum.Enum):
-    """What is resident of a unit."""
+    """Which parameter memory of a unit is allocated and valid."""
 
     successors: tuple[ShardState, ...]
-    """What it may become next. On the member, because hashing one runs Python code, and this is
-    looked up many times a step."""
+    """States that may follow. An attribute of the member instead of a dict lookup, because hashing
+    a member runs Python code and this is read many times a step."""
     SHARDED = "sharded"
-    """The shard alone."""
+    """Only the shard."""
     GATHERING = "gathering"
-    """The shard and the full buffer, whose contents are not valid yet."""
+    """The shard, and a full buffer that is not valid yet."""
     UNSHARDED = "unsharded"
-    """The shard and the full buffer."""
+    """The shard, and a valid full buffer."""
 
     def allow(self, successors: Iterable[ShardState]) -> None:
         self.successors = tuple(successors)
@@ -28,33 +28,33 @@ class TrainingState(enum.Enum):
 
     successors: tuple[TrainingState, ...]
     IDLE = "idle"
-    """Between steps, and between units."""
+    """In none of the states below."""
     FORWARD = "forward"
     """From pre_forward to post_forward."""
     BACKWARD = "backward"
-    """From pre_backward until its gradients left; recomputed forwards stay here."""
+    """From pre_backward until its gradients are being reduced; includes recomputed forwards."""
     SUMMON_FULL_PARAMS = "summon_full_params"
-    """Inside the context manager."""
+    """Inside the context manager `summon_full_params`."""
 
     def allow(self, successors: Iterable[TrainingState]) -> None:
         self.successors = tuple(successors)
 
 
 class Hold(enum.IntFlag):
-    """Why a unit stays full: `.holds` of `layerzero.units`. With no reason left it is freed."""
+    """Reasons to keep a unit unsharded, shown as `.holds` of `layerzero.units`."""
 
     LAST_OF_FORWARD = 1
-    """It was the last to run; see Note [One unit stays] in unshard_scheduler.py."""
+    """It ran last; see Note [One unit stays] in unshard_scheduler.py."""
     FIRST_OF_FORWARD = 2
     """It begins the next micro-batch; see Note [The first unit stays between micro-batches]."""
     POLICY = 4
-    """`reshard_after_forward=False`: from its forward to its backward."""
+    """`reshard_after_forward=False`: kept from its forward to its backward."""
     EXPLICIT = 8
-    """It was unsharded by hand: until its next forward or the next backward has ended."""
+    """The user unsharded it: kept until its next forward or the next backward has ended."""
     MICRO_BATCHES = 16
-    """See Note [Micro-batches in flight] in unshard_scheduler.py."""
+    """Kept for a pipeline; see Note [Micro-batches in flight] in unshard_scheduler.py."""
     DOUBLE_BACKWARD = 32
-    """A graph of the backward (`create_graph`) uses it again."""
+    """A graph of the backward (`create_graph`) reads it again."""
 
 
 SHARD_TRANSITIONS: dict[ShardState, frozenset[ShardState]] = {
@@ -76,7 +76,7 @@ TRAINING_TRANSITIONS: dict[TrainingState, frozenset[TrainingState]] = {
 def check_transition(
     unit: str, current: ShardState | TrainingState, new: ShardState | TrainingState
 ) -> None:
-    """Refuse a pair that is not in the tables.
+    """Refuse a transition that is not in the tables.
 
     Raises:
         RuntimeError: names the unit and both states.
@@ -88,7 +88,7 @@ def check_transition(
 
 
 def names_of(holds: Hold) -> str:
-    """The reasons by name, as `LAST_OF_FORWARD|EXPLICIT`."""
+    """The names of the flags that are set, such as `LAST_OF_FORWARD|EXPLICIT`."""
     return "|".join(hold.name or "" for hold in Hold if hold & holds)
 
 

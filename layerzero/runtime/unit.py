@@ -1,6 +1,6 @@
-"""Unit: one wrapped module, its flat parameters, and its place in the two state machines.
+"""Unit: one wrapped module, its flat parameters, and its state in the two state machines.
 
-Everything here is about one unit; who calls it, and in which order, is the root's business.
+Everything here concerns a single unit; the order among units is decided above it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from layerzero.runtime.states import Hold, ShardState, TrainingState, check_tran
 
 _UNIT = "_layerzero_unit"
 _OF_THE_MODEL = int(Hold.MICRO_BATCHES | Hold.DOUBLE_BACKWARD)
-"""Holds of all units at once, which outlast that a unit is freed and gathered anew."""
+"""Holds that are set on all units at once, and survive a reshard and the next gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """What one unit needs to know of the arguments of `ZeRO3`."""
+    """The arguments of `ZeRO3` that concern one unit."""
 
     mixed_precision: MixedPrecision
     reshard_after_forward: ReshardAfterForward
@@ -44,43 +44,46 @@ class Unit:
     fqn: str
     """Name in the outermost wrapped module; "" for that module itself."""
     label: str
-    """How messages call it."""
+    """Name in messages."""
     context: RuntimeContext
-    """What it shares with the other units of its model, once it has joined one."""
+    """State shared with the other units of the model; set by `join`."""
     handles: list[FlatParamHandle]
     """One flat parameter per kind (dtype, compute dtype, trainable or frozen)."""
     views: ParameterViews
     index: int
-    """Place in the root's list of units; what the recorder records."""
+    """Index in the root's list of units, under which the recorder records it."""
     nbytes: int
-    """Bytes of the full parameters while gathered, in the compute dtype, padding included."""
+    """Bytes of the full buffers while gathered, in the compute dtype, padding included."""
     depth: int
-    """Forward calls of this unit that are running."""
+    """Number of running forward calls of this unit, nested ones included."""
     shows_unsharded: bool
-    """Whether module attributes are the full leaves."""
+    """Whether module attributes are the unsharded parameters."""
     is_trainable: bool
     """Whether any parameter requires grad."""
     originals: list[tuple[str, weakref.ref[nn.Parameter]]]
-    """Names, and the parameters as they were before wrapping, should somebody still hold them."""
+    """Name of each original parameter, and a weak reference to the object before wrapping."""
     output_dtype: torch.dtype | None
-    """What floating-point outputs are cast to."""
+    """Dtype that floating-point outputs are cast to; None: no cast."""
     open_starts: set[int]
-    """Starts of forward calls with gradients whose backward has not begun."""
+    """Start times of forward calls with gradients whose backward has not begun."""
     saved_casts: dict[int, SavedCast]
-    """Casts of its leaves that autograd saved under autocast, by id."""
+    """Casts of its unsharded parameters that autograd saved under autocast, by id of the cast."""
     forward_prefetch: list[Unit] | None
-    """What the user wants gathered when its forward begins; None: what the recorder predicts."""
+    """Units the user wants gathered when its forward begins; None: those the recorder predicts."""
     backward_prefetch: list[Unit] | None
+    """The same for its backward."""
     static_forward_prefetch: Sequence[Unit]
-    """What is gathered when its forward begins in a pass of which no order is known yet."""
+    """Units to gather when its forward begins, in passes for which no order is recorded yet."""
     static_backward_prefetch: Sequence[Unit]
+    """The same for its backward."""
     awaits_values: bool
-    """Whether a load brings its parameters' values; looked at before the first forward alone."""
+    """Whether a load has yet to bring its parameters' values; checked before the first forward."""
     awaited_buffers: tuple[AwaitedBuffer, ...]
+    """Buffers whose values the same load brings."""
     tied_owners: tuple[Unit, ...]
-    """Units that hold tied parameters which modules inside this unit use too."""
+    """Units that hold tied parameters which modules inside this unit use, too."""
     state_dict_hooks: list[RemovableHandle]
-    """On the modules that show its parameters."""
+    """Handles of the state-dict hooks on the modules that show its parameters."""
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class Unit:
         originals: Sequence[Sequence[OriginalParameter]],
         options: UnitOptions,
     ) -> None:
-        """`originals` are the parameters each of `handles` was made of."""
+        """`originals`: for each of `handles`, the parameters it was made of."""
         self.fqn = fqn
         self.label = _label_of(fqn)
         self.handles = handles
@@ -145,7 +148,7 @@ class Unit:
 
     @property
     def owners(self) -> list[nn.Module]:
-        """Modules with something of this unit: its own, those that show its parameters."""
+        """The unit's own module, and every module that shows one of its parameters."""
         refs = (self._module_ref, *self._owner_refs)
         return [module for ref in refs if (module := ref()) is not None]
 
@@ -154,7 +157,7 @@ class Unit:
 
     @property
     def pieces(self) -> list[nn.Parameter]:
-        """This rank's pieces of its parameters, as `parameters()` shows them."""
+        """This rank's sharded parameters of the unit, as `parameters()` returns them."""
         return [piece for handle in self.handles for piece in handle.sharded_params]
 
     @property
@@ -191,7 +194,7 @@ class Unit:
 
     @property
     def has_joined(self) -> bool:
-        """Whether it is part of a model; else it has no `context`."""
+        """Whether it is part of a model; otherwise it has no `context`."""
         return "context" in self.__dict__
 
     def join(self, context: RuntimeContext, index: int) -> None:
@@ -200,7 +203,7 @@ class Unit:
         self.index = index
 
     def rename(self, prefix: str) -> None:
-        """The module is now part of another: put `prefix` before every name."""
+        """The module became part of another: put `prefix` before every name."""
         self.fqn = f"{prefix}.{self.fqn}" if self.fqn else prefix
         self.label = _label_of(self.fqn)
         for handle in self.handles:
@@ -226,7 +229,7 @@ class Unit:
         )
 
     def await_values(self, buffers: Sequence[AwaitedBuffer]) -> None:
-        """A load is to bring the values of its parameters, and of these buffers."""
+        """A load will bring the values of its parameters, and of these buffers."""
         self.awaits_values, self.awaited_buffers = True, tuple(buffers)
 
     def values_came(self) -> None:
@@ -235,7 +238,7 @@ class Unit:
     # Forward calls --------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
-        """A forward call begins; inside a backward pass it is recomputation."""
+        """A forward call begins; inside a backward pass it is a recomputation."""
         if self._training_state is TrainingState.IDLE:
             self.set_training_state(TrainingState.FORWARD)
         self.depth += 1
@@ -248,7 +251,7 @@ class Unit:
             self.show_sharded()
 
     def forget_starts_before(self, oldest: int) -> None:
-        """Forward calls from before were passed over: most likely no backward comes to them."""
+        """Drop older forward calls: backward has passed them, and most likely never runs them."""
         if self.open_starts:
             self.open_starts = {start for start in self.open_starts if start >= oldest}
 
@@ -256,13 +259,16 @@ class Unit:
 
     @property
     def is_stale(self) -> bool:
-        """Whether main shards changed since they were gathered, as far as torch's versions tell."""
+        """Whether a main shard has changed since the last gather, by torch's version counters.
+
+        Writes through `.data` do not count as changes.
+        """
         return any(handle.is_stale for handle in self.handles)
 
     def unshard(self, behind_reductions: bool = False) -> None:
-        """Start gathering the full parameters. Collective over the shard group.
+        """Start gathering the unsharded parameters. Collective over the shard group.
 
-        Does not block the host. Nothing happens when they are resident or on their way.
+        Does not block the host. Does nothing if they are resident or being gathered.
 
         Args:
             behind_reductions: on CPU, allocate and start once the reductions in flight are done.
@@ -270,7 +276,7 @@ class Unit:
         if self._shard_state is not ShardState.SHARDED:
             return
         context = self.context
-        # A list, not a generator: every handle has to look.
+        # A list, not a generator, which would stop at the first True: all handles must be called.
         if not context.in_backward and any(
             [h.reset_sharded_params(self.label) for h in self.handles]
         ):
@@ -282,7 +288,7 @@ class Unit:
                 handle.unshard(context, self.label, behind_reductions)
 
     def wait_for_unshard(self) -> None:
-        """Order compute after the gather; blocks the host only where there are no streams."""
+        """Order compute after the gather. Blocks the host only on devices without streams."""
         if self._shard_state is ShardState.GATHERING:
             with self.context.profile("wait_for_unshard", self.label):
                 for handle in self.handles:
@@ -292,7 +298,7 @@ class Unit:
                 saved_casts.fill(self.saved_casts)
 
     def reshard(self, regathered_this_step: bool = False) -> None:
-        """Free the full parameters, whoever holds them; a gather under way is waited for first.
+        """Free the unsharded parameters, regardless of holds. Waits for a gather under way first.
 
         Args:
             regathered_this_step: the same weights will be gathered again.
@@ -315,47 +321,47 @@ class Unit:
         context.limiter.release(self.nbytes)
         self._set_shard_state(ShardState.SHARDED)
 
-    # Why it stays full ----------------------------------------------------------------------
+    # Why it stays unsharded -----------------------------------------------------------------
 
     @property
     def holds(self) -> Hold:
-        """The reasons why it is not freed; none: it is freed when its turn is over."""
+        """The reasons to keep it unsharded; without any it is freed after its use."""
         return Hold(self._holds)
 
     def is_held(self, reasons: int) -> bool:
-        """Whether any of these `Hold`s keeps it full."""
+        """Whether any of these `Hold`s keeps it unsharded."""
         return bool(self._holds & reasons)
 
     def hold(self, reasons: int) -> None:
         self._holds |= reasons
 
     def end_hold(self, reasons: int) -> None:
-        """These `Hold`s are over. Nothing is freed before somebody calls `free`."""
+        """End these `Hold`s. Frees nothing; see `free`."""
         self._holds &= ~reasons
 
     def free(self, ended: int = 0, regathered_this_step: bool = False) -> None:
-        """Free the full parameters if no reason is left to keep them. The one rule for freeing.
+        """Free the unsharded parameters if no hold is left. The one rule for freeing.
 
         Args:
-            ended: `Hold`s that are over.
-            regathered_this_step: as of `reshard`.
+            ended: `Hold`s to end first.
+            regathered_this_step: see `reshard`.
         """
         self._holds &= ~ended
         if not self._holds:
             self.reshard(regathered_this_step)
 
     def show_unsharded(self) -> None:
-        """Module attributes become the full leaves (valid after `wait_for_unshard`)."""
+        """Make module attributes the unsharded parameters (valid after `wait_for_unshard`)."""
         if self.shows_unsharded:
             return
-        # A list, not a generator: every handle has to follow.
+        # A list, not a generator, which would stop at the first True: all handles must be called.
         if not self.context.in_backward and any([h.update_requires_grad() for h in self.handles]):
             self._follow_trainable()
         self.views.show_unsharded(self.label)
         self.shows_unsharded = True
 
     def show_sharded(self) -> None:
-        """Module attributes become this rank's pieces."""
+        """Make module attributes this rank's sharded parameters."""
         if self.shows_unsharded:
             replaced = self.views.hide_unsharded()
             if replaced:
@@ -365,7 +371,7 @@ class Unit:
     # Gradients ------------------------------------------------------------------------------
 
     def _follow_trainable(self) -> None:
-        """Lay out gradients for the leaves that require grad now."""
+        """Lay out the gradient buffers for the parameters that require grad now."""
         for handle in self.handles:
             trainable = handle.trainable()
             if tuple(trainable) != handle.gradients.layout.trainable:
@@ -383,7 +389,7 @@ class Unit:
         )
 
     def watch_leaves(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """Hear of gradients that come from outside the unit's forward (explicit `unshard`)."""
+        """Call `on_gradient` for gradients from outside the unit's forward (explicit `unshard`)."""
         if self._is_watched:
             return
         self._is_watched = True
@@ -393,12 +399,12 @@ class Unit:
                     leaf.register_post_accumulate_grad_hook(on_gradient)
 
     def drop_post_forward_shards(self) -> None:
-        """The weights that were kept for a backward will not be used again."""
+        """Drop the shards kept for a gather in backward; it will not happen any more."""
         for handle in self.handles:
             handle.drop_post_forward_shard()
 
     def drop_gradients(self) -> None:
-        """Forget gradients that were not delivered."""
+        """Drop gradients that were not delivered."""
         for handle in self.handles:
             handle.gradients.release()
         self.drop_leaf_gradients()
@@ -409,7 +415,7 @@ class Unit:
                 leaf.grad = None
 
     def reset(self) -> None:
-        """Back to the state between steps, after an error."""
+        """Return to the state between steps, after an error."""
         self.depth = 0
         self._holds = 0
         self.drop_gradients()
@@ -425,15 +431,15 @@ def _label_of(fqn: str) -> str:
 
 
 def get_unit(module: nn.Module) -> Unit | None:
-    """The unit a module is wrapped as, if it is one."""
+    """The unit of a wrapped module; None for a module that is not a unit."""
     return module.__dict__.get(_UNIT)
 
 
 def unset_unit(module: nn.Module) -> None:
-    """The module is a unit no longer."""
+    """Remove the unit from its module."""
     module.__dict__.pop(_UNIT, None)
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:
-    """Mark a module; the module owns its unit, the unit knows its module weakly."""
+    """Attach a unit to its module. The module owns it; the unit references the module weakly."""
     module.__dict__[_UNIT] = unit

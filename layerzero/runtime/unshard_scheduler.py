@@ -1,21 +1,23 @@
-"""UnshardScheduler: which units are full: unsharded when they are needed, or ahead; kept; freed.
+"""UnshardScheduler: decides when each unit is unsharded, prefetched, kept and resharded.
 
-The root says where the step is. What comes next is what the user, a plan or the execution-order
-recorder says, as far ahead as the rate limiter admits. Why a unit stays full is written on the unit
-(`Unit.holds`), and here alone do these reasons begin and end, but for those of a call by hand.
+The root reports the progress of the step. Prefetching follows the user's lists, a plan's, or the
+execution-order recorder, as far ahead as the rate limiter admits. The reasons to keep a unit
+unsharded are flags on the unit (`Unit.holds`). Only this file sets and clears them, except for
+explicit calls of the user.
 
 Note [One unit stays]
-    A unit is not freed when its forward ends but when the next unit's begins, or when another's
-    ends. So the last one of a forward stays for the backward that follows, and a step of U units
-    gathers 2U - 1 times.
+    A unit is not freed when its forward ends, but when the forward of another unit begins or ends.
+    So the last unit of a forward stays for the backward that follows, and a step of U units
+    issues 2U - 1 gathers.
 
 Note [The first unit stays between micro-batches]
-    Inside `no_sync` the weights do not change from a backward to the next forward, so the unit that
-    ends the one and begins the other is kept: a gather less for each micro-batch but the first.
+    Inside `no_sync` the weights do not change between a backward and the next forward. So the unit
+    that is last in backward and first in forward is kept, which saves one gather for each
+    micro-batch but the first.
 
 Note [Micro-batches in flight]
     A pipeline stage runs forwards of some micro-batches between backwards of others, on the same
-    weights. So it has units stay from the first forward to the last backward: each is gathered
+    weights. So it keeps units from the first forward to the last backward: each is gathered
     once, instead of twice for each micro-batch.
 """
 
@@ -31,7 +33,7 @@ from layerzero.runtime.exec_order import ExecOrderRecorder, Order
 from layerzero.runtime.states import Hold, ShardState, TrainingState
 from layerzero.runtime.unit import Unit
 
-# Plain ints: arithmetic with enum members runs Python code, and these are used in every call.
+# Plain ints: arithmetic on enum members runs Python code, and these are used in every call.
 _LAST = int(Hold.LAST_OF_FORWARD)
 _FIRST = int(Hold.FIRST_OF_FORWARD)
 _POLICY = int(Hold.POLICY)
@@ -49,13 +51,13 @@ class UnshardScheduler:
     last_order: Order
     """The longest forward order recorded so far."""
     forward_depth: int
-    """How many units of a recorded order are gathered ahead in forward."""
+    """Number of units of a recorded order to prefetch in forward."""
     backward_depth: int
-    """The same in backward."""
+    """Number of units of a recorded order to prefetch in backward."""
     backward_prefetch: BackwardPrefetch | None
-    """When the next unit of a backward pass is gathered; None: when it is needed."""
+    """When to prefetch in backward; None: each unit is gathered when it is needed."""
     unshards_all_before_forward: bool
-    """Whether a forward begins by gathering every unit, and waits for them."""
+    """Whether a forward begins by gathering every unit and ordering compute after all gathers."""
 
     def __init__(
         self,
@@ -77,13 +79,13 @@ class UnshardScheduler:
         self._units = units
         self._budget_is_default = budget_is_default
         self._last: Unit | None = None
-        """The one that is held as `LAST_OF_FORWARD`."""
+        """The unit held as `LAST_OF_FORWARD`."""
         self._holds_for_graph = False
 
-    # What to expect -------------------------------------------------------------------------
+    # Orders ---------------------------------------------------------------------------------
 
     def make_room_for(self, depth: int) -> None:
-        """The default budget follows explicit prefetch lists; a budget of the user's stays."""
+        """Raise the default budget for prefetch lists of this length; never the user's own."""
         budget = self._limiter.budget
         if self._budget_is_default and budget.max_units is not None:
             self._limiter.set_budget(GatherBudget(max_units=max(budget.max_units, depth + 2)))
@@ -91,10 +93,10 @@ class UnshardScheduler:
     def set_static_prefetch(
         self, forward: Mapping[Unit, Sequence[Unit]], backward: Mapping[Unit, Sequence[Unit]]
     ) -> None:
-        """What to gather when a unit begins, in passes of which no order was recorded yet.
+        """Set what to prefetch when a unit begins, in passes for which no order is recorded yet.
 
-        Must be the same on every rank. As far ahead as the longest list reaches, recorded orders
-        are followed from then on.
+        Must be the same on every rank. The longest list also becomes the prefetch depth for
+        recorded orders.
         """
         for unit in self._units:
             unit.set_static_prefetch(forward.get(unit, ()), backward.get(unit, ()))
@@ -103,11 +105,11 @@ class UnshardScheduler:
         self.make_room_for(max(self.forward_depth, self.backward_depth))
 
     def unshard_all_before_forward(self) -> None:
-        """From now on a forward begins by gathering every unit."""
+        """From now on, every forward begins by gathering all units."""
         self.unshards_all_before_forward = True
 
     def ordered_units(self) -> list[Unit]:
-        """Units in the order of the longest recorded forward; others after, as wrapped."""
+        """Units in the order of the longest recorded forward, then the others as wrapped."""
         first = [self._units[index] for index in dict.fromkeys(self.last_order)]
         return first + [unit for unit in self._units if unit not in first]
 
@@ -117,15 +119,20 @@ class UnshardScheduler:
         """A forward of the model begins with `unit`. For the flag see `mark_stale`."""
         for other in self._units:
             if other.state is ShardState.SHARDED:
+                # A hold left from the last step must not keep the unit in this one.
                 other.end_hold(_OF_A_STEP)
                 continue
-            # What an earlier forward left resident may be older than the weights.
+            # What an earlier forward left unsharded may be older than the weights. It stays only
+            # under one of these holds, and only if the weights are the same.
             stays = other.is_held(_EXPLICIT | _FIRST | _MICRO_BATCHES)
             if not stays or other.is_stale:
                 other.reshard()
                 if self._holds_for_graph:
-                    other.unshard()  # A backward to come needs it, this forward or not.
+                    # A graph made with create_graph reads it in a later backward, and no hook
+                    # would gather it there.
+                    other.unshard()
             else:
+                # These were to last until this forward, which decides anew.
                 other.end_hold(_FIRST | _OF_A_FORWARD)
         self._last = None
         if weights_may_have_changed:
@@ -135,8 +142,13 @@ class UnshardScheduler:
         self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
 
     def end_forward(self, grad_enabled: bool) -> Order:
-        """That forward has ended; the order in which it demanded units."""
+        """The forward of the model has ended.
+
+        Returns:
+            The order in which it gathered units.
+        """
         order = self.recorder.end()
+        # The longest order covers most units; forwards that found units resident record fewer.
         if len(order) >= len(self.last_order):
             self.last_order = order
         for unit in self._units:
@@ -144,12 +156,12 @@ class UnshardScheduler:
             if state is not ShardState.SHARDED and (
                 state is ShardState.GATHERING or not grad_enabled
             ):
-                # Prefetched for nothing; or there is no backward to stay for.
+                # Prefetched but never used, or no backward follows that would use it.
                 unit.free(_OF_A_FORWARD)
         return order
 
     def unshard_ahead(self, units: Sequence[Unit]) -> None:
-        """Gather units before any is needed, and order compute after all of it."""
+        """Start all gathers of these units, then order compute after all of them."""
         with_parameters = [unit for unit in units if unit.handles]
         for unit in with_parameters:
             if unit.is_stale:
@@ -159,7 +171,7 @@ class UnshardScheduler:
             unit.wait_for_unshard()
 
     def unshard_all(self, weights_may_have_changed: bool) -> None:
-        """Start gathering all units, and keep them. For the flag see `mark_stale`."""
+        """Start gathering all units, held for micro-batches. For the flag see `mark_stale`."""
         if weights_may_have_changed:
             self.mark_stale()
         for unit in self._units:
@@ -170,50 +182,54 @@ class UnshardScheduler:
         self.hold_micro_batches()
 
     def mark_stale(self) -> None:
-        """Between optimizer steps weights may have been written in ways that versions miss.
+        """Have sharded units rewrite their compute shards: writes through `.data` bump no version.
 
-        While micro-batches add up they have not, and the root does not ask for it.
+        Not called while micro-batches accumulate, when weights do not change.
         """
         for unit in self._units:
-            if unit.state is ShardState.SHARDED:  # else unsharded by hand, and to stay so
+            # Others stay as they are: the user, or a hold, keeps them unsharded.
+            if unit.state is ShardState.SHARDED:
                 for handle in unit.handles:
                     handle.mark_stale()
 
     def hold_micro_batches(self) -> None:
-        """From now on units stay once gathered; see Note [Micro-batches in flight]."""
+        """From now on, units stay unsharded once gathered; see Note [Micro-batches in flight]."""
         for unit in self._units:
             unit.hold(_MICRO_BATCHES)
 
     def end_micro_batches(self) -> None:
-        """From now on units are freed when their turn is over; none is at once."""
+        """From now on, units are freed after their use. Frees none itself."""
         for unit in self._units:
             unit.end_hold(_MICRO_BATCHES)
 
     def free_all(self) -> None:
-        """Free every unit, and hold none any longer. Between forward and backward calls."""
+        """Free every unit not held for a graph, and end its other holds. Call it between passes."""
         self._last = None
         for unit in self._units:
             unit.free(_MICRO_BATCHES | _OF_A_STEP)
 
     @property
     def holds_for_graph(self) -> bool:
-        """Whether units stay because a graph of the backward (`create_graph`) uses them again."""
+        """Whether units stay unsharded for a graph of a backward (`create_graph`), which reads
+        them."""
         return self._holds_for_graph
 
     def hold_for_graph(self, holds: bool) -> None:
+        """Begin or end that hold, on all units. Frees nothing."""
         if holds != self._holds_for_graph:
             self._holds_for_graph = holds
             for unit in self._units:
                 (unit.hold if holds else unit.end_hold)(_DOUBLE_BACKWARD)
 
     def end_backward(self, first: Unit | None) -> None:
-        """Free what the pass left resident, but `first`, which begins the next micro-batch."""
+        """Free what the pass left unsharded, except `first`, which begins the next micro-batch."""
         for unit in self._units:
+            # A running forward (`depth`) still uses its unit: `torch.autograd.grad` inside it.
             if unit is not first and unit.state is not ShardState.SHARDED and not unit.depth:
                 unit.free(_OF_A_STEP)
 
     def abort(self) -> None:
-        """Back to the state between steps, but for the units themselves."""
+        """Return to the state between steps. The caller resets the units themselves."""
         self._last = None
         self._holds_for_graph = False
         self.recorder.abort()
@@ -221,31 +237,39 @@ class UnshardScheduler:
     # One unit -------------------------------------------------------------------------------
 
     def unshard_for_call(self, unit: Unit, in_backward: bool) -> None:
-        """Make full what a forward call of `unit` needs; in a backward it is recomputation."""
+        """Unshard `unit` for a forward call; in a backward pass the call is a recomputation."""
         is_reached = unit.training_state is TrainingState.BACKWARD
+        # Nothing to do without parameters. Nor if a call around this one, or the backward that this
+        # call is recomputed for, has unsharded the unit already.
         if not unit.handles or (unit.shows_unsharded and (unit.depth > 1 or is_reached)):
             return
         last = self._last
         if last is not None and last is not unit:
+            # Another unit's forward begins: see Note [One unit stays].
             last.free(_LAST, regathered_this_step=True)
             self._last = None
+        # `backward_prefetch=None` holds for units that recomputation needs, too.
         self.ensure_unsharded(
             unit, not in_backward or self.backward_prefetch is not None, in_backward
         )
 
     def ensure_unsharded(self, unit: Unit, prefetches: bool, in_backward: bool) -> None:
-        """Make a unit full that is needed now; before waiting for it, perhaps gather others ahead.
+        """Unshard a unit that is needed now, and prefetch others before waiting for it.
 
-        Only units that were not resident are recorded. Whether a visit finds a unit resident may
-        depend on which parameters this rank used; a visit that gathers does not, since gathering is
-        collective. So ranks record, predict and prefetch alike.
+        Records only visits that find the unit sharded or being gathered. A visit to a resident unit
+        can differ between ranks (unused parameters); a visit that gathers cannot, because gathering
+        is collective. So ranks record, predict and prefetch alike.
         """
         if self._last is unit:
+            # Its use begins again, and whoever ends that use decides whether it stays.
             self._last = None
             unit.end_hold(_LAST)
+        # GATHERING counts as a visit: a correct prefetch must not drop the unit from the order.
         if unit.state is not ShardState.UNSHARDED:
             self.recorder.visit(unit.index)
             unit.unshard()
+        # After this unit's own gather is queued, so that prefetches cannot delay it; before the
+        # wait, so that they are in flight while this unit computes, even where waiting blocks.
         if prefetches:
             self.prefetch_after(unit, in_backward)
         unit.wait_for_unshard()
@@ -254,10 +278,10 @@ class UnshardScheduler:
     def prefetch_after(
         self, unit: Unit, in_backward: bool, behind_reductions: bool | None = None
     ) -> None:
-        """Start gathering what comes after `unit` in the pass, as far as the limiter admits.
+        """Start gathering the units after `unit` in the pass, as far as the rate limiter admits.
 
         Args:
-            behind_reductions: as of `Unit.unshard`; None: in backward.
+            behind_reductions: see `Unit.unshard`; None: True in backward, False in forward.
         """
         if in_backward:
             depth, static = self.backward_depth, unit.static_backward_prefetch
@@ -265,6 +289,7 @@ class UnshardScheduler:
         else:
             depth, static = self.forward_depth, unit.static_forward_prefetch
             explicit = unit.forward_prefetch
+        # The user's list wins; static lists serve only until the first order is recorded.
         if explicit is None and self.recorder.is_first:
             explicit = static
         if explicit is None:
@@ -273,18 +298,20 @@ class UnshardScheduler:
         behind = in_backward if behind_reductions is None else behind_reductions
         for other in explicit:
             if other.state is ShardState.SHARDED and other.handles:
-                # What micro-batches hold is resident in the end anyway, however early it comes.
+                # The limiter cannot save memory for units held for micro-batches: they all end up
+                # resident. Otherwise stop here: a later unit must not take the room of this one.
                 if not (other.is_held(_MICRO_BATCHES) or self._limiter.admits(other.nbytes)):
-                    with context.profile("budget_full", other.label):  # seen, and takes no time
+                    with context.profile("budget_full", other.label):  # an empty range, as a mark
                         return
                 with context.profile("prefetch", other.label):
                     other.unshard(behind_reductions=behind)
 
     def free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
-        """The forward of `unit` has ended, and was no recomputation."""
+        """The forward of `unit` has ended. Not called for recomputation."""
         if not unit.handles:
             return
         if self._last is not None:
+            # Only one unit stays: the one whose forward ended last.
             self._last.free(_LAST, regathered_this_step=True)
             self._last = None
         if not unit.options.reshard_after_forward:
@@ -297,9 +324,9 @@ class UnshardScheduler:
             unit.free(_EXPLICIT)
 
     def free_in_backward(self, unit: Unit, regathered_this_step: bool = False) -> None:
-        """The backward of `unit` is over."""
+        """The backward of `unit` is over: free it unless another hold is left."""
         unit.free(_LAST | _POLICY | _EXPLICIT, regathered_this_step)
 
     def keep_first(self, unit: Unit) -> None:
-        """See Note [The first unit stays between micro-batches]."""
+        """Keep `unit`; see Note [The first unit stays between micro-batches]."""
         unit.hold(_FIRST)
