@@ -118,20 +118,21 @@ def read(ranges: list[Range]) -> Step:
 def draw(step: Step, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(10, 2.6), dpi=130, layout="constrained")
     for bar in step.bars:
-        y = ROW_NAMES.index(bar.row)
+        y, height = float(ROW_NAMES.index(bar.row)), 0.62
+        if bar.row == "gather":  # two may be under way at once
+            y, height = y + 0.17 - 0.34 * (bar.unit % 2), 0.31
         axes.barh(
             y,
             bar.end - bar.start,
             left=bar.start,
-            height=0.62,
+            height=height,
             color=COLOURS[bar.unit],
             alpha=1.0 if bar.row == "compute" else 0.75,
             edgecolor="white",
         )
         if bar.end - bar.start > 0.02 * step.end:
-            # At the left end, which no later bar of the row covers.
-            left = bar.start + 0.004 * step.end
-            axes.text(left, y, bar.unit, ha="left", va="center", color="white", fontsize=9)
+            middle = (bar.start + bar.end) / 2
+            axes.text(middle, y, bar.unit, ha="center", va="center", color="white", fontsize=9)
     axes.axvline(step.forward_end, color="0.4", linewidth=0.8, linestyle="--")
     axes.text(step.forward_end / 2, 2.45, "forward", ha="center", va="bottom", fontsize=9)
     middle = (step.forward_end + step.end) / 2
