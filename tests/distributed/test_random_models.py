@@ -26,9 +26,8 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.utils.checkpoint import checkpoint as recompute
 
-from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3, rewrap
+from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3, rewrap, units
 from layerzero.core.parameter_info import get_info
-from tests.harness.internals import inner_units
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
 from tests.harness.simulated_device import simulated_device
@@ -232,7 +231,7 @@ class _Run:
 
     def _set_lists(self) -> None:
         """Of modules to gather ahead, which may name what is not needed, or in a wrong order."""
-        every = inner_units(self._model)
+        every = units(self._model)
         for unit in every:
             if self._rng.random() < 0.1:
                 chosen = self._rng.sample(every, self._rng.randint(0, min(3, len(every))))
