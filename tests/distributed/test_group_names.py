@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,24 +22,35 @@ def _a_group_for_some(ranks: list[int]) -> None:
     dist.new_group(ranks)
 
 
-def _train(model: ZeRO3) -> None:
+def _step(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
 
 
+def _train(model: ZeRO3, plain: nn.Linear) -> None:
+    """A step gives the weights of plain torch: the groups have the ranks that they should have."""
+    _step(model)
+    _step(plain)
+    with model.summon_full_params():
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), name
+
+
 def _wrap_save_and_cut(folder: str) -> None:
     _a_group_for_some([0, 1])
     for outer in ("zero1", "shard"):
-        model = ZeRO3(nn.Linear(8, 8), zero3_size=2, outer=outer, timeout=SHORT)
-        _train(model)
+        plain = nn.Linear(8, 8)
+        model = ZeRO3(copy.deepcopy(plain), zero3_size=2, outer=outer, timeout=SHORT)
+        _train(model, plain)
         _a_group_for_some([3])
     checkpoint.save(folder, model)
     _a_group_for_some([0, 2])
     checkpoint.save(folder, model, process_group=dist.group.WORLD)
     _a_group_for_some([1, 2])
     manager = ParallelManager(dp_size=2, cp_size=2)
-    _train(manager.parallelize(nn.Linear(8, 8)))
+    plain = nn.Linear(8, 8)
+    _train(manager.parallelize(copy.deepcopy(plain)), plain)
 
 
 def test_groups_that_only_some_ranks_know_do_not_matter(tmp_path: Path) -> None:
