@@ -14,7 +14,7 @@
 // Note [Rows begin cold]: a processor fetches ahead within a run of addresses, and some lines past
 // its end. Short rows that lie further apart than that each begin with a cache miss, and their
 // distance is up to the allocator. So where a conversion writes fewer bytes than it reads, the next
-// row is fetched by hand, a line at a time, while this one is converted: about a fifth less time
+// row is fetched by hand, a line at a time, while this one is converted: up to a sixth less time
 // for rows of 1 to 4 KB. Longer rows, wider outputs and plain copies gain nothing.
 // docs/internals/pad_copy.md.
 #include <algorithm>
