@@ -1,7 +1,7 @@
-"""Bits that stand in memory which nobody has written yet.
+"""Marks memory with a bit pattern, so that tensors which nobody has written can be found.
 
-In floating-point tensors they are NaNs, each with a payload that arithmetic does not make, so that
-what is never written shows itself; in others a number that is unlikely to be meant.
+In floating-point tensors the pattern is a NaN with a payload that arithmetic does not produce; in
+other tensors it is an unlikely value.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ _BITS = {
 
 
 class AwaitedBuffer(NamedTuple):
-    """A buffer whose value comes after construction."""
+    """A buffer whose value is loaded after construction."""
 
     fqn: str
-    """In the module that was wrapped with it."""
+    """Name within the module whose wrapping allocated it."""
     module: weakref.ref[nn.Module]
     name: str
 
 
 def fill(tensor: torch.Tensor) -> None:
-    """Write the bits into all of a tensor, of a DTensor into what this rank has."""
+    """Write the pattern into all of a tensor; of a DTensor, into the local tensor.
+
+    Does nothing to meta, quantized and non-strided tensors.
+    """
     bits = _bits_of(tensor)
     if bits is not None:
         bits.fill_(_BITS[bits.element_size()][1])
 
 
 def is_left(tensor: torch.Tensor) -> bool:
-    """Whether the bits are still in a tensor. Waits for the device.
+    """Whether a tensor still holds the pattern. Blocks the host until the device is done.
 
-    In an element, where no other value has these bits; else in all of them.
+    One element is enough if no ordinary value has these bits. Otherwise (such as 8-bit dtypes and
+    16-bit integers) all elements must hold it.
     """
     bits = _bits_of(tensor)
     if bits is None or not bits.numel():

@@ -1,21 +1,21 @@
 """FlatParam: the buffers behind one flat parameter: main shard, compute shard, full buffer.
 
-    main shard      what the optimizer updates; original dtype
-    compute shard   what this rank gives to a gather; compute dtype. The main shard itself where
-                    neither a cast nor an outer axis (placement.py) lies between them; else kept,
-                    and written once for each change of the weights
-    full buffer     what modules compute with. The compute shard itself in a shard group of one
+    main shard      the optimizer updates it; original dtype
+    compute shard   this rank's input to an all-gather; compute dtype. It is the main shard itself
+                    unless a cast, an outer axis (placement.py) or offloading separates the two;
+                    then it is memory of its own, written once for each change of the weights
+    full buffer     modules compute with it; in a shard group of one, the compute shard itself
 
 Note [Views outlive storage]
-    The full parameters are leaves of autograd, made once, as views of one flat tensor whose
-    storage is resized between zero bytes and all of them. Autograd saves the views, not the
-    bytes; when the storage is back for the backward pass, so are the values. Each leaf is made
-    through `.data` and hence has a version counter of its own: writing the gathered values does
-    not look like an in-place change of a tensor that autograd saved.
+    The unsharded parameters are leaves of autograd. They are made once, as views of one flat
+    tensor whose storage is resized between zero bytes and its full size. Autograd saves the views,
+    not the bytes; once the storage is filled again for the backward pass, they show the values.
+    Each leaf is made through `.data`, and so has a version counter of its own: writing the gathered
+    values does not look like an in-place change of a tensor that autograd saved.
 
 Note [One rank is whole]
-    In a shard group of one rank the full buffer is the compute shard: it is never freed, and what
-    is gathered or cast is what the weights' last change made stale.
+    In a shard group of one rank the full buffer is the compute shard. It is never freed, and is
+    cast, or gathered over the outer group, again only after the weights have changed.
 """
 
 from __future__ import annotations
@@ -45,50 +45,50 @@ from layerzero.ops import Segments, pack_
 
 @dataclass
 class OriginalParameter:
-    """A parameter as the user wrote it, and every place in the module tree that shows it."""
+    """A parameter as the user wrote it, and every slot of the module tree that holds it."""
 
     fqn: str
     parameter: nn.Parameter
     slots: list[Slot]
     value: torch.Tensor = field(init=False)
-    """What this rank has of it before it is flattened, detached: of a DTensor the local tensor."""
+    """This rank's value before flattening, detached; of a DTensor, the local tensor."""
 
 
 class FlatParam:
     """The buffers behind one flat parameter, their layout and the views into them.
 
-    Knows no streams and issues no collective: `FlatParamHandle` (runtime/flat_param_handle.py)
+    Uses no streams and issues no collectives: `FlatParamHandle` (runtime/flat_param_handle.py)
     unshards and reshards it.
     """
 
     fqns: list[str]
     """Names of the original parameters, in order."""
     splits: tuple[TensorParallelSplit | None, ...]
-    """For each parameter that is a DTensor how it is split over tensor-parallel ranks."""
+    """How each parameter is split over tensor-parallel ranks; None if it is not a DTensor."""
     shapes: tuple[torch.Size, ...]
-    """Of the parameters in the full buffer: the original ones, of DTensors the local ones."""
+    """Shapes of the parameters in the full buffer: the original ones; of DTensors, the local."""
     layout: FlatLayout
     placement: Placement
     main_shard: torch.Tensor
     """[shard_numel] in the original dtype; the sharded parameters are views of it."""
     params_on: HostMemory | None
-    """Where the main shard is, if not on the device."""
+    """Host memory that holds the main shard; None: it is on the device."""
     sharded_params: list[nn.Parameter]
-    """One 1-D piece per original parameter: what the user and the optimizer see."""
+    """One 1-D sharded parameter per original one; the user and the optimizer see these."""
     full_params: list[nn.Parameter]
-    """One leaf per original parameter; see Note [Views outlive storage]."""
+    """One unsharded parameter per original one; see Note [Views outlive storage]."""
     is_whole: bool
     """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
     has_compute_shard: bool
-    """Whether the compute shard is memory of its own."""
+    """Whether the compute shard is memory of its own, apart from the main shard."""
     compute_shard: torch.Tensor
     """[compute_numel] in the compute dtype; valid unless `is_stale`."""
     post_forward_shard: torch.Tensor | None
     """[padded numel / size of the placement's `post_forward_group`] in the compute dtype: this
-    rank's part of what was gathered in this step's forward, to gather it again from there."""
+    rank's part of the full buffer, kept in forward so that backward gathers over that group."""
     gradients: GradientBuffer
     version: int
-    """Version of the main shard that the compute shard has; -1: of none."""
+    """Version of the main shard from which the compute shard was written; -1: none yet."""
 
     def __init__(
         self,
@@ -100,12 +100,12 @@ class FlatParam:
         params_on: HostMemory | None = None,
         grads_on: HostMemory | None = None,
     ) -> None:
-        """Copy this rank's part of `originals` (one dtype) to `device`. Not collective.
+        """Copy this rank's part of `originals`, all of one dtype, to `device`. Not collective.
 
         Args:
-            params_on: where the main shard, and with it its gradients and the optimizer's state,
-                are instead of `device`.
-            grads_on: where gradients wait for more micro-batches instead of `device`.
+            params_on: host memory for the main shard, and so for its gradients and the optimizer's
+                state; None: they are on `device`.
+            grads_on: host memory in which gradients of micro-batches add up; None: on `device`.
         """
         values = [original.value for original in originals]
         dtype = values[0].dtype
@@ -155,13 +155,13 @@ class FlatParam:
         )
 
     def _flatten(self, values: Sequence[torch.Tensor]) -> None:
-        """Fill the main shard; what lies between the pieces is zero."""
+        """Fill the main shard from `values`; gaps and padding become zero."""
         device = self.main_shard.device
         sources = [
             value.reshape(-1)[piece.start : piece.stop].to(device)
             for value, piece in zip(values, self._pieces, strict=True)
         ]
-        # Pieces rise with their parameters, apart from the empty ones.
+        # `pack_` wants rising destinations; empty pieces have offset 0 and would break the order.
         rows = (
             (piece.param, 0, piece.offset, piece.numel) for piece in self._pieces if piece.numel
         )
@@ -171,6 +171,7 @@ class FlatParam:
         _, start, stop, offset = self._pieces[index]
         piece = self.main_shard[offset : offset + stop - start]
         shape, split = original.parameter.shape, self.splits[index]
+        # After `rewrap`, reuse the former Parameter object if its range did not change.
         kept = take_kept_piece(original.parameter)
         info = None if kept is None else get_info(kept)
         is_same = info is not None and (info.shape, info.range) == (shape, (start, stop))
@@ -193,8 +194,8 @@ class FlatParam:
         if self.is_whole and not self.has_compute_shard:
             self.full = self.main_shard.data
         else:
-            # Zeros only for the padding of what is written piece by piece and never freed: the
-            # rest is freed below, and need not be touched.
+            # A whole buffer is never freed and is written slice by slice, so its padding starts as
+            # zeros. Any other storage is freed below; `empty` avoids touching its memory.
             make = torch.zeros if self.is_whole else torch.empty
             self.full = make(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self._storage = self.full.untyped_storage()
@@ -210,7 +211,7 @@ class FlatParam:
             self._storage.resize_(0)
 
     def view_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Parameter `index` in a buffer laid out like `full`; of a DTensor one on that view."""
+        """View of parameter `index` in a buffer laid out like `full`; for a DTensor, a DTensor."""
         start = self.layout.starts[index]
         view = flat[start : start + self.layout.numels[index]].view(self.shapes[index])
         split = self.splits[index]
@@ -237,7 +238,7 @@ class FlatParam:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the full buffer that a gather adds; 0 where it is the compute shard."""
+        """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
         return 0 if self.is_whole else self.layout.padded_numel * self.full.element_size()
 
     def allocate_full(self) -> None:
@@ -249,27 +250,36 @@ class FlatParam:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the compute shard is of other weights, as far as torch's versions tell."""
+        """Whether the main shard's version changed since the compute shard was written.
+
+        torch's version counter does not see writes through `.data`; see `mark_stale`.
+        """
         return self.version != self.main_shard._version
 
     def mark_stale(self) -> None:
-        """Write the compute shard anew at the next use: versions miss writes through `.data`."""
+        """Have the compute shard written again before its next use.
+
+        For writes through `.data`, which change no version.
+        """
         self.post_forward_shard = None
         if self.has_compute_shard:
             self.version = -1
 
     def rename(self, prefix: str) -> None:
-        """The model is now part of another: put `prefix` before every name."""
+        """Put `prefix` before every name, because the model became part of another."""
         self.fqns = [f"{prefix}.{fqn}" for fqn in self.fqns]
         for fqn, parameter in zip(self.fqns, self.sharded_params, strict=True):
             rename(parameter, fqn)
 
     def drop_post_forward_shard(self) -> None:
-        """The weights that were kept for a backward will not be used again."""
+        """Free `post_forward_shard`, which no backward needs any more."""
         self.post_forward_shard = None
 
     def share_placement(self, placements: dict[Placement, Placement]) -> None:
-        """Have one object for equal placements, so that what goes by placement is done once."""
+        """Replace the placement by an equal one in `placements`, or add it there.
+
+        With one object for equal placements, work that is done per placement is done once.
+        """
         self.placement = placements.setdefault(self.placement, self.placement)
 
     def keep_shard(self) -> None:
@@ -280,7 +290,10 @@ class FlatParam:
             self.post_forward_shard = self.full.data[group.rank * numel :][:numel].clone()
 
     def write_compute_slice(self) -> None:
-        """Put this rank's main shard, cast, in its place in the compute shard."""
+        """Cast this rank's main shard into its slice of the compute shard.
+
+        Runs on the current stream; does not block the host.
+        """
         self.post_forward_shard = None
         if self.has_compute_shard:
             source = self.main_shard
@@ -291,11 +304,12 @@ class FlatParam:
         self.version = self.main_shard._version
 
     def reset_sharded_params(self, unit: str) -> bool:
-        """Take over values a user put in place by assigning `parameter.data`; True if any.
+        """Copy values that a user assigned to `parameter.data` into the main shard; True if any.
 
         Raises:
-            ValueError: the new tensor has another shape, dtype or device than the piece.
+            ValueError: the new tensor's shape, dtype or device is not the sharded parameter's.
         """
+        # Runs often, so it compares addresses. Empty parameters have none: `_empty`.
         adopted = False
         for parameter, pointer, numel in self._expected:
             if parameter.data_ptr() != pointer or parameter.numel() != numel:
@@ -324,7 +338,7 @@ class FlatParam:
         parameter.data = own
 
     def update_requires_grad(self) -> bool:
-        """Let the leaves follow `requires_grad` of the sharded parameters; True on a change."""
+        """Copy `requires_grad` from sharded to unsharded parameters; True if any changed."""
         changed = False
         for sharded, leaf in zip(self.sharded_params, self.full_params, strict=True):
             if sharded.requires_grad != leaf.requires_grad:

@@ -1,14 +1,14 @@
-"""GradientBuffer: gradients of one flat parameter, from the leaves to the sharded parameters.
+"""GradientBuffer: gradients of one flat parameter, from unsharded to sharded parameters.
 
     leaf.grad --collect--> buffer --first hop--> chunk --further hops--> chunk --deliver--> .grad
                              |                     |
     micro-batches add up:  `_sum`, or         `shard_sum`                       (`no_sync`)
 
-One copy per gradient; the buffer's storage exists only from `collect` until the reduction is done.
-Micro-batches without synchronization add up in one of two places, in float32 at least: unsharded,
-before anything is sent, or sharded, after the reduction's first hop. Only `deliver` writes `.grad`,
-and of parameters with hooks parameter_hooks.py after it, so a backward pass that fails changes no
-gradient the user can see.
+A leaf is an unsharded parameter. Each gradient is copied once, and the buffer's storage exists only
+from `collect` until the reduction is done. Micro-batches without synchronization add up in one of
+two places, in float32 at least: unsharded, before anything is sent, or sharded, after the first hop
+of the reduction. `.grad` is written only by `deliver`, and after it by parameter_hooks.py for
+parameters with hooks, so a backward pass that fails changes no gradient that the user can see.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from layerzero.core.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 
 _MISSING = torch.empty(0)
-"""Stands for a gradient that is not there: zeros."""
+"""Stands for a missing gradient; `pack_` fills its place with zeros."""
 
 
 class GradientBuffer:
-    """Collects full gradients of one flat parameter and hands out this rank's part of the sum."""
+    """Collects unsharded gradients of one flat parameter, and adds the reduced ones to `.grad`."""
 
     present: set[int]
-    """Parameters that had a gradient on this rank since the last reduction."""
+    """Indices of parameters that had a gradient on this rank since the last reduction."""
     holds_sum: bool
-    """Whether gradients wait unsharded (on one rank alone: in `_local`)."""
+    """Whether unsharded gradients wait on the device (in a group of one rank: in `_local`)."""
     sums_on: HostMemory | None
-    """Where they wait, if not on the device: in `host_sum`, of either kind."""
+    """Host memory for gradients that wait between micro-batches; None: they stay on the device."""
     host_sum: torch.Tensor | None
+    """Sum that waits on the host if `sums_on` is set: unsharded, or a first hop's chunk."""
     shard_sum: torch.Tensor | None
-    """What earlier micro-batches left after the first hop: its chunk, float32 at least."""
+    """[chunk after the first hop], float32 at least: sum of earlier micro-batches."""
 
     def __init__(
         self,
@@ -57,9 +58,10 @@ class GradientBuffer:
     ) -> None:
         """
         Args:
-            shapes: of the gradients in the buffer; of DTensors the local ones.
-            splits: of the parameters that are DTensors, by index.
-            sums_on: where micro-batches wait, if not on `device`.
+            shapes: shapes of the gradients in the buffer; of DTensors, the local ones.
+            dtype: reduce dtype, in which gradients are sent.
+            splits: how parameters that are DTensors are split, by index.
+            sums_on: host memory for sums of micro-batches; None: they stay on `device`.
         """
         self._layout = layout
         self._shapes = shapes
@@ -80,7 +82,7 @@ class GradientBuffer:
         """Lay the buffer out for the parameters that require grad now.
 
         Raises:
-            RuntimeError: gradients of the former set are still waiting to be reduced.
+            RuntimeError: gradients of the former set are not reduced yet.
         """
         if self.is_waiting:
             raise RuntimeError(
@@ -95,6 +97,7 @@ class GradientBuffer:
             if index in self._splits
         ]
         wide = torch.promote_types(self._dtype, torch.float32)
+        # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False):
             self._outgoing = _Area(self, self._dtype)
             self._sum = self._outgoing if wide == self._dtype else _Area(self, wide)
@@ -106,14 +109,17 @@ class GradientBuffer:
         self._split_sizes, self._split_indices = self._plan_split()
 
     def place(self, buffer: torch.Tensor, segment: Piece) -> tuple[int, slice | None, torch.Tensor]:
-        """(parameter, which part of its gradient, where that goes); None: all, in its shape."""
+        """Return (parameter index, slice of its flattened gradient, target view in `buffer`).
+
+        The slice is None for a whole gradient, and the target then has the gradient's shape.
+        """
         target = buffer[segment.offset : segment.offset + segment.numel]
         if segment.numel == self._layout.numels[segment.param]:
             return segment.param, None, target.view(self._shapes[segment.param])
         return segment.param, slice(segment.start, segment.stop), target
 
     def _plan_split(self) -> tuple[list[int], list[int]]:
-        """Sizes that cut this rank's chunk into pieces and gaps, and each part's parameter."""
+        """Sizes that split this rank's chunk into pieces and gaps; parameter of each, -1: a gap."""
         sizes, indices, end = [], [], 0
         own = self.layout.chunk(self._placement.main_shard_index)
         for piece in sorted(own, key=lambda piece: piece.offset):
@@ -133,17 +139,17 @@ class GradientBuffer:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """[padded numel] in the reduce dtype: what the reduction sends, once collected."""
+        """[numel of `layout`] in the reduce dtype: the reduction's input, once collected."""
         return self._outgoing.tensor
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes of `buffer` while it is there."""
+        """Bytes of `buffer` while it is allocated."""
         return self._outgoing.nbytes
 
     @property
     def sum_nbytes(self) -> int:
-        """Bytes of a sum over micro-batches that waits unsharded."""
+        """Bytes of an unsharded sum over micro-batches while it is allocated."""
         return self._sum.nbytes
 
     @property
@@ -153,7 +159,7 @@ class GradientBuffer:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether micro-batches wait for the reduction of their sum."""
+        """Whether gradients of micro-batches have added up and are not reduced yet."""
         return self.holds_sum or self.shard_sum is not None or self.host_sum is not None
 
     @property
@@ -162,7 +168,7 @@ class GradientBuffer:
 
     @property
     def sum(self) -> torch.Tensor:
-        """[padded numel], float32 at least: where gradients add up unsharded."""
+        """[numel of `layout`], float32 at least: gradients add up here unsharded."""
         return self._sum.tensor
 
     @property
@@ -170,7 +176,7 @@ class GradientBuffer:
         return self._sum is self._outgoing
 
     def fill_buffer(self) -> None:
-        """Cast the sum into the buffer, which `allocate_buffer` made room for."""
+        """Cast the sum into the buffer, which must be allocated."""
         if not self.sum_is_buffer:
             pack_(self._outgoing.tensor, [self._sum.tensor], self._whole)
 
@@ -178,12 +184,13 @@ class GradientBuffer:
         self._outgoing.allocate()
 
     def collect(self, leaves: Sequence[nn.Parameter], keep_accumulating: bool = False) -> None:
-        """Move the leaves' gradients here, adding to what waits unsharded; frees them.
+        """Move the leaves' gradients here, add them to those that wait unsharded, and free them.
 
         A parameter without a gradient contributes zeros.
 
         Args:
-            keep_accumulating: no reduction follows; more gradients will add up here.
+            keep_accumulating: leave the sum in `sum`, to which more gradients will be added; else
+                it ends in `buffer`, ready to be sent.
         """
         if self._placement.num_ranks == 1:
             self._collect_local(leaves)
@@ -202,9 +209,10 @@ class GradientBuffer:
             self._sum.free()
 
     def _take(self, leaves: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """The gradients of the trainable leaves, noted, and no longer theirs.
+        """Take the gradients of the trainable leaves: record them in `present`, clear `.grad`.
 
-        Of DTensors the local tensors: collective over tensor-parallel ranks where one is partial.
+        Of DTensors, take the local tensors; this is collective over tensor-parallel ranks if a
+        gradient's placements are not those of its parameter.
         """
         gradients = []
         for index in self.layout.trainable:
@@ -216,7 +224,7 @@ class GradientBuffer:
             leaf.grad = None
             self.present.add(index)
             if gradient.layout is not torch.strided:
-                gradient = gradient.to_dense()  # Embeddings may give sparse ones.
+                gradient = gradient.to_dense()  # `nn.Embedding(sparse=True)` makes sparse ones.
             gradients.append(gradient)
         for place, index, split in self._split_sources:
             if gradients[place] is not _MISSING:
@@ -239,6 +247,7 @@ class GradientBuffer:
             torch._foreach_add_(targets, sources)
 
     def _collect_local(self, leaves: Sequence[nn.Parameter]) -> None:
+        # With one rank nothing is sent, so gradients need no buffer.
         for index, gradient in zip(self.layout.trainable, self._take(leaves), strict=True):
             if gradient is not _MISSING:
                 gradient = gradient.to(self._dtype)
@@ -247,7 +256,7 @@ class GradientBuffer:
         self.holds_sum = True
 
     def add_sharded(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Add what the first hop brought to `shard_sum`; the sum, of which it may be the memory."""
+        """Add the first hop's chunk to `shard_sum` and return that; it may share chunk's memory."""
         if self.shard_sum is None:
             self.shard_sum = chunk.to(self._sum.tensor.dtype)
         else:
@@ -255,14 +264,17 @@ class GradientBuffer:
         return self.shard_sum
 
     def add_host_sum_to(self, target: torch.Tensor) -> None:
-        """Add what waits on the host, through memory of the stream that is current."""
+        """Add `host_sum`, if any, to `target`, on the current stream."""
         if self.host_sum is not None:
             staged = torch.empty_like(target)
             staged.copy_(self.host_sum, non_blocking=True)
             target.add_(staged)
 
     def send_to_host(self, total: torch.Tensor) -> None:
-        """Start copying a sum, with what waits on the host added, to where it is to wait."""
+        """Add `host_sum` to `total`, and start copying the result to the host.
+
+        Runs on the current stream; does not block the host if the memory is pinned.
+        """
         assert self.sums_on is not None
         self.add_host_sum_to(total)
         if self.host_sum is None:
@@ -270,21 +282,21 @@ class GradientBuffer:
         self.host_sum.copy_(total, non_blocking=True)
 
     def drop_host_sum(self) -> None:
-        """What waited on the host is on the device again."""
+        """Forget the sum on the host, which was added to one on the device."""
         self.host_sum = None
 
     def free_buffer(self) -> None:
-        """Free the memory of what was sent; safe from another thread, and twice."""
+        """Free the reduction's input. May be called from another thread, and twice."""
         self._outgoing.free()
 
     def release_buffer(self) -> None:
-        """What was in the buffers waits elsewhere: in `shard_sum` or `host_sum`."""
+        """Free both buffers; gradients that wait are in `shard_sum` or `host_sum` by now."""
         self.free_buffer()
         self._sum.free()
         self.holds_sum = False
 
     def release(self) -> None:
-        """The reduction is done, or the gradients are given up: ready for the next ones."""
+        """Free everything after a reduction, or drop the gradients; ready for the next ones."""
         self.release_buffer()
         self._local.clear()
         self.shard_sum = self.host_sum = None
@@ -296,13 +308,13 @@ class GradientBuffer:
         """Add this rank's part of the reduced gradients to `.grad` of the sharded parameters.
 
         Args:
-            chunk: [chunk_numel], any floating dtype; None on one rank alone.
-            present: parameters that had a gradient on any rank; others keep what they have.
-            scale: applied only on one rank alone, where no reduction ran and scaled.
+            chunk: [chunk_numel], any floating dtype; None in a group of one rank.
+            present: parameters that had a gradient on any rank; `.grad` of others is unchanged.
+            scale: applied only in a group of one rank, where no reduction ran and scaled.
 
         Returns:
-            Parameters that have hooks, in the same order on every rank, and what is left to be
-            added to their `.grad`.
+            (parameter, gradient) of each parameter with hooks, in the same order on every rank.
+            These are not added yet: see `accumulate_with_hooks`.
         """
         hooked: list[tuple[int, torch.Tensor]] = []
         stepped = stepped_by_torch()
@@ -339,7 +351,7 @@ class GradientBuffer:
 
 
 class _Area:
-    """Room for all gradients of the flat parameter, allocated while something is in it."""
+    """A buffer for all gradients of the flat parameter, allocated only while it is in use."""
 
     def __init__(self, owner: GradientBuffer, dtype: torch.dtype) -> None:
         self.tensor = torch.empty(owner.layout.numel, dtype=dtype, device=owner.device)

@@ -1,4 +1,4 @@
-"""The process groups parameters are sharded over, and this rank's place in them."""
+"""The process groups over which parameters are sharded, and their timeouts."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from torch.distributed import constants
 from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-"""Of a collective, where nobody chose one: torch's defaults are for barriers, and far too long."""
+"""Timeout of a collective if nobody chose one; torch's defaults (10, 30 minutes) are too long."""
 BACKEND_GRACE = timedelta(seconds=15)
-"""How much longer a backend's own watchdog waits, which knows no units and ends the process."""
+"""Added to a backend's own timeout, so that the engine's error, which names the unit, comes before
+the backend's watchdog ends the process."""
 
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks one unit's parameters are gathered over (the ZeRO-3 group)."""
+    """A process group as one rank sees it: its members, this rank's number, backend, timeout."""
 
     process_group: dist.ProcessGroup
     rank: int
-    """This rank's place in the group."""
+    """This rank's number in the group."""
     ranks: tuple[int, ...]
     """Global rank of each member."""
     backend: str
-    """Backend that serves the device parameters live on."""
+    """Name of the backend that serves the parameters' device."""
     timeout: timedelta
-    """How long any collective may take before it is an error."""
+    """Bound on any collective; one that takes longer raises CollectiveError."""
 
     @cached_property
     def size(self) -> int:
@@ -44,10 +45,13 @@ class ShardGroup:
 def resolve_process_groups(
     process_group: dist.ProcessGroup | DeviceMesh | None,
 ) -> tuple[dist.ProcessGroup, ...]:
-    """The process group an argument names, or of a 2-D mesh the inner and the outer one.
+    """The process group that an argument names; of a 2-D mesh, (inner, outer). None: all ranks.
 
     Raises:
-        ValueError, TypeError: what was expected instead.
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: this rank is not in the group or mesh, or the mesh has more than two axes or
+            ranks that do not rise along both.
+        TypeError: the argument is none of the three.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -67,7 +71,7 @@ def resolve_process_groups(
             )
         mesh = process_group.mesh
         if mesh.ndim == 2 and any((mesh.diff(dim=axis) <= 0).any() for axis in (0, 1)):
-            # A group is in the order of global ranks, so its ranks would not be the coordinates.
+            # Groups are ordered by global rank: otherwise group ranks would not be coordinates.
             raise ValueError(
                 f"process_group: ranks must rise along both axes of a mesh, got {mesh.tolist()}"
             )
@@ -90,7 +94,7 @@ def resolve_process_groups(
 def mesh_groups(
     mesh: DeviceMesh | None, device: torch.device, timeout: timedelta | None
 ) -> tuple[ShardGroup, ...]:
-    """This rank's group along each axis of a mesh; none without one.
+    """This rank's group along each axis of a mesh; () if `mesh` is None.
 
     Raises:
         ValueError: a group has no backend for the device, or the timeout is not positive.
@@ -107,10 +111,10 @@ def make_shard_groups(
     device: torch.device,
     timeout: timedelta | None,
 ) -> list[ShardGroup]:
-    """The group that an argument names, or of a 2-D mesh the inner and the outer one.
+    """The group that an argument names; of a 2-D mesh, [inner, outer].
 
     Raises:
-        ValueError, TypeError: as `resolve_process_groups` and `make_shard_group`.
+        RuntimeError, ValueError, TypeError: as `resolve_process_groups` and `make_shard_group`.
     """
     groups = resolve_process_groups(process_group)
     return [make_shard_group(group, device, timeout) for group in groups]
@@ -119,7 +123,7 @@ def make_shard_groups(
 def make_shard_group(
     process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None
 ) -> ShardGroup:
-    """Take `process_group` for the collectives of a model, and bound its waits.
+    """Make a `ShardGroup` for a model's collectives, and raise the backend's timeout if needed.
 
     Raises:
         ValueError: as `describe_group`.
@@ -133,10 +137,10 @@ def make_shard_group(
 def describe_group(
     process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None
 ) -> ShardGroup:
-    """What `process_group` is for tensors on `device`; it stays as it is.
+    """Make a `ShardGroup` for tensors on `device`; `process_group` is not changed.
 
     Args:
-        timeout: None: see `chosen_timeout`.
+        timeout: None: `chosen_timeout`, or else `DEFAULT_TIMEOUT`.
 
     Raises:
         ValueError: the group has no backend for the device, or the timeout is not positive.
@@ -165,14 +169,15 @@ def describe_group(
 
 _given: WeakKeyDictionary[dist.ProcessGroup, dict[str, timedelta]]
 _given = WeakKeyDictionary()
-"""The timeouts that process groups were made with, by device type, where they were raised since."""
+"""Original timeouts, by device type, of the process groups whose timeout we have raised."""
 
 
 def chosen_timeout(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout that somebody gave the group, or else the default group; None: nobody did.
+    """The timeout that somebody gave this group, or else the default group; None: nobody did.
 
-    torch does not keep whether a timeout was given, so one that differs from torch's own defaults
-    was. Groups that a mesh or `new_group` makes have the default whatever the default group has.
+    torch does not record whether a timeout was given: one that differs from torch's defaults counts
+    as given. The default group is consulted because groups made by a mesh or `new_group` do not
+    inherit its timeout.
     """
     world = dist.group.WORLD
     for group in (process_group, world if world is not None else process_group):
@@ -183,12 +188,13 @@ def chosen_timeout(process_group: dist.ProcessGroup, device: torch.device) -> ti
 
 
 def _torch_defaults() -> tuple[timedelta | None, ...]:
-    # A backend for each kind of device ("cpu:gloo,cuda:nccl") has the general default on all.
+    # With a backend for each device type ("cpu:gloo,cuda:nccl") NCCL gets the general default too.
     return constants.default_pg_timeout, constants.default_pg_nccl_timeout
 
 
 def _timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """What the group's backend was made with; None where it does not tell, or serves another."""
+    """Timeout that the group's backend was made with; None if it has none, or does not serve the
+    device."""
     given = _given.get(process_group, {}).get(device.type)
     return given if given is not None else _backend_timeout(process_group, device)
 
@@ -205,9 +211,9 @@ def _backend_timeout(process_group: dist.ProcessGroup, device: torch.device) -> 
 def _let_backend_wait(
     process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> None:
-    """Have a backend that bounds waits itself wait as long; what waits longer stays as it is.
+    """Raise the timeout of a backend that has one to at least `timeout`; never lower it.
 
-    Collectives of others use the group, too, and none may fail sooner than before.
+    The group's other users share it, and none of their collectives may fail sooner than before.
     """
     current = _backend_timeout(process_group, device)
     if current is None or current >= timeout:

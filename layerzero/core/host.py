@@ -1,4 +1,4 @@
-"""Host memory beside a device's: where offloaded tensors live."""
+"""Host memory for offloaded tensors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import torch
 
 
 class HostMemory:
-    """Allocates on the host, page-locked if asked, so that copies need not block the host.
+    """Allocates host memory, page-locked on request, so that copies need not block the host.
 
-    torch's allocator of page-locked memory hands a block out again only when the copies that were
-    queued with it are done.
+    torch's allocator reuses a page-locked block only after the copies queued on it have finished.
     """
 
     def __init__(self, pin_memory: bool) -> None:
@@ -20,5 +19,5 @@ class HostMemory:
 
 
 def has_separate_memory(device: torch.device) -> bool:
-    """Whether `device` has memory of its own, so that offloading makes room there."""
+    """Whether `device` has memory of its own, so that offloading frees some of it."""
     return device.type != "cpu"

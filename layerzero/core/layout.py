@@ -1,14 +1,14 @@
-"""FlatLayout and GradientLayout: where each parameter and gradient lies, in integers only.
+"""FlatLayout and GradientLayout: offsets of parameters and gradients in buffers; integers only.
 
     numels (5, 20, 3), alignment 4, two ranks: shard_numel 16, one row per rank
 
         rank 0 | a a a a a - - - b b b b b b b b |   a: parameter 0, starts at 0
         rank 1 | b b b b b b b b b b b b c c c . |   b: parameter 1, starts at 8 (aligned)
                                                      c: parameter 2, starts at 28
-        - alignment moves a start;  . padding completes the last shard
+        -  gap: a start is moved to its alignment;  .  padding: completes the last shard
 
 Offsets and ranges count elements. A parameter's range on a rank is (start, stop) in the
-flattened original; (0, 0) where the rank owns nothing of it.
+flattened original; (0, 0) if the rank owns nothing of it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ALIGNMENT_NBYTES = 64
-"""Start of every parameter and shard: one cache line, so that vector loads are aligned and BLAS
-takes the same path, hence gives the same bits, as for an ordinary allocation."""
+"""Alignment of every parameter and shard: one cache line. Vector loads are then aligned, and BLAS
+takes the same path, and so returns the same bits, as for an ordinary allocation."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -27,7 +27,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Piece(NamedTuple):
-    """A run of the flattened parameter number `param`, and where it lies in a chunk."""
+    """Elements [start, stop) of the flattened parameter `param`, at `offset` in a buffer."""
 
     param: int
     start: int
@@ -49,7 +49,7 @@ class FlatLayout:
     group_size: int
     shard_numel: int
     slices: int
-    """Equal slices that each shard must be cut into, each a multiple of the alignment."""
+    """Number of equal slices of a shard; each slice is a multiple of the alignment."""
 
     @classmethod
     def build(
@@ -58,8 +58,8 @@ class FlatLayout:
         """Lay out parameters of `numels` elements for `group_size` owners.
 
         Args:
-            alignment: in elements; of every start and of the shard size.
-            slices: that each shard must be cut into.
+            alignment: in elements; every start and every slice of a shard is a multiple of it.
+            slices: number of equal slices into which each shard can be cut.
         """
         if group_size < 1 or alignment < 1 or any(numel < 0 for numel in numels):
             raise ValueError(
@@ -86,7 +86,7 @@ class FlatLayout:
         return (start, stop) if start < stop else (0, 0)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """One piece per parameter, in order, offsets within the rank's shard; may be empty."""
+        """One piece per parameter, in order, with offsets in the shard of `rank`; may be empty."""
         pieces = []
         for index, numel_start in enumerate(self.starts):
             start, stop = self.owned_range(index, rank)
@@ -97,18 +97,18 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class GradientLayout:
-    """The reduction's input: one chunk per rank, holding what that rank owns of the gradients.
+    """The reduction's input: one chunk per rank, with the parts of the gradients that it owns.
 
-    When every parameter is trainable this is the flat layout itself, and each gradient is one
-    contiguous run. When some are frozen the others are packed closer, so that frozen parameters
-    cost no bytes; a gradient that several ranks own is then cut at chunk borders.
+    If every parameter is trainable, this is the flat layout itself, and each gradient is one
+    contiguous run. If some are frozen, the others are packed more tightly, so that frozen
+    parameters cost no bytes; a gradient that several ranks own is then cut at chunk borders.
 
-    Size and construction are O(parameters), whatever the group: a rank asks for its own chunk.
+    Size and construction are O(parameters) for any group size: chunks are computed on demand.
     """
 
     trainable: tuple[int, ...]
     segments: tuple[Piece, ...]
-    """Where gradients go in the whole buffer: non-empty, in rising order of offset."""
+    """Position of the gradients in the whole buffer: non-empty, in rising order of offset."""
     chunk_numel: int
     num_chunks: int
 
@@ -134,7 +134,10 @@ class GradientLayout:
         return self.num_chunks * self.chunk_numel
 
     def chunk(self, rank: int) -> tuple[Piece, ...]:
-        """What `rank` owns: a piece per trainable parameter, in order; (index, 0, 0, 0) if none."""
+        """One piece per trainable parameter, in order, with offsets in the chunk of `rank`.
+
+        (index, 0, 0, 0) if the rank owns nothing of it.
+        """
         begin = rank * self.chunk_numel
         owned = {}
         for param, start, stop, offset in self.segments:
@@ -146,14 +149,14 @@ class GradientLayout:
 
 
 def _pack(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[Piece]]:
-    """(chunk_numel, segments) that leave out what is frozen.
+    """Return (chunk_numel, segments) without the frozen parameters.
 
-    A parameter has at most three runs: the end of one shard, shards that it fills, and the
-    beginning of another. Where a parameter fills a shard, chunks are as long as shards; so filled
-    chunks lie next to each other, and are one run however many they are.
+    A parameter has at most three runs: the end of one shard, the shards that it fills, and the
+    beginning of another. If any parameter fills a shard, chunks are as long as shards; so the
+    chunks it fills are adjacent, and one run covers any number of them.
     """
     shard_numel = layout.shard_numel
-    runs: list[tuple[int, Piece]] = []  # with the rank it begins on, and its offset there
+    runs: list[tuple[int, Piece]] = []  # (rank of the first chunk, run with its offset there)
     longest = 0
     last_rank, end = -1, 0
     for index in trainable:

@@ -1,8 +1,8 @@
-"""Hooks that users put on parameters: which there are, and how they run.
+"""Finds and runs the hooks that users register on sharded parameters.
 
-Pieces take part in no graph, so autograd would never run their hooks. A piece that has any gets its
-reduced gradient from autograd itself, by a backward pass that consists of its accumulation alone:
-hooks of every kind then run in their own order, see this backward's gradient, and may replace it.
+Sharded parameters are in no autograd graph, so autograd would never run their hooks. One that has
+hooks gets its reduced gradient from autograd itself, in a backward pass that only accumulates it:
+hooks of every kind then run in their usual order, see this backward's gradient, and may replace it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from torch import nn
 
 
 def stepped_by_torch() -> Container[nn.Parameter]:
-    """Parameters given to torch's `_apply_optimizer_in_backward`, whose hooks are not on them."""
+    """Parameters given to torch's `_apply_optimizer_in_backward`.
+
+    Its hooks are on autograd's accumulation nodes, so the parameters do not show them.
+    """
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     found: Container[nn.Parameter] = () if module is None else module.param_to_acc_grad_map
     return found
 
 
 def kind_of_hooks(parameter: nn.Parameter) -> str | None:
-    """How the hooks on a parameter were put there; None: it has none."""
+    """Name of the function that registered hooks on a parameter; None: it has none."""
     if parameter._backward_hooks:
         return "register_hook"
     if parameter._post_accumulate_grad_hooks:
@@ -31,7 +34,10 @@ def kind_of_hooks(parameter: nn.Parameter) -> str | None:
 
 
 class _Running:
-    """Backward passes of ours that are under way; autograd may run hooks in threads of its own."""
+    """Counts the backward passes of this file that are running.
+
+    On the class, not thread-local: autograd may run hooks in threads of its own.
+    """
 
     count = 0
 
@@ -45,15 +51,16 @@ class _Running:
 
 
 def is_accumulating() -> bool:
-    """Whether autograd accumulates gradients that we gave it."""
+    """Whether a backward pass of `accumulate_with_hooks` is running."""
     return _Running.count > 0
 
 
 def accumulate_with_hooks(gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
     """Add to `.grad` of each parameter as a backward pass does, and run its hooks.
 
-    All in one pass, for hooks of several parameters (`register_multi_grad_hook`). The order of
-    parameters is the same on every rank. A parameter may come several times: its hooks see the sum.
+    All gradients go through one pass, as hooks on several parameters need
+    (`register_multi_grad_hook`). Parameters must come in the same order on every rank, because
+    hooks may be collective. A parameter may come several times: its hooks see the sum.
     """
     parameters, values = zip(*gradients, strict=True)
     _Running.begin()

@@ -1,4 +1,4 @@
-"""The mark on a sharded parameter: `parameter.layerzero` tells what it is a piece of."""
+"""ParameterInfo, the mark on a sharded parameter (`parameter.layerzero`): FQN, shape and range."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _PIECE = "_layerzero_piece"
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What a sharded parameter is a piece of."""
+    """Describes the original parameter of a sharded parameter, and this rank's part of it."""
 
     fqn: str
     """Original dotted name in the outermost wrapped module."""
     shape: torch.Size
     """Original shape."""
     range: tuple[int, int]
-    """(start, stop) of this rank's piece in the flattened original, or where `tensor_parallel` is
-    not None in the flattened local tensor; equal when it has none."""
+    """(start, stop) of this rank's part in the flattened original; with `tensor_parallel`, in the
+    flattened local tensor. Equal numbers if the rank owns nothing of it."""
     tensor_parallel: TensorParallelSplit | None = None
-    """Of a DTensor how it is split over tensor-parallel ranks; None for an ordinary parameter."""
+    """How a DTensor is split over tensor-parallel ranks; None for an ordinary parameter."""
 
 
 def get_info(parameter: nn.Parameter) -> ParameterInfo | None:
@@ -39,41 +39,41 @@ def set_info(parameter: nn.Parameter, info: ParameterInfo) -> None:
 
 
 def rename(parameter: nn.Parameter, fqn: str) -> None:
-    """Give a marked parameter the name it has in a module that now contains its own."""
+    """Set the FQN of a sharded parameter, because its model became part of another."""
     info = get_info(parameter)
     assert info is not None
     set_info(parameter, replace(info, fqn=fqn))
 
 
 def keep_piece(parameter: nn.Parameter, piece: nn.Parameter) -> None:
-    """A full parameter that was gathered from `piece`, which may be its piece again."""
+    """Record that `parameter` was gathered from `piece`, which may be reused when it is sharded."""
     setattr(parameter, _PIECE, piece)
 
 
 def take_kept_piece(parameter: nn.Parameter) -> nn.Parameter | None:
-    """What `keep_piece` noted; the note is gone then."""
+    """Return and forget the sharded parameter that `keep_piece` recorded; None if there is none."""
     piece: nn.Parameter | None = parameter.__dict__.pop(_PIECE, None)
     return piece
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Carry over what a framework put on a parameter (`tensor_model_parallel`, `shared`, ...).
+    """Copy the attributes that a framework set (`tensor_model_parallel`, `shared`, ...).
 
-    Its class as well, where that is derived from `nn.Parameter`.
+    Copies the class as well, if that is derived from `nn.Parameter`.
     """
     attributes = dict(source.__dict__)
     attributes.pop(_ATTRIBUTE, None)
-    attributes.pop("_is_param", None)  # How torch marks a parameter that is of a tensor subclass.
+    attributes.pop("_is_param", None)  # torch's mark on parameters that are tensor subclasses.
     target.__dict__.update(attributes)
     if nn.Parameter in type(source).__mro__ and type(target) is nn.Parameter:
         target.__class__ = type(source)  # type: ignore[assignment]
 
 
 def foreign_class(parameter: nn.Parameter) -> type | None:
-    """The class of a parameter that is more than its elements, so that flat ones would lose it.
+    """The class of a parameter that cannot be flattened, because it is more than its elements.
 
-    None for an ordinary parameter, a DTensor, and a class derived from `nn.Parameter` that leaves
-    torch's operations alone.
+    None for an ordinary parameter, a DTensor, and a class derived from `nn.Parameter` that does not
+    change torch's operations.
     """
     cls = type(parameter)
     if isinstance(parameter, DTensor) or cls is nn.Parameter:

@@ -1,7 +1,8 @@
 """Placement: which ranks gather a unit, and which part of it each rank owns for the optimizer.
 
-Two axes. The *shard group* (inner) gathers parameters before each use; the *outer group* holds the
-ranks with the same place in other shard groups. Six ranks, shard groups of 2, outer groups of 3:
+Ranks form two axes. The *shard group* (inner) gathers parameters before each use; the *outer group*
+holds the ranks at the same position in their shard groups. Six ranks, shard groups of 2, outer
+groups of 3:
 
     rank         0     1     2     3     4     5        (outer k, inner j) = divmod(rank, 2)
     (k, j)     (0,0) (0,1) (1,0) (1,1) (2,0) (2,1)
@@ -9,15 +10,15 @@ ranks with the same place in other shard groups. Six ranks, shard groups of 2, o
     zero1      owns slice 0 of shard j, slice 1, slice 2:   one of 6 main shards
     replicate  owns shard j as a whole, as two others do:   one of 2 main shards
 
-So both directions are two hops (Note [Ownership is strided]):
+So gathering and reducing each take two hops (Note [Ownership is strided]):
 
     main shard --outer all-gather, once a step--> compute shard --inner all-gather--> full
     gradient --inner reduce-scatter--> compute shard --outer reduce-scatter--> main shard
 
 Note [Ownership is strided]
-    Rank (k, j) owns slice k of compute shard j, not slice j of k: then the ranks that complete a
-    compute shard are its outer peers, and all that crosses the outer axis is 1/inner of the model.
-    In the flat buffer the slices of all ranks lie in the order (j, k).
+    Rank (k, j) owns slice k of compute shard j, not slice j of compute shard k. So a rank completes
+    its compute shard with its outer peers alone, and each outer group exchanges only 1/inner of the
+    model. In the flat buffer the slices of all ranks lie in the order (j, k).
 """
 
 from __future__ import annotations
@@ -33,95 +34,102 @@ Outer = Literal["zero1", "replicate", "shard"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the shards of a unit live. All that differs between modes of `outer` is here."""
+    """Groups that gather and reduce a unit, and this rank's shard. All differences between the
+    modes of `outer` are here."""
 
     shard_group: ShardGroup
     outer_group: ShardGroup | None
-    """None where every rank is in the shard group."""
+    """None if the shard group holds all ranks."""
     owned_slices: int
-    """Number of the outer group's slices of a compute shard that this rank's main shard holds."""
+    """Number of slices of its compute shard, one per outer peer, that a rank's main shard holds."""
     members: tuple[int, ...]
-    """Global numbers of all ranks that share the model."""
+    """Global ranks that share the unit, rising."""
     world: ShardGroup | None = None
-    """All ranks, where gradients are summed in one hop in their order (`deterministic`)."""
+    """All ranks, if gradients are summed in one hop, in rank order (`deterministic`); else None."""
     world_slices: tuple[int, ...] = ()
-    """For each rank of `world`, the slice of the flat buffer that is reduced there."""
+    """Slice of the flat buffer that each rank of `world` reduces."""
 
     post_forward_group: ShardGroup | None = None
     """With `outer="shard"`: a smaller group that can hold a unit between forward and backward."""
     data_parallel: Placement | None = None
-    """The whole model's, where only some of its ranks have this unit (experts)."""
+    """Placement of the model's other units, if only some of its ranks hold this one (experts)."""
 
     @cached_property
     def num_slices(self) -> int:
-        """Slices that a compute shard is cut into: one for each outer peer."""
+        """Number of slices of a compute shard: one for each rank of the outer group."""
         return self.outer_group.size if self.outer_group is not None else 1
 
     @cached_property
     def num_ranks(self) -> int:
-        """Ranks whose gradients are reduced together."""
+        """Number of ranks whose gradients are reduced together."""
         return self.shard_group.size * self.num_slices
 
     @property
     def num_averaged(self) -> int:
-        """Ranks whose losses are averaged: their gradients reach this unit one way or another."""
+        """Number of ranks over which the loss is averaged.
+
+        For experts these are all data-parallel ranks, whose tokens reach them by all-to-all.
+        """
         return self.num_ranks if self.data_parallel is None else self.data_parallel.num_ranks
 
     @property
     def num_main_shards(self) -> int:
-        """Parts that the flat parameter is owned in."""
+        """Number of different main shards of a flat parameter."""
         return self.num_ranks // self.owned_slices
 
     @property
     def main_shard_index(self) -> int:
-        """Which of them this rank owns."""
+        """Index of this rank's main shard, in the order of the flat buffer."""
         if self.owns_compute_shard or self.outer_group is None:
             return self.shard_group.rank
         return self.shard_group.rank * self.num_slices + self.outer_group.rank
 
     @cached_property
     def owns_compute_shard(self) -> bool:
-        """Whether the main shard covers the compute shard, so that no outer gather is needed."""
+        """Whether the main shard covers the compute shard; then no outer all-gather is needed."""
         return self.owned_slices == self.num_slices
 
     @cached_property
     def groups(self) -> tuple[ShardGroup, ...]:
-        """The hops, inner first, without groups of one."""
+        """Shard group and outer group, without groups of one rank."""
         groups = (self.shard_group, self.outer_group)
         return tuple(group for group in groups if group is not None and group.size > 1)
 
     @property
     def all_groups(self) -> tuple[ShardGroup, ...]:
-        """Every group that collectives of a unit placed like this one run on."""
+        """Every group, without groups of one rank, over which a unit's collectives may run."""
         rest = (self.world, self.post_forward_group)
         whole = () if self.data_parallel is None else self.data_parallel.all_groups
         return (*self.groups, *(g for g in rest if g is not None and g.size > 1), *whole)
 
     @cached_property
     def reduce_groups(self) -> tuple[ShardGroup, ...]:
-        """The groups that gradients are reduced over, one after the other."""
+        """Groups over which gradients are reduced, one hop each, in order."""
         return self.groups if self.world is None else (self.world,)
 
     @cached_property
     def sums_in_shards(self) -> bool:
-        """Whether the first hop leaves less than all gradients, and not over the outer group."""
+        """Whether the first hop can leave the sum of micro-batches in shards.
+
+        False if it is over the outer group, which only the last micro-batch uses.
+        """
         return self.world is not None or self.shard_group.size > 1
 
     @property
     def replica(self) -> int:
-        """Which copy of the main shard this rank has; 0 where there is one."""
+        """Number of this rank's copy of the main shard; 0 if there is only one copy."""
         if self.outer_group is None or self.owned_slices == 1:
             return 0
         return self.outer_group.rank
 
     @property
     def rank(self) -> int:
-        """This rank's global number, for messages."""
+        """This rank's global rank, for messages."""
         return self.shard_group.ranks[self.shard_group.rank]
 
     @cached_property
     def is_first(self) -> bool:
-        """Whether this is the first of all ranks."""
+        """Whether this rank is the first of those that share the unit."""
         return all(group.is_first for group in self.groups)
 
     @property
@@ -142,8 +150,8 @@ class Placement:
 
     @property
     def owner_groups(self) -> tuple[ShardGroup, ...]:
-        """Groups over which main shards differ, outer first: gathered along them, values come in
-        the order of the flat buffer."""
+        """Groups over which main shards differ, outer first. Gathering over them in this order
+        yields the order of the flat buffer."""
         outer = () if self.owns_compute_shard else (self.outer_group,)
         return tuple(
             group for group in (*outer, self.shard_group) if group is not None and group.size > 1

@@ -1,9 +1,9 @@
-"""What the engine knows of DTensors: the local tensor goes in, a DTensor view of it comes out.
+"""Conversion between DTensor parameters and the local tensors that the engine shards.
 
-    DTensor parameter --local_of--> flat buffer --wrap--> leaf, a DTensor again
+    DTensor parameter --local_of--> flat buffer --wrap--> unsharded parameter, a DTensor again
     its gradient, a DTensor in any placements --localize--> gradient buffer
 
-`localize` is collective over the mesh where the placements differ; nothing else here is.
+Only `localize` is collective: over the mesh, if placements differ.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from torch.distributed.tensor.placement_types import Placement
 
 @dataclass(frozen=True)
 class TensorParallelSplit:
-    """How a DTensor parameter is split over tensor-parallel ranks, and which part is here."""
+    """How a DTensor parameter is split over tensor-parallel ranks, and which part this rank has."""
 
     mesh: DeviceMesh
-    """The tensor-parallel ranks; its axes are not those of the process group of `ZeRO3`."""
+    """Mesh of the tensor-parallel ranks; none of its axes is `ZeRO3`'s process group."""
     placements: tuple[Placement, ...]
-    """For each axis of the mesh `Shard(dim)` or `Replicate()`."""
+    """`Shard(dim)` or `Replicate()` for each axis of the mesh."""
     shape: torch.Size
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     local_shape: torch.Size
-    """Of the part that this rank's tensor-parallel coordinate has; uneven parts may be empty."""
+    """Shape of this rank's part; parts may differ in size, and may be empty."""
     offset: tuple[int, ...]
-    """Of its first element in the whole, one number per dimension."""
+    """Position of the part's first element in the whole, one number per dimension."""
 
     @property
     def num_copies(self) -> int:
-        """Ranks of the mesh that have the same part."""
+        """Number of ranks of the mesh that hold the same part."""
         return math.prod(
             self.mesh.size(axis)
             for axis, placement in enumerate(self.placements)
@@ -44,7 +44,7 @@ class TensorParallelSplit:
         )
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """A DTensor on the memory of `local` [local_shape, contiguous], without autograd."""
+        """Make a DTensor on the memory of `local` ([local_shape], contiguous), without autograd."""
         whole = torch.empty(self.shape, device="meta")
         return DTensor.from_local(
             local,
@@ -56,17 +56,17 @@ class TensorParallelSplit:
         )
 
     def localize(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The local part of a gradient or value, in this split's placements.
+        """Return the local part of a gradient or value, in this split's placements.
 
-        Collective over the axes of the mesh along which `tensor` is placed otherwise: where it is
-        partial it is summed, in its dtype.
+        Collective over the mesh axes on which the placements of `tensor` differ from these;
+        partial values are summed, in their dtype.
 
         Args:
-            tensor: of the whole shape; one that is no DTensor is the whole, the same on all ranks.
-            name: of the parameter, for the error.
+            tensor: [shape]; if it is not a DTensor, the whole value, the same on all ranks.
+            name: name of the parameter, for the error.
 
         Raises:
-            RuntimeError: torch could not bring it there.
+            RuntimeError: torch failed to redistribute it.
         """
         if not isinstance(tensor, DTensor):
             everywhere = [Replicate()] * self.mesh.ndim
@@ -98,18 +98,18 @@ def split_of(tensor: torch.Tensor) -> TensorParallelSplit | None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, detached: of a DTensor the local one, once it is there."""
+    """The tensor, detached; of a DTensor, the local tensor, once collectives on it are done."""
     tensor = tensor.detach()
     return _to_local(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _to_local(tensor: DTensor) -> torch.Tensor:
-    with torch.no_grad():  # With autograd on it would be a node of a graph.
+    with torch.no_grad():  # Else `to_local` would add a node to the autograd graph.
         local = tensor.to_local()
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def is_supported(tensor: DTensor) -> bool:
-    """Whether its placements are those of a `TensorParallelSplit`."""
-    # Strided shards are shards to `isinstance` in some versions of torch.
+    """Whether a `TensorParallelSplit` can describe its placements."""
+    # Not `isinstance`: in some versions of torch `_StridedShard` is derived from `Shard`.
     return all(p.is_replicate() or type(p) is Shard for p in tensor.placements)

@@ -1,4 +1,4 @@
-"""Which parameters a module shows: this rank's pieces or the full leaves; ties share a place."""
+"""Switches the parameters that modules show between the sharded and the unsharded ones."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import nn
 
 
 class Slot(NamedTuple):
-    """A place that shows a parameter: `module.name`. A tied parameter has several."""
+    """A module's attribute that holds a parameter, `module.name`; tied parameters have several."""
 
     module: nn.Module
     name: str
 
 
 class ParameterViews:
-    """Swaps what the slots of one unit show. One dict write per slot, nothing allocated."""
+    """Swaps the parameters in the slots of one unit: one dict write per slot, no allocation."""
 
     shows_stand_ins: bool
-    """Whether slots show neither pieces nor leaves, on purpose: state dicts then give what they
-    show."""
+    """Whether slots show other parameters than sharded and unsharded ones, on purpose; state dicts
+    then return these as they are."""
 
     def __init__(self) -> None:
         self.shows_stand_ins = False
@@ -45,10 +45,11 @@ class ParameterViews:
             parameters[name] = sharded
 
     def show_unsharded(self, where: str) -> None:
-        """Show the full leaves.
+        """Show the unsharded parameters.
 
         Raises:
-            RuntimeError: somebody put another parameter in a slot since it was wrapped.
+            RuntimeError: another parameter was put in a slot after wrapping. All slots then show
+                the sharded parameters.
         """
         for (parameters, name, sharded), full in zip(self._entries, self._full, strict=True):
             if parameters.get(name) is not sharded:
@@ -56,10 +57,10 @@ class ParameterViews:
             parameters[name] = full
 
     def hide_unsharded(self) -> list[str]:
-        """Show the pieces where full leaves are.
+        """Show the sharded parameters instead of the unsharded ones.
 
         Returns:
-            Names of leaves in whose place somebody has put another parameter; that is dropped.
+            FQNs of parameters whose slot held another parameter, which is now dropped.
         """
         replaced = []
         for index, (parameters, name, sharded) in enumerate(self._entries):
@@ -69,16 +70,16 @@ class ParameterViews:
         return replaced
 
     def show(self, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Show other parameters, given for each sharded one."""
+        """Show other parameters, given by a map from sharded ones."""
         for parameters, name, sharded in self._entries:
             parameters[name] = shown[sharded]
 
     def shown_for(self, sharded: nn.Parameter) -> list[nn.Parameter | None]:
-        """What each slot of a sharded parameter shows now; None where it was removed."""
+        """Parameter that each slot of `sharded` shows now; None if it was removed."""
         return [parameters.get(name) for parameters, name, each in self._entries if each is sharded]
 
     def give_back(self, sharded: nn.Parameter, parameter: nn.Parameter) -> None:
-        """Put `parameter` where the sharded one is still shown."""
+        """Put `parameter` in every slot that still shows `sharded`."""
         for parameters, name, each in self._entries:
             if each is sharded and parameters.get(name) is sharded:
                 parameters[name] = parameter
