@@ -1,9 +1,8 @@
-"""Checkpoints: every rank writes and reads its own pieces of plain safetensors files.
+"""Checkpoints: every rank writes and reads its own shards in plain safetensors files.
 
-`save` and `load` are all a training run needs; docs/reference/checkpoint_format.md describes the
-files.
-The four `*_state_dict` functions speak to torch.distributed.checkpoint and to code that wants full
-tensors; `stream_full` hands weights to an inference engine.
+A training run needs only `save` and `load`; docs/reference/checkpoint_format.md describes the
+files. The four `*_state_dict` functions are for torch.distributed.checkpoint and for code that
+wants full tensors; `stream_full` passes weights to an inference engine.
 """
 
 from layerzero.checkpoint.loading import load

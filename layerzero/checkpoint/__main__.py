@@ -1,7 +1,7 @@
-"""python -m layerzero.checkpoint: look at, verify and convert checkpoints. One process, no ranks.
+"""python -m layerzero.checkpoint: inspects, verifies and converts checkpoints in one process.
 
-Exit status: 0; 1 where something is damaged or could not be written; 2 where the command is wrong,
-or nothing is there. An error is one line on stderr.
+Exit status: 0 for success; 1 if something is damaged or cannot be written; 2 for a bad command or
+if there is no checkpoint; 130 if interrupted. An error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class _Refused(Exception):
-    """The command cannot be run on what is there."""
+    """The command cannot run on the given paths or options (exit status 2)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader has seen enough, `| head`. Python would complain when it flushes at the end.
+        # The reader closed the pipe (`| head`). Without this, Python's flush at exit would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -151,7 +151,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _verify_one(path: Path) -> int:
-    """Print each file as soon as it is read: terabytes take long."""
+    """Verify one checkpoint; returns the exit status.
+
+    Prints each file as soon as it is verified, because terabytes take long.
+    """
     print(path)
     num_files = num_bad = nbytes = 0
     for found in verify(path):

@@ -1,19 +1,19 @@
-"""What adapters to other frameworks may rely on beside `layerzero.checkpoint` itself.
+"""The interface for adapters to other frameworks, in addition to `layerzero.checkpoint`.
 
-Whoever changes one of these changes every adapter; all else in `checkpoint/` and `state_dict/` is
-theirs alone. `tests/unit/test_imports.py` holds adapters to it.
+A change to one of these names affects every adapter; everything else in `checkpoint/` and
+`state_dict/` is internal, which `tests/unit/test_imports.py` enforces.
 
-    names       `Names`, `named_buffers`, `name_in_group`, `global_name`, `under_global_names`: what
-                parameters and buffers are called in checkpoints
-    pieces      `piece_of`: this rank's part of a full tensor; `Extent`, `boxes`, `Box`: where a
-                piece lies in the whole
-    optimizers  `state_template`, `put_state`: state by parameter, out and in
-    ranks       `root_state_of`, `refuse_experts`: when a model may be saved; `participants_of`:
-                what the ranks tell each other
+    names       `Names`, `named_buffers`, `name_in_group`, `global_name`, `under_global_names`:
+                names of parameters and buffers in checkpoints
+    shards      `piece_of`: this rank's part of a full tensor; `Extent`, `boxes`, `Box`: where a
+                sharded parameter lies in the full one
+    optimizers  `state_template`, `put_state`: get and set state by parameter
+    ranks       `root_state_of`, `refuse_experts`: checks before a save; `participants_of`: the
+                ranks that exchange messages
     values      `encode`, `decode`: Python values as JSON
-    files       `committed_steps`, `LATEST`, `open_source`: what is there; `plan_files`,
-                `Announcement`, `MODEL`, `bytes_of`, `write_durably`, `sync_folder`: to write
-                safetensors files of one's own
+    files       `committed_steps`, `LATEST`, `open_source`: find and open checkpoints;
+                `plan_files`, `Announcement`, `MODEL`, `bytes_of`, `write_durably`, `sync_folder`:
+                write safetensors files
     errors      `some`: the first few of many names
 """
 

@@ -1,10 +1,10 @@
-"""load(): every rank reads its own pieces; nothing changes before all of them were verified.
+"""load(): every rank reads its own shards; nothing changes before all of them are verified.
 
-    open      the first rank reads and checks names, sizes and the manifest; all get them
-    match     every rank finds its pieces; what is missing or does not fit is an error on all
-    read      every rank reads its runs into memory of its own; checksums are exchanged
-    verify    checksums of what all read, against those of what was written
-    apply     parameters, optimizer and scheduler take the values
+    open      the first rank reads and checks names, sizes and the manifest, and sends them to all
+    match     every rank finds its shards; missing or unfitting tensors are an error on all ranks
+    read      every rank reads its runs into new host memory; ranks exchange checksums
+    verify    checksums of what all ranks read are compared with those in the manifest
+    apply     values are copied into parameters, optimizer and scheduler
 
 Only the last step changes anything, and it reads no file.
 """
@@ -37,7 +37,8 @@ from layerzero.state_dict.participants import Participants, participants_of
 from layerzero.state_dict.preconditions import root_states_of
 
 _OWN_NBYTES = 64 << 10
-"""State below it gets memory of its own: one number shall not keep what was read beside it."""
+"""Smaller optimizer state is copied to its own memory, or a single number would keep a whole
+region that was read with it."""
 _logger = logging.getLogger(__name__)
 
 
@@ -54,33 +55,34 @@ def load(
 ) -> Any:
     """Load a checkpoint, written at any number of ranks, into a wrapped model.
 
-    Collective over the ranks that share the model. Every rank reads the pieces it has, whatever the
-    sharding they were written with, and casts them to the dtype of its main weights. Before
-    anything changes, all that is loaded is read and compared with its checksums: host memory for
-    this rank's pieces is needed once more meanwhile.
+    Collective over the ranks that share the model; blocks the host. Every rank reads its own
+    shards, regardless of the sharding they were written with, and casts them to the dtype of its
+    main weights. Everything is read and verified before anything changes, so each rank needs
+    additional host memory of the size of its shards.
 
     Args:
-        path: a folder of checkpoints (its latest one), one checkpoint's folder, or safetensors of
-            another source: a folder such as `save_pretrained` writes, or one file.
+        path: a folder of checkpoints (loads its latest one), one checkpoint's folder, or
+            safetensors from another source: a folder as `save_pretrained` writes it, or one file.
         model: a ZeRO3 module, between steps.
         optimizer: gets its state and the options of its groups (learning rate and so on).
         scheduler: gets its state, after the optimizer.
-        strict: False: load what is there, and log a warning with the names that were missing or
-            unexpected.
-        rename: what the model calls a tensor of the checkpoint, given its name there; None: it is
-            left out. For weights of another source, without an optimizer; the same on all ranks.
+        strict: False: load what fits, and log a warning that lists missing and unexpected names.
+        rename: maps the name of a tensor in the checkpoint to its name in the model, or to None to
+            leave it out. For weights from another source, without an optimizer; the same on all
+            ranks.
         progress, process_group: as for `save`.
 
     Returns:
         The `extra` of `save`: this rank's own if the checkpoint was written by as many ranks, else
-        the first rank's. None where there is none.
+        the first rank's. None if the checkpoint has none.
 
     Raises:
-        CheckpointError: on all ranks; the model, optimizer and scheduler are what they were. No
-            such checkpoint; a file is missing or damaged: which, and why; shapes differ; with
-            `strict`, missing or unexpected names.
-        CollectiveError: a rank died, or did not come.
+        CheckpointError: on all ranks; model, optimizer and scheduler are unchanged. There is no
+            checkpoint, a file is missing or damaged, shapes differ, or, with `strict`, names are
+            missing or unexpected.
+        CollectiveError: a rank died or did not take part.
         RuntimeError: the model is in backward.
+        ValueError: `rename` together with an optimizer.
     """
     check_progress(progress)
     if rename is not None and optimizer is not None:
@@ -123,7 +125,7 @@ def load(
         packed = together.exchange(f"reading of {source.folder.name}", read, most)
     together.exchange("verification", lambda: _verify(source, match, tallies, packed))
     for unit in itertools.chain.from_iterable(root.units for root in roots):
-        unit.reshard()  # What is full there is of the old weights.
+        unit.reshard()  # Unsharded parameters hold the old weights.
     together.exchange("application", lambda: _apply(match, optimizer, scheduler))
     return _extra_of(source, together)
 
@@ -131,7 +133,7 @@ def load(
 def _settle(
     source: Source, told: Sequence[dict[str, Any]], strict: bool, together: Participants
 ) -> None:
-    """Refuse, or tell, what is missing on any rank, and what no rank has a place for."""
+    """Raise, or warn unless `strict`, about names missing on any rank or unexpected on all."""
     missing = sorted({name for each in told for name in each["missing"]})
     wanted = {name for each in told for name in each["wanted"]}
     unexpected = [name for name in source.tensors[MODEL] if name not in wanted]
@@ -150,10 +152,13 @@ def _settle(
 def _verify(
     source: Source, match: Match, tallies: Sequence[Tally], packed: Sequence[bytes]
 ) -> bytes:
-    """Compare what was read with the checksums.
+    """Compare the bytes that were read with the checksums. Not collective.
 
-    Pieces are compared where all ranks that share a tensor read all of it together; what every
-    rank reads as a whole, every rank compares for itself.
+    CRCs of shards are combined over the ranks that share a tensor (`packed`); a tensor that every
+    rank reads whole is checked by each rank on its own.
+
+    Raises:
+        CheckpointError: a tensor is damaged, or was not read completely.
     """
     by_number = [
         (name, place) for tensors in source.tensors.values() for name, place in tensors.items()
@@ -206,7 +211,7 @@ def _apply_to_optimizer(
             memory = memory.clone()
         states.setdefault(part.parameter, {})[part.key] = memory
         if part.shape == part.parameter.shape and not part.follows_parameter:
-            # Of another dtype than the parameter on purpose.
+            # It was saved in another dtype than the parameter, so it keeps that dtype.
             keeps_dtype.add((part.parameter, part.key))
     put_state(optimizer, options, states, keeps_dtype)
 

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint go where in a model. Reads no tensor, changes nothing."""
+"""Matches the tensors of a checkpoint with a model. Reads no tensor, changes nothing."""
 
 from __future__ import annotations
 
@@ -28,47 +28,47 @@ from layerzero.state_dict.optimizer_state import options_of_groups, refuse_other
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A piece of a parameter, or a buffer."""
+    """A sharded parameter or buffer to load."""
 
     target: torch.Tensor
     transfer: int
-    """That brings its new values: its place among the match's."""
+    """Index in `Match.transfers` of the transfer that reads its new values."""
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """A piece of optimizer state."""
+    """A tensor of optimizer state to load."""
 
     parameter: nn.Parameter
     key: str
     shape: torch.Size
     transfer: int
     follows_parameter: bool
-    """Whether it was saved in the dtype of the parameter, and so gets that of the new one."""
+    """Whether it was saved in the parameter's dtype; then it is cast to that of the new one."""
 
 
 @dataclass
 class Match:
-    """What this rank loads."""
+    """Everything that this rank loads."""
 
     model_parts: list[ModelPart] = field(default_factory=list)
     state_parts: list[StatePart] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
-    """Their pieces are on meta until there is memory for them."""
+    """Their tensors are on meta until memory is allocated."""
     lives: list[Hashable] = field(default_factory=list)
-    """Of each transfer's memory: what is equal here is freed at the same time."""
+    """Lifetime of each transfer's memory; equal values are freed at the same time."""
     options: list[dict[str, Any]] | None = None
-    """Of each of the optimizer's groups; None: the optimizer is left alone."""
+    """Options of each optimizer group; None: the optimizer is not loaded."""
     state_values: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
-    """Optimizer state that is no tensor."""
+    """Optimizer state that is not a tensor."""
     extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
     scheduler: dict[str, Any] | None = None
     wanted: set[str] = field(default_factory=set)
-    """Names under which the model knows its parameters and buffers."""
+    """All names of the model's parameters and buffers, including those found through aliases."""
     missing: list[str] = field(default_factory=list)
 
     def memory(self, transfer: int) -> torch.Tensor:
-        """1-D, on the CPU; on meta before there is any."""
+        """The transfer's tensor: 1-D, on the CPU; on meta until memory is allocated."""
         return self.transfers[transfer].entry.tensor
 
     @property
@@ -77,7 +77,7 @@ class Match:
 
 
 class Matcher:
-    """Matches one model, and what goes with it, to a source."""
+    """Matches one model, its optimizer and scheduler with a source."""
 
     def __init__(self, source: Source, model: nn.Module, strict: bool) -> None:
         self._source = source
@@ -135,8 +135,8 @@ class Matcher:
         """Find the options of its groups, and the state of its parameters.
 
         Raises:
-            CheckpointError: a parameter is not the model's, or a state has another shape, or the
-                parameters of a group were in groups of different options.
+            CheckpointError: a parameter does not belong to the model, a state has another shape, or
+                the parameters of a group were saved in groups with different options.
         """
         manifest = self._source.manifest
         if manifest is None or manifest.optimizer_groups is None:
@@ -180,13 +180,13 @@ class Matcher:
         return found[0]
 
     def _saved_name(self, name: str, known: set[str]) -> str:
-        """What a parameter was called when it was saved, if it was tied to another."""
+        """The name that a parameter was saved under, which differs if it was tied to another."""
         return name if name in known else self._source.aliases.get(name, name)
 
     def _match_state(self, name: str, parameter: nn.Parameter, index: int) -> None:
         parameter_name, key = split_state_name(name)
         shape = self._source.tensors[OPTIMIZER][name].entry.shape
-        # Asked for its place alone: that of one number, or of the parameter.
+        # `like` only selects the place: that of a scalar, or that of the parameter.
         is_scalar = key in self._scalar_keys
         like = torch.empty(()) if is_scalar else parameter
         entry = self._places.entry(OPTIMIZER, (name,), parameter, like, index)
@@ -198,14 +198,15 @@ class Matcher:
         dtype = self._source.tensors[OPTIMIZER][name].entry.dtype
         main = self._source.tensors[MODEL].get(parameter_name)
         follows = main is not None and main.entry.dtype == dtype and not is_scalar
-        # On the CPU, what is read is the state from then on; else it is copied from there.
+        # On the CPU, the memory read into becomes the state; for a device it is copied, then freed.
         transfer = self._plan_read(OPTIMIZER, name, entry, (OPTIMIZER, parameter.device))
         self.match.state_parts.append(StatePart(parameter, key, like.shape, transfer, follows))
 
     def _plan_read(self, kind: str, name: str, entry: Entry, life: Hashable) -> int:
         place = self._source.tensors[kind][name]
         piece = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype, device="meta")
-        # One that was tied when it was saved may be read more than once: numbers tell apart.
+        # A tensor that was saved tied may be read for several parameters. Each read gets a number
+        # of its own, so that their checksums stay apart.
         times = self._times_read.get((kind, name), 0)
         self._times_read[kind, name] = times + 1
         number = self._numbers[kind, name] + times * len(self._numbers)

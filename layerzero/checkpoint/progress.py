@@ -1,4 +1,4 @@
-"""A progress bar on request."""
+"""Reports the progress of saves and loads: a tqdm bar or a callback."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from types import TracebackType
 
 ProgressOption = bool | Callable[[int, int], None]
-"""True: a tqdm bar on the first rank. A callable: called with (bytes done, bytes in all)."""
+"""True: a tqdm bar on the first rank. A callable gets (bytes done, total bytes) of its rank."""
 
 
 class ProgressReport:
-    """Counts this rank's bytes, and shows them if asked to."""
+    """Counts this rank's bytes, and reports them if requested."""
 
     def __init__(self, option: ProgressOption, label: str, total_nbytes: int) -> None:
         self.done_nbytes = 0
@@ -45,11 +45,11 @@ class ProgressReport:
 
 
 def check_progress(option: ProgressOption) -> None:
-    """Refuse what cannot be shown, before anything is done.
+    """Check the option before a save or load begins.
 
     Raises:
         TypeError: neither a bool nor a callable.
-        ImportError: a bar is asked for and tqdm is not installed.
+        ImportError: True, and tqdm is not installed.
     """
     if not (isinstance(option, bool) or callable(option)):
         raise TypeError(f"progress: expected a bool or a callable(done, total), got {option!r}")

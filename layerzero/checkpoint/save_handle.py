@@ -1,4 +1,4 @@
-"""SaveHandle: a save that may go on in the background."""
+"""SaveHandle: the handle of a save, which may run in the background."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _logger = logging.getLogger(__name__)
 
 
 class SaveHandle:
-    """A save, done or under way."""
+    """A save that is finished or running."""
 
     path: Path
     """The checkpoint's folder, once it is committed."""
@@ -27,20 +27,20 @@ class SaveHandle:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether it is committed, or has failed. Not collective; does not block."""
+        """Whether the save has committed or failed. Not collective; does not block."""
         return self._thread is None or not self._thread.is_alive()
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes this rank has written, and has to write."""
+        """(bytes written so far, total bytes to write) of this rank."""
         return self._progress.done_nbytes, self._progress.total_nbytes
 
     def wait(self) -> Path:
-        """Return the folder once it is committed. Blocks; not collective, and any rank may call.
+        """Return the folder once it is committed. Blocks; not collective, any rank may call it.
 
         Raises:
-            CheckpointError: it failed; the previous checkpoint is what it was.
-            CollectiveError: a rank died, or did not come.
+            CheckpointError: the save failed; earlier checkpoints are unchanged.
+            CollectiveError: a rank died or did not take part.
         """
         if self._thread is not None:
             self._thread.join()
@@ -57,7 +57,7 @@ class SaveHandle:
             _logger.error("the save of %s in the background failed: %s", self.path, error)
 
     def start(self, work: Callable[[], None]) -> None:
-        """Do the work in a thread."""
-        # Not a daemon: a process that ends in good order finishes what it saves.
+        """Run `work` in a thread."""
+        # Not a daemon thread, so that a process that exits normally finishes its save.
         self._thread = threading.Thread(target=self._run, args=(work,), name="layerzero-save")
         self._thread.start()

@@ -1,4 +1,4 @@
-"""What a save writes: taken stock of on every rank, put together to the same plan on all."""
+"""Plans a save: each rank lists its content, and all ranks derive the same plan from the lists."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from layerzero.state_dict.participants import Participants
 
 
 class Stateful(Protocol):
-    """A learning-rate scheduler, or whatever else has its two methods."""
+    """A learning-rate scheduler, or another object with these two methods."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -40,7 +40,7 @@ class Stateful(Protocol):
 
 
 class Content:
-    """What this rank brings to the checkpoint."""
+    """What this rank contributes to the checkpoint."""
 
     entries: list[Entry]
 
@@ -52,7 +52,11 @@ class Content:
         extra: Any,
         arguments: list[Any],
     ) -> bytes:
-        """Take stock; returns what the other ranks need to know."""
+        """List this rank's content; returns the announcement for the other ranks. Not collective.
+
+        Raises:
+            CheckpointError: a value cannot be encoded, or the optimizer does not fit the model.
+        """
         names = Names(model)
         places = Places(names)
         self.entries = model_entries(model, names, places)
@@ -82,7 +86,10 @@ class Content:
 
 
 class SavePlan:
-    """What is written, from what all ranks announced; the same on all of them."""
+    """The files and values of a checkpoint, derived from all announcements; the same on all ranks.
+
+    Construction is collective if ranks have different parameter groups.
+    """
 
     def __init__(
         self,
@@ -119,7 +126,7 @@ class SavePlan:
         self._numbers = {key: number for number, key in enumerate(self._places)}
 
     def transfers(self, entries: Iterable[Entry]) -> list[Transfer]:
-        """What this rank writes."""
+        """The transfers that this rank writes, of its own `entries`."""
         transfers = []
         for entry in entries:
             key = (entry.kind, entry.name)
@@ -129,7 +136,10 @@ class SavePlan:
         return transfers
 
     def manifest(self, step: int, packed: Sequence[bytes]) -> Manifest:
-        """Check that all was written, and put the checksums together.
+        """Check that everything was written, and combine the checksums.
+
+        Args:
+            packed: the packed tallies of each rank.
 
         Raises:
             CheckpointError: some bytes of a tensor were written by no rank, or by two.
@@ -176,7 +186,7 @@ def _check_same(what: str, values: Sequence[Any]) -> None:
 
 
 def _merge_groups(everyone: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
-    """The groups of ranks with different parameters: equal places and options are one group."""
+    """Merge the groups of ranks with different parameters, by index and options."""
     if any(groups is None for groups in everyone):
         raise CheckpointError("some ranks gave an optimizer and some did not")
     merged: dict[str, dict[str, Any]] = {}

@@ -1,13 +1,13 @@
-"""save(): every rank writes its own pieces in place; one rename makes it a checkpoint.
+"""save(): every rank writes its own shards in place; one rename commits the checkpoint.
 
-    announce   every rank tells of the tensors whose first element it has: all know all files
-    prepare    the first rank makes the folder, and the files with their heads; where it goes on
-               in the background, or on a device, ranks copy their pieces to host memory
-    write      every rank writes its runs and brings them to the disk; checksums are exchanged
+    announce   every rank announces the tensors whose first element it has; all derive all files
+    prepare    the first rank creates the folder, and the files with their headers; for a
+               background save, or shards on a device, ranks copy their shards to host memory
+    write      every rank writes its runs and fsyncs them; ranks exchange checksums
     commit     the first rank writes the manifest and renames the folder
 
-After each step ranks tell each other that it went well, so that an error on one is an error on
-all, and nothing is committed. What they exchange are names, sizes and checksums: no parameters.
+After each step the ranks exchange whether it succeeded, so an error on one rank is an error on all,
+and nothing is committed. Ranks exchange names, sizes and checksums, but no parameters.
 """
 
 from __future__ import annotations
@@ -52,38 +52,38 @@ def save(
     """Write the checkpoint `root/step-00000042`, then `root/latest`, which names it.
 
     Collective over the ranks that share the model. Nothing is gathered: every rank writes its own
-    pieces straight to their places. Nothing of an earlier checkpoint is touched before the new one
-    is complete and on the disk; until then, and after an error, `root/latest` names the one before.
-    The format is in docs/reference/checkpoint_format.md.
+    shards in place. Earlier checkpoints are untouched until the new one is complete and on the
+    disk; until then, and after an error, `root/latest` names the previous one. See
+    docs/reference/checkpoint_format.md for the format.
 
     Args:
-        root: a folder on a file system that all ranks share; made if it is not there.
+        root: a folder on a file system that all ranks share; created if missing.
         model: a ZeRO3 module, between steps.
-        optimizer: whose state is saved under the parameters' names.
-        step: number of the checkpoint; None: one more than the newest in `root`. A checkpoint of
-            that number is replaced.
-        scheduler: anything with `state_dict()`; the first rank's is saved.
-        extra: whatever else a run needs, such as random states and a place in the data: plain
-            values, small tensors and numpy arrays, in any nesting. Each rank's own is kept.
-        keep: how many checkpoints stay in `root`, this one included; the lowest steps are removed
-            after the commit. None: all.
-        blocking: False: return once the pieces are copied to host memory, and write in the
-            background. The copy takes memory for as long. The next save or load on these ranks
-            waits for the end, and raises what went wrong.
+        optimizer: its state is saved under the parameters' names.
+        step: number of the checkpoint; None: the highest in `root` + 1. A checkpoint of that number
+            is replaced.
+        scheduler: an object with `state_dict()`; the first rank's is saved.
+        extra: other state of the run, such as random states and the position in the data: plain
+            values, small tensors and numpy arrays, in any nesting. Saved for each rank.
+        keep: number of checkpoints to keep in `root`, including this one; those with the lowest
+            steps are removed after the commit. None: all.
+        blocking: False: return when the shards are copied to host memory, and write in the
+            background. The copy needs memory until the end. The next save or load on these ranks
+            waits for the end, and raises the error if it failed.
         progress: True: a tqdm bar on the first rank; or callable(done_nbytes, total_nbytes), called
-            on every rank for its own bytes, in the background from another thread.
-        max_file_size: of one file of weights, or of optimizer state.
-        process_group: the ranks that save together where that is more than the model's own, as
-            with pipeline stages. Each rank then gives its own modules, and names must not collide.
+            on every rank with its own bytes (by another thread for a background save).
+        max_file_size: largest size of a file of weights or of optimizer state.
+        process_group: the ranks that save together, if they are more than the model's own, as with
+            pipeline stages. Each rank then passes its own modules, and names must not collide.
 
     Returns:
-        A handle whose `wait()` returns the folder. A blocking save is done already.
+        A handle whose `wait()` returns the folder. A blocking save is finished already.
 
     Raises:
-        CheckpointError: on all ranks, also where only one failed, with its reason: a full disk, a
-            value that cannot be saved without pickle, an optimizer of another model, another run
-            that is saving to `root`.
-        CollectiveError: a rank died, or did not come.
+        CheckpointError: on all ranks, with the reason of the one that failed: the disk is full, a
+            value cannot be saved without pickle, the optimizer is of another model, another run is
+            saving to `root`.
+        CollectiveError: a rank died or did not take part.
         RuntimeError: the model is in backward.
         ValueError, TypeError: a bad argument.
     """
@@ -134,7 +134,11 @@ def save(
 
 
 def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> bytes:
-    """Make the folder, the files at their full length with their heads, and the indices."""
+    """Create the folder, the files at full length with their headers, and the index files.
+
+    Returns:
+        The step and the folder's name, encoded.
+    """
     step, partial = folders.prepare(root, step)
     try:
         for plan in plans:
@@ -149,7 +153,7 @@ def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> bytes:
 
 
 def _stage(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """Copy pieces into host memory of their own. Blocks until they are there."""
+    """Copy shards into new host memory, pinned if any is on a device. Blocks until copied."""
     devices = {t.entry.tensor.device for t in transfers if t.entry.tensor.device.type != "cpu"}
     total = sum(-(-t.entry.tensor.nbytes // 64) * 64 for t in transfers)
     memory = torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices))
@@ -168,7 +172,7 @@ def _stage(transfers: Sequence[Transfer]) -> list[Transfer]:
 
 @dataclass(frozen=True)
 class _Work:
-    """The rest of a save: write and commit. Runs here, or in a thread."""
+    """The second half of a save: write and commit. Runs in the caller or in a thread."""
 
     partial: Path
     plan: SavePlan

@@ -1,8 +1,8 @@
-"""What can be loaded: one of our checkpoints, a folder of safetensors, or one such file.
+"""Opens something to load: one of our checkpoints, a folder of safetensors, or one such file.
 
-Opened by one rank alone, which hands what it found to the others as bytes: many ranks reading
-the same small files is slow, and two of them must not see different ones. Only `.safetensors`
-and `.json` files are ever opened, and nothing in them is executed.
+Only one rank opens it, and sends the result to the others as bytes: many ranks reading the same
+small files is slow, and two ranks must not see different files. Only `.safetensors` and `.json`
+files are ever opened, and nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from layerzero.state_dict.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is, and the CRC-32 of its bytes if there is one."""
+    """The file and entry of a tensor, and the CRC-32 of its bytes, if known."""
 
     file: str
     entry: TensorEntry
@@ -39,16 +39,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors of a checkpoint by kind and name, and everything else in it."""
+    """The tensors of a checkpoint, by kind and name, and its manifest."""
 
     folder: Path
     tensors: dict[str, dict[str, Place]]
     aliases: dict[str, str]
     manifest: Manifest | None
-    """None: a folder or file of weights that we did not write."""
+    """None: weights from another source."""
 
     def find(self, kind: str, names: Sequence[str]) -> tuple[str, Place] | None:
-        """A tensor under any of its names, or those it was tied to when it was saved."""
+        """Find a tensor under any of `names`, or under a name that one was tied to when saved."""
         tensors = self.tensors.get(kind, {})
         for name in (*names, *(self.aliases.get(name, name) for name in names)):
             if name in tensors:
@@ -56,10 +56,10 @@ class Source:
         return None
 
     def renamed(self, rename: Callable[[str], str | None]) -> Source:
-        """The same weights under other names; those without one (None) are left out.
+        """The same weights under other names; `rename` returns None to leave a tensor out.
 
         Raises:
-            CheckpointError: two tensors would have one name.
+            CheckpointError: two tensors would get the same name.
         """
         places: dict[str, Place] = {}
         for old, place in self.tensors[MODEL].items():
@@ -99,10 +99,10 @@ class Source:
 
 
 def open_source(path: Path, with_optimizer: bool = True) -> Source:
-    """Read and check everything but the tensors' bytes.
+    """Read and check everything except the tensors' bytes. Not collective.
 
     Raises:
-        CheckpointError: no checkpoint is there, or a file of it is missing or damaged: which, why.
+        CheckpointError: there is no checkpoint, or one of its files is missing or damaged.
     """
     path = resolve(path)
     if path.is_file():
@@ -138,10 +138,10 @@ def _files_of(folder: Path, manifest: Manifest, kind: str) -> list[str]:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Names of the safetensors files with the weights, in a folder that we did not write.
+    """Names of the safetensors files with the weights, in a folder from another source.
 
     Raises:
-        CheckpointError: the index is damaged; or the folder is ours, and not a whole checkpoint.
+        CheckpointError: the index is damaged, or the folder is one of our unfinished checkpoints.
     """
     if is_unfinished(folder):
         raise CheckpointError(
@@ -156,13 +156,13 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def check_index(path: Path, record: FileRecord) -> None:
-    """Refuse an index that is not what was written."""
+    """Raise CheckpointError if an index file has another size or checksum than was written."""
     check_size(path, record)
     check_crc(path, crc32(path.read_bytes()), record.crc32)
 
 
 def check_crc(where: object, crc: int, written: int | None) -> None:
-    """Refuse bytes that are not what was written; None: nobody knows what was."""
+    """Raise CheckpointError if a CRC differs from `written`; None: unknown, so nothing to check."""
     if written is not None and crc != written:
         raise CheckpointError(
             f"{where}: damaged: the CRC-32 of its bytes is {crc:08x}, it was written with "
@@ -198,13 +198,17 @@ def _tensors_of(
                 )
             tensors[tensor] = Place(name, entry, None)
         metadata |= metadata_of(head)
-    # Where the safetensors library drops a duplicate, it leaves the name it kept under the other.
+    # When the safetensors library drops a duplicate tensor, it stores dropped name -> kept name in
+    # the metadata.
     aliases = {k: v for k, v in metadata.items() if v in tensors and k not in tensors}
     return tensors, aliases
 
 
 def check_head(path: Path, head: bytes, found: dict[str, TensorEntry], manifest: Manifest) -> None:
-    """The checksums of the file and of its tensors leave one that the head can have."""
+    """Raise CheckpointError if the head differs from what was written.
+
+    The head has no checksum of its own: the CRCs of head and tensors must combine to the file's.
+    """
     crcs = {name: crc for kind in manifest.tensors.values() for name, crc in kind.items()}
     strangers = [name for name in found if name not in crcs]
     parts = [crc32(head), *(crcs.get(name, 0) for name in found)]
@@ -214,13 +218,13 @@ def check_head(path: Path, head: bytes, found: dict[str, TensorEntry], manifest:
 
 
 def read_head(path: Path, is_ours: bool) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Everything before the first tensor of a safetensors file, and its tensors.
+    """The bytes before the first tensor of a safetensors file, and its tensors.
 
     Args:
-        is_ours: whether we wrote it, and so with no dtype that we do not know.
+        is_ours: whether we wrote the file; then an unknown dtype counts as damage.
 
     Raises:
-        CheckpointError: it is missing or damaged, or of a later format.
+        CheckpointError: it is missing, damaged, or of a later format.
     """
     try:
         nbytes = path.stat().st_size

@@ -1,1 +1,1 @@
-"""From a module to units: what to wrap, what ranks must have alike, values, hooks."""
+"""Turns a module into units: plans them, compares ranks, initialises values, installs hooks."""

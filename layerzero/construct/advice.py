@@ -1,4 +1,4 @@
-"""Warnings about choices that have no effect, or one that hardly anybody means."""
+"""Warnings about arguments of `ZeRO3` that have no effect, or probably not the intended one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from layerzero.notices import outside, warn_once
 
 
 def warn(module: nn.Module, given: Arguments, plan: WrapPlan, placement: Placement) -> None:
-    """Tell of all of these what there is to tell; the first rank speaks.
+    """Issue every warning that applies. Only the first rank warns; not collective.
 
     Args:
-        placement: of the whole model.
+        placement: placement of the whole model.
     """
     is_first = placement.is_first
     _warn_about_policy(given.auto_wrap_policy, plan.units, plan.visits, is_first)
@@ -36,10 +36,10 @@ def warn(module: nn.Module, given: Arguments, plan: WrapPlan, placement: Placeme
 def _warn_about_policy(
     policy: Any, plans: Sequence[UnitPlan], visits: Sequence[Visit], is_first: bool
 ) -> None:
-    """A policy that makes no unit, or lists a class that no module has.
+    """Warn about a policy that makes no unit, or lists a class that no module has.
 
     Args:
-        is_first: whether this rank is the one to speak.
+        is_first: whether this rank issues the warnings.
     """
     classes = () if policy is None else classes_of(policy)
     modules = _modules(visits)
@@ -67,7 +67,7 @@ def _warn_about_policy(
 def _warn_about_precision(
     precisions: Iterable[MixedPrecision], visits: Sequence[Visit], is_first: bool
 ) -> None:
-    """A class of `keep_float32` that no module has."""
+    """Warn about a class in `keep_float32` that no module has."""
     modules = _modules(visits)
     listed = dict.fromkeys(cls for each in precisions for cls in each.keep_float32)
     missing = [cls for cls in listed if not any(isinstance(each, cls) for each in modules)]
@@ -87,7 +87,10 @@ def _warn_about_ignored(
     ignored_parameters: Sequence[nn.Parameter],
     is_first: bool,
 ) -> None:
-    """What is ignored and trained, so that ranks drift apart; what is ignored and is nowhere."""
+    """Warn about ignored parameters that are trained, and ignored objects outside the model.
+
+    Ranks drift apart in an ignored parameter that is trained: nothing reduces its gradient.
+    """
     if not ignored_modules and not ignored_parameters:
         return
     modules, parameters = set(root.modules()), set(root.parameters())
@@ -111,7 +114,7 @@ def _warn_about_ignored(
         if parameter in ignored
         and parameter.requires_grad
         and get_info(parameter) is None
-        and not isinstance(parameter, DTensor)  # Another engine's, most likely.
+        and not isinstance(parameter, DTensor)  # Most likely reduced by another engine.
     ]
     if trained:
         warn_once(
@@ -125,7 +128,7 @@ def _warn_about_ignored(
 
 
 def _modules(visits: Sequence[Visit]) -> list[nn.Module]:
-    """Those that are not ignored; of wrapped ones what is inside the wrapper, too."""
+    """Modules that are not ignored; for a wrapped module, the one inside its wrapper as well."""
     modules = [visit.module for visit in visits]
     plans = {id(visit.plan): visit.plan for visit in visits}.values()
     return modules + [plan.existing.module for plan in plans if plan.existing is not None]
@@ -137,7 +140,10 @@ def _names(found: Sequence[Any]) -> str:
 
 
 def _classes_near(missing: Sequence[type], modules: Sequence[nn.Module]) -> str:
-    """What the model has instead: of near names, else of those with parameters inside."""
+    """A clause that lists classes of the model with similar names, else its most frequent ones.
+
+    Only classes of modules with parameters are listed.
+    """
     counts: dict[type, int] = {}
     for module in modules:
         if next(module.parameters(), None) is not None:

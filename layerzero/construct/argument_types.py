@@ -1,4 +1,4 @@
-"""What each argument of `ZeRO3` may be, by itself; checked before anything is changed."""
+"""Checks of single `ZeRO3` arguments, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_param_init_fn(value: object) -> None:
 
 
 def check_device(device: object) -> None:
-    """Refuse what names no device, or one that the engine cannot run on here."""
+    """Raise if `device` is not a device, or one that the engine cannot run on here."""
     if device is None:
         return
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
@@ -66,10 +66,10 @@ _OF_DEVICES = ("Stream", "Event", "stream", "current_stream", "current_device", 
 
 
 def check_device_type(device: torch.device, what: str) -> None:
-    """Refuse a device without the streams and events that the engine overlaps with.
+    """Raise ValueError for a device without the streams and events that overlap needs.
 
     Args:
-        what: asks for the device, for the error.
+        what: the argument or object that requires the device, for the message.
     """
     if device.type == "cpu":
         return
@@ -96,8 +96,8 @@ def check_ignored(
     """The two arguments as tuples.
 
     Raises:
-        TypeError: they hold something else.
-        ValueError: `root` is ignored, or a module that is sharded already.
+        TypeError: an argument is not an iterable of modules or of parameters, respectively.
+        ValueError: `root` itself is ignored, or a module that is sharded already.
     """
     ignored = _several(modules, nn.Module, "ignored_modules", "modules")
     for module in ignored:
@@ -149,7 +149,7 @@ def check_module(module: nn.Module) -> None:
     if unit is None:
         return
     root = root_if_alive(unit)
-    # A module whose wrapper is gone may be wrapped again; a wrapper is no such module.
+    # A module whose wrapper is gone may be wrapped again; passing a wrapper is always an error.
     if unit.module is not module or (root is not None and root.is_wrapped):
         raise RuntimeError(
             f"ZeRO3: this {type(module).__name__} is wrapped already; wrap each module once, or "
@@ -160,10 +160,10 @@ def check_module(module: nn.Module) -> None:
 def check_group(
     process_group: dist.ProcessGroup | DeviceMesh | None, zero3_size: int | None, outer: str
 ) -> dist.ProcessGroup:
-    """A group with the backends of all, to find the device with. Not collective.
+    """The first group of `process_group`; its backends help to choose the device. Not collective.
 
     Raises:
-        ValueError, TypeError: a group, a size or a mode that does not exist.
+        ValueError, TypeError: a bad process group, `zero3_size` or `outer`.
     """
     check_outer(outer)
     check_zero3_size(zero3_size)

@@ -1,4 +1,4 @@
-"""The arguments of one `ZeRO3` call: each checked by itself, torch's spellings as ours."""
+"""Checks the arguments of one `ZeRO3` call and converts torch's types and names to ours."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ _REDUCTION = {
     "accumulation": "accumulation",
     "deterministic": "deterministic",
 }
-"""By a field of the policy, the argument of `ZeRO3` that says the same."""
+"""Each field of the policy, and the `ZeRO3` argument with the same meaning."""
 
 _Policy = TypeVar("_Policy", PrefetchPolicy, ReductionPolicy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What `ZeRO3` was given; see there."""
+    """The checked arguments of `ZeRO3`, which documents them."""
 
     process_group: dist.ProcessGroup | DeviceMesh | None
     group: dist.ProcessGroup
-    """A group with the backends of all of `process_group`."""
+    """The first group of `process_group`; its backends stand for all of them."""
     zero3_size: int | None
     outer: Outer
     auto_wrap_policy: WrapPolicy
@@ -84,14 +84,15 @@ class Arguments:
 
 
 def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arguments:
-    """Read the arguments of `ZeRO3`. Not collective; changes nothing.
+    """Check and convert the arguments of `ZeRO3`. Not collective; changes nothing.
 
     Args:
-        given: all of them by name, `module` included.
-        unknown: those that it does not have.
+        given: all arguments by name, `module` included.
+        unknown: keyword arguments that `ZeRO3` does not have.
 
     Raises:
-        ValueError, TypeError: a bad one, or two that say the same.
+        ValueError, TypeError: a bad or unknown argument, or a policy and one of its fields both
+            given.
         RuntimeError: the module is wrapped already.
     """
     module = given["module"]
@@ -143,7 +144,7 @@ def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arg
 def _policy(
     kind: type[_Policy], name: str, given: Mapping[str, Any], flat: Mapping[str, str]
 ) -> _Policy:
-    """A policy as given, or of the arguments that say the same."""
+    """The policy that was given, or one made of the single arguments with the same meaning."""
     values = {field: given[argument] for field, argument in flat.items()}
     policy = given[name]
     if policy is None:
@@ -151,7 +152,7 @@ def _policy(
     if not isinstance(policy, kind):
         raise TypeError(f"{name}: expected a {kind.__name__} or None, got {policy!r}")
     for field, argument in flat.items():
-        # What was not given has its default, which is the policy's too.
+        # An argument that was not given has its default, which is the policy's default as well.
         if values[field] != getattr(kind(), field):
             raise ValueError(
                 f"{name}={policy!r} and {argument}={values[field]!r} are both given; say it in "

@@ -1,4 +1,4 @@
-"""From a plan to units: materialise, synchronise, flatten, and put the hooks in place."""
+"""Builds units from a plan: materialises, synchronises, flattens and installs hooks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ from layerzero.state_dict import module_state
 
 
 def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
-    """The units, in the order of their plans, under one root. Collective over the model's ranks.
+    """Build the units, in the order of their plans, under one root.
+
+    Collective over the model's ranks.
 
     Raises:
-        ValueError: a meta tensor that nothing initialised, on every rank.
+        Exception: a meta tensor could not be initialised; every rank raises (`settle`).
     """
     plan.expert_lists.name_members()
     materializer = Materializer(plan.device, given.param_init_fn)
@@ -74,7 +76,7 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
 
 @dataclass(frozen=True, kw_only=True)
 class _UnitBuilder:
-    """Builds the units of one `ZeRO3` call; what does not depend on the unit is here."""
+    """Builds the units of one `ZeRO3` call; its fields are what all units share."""
 
     placements: Mapping[int, Placement]
     """Placement of each unit, keyed by id(plan)."""
@@ -88,11 +90,11 @@ class _UnitBuilder:
     digests: Digests
 
     def build(self, plans: list[UnitPlan], visits: list[Visit]) -> list[Unit]:
-        """Units in the order of `plans`. Collective with `sync_module_states`.
+        """Build the units in the order of `plans`. Collective with `sync_module_states`.
 
-        Modules are visited in order, and a unit is flattened as soon as its last module was, so
-        that a model on the meta device never needs more than its shards and the units around the
-        current module.
+        Modules are visited in order, and a unit is flattened right after its last module was
+        visited. So a model on the meta device never needs more memory than its shards and the
+        full units around the current module.
         """
         last_visits: dict[int, list[UnitPlan]] = {}
         for plan, index in _last_visits(plans, visits):
@@ -157,6 +159,8 @@ class _UnitBuilder:
             self.digests.note(f"parameter {original.fqn!r}", original.value, placement)
             keeps = any(mixed_precision.keeps_float32(slot.module) for slot in original.slots)
             compute_dtype = mixed_precision.compute_dtype(original.fqn, parameter.dtype, keeps)
+            # One flat parameter for each kind: its elements have one dtype, compute dtype and
+            # requires_grad.
             key = (parameter.dtype, compute_dtype, parameter.requires_grad)
             kinds.setdefault(key, []).append(original)
         host = HostMemory(arguments.offload.pin_memory)
@@ -198,15 +202,16 @@ class _UnitBuilder:
         for slot in (slot for original in plan.originals for slot in original.slots):
             guards.install(slot.module)
             guards.add_name(slot.module, slot.name, unit)
+        # The full values are in the flat parameters now; these references would keep them alive.
         for original in plan.originals:
             del original.parameter, original.value
         return unit
 
     def _copy_over_mesh(self, visit: Visit, name: str) -> None:
-        """Make the copies that tensor-parallel ranks have of a new parameter equal.
+        """Broadcast a new parameter along the tensor-parallel axes that it is replicated on.
 
-        They are drawn from each rank's own generator, and ranks that drew unequal parts of another
-        parameter before (on CPU, where DTensors do not share a generator) would not agree.
+        Each rank draws it from its own generator. Generators differ once ranks have drawn parts of
+        different sizes of another parameter (on CPU, where DTensors do not share a generator).
         """
         parameter = visit.module._parameters[name]
         assert parameter is not None
@@ -217,14 +222,17 @@ class _UnitBuilder:
                 broadcast_(value, group, operation)
 
     def _follow_hook_module(self, plan: UnitPlan, unit: Unit) -> None:
-        """The calls of another module are this unit's; around those of a unit it may be itself."""
+        """Let calls of `hook_module` unshard and reshard `unit`; it may be a unit's module itself.
+
+        Inputs are cast here unless that unit casts them already.
+        """
         module = self.arguments[id(plan)].hook_module
         if module is not None and plan.existing is None:
             hooks.install_on_calls(module, unit, casts=get_unit(module) is None)
             unit.add_owner(module)
 
     def _broadcast(self, tensor: torch.Tensor, name: str, placement: Placement) -> None:
-        # Bytes: not every backend sends every dtype.
+        # Sent as bytes, because not every backend supports every dtype.
         flat = tensor.contiguous().view(-1).view(torch.uint8)
         operation = Operation("synchronisation", name, 0)
         broadcast_from_first(flat, placement.groups, lambda _: operation)
@@ -233,11 +241,11 @@ class _UnitBuilder:
 
 
 def _last_visits(plans: list[UnitPlan], visits: list[Visit]) -> Iterator[tuple[UnitPlan, int]]:
-    """For each plan the index of the last visit to a module of it."""
+    """For each plan, the index of the last visit after which it can be flattened."""
     last_of_plan = {id(visit.plan): index for index, visit in enumerate(visits)}
     last_of_module = {id(visit.module): index for index, visit in enumerate(visits)}
     for plan in plans:
-        # A tied parameter may be used by modules after its unit's own last one.
+        # A tied parameter may be used by a module that is visited after the unit's own last one.
         users = [slot.module for original in plan.originals for slot in original.slots]
         indices = [last_of_module[id(user)] for user in users if id(user) in last_of_module]
         yield plan, max([last_of_plan[id(plan)], *indices])

@@ -1,4 +1,4 @@
-"""Which device parameters go to; and what parameters may be, to go anywhere."""
+"""Chooses the device of the parameters, and checks that each parameter can be sharded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ def resolve_device(
     process_group: dist.ProcessGroup,
     mesh: DeviceMesh | None,
 ) -> torch.device:
-    """Where parameters will live; checks what they are before anything is changed.
+    """The device for all parameters; checks the parameters as well. Changes nothing.
+
+    In this order: `device`, the device that the parameters are on, the mesh's device, the current
+    accelerator if `process_group` has a backend for it, the CPU.
 
     Args:
-        mesh: of the parameters that are DTensors; they stay on its kind of device.
+        mesh: mesh of the DTensor parameters, which stay on its device type.
 
     Raises:
-        ValueError: parameters of one unit are on several devices, or of a kind that cannot be
-            sharded; or `device` is not of the mesh's kind.
+        ValueError: parameters are on several devices and `device` is None, a parameter cannot be
+            sharded, or the device is not of the mesh's type.
     """
     target = _resolve_device(device, plans, process_group, mesh)
     if mesh is not None and target.type != mesh.device_type:

@@ -1,4 +1,4 @@
-"""The mesh of the parameters that are DTensors: its ranks have parts of them, not copies."""
+"""Finds and checks the device mesh of DTensor parameters (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from layerzero.core.tensor_parallel import is_supported
 def tensor_parallel_mesh(
     plans: list[UnitPlan], process_group: dist.ProcessGroup | DeviceMesh | None
 ) -> DeviceMesh | None:
-    """The mesh of the parameters that are DTensors; None where none is. Not collective.
+    """The mesh of the DTensor parameters; None if there are none. Not collective.
 
     Raises:
-        ValueError: a DTensor whose placements cannot be sharded further, DTensors on several
-            meshes, or a mesh that does not cross the process group.
+        ValueError: a DTensor has placements other than Shard and Replicate, DTensors are on
+            several meshes, or the mesh and the process group share ranks besides this one.
     """
     mesh: DeviceMesh | None = None
     first = ""

@@ -1,7 +1,7 @@
-"""Experts that have the same names on every rank of the expert axis: their numbers among all.
+"""Global numbers of experts whose modules have the same names on every rank of the expert axis.
 
-Read from what `auto_wrap_policy` gives for the units of experts as `expert_numbers`; what the names
-are for is in state_dict/expert_names.py.
+They come from `expert_numbers`, which `auto_wrap_policy` gives for expert units;
+state_dict/expert_names.py uses them in state dicts.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from layerzero.core.groups import resolve_process_groups
 from layerzero.state_dict.expert_names import Numbers, name_members
 
 ExpertNumbers = Mapping[int, int] | Group
-"""From a number on this rank to the number among all; or the ranks of the expert axis."""
+"""A mapping from local to global expert numbers; or the group or mesh of the expert axis."""
 
 
 class ExpertLists:
-    """The modules of one model whose members are experts under local numbers."""
+    """Modules, such as ModuleLists, whose members are experts with local numbers."""
 
     def __init__(self, module: nn.Module, plans: Sequence[UnitPlan]) -> None:
-        """Find them, and give the parameters inside their names among all. Not collective.
+        """Find the lists, and give the parameters inside global names. Not collective.
 
         Raises:
-            ValueError, TypeError: `expert_numbers` is none, or does not fit the modules.
+            ValueError, TypeError: `expert_numbers` is malformed or does not fit the modules.
         """
         self._modules: dict[str, nn.Module] = {}
         self._numbers: dict[str, dict[str, str]] = {}
@@ -44,7 +44,7 @@ class ExpertLists:
                     original.fqn = self._global(original.fqn)
 
     def name_members(self) -> None:
-        """Let state dicts and checkpoints show these names. Not collective."""
+        """Use the global names in state dicts and checkpoints. Not collective."""
         for path, module in self._modules.items():
             name_members(module, self._numbers[path])
 
@@ -94,13 +94,16 @@ class ExpertLists:
 
 
 def _parent(plan: UnitPlan) -> str | None:
-    """The list that a unit is itself a member of."""
+    """Name of the list that the unit itself is a member of, if any."""
     path, _, last = plan.fqn.rpartition(".")
     return path if last.isdigit() else None
 
 
 def _list_around(fqn: str, unit: str) -> str | None:
-    """The list whose member holds a parameter: the unit's own, else the first inside of it."""
+    """Name of the list of experts that a parameter is in; None if there is none.
+
+    The list that the unit is a member of, else the outermost one inside the unit.
+    """
     path, _, last = unit.rpartition(".")
     if last.isdigit():
         return path
@@ -120,7 +123,11 @@ def _members(module: nn.Module) -> list[int]:
 def _from_mapping(
     where: str, path: str, given: Mapping[int, int], module: nn.Module, is_all: bool
 ) -> Numbers:
-    """`is_all`: a mapping given for one member need not know the others."""
+    """Global numbers of the members, by name, from a mapping that the user gave.
+
+    Args:
+        is_all: whether `given` must cover every member; a mapping given for one need not.
+    """
     for pair in given.items():
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in pair):
             raise TypeError(
@@ -138,8 +145,10 @@ def _from_mapping(
 
 
 def _from_axis(where: str, path: str, axis: Group, group: Group, module: nn.Module) -> Numbers:
-    """Each rank of the axis has as many experts, numbered one rank after the other; empty where
-    this rank has all."""
+    """Global numbers of the members, by name: consecutive along the ranks of the expert axis.
+
+    Every rank has the same number of experts. Empty if the axis has one rank, which has them all.
+    """
     if isinstance(axis, DeviceMesh) and axis.ndim > 1 and "ep" in (axis.mesh_dim_names or ()):
         axis = axis["ep"]
     try:

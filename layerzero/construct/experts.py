@@ -35,27 +35,29 @@ Group = dist.ProcessGroup | DeviceMesh
 
 
 def ranks_of(group: Group | None) -> tuple[int, ...]:
-    """Global numbers, rising."""
+    """Global ranks in ascending order."""
     if isinstance(group, DeviceMesh):
         return tuple(sorted(group.mesh.flatten().tolist()))
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def _key(group: Group | None) -> object:
-    """What is equal for equal groups: every `mesh["edp"]` is an object of its own."""
+    """A key that compares equal for equal groups; each `mesh["edp"]` is a new object."""
     shape = tuple(group.mesh.shape) if isinstance(group, DeviceMesh) else ()
     return (ranks_of(group), shape if len(shape) == 2 else ())
 
 
 def find_experts(plans: Sequence[UnitPlan], process_group: Group | None) -> dict[int, Group]:
-    """The expert-data group of each plan (by id) that has one of its own. Not collective.
+    """The expert-data group of each expert unit, keyed by id(plan). Not collective.
 
-    A unit inside an expert's is one, too. A group of all ranks of `process_group` makes no expert.
+    Units inside an expert unit are experts as well. A unit whose group has all ranks of
+    `process_group` is not an expert.
 
     Raises:
-        ValueError, TypeError: a group that is none, or not a part of `process_group`; a parameter
-            that is tied to one outside; DTensors that are not split over other ranks.
-        NotImplementedError: both experts and the rest are DTensors.
+        ValueError, TypeError: a group is invalid or has ranks outside `process_group`; an expert's
+            parameter is tied to one of another group; an expert's DTensor is not sharded over
+            ranks outside its group.
+        NotImplementedError: both experts and other units have DTensors.
     """
     everyone = ranks_of(process_group)
     found: dict[int, Group] = {}
@@ -131,9 +133,10 @@ def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> Non
 
 
 def structure_of(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> int:
-    """A number that ranks compare, 0 without experts: sizes of units, and which are experts.
+    """A checksum of the sizes of units and of which are experts, compared over ranks.
 
-    Ranks with unequal units would run ahead of each other by unequal numbers of gathers.
+    0 without experts. With units of unequal sizes, ranks would prefetch different numbers of
+    all-gathers ahead.
     """
     if not experts:
         return 0
@@ -154,14 +157,14 @@ def check_experts(
     placement: Placement,
     device: torch.device,
 ) -> None:
-    """Compare who has which experts. Collective over the model's ranks, if there are experts.
+    """Check which rank has which experts. Collective over the model's ranks, if there are experts.
 
     Args:
-        placement: of the whole model.
+        placement: placement of the whole model.
 
     Raises:
-        ValueError: on every rank: ranks of one expert-data group have different experts, or those
-            of two have equal ones.
+        ValueError: on every rank: ranks of one expert-data group have experts of different names,
+            or two groups have experts of the same name.
     """
     if not experts:
         return
@@ -198,7 +201,7 @@ def check_experts(
 
 
 def _blocks(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> Iterator[tuple[int, int]]:
-    """(group, block of a parameter), as numbers that are the same wherever these are."""
+    """Hashes of each expert parameter's group, and of its name and offset; equal on all ranks."""
     for plan in plans:
         if id(plan) not in experts:
             continue
@@ -222,11 +225,11 @@ def place_units(
     deterministic: bool,
     timeout: timedelta | None,
 ) -> dict[int, Placement]:
-    """The placement of each plan (by id). Collective where groups have to be made.
+    """The placement of each unit, keyed by id(plan). Collective if groups have to be made.
 
     Args:
-        placement: of the whole model.
-        outer: for experts' meshes of two axes.
+        placement: placement of the whole model.
+        outer: mode along the outer axis of expert meshes with two axes.
     """
     made: dict[object, Placement] = {}
     for group in experts.values():

@@ -1,8 +1,8 @@
-"""Methods that other libraries gave a module, and that would take its pieces for the whole.
+"""Guards `save_pretrained` of other libraries, which would write shards as if they were full.
 
-`save_pretrained` (transformers, diffusers, peft) writes a config first and fails on the weights, or
-writes shards as if they were all. It is refused before anything is written. A model that
-`layerzero.integrations` sharded has one that is right.
+`save_pretrained` (transformers, diffusers, peft) writes a config first and then fails on the
+weights, or writes this rank's shards as if they were all. The guard raises before anything is
+written. A model sharded by `layerzero.integrations` has a `save_pretrained` that works.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ _METHOD = "save_pretrained"
 
 
 def guard_saving(module: nn.Module) -> None:
-    """Let no module inside write pieces; full parameters (`summon_full_params`) it may write."""
+    """Make `save_pretrained` of `module` and those inside raise while parameters are sharded.
+
+    Inside `summon_full_params` it works as before.
+    """
     for name, part in module.named_modules():
         if callable(getattr(type(part), _METHOD, None)) and _METHOD not in part.__dict__:
             part.__dict__[_METHOD] = _Guard(part, name)
 
 
 class _Guard:
-    """In place of the method, on the instance alone."""
+    """Stands in for `save_pretrained` on one instance; the class keeps its method."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module_ref = weakref.ref(module)

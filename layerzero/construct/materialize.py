@@ -1,14 +1,15 @@
-"""Give meta parameters and buffers storage and values, one module at a time.
+"""Gives meta parameters and buffers storage and values, one module at a time.
 
 Note [Two kinds of functions]
-    `param_init_fn` may be written for memory that is there, and write into it; or as for FSDP, and
-    ask `is_meta`, call `to_empty` and then `reset_parameters`. It is called with memory first. What
-    it has not written then is put back on meta, and it is called again. Random numbers are those of
-    the call that wrote: what the generators gave before it is taken back.
+    A `param_init_fn` either writes into existing memory, or follows FSDP's convention: test
+    `is_meta`, call `to_empty`, then `reset_parameters`. It is first called with memory allocated.
+    Tensors that it did not write are then put back on meta, and it is called again. The random
+    generators are restored before the second call, so both kinds of functions draw the same
+    numbers.
 
 Note [Nothing is garbage]
-    Fresh memory is marked (core/canary.py), that which a function asks for by `to_empty` or
-    `torch.empty` too. So what nobody wrote is found, and never trained.
+    Fresh memory is filled with a marker (core/canary.py), including what a function allocates by
+    `to_empty` or `torch.empty`. So a tensor that was never written is detected, and never trained.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Later = Literal["later"]
 
 @dataclass(eq=False)
 class Place:
-    """Where a module holds a parameter or buffer of its own."""
+    """The dict and key under which a module holds a parameter or buffer of its own."""
 
     tensors: dict[str, Any]
     name: str
@@ -51,8 +52,8 @@ class Materializer:
     """
 
     failure: Exception | None
-    """The first module's that got no values. Others are then left without; their ranks go on until
-    all can tell each other."""
+    """The first error of a module that got no values. Later modules are then not initialised; the
+    rank goes on, and raises when all ranks exchange their errors (`settle`)."""
     awaited: list[AwaitedBuffer]
 
     def __init__(
@@ -64,25 +65,25 @@ class Materializer:
         self.awaited = []
         self._device = device
         self._init = param_init_fn
-        # By id: the original, so that the id stays its own, and what was made of it. Weakly: a
-        # unit that was flattened meanwhile must not stay whole for our sake.
+        # Keyed by id(original). The value keeps the original alive, so that its id stays unique.
+        # The new tensor is referenced weakly, or the full values of flattened units would stay.
         self._made: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
 
     @property
     def is_later(self) -> bool:
-        """Whether what is on meta gets its values after construction."""
+        """Whether meta tensors get their values after construction (`param_init_fn="later"`)."""
         return self._init == "later"
 
     def __call__(
         self, fqn: str, module: nn.Module, buffer_dtype: torch.dtype | None, initialise: bool
     ) -> None:
-        """Materialise what `module` itself has on meta; then move and cast its buffers.
+        """Materialise the meta tensors of `module` itself; then move and cast its buffers.
 
-        Where that fails `failure` tells why, and the values are undefined.
+        An error is kept in `failure` and not raised; the values are then undefined.
 
         Args:
-            buffer_dtype: of floating-point buffers; None: they keep their own.
-            initialise: False leaves values undefined: they come from another rank.
+            buffer_dtype: dtype for floating-point buffers; None: they keep theirs.
+            initialise: False leaves the values undefined, because another rank broadcasts them.
         """
         places = [place for place in _places(module) if _is_meta(place.tensor)]
         if places:
@@ -99,12 +100,12 @@ class Materializer:
             if buffer is not None:
                 module._buffers[name] = moved = self._move(buffer, buffer_dtype)
                 if name in waiting:
-                    canary.fill(moved)  # A cast makes other NaNs.
+                    canary.fill(moved)  # A cast does not keep the marker's bits.
                     full = f"{fqn}.{name}" if fqn else name
                     self.awaited.append(AwaitedBuffer(full, weakref.ref(module), name))
 
     def _allocate(self, place: Place) -> bool:
-        """Put marked memory in the place of a meta tensor; False: it is tied, and had some."""
+        """Replace a meta tensor by marked memory; False if it is tied and was allocated before."""
         tensor = place.tensor
         assert tensor is not None
         made = self._made_of(tensor)
@@ -126,8 +127,9 @@ class Materializer:
         """See Note [Two kinds of functions].
 
         Raises:
-            ValueError: it has meta tensors, but nothing says how to initialise them, or what
-                should has left some.
+            ValueError: `module` has meta tensors and no initialiser, or the initialiser left some
+                unwritten.
+            Exception: what the initialiser raised.
         """
         metas = {place: place.tensor for place in places}
         own = getattr(module, "reset_parameters", None)
@@ -178,7 +180,7 @@ class Materializer:
         return None
 
     def _keep(self, metas: dict[Place, torch.Tensor | None]) -> None:
-        """What a function put in a place itself is the parameter or buffer from now on."""
+        """Record tensors that the function put in place itself as the new parameters or buffers."""
         for place, meta in metas.items():
             made = place.tensor
             if made is None or meta is None or made.is_meta or self._made_of(meta) is made:
@@ -213,7 +215,7 @@ def _is_unwritten(tensor: torch.Tensor | None) -> bool:
 
 
 class _Generators:
-    """The state of torch's random numbers, on the CPU and on a device."""
+    """State of torch's default random generators, on the CPU and on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.get_rng_state()
@@ -246,7 +248,7 @@ class _MarksFreshMemory(TorchFunctionMode):
 
 @dataclass
 class _Held:
-    """A tensor in its place, and the memory it had."""
+    """A tensor, where a module holds it, and the memory it had."""
 
     place: Place
     tensor: torch.Tensor
@@ -269,13 +271,13 @@ class _Held:
 
 
 class _Snapshot:
-    """What a module and those inside it hold, lest `to_empty()` with `recurse` wipe it."""
+    """Tensors of a module and those inside; `to_empty()` recurses, and would wipe their values."""
 
     def __init__(self, module: nn.Module) -> None:
         self._held = [_Held.of(place) for part in module.modules() for place in _places(part)]
 
     def restore_wiped(self) -> None:
-        """Put back what was there where memory that nobody wrote has taken its place."""
+        """Put back each tensor that was replaced by memory nobody wrote."""
         for held in self._held:
             held.restore_if_wiped()
 

@@ -1,4 +1,4 @@
-"""What one `ZeRO3` call will make of a module: units, their arguments, their device. Local."""
+"""Plans one `ZeRO3` call on this rank: the units, their arguments and the device."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ from layerzero.runtime.unwrap import left_units, nested_ignored, unwrap
 
 @dataclass(frozen=True, kw_only=True)
 class WrapPlan:
-    """Which units a module will have, before any rank was asked."""
+    """The units that a module will have, before ranks compare their plans."""
 
     units: list[UnitPlan]
     """Outermost first."""
     visits: list[Visit]
-    """Modules in order."""
+    """Modules that are not ignored, in module order."""
     device: torch.device
     arguments: Mapping[int, UnitArguments]
-    """By id of the unit's plan."""
+    """Arguments of each unit, keyed by id(plan)."""
     experts: Mapping[int, Group]
-    """Likewise, the ranks of units that only some ranks have."""
+    """The expert-data group of each expert unit, keyed by id(plan)."""
     expert_lists: ExpertLists
     mesh: DeviceMesh | None
-    """Of the parameters that are DTensors."""
+    """Mesh of the DTensor parameters outside experts."""
     ignored: Ignored
     ignored_parameters: Sequence[nn.Parameter]
-    """Those that were given, as they are now."""
+    """The `ignored_parameters` given; after an unwrap, the full parameters that replaced them."""
 
     @property
     def nesting(self) -> int:
-        """The most units around a module."""
+        """Depth of the deepest unit; the root counts as 1."""
         return max(len(list(unit.ancestors())) for unit in self.units)
 
 
 def plan_wrapping(module: nn.Module, given: Arguments) -> WrapPlan:
-    """Find the units of `module`. Nothing has changed, and no collective has run, after it.
+    """Find the units of `module`. Changes nothing and is not collective, with one exception.
 
-    But for a module whose wrapper is gone: that is made plain first, which is collective.
+    A module whose wrapper is gone is unwrapped first, which is collective.
 
     Raises:
-        ValueError, TypeError: a policy, an argument of one unit or a parameter that cannot be.
-        NotImplementedError: both experts and the rest are DTensors.
-        RuntimeError: units inside are of a model that is wrapped.
+        ValueError, TypeError: a bad policy or argument of one unit, or a parameter that cannot be
+            sharded.
+        NotImplementedError: both experts and other units have DTensors.
+        RuntimeError: units inside belong to another wrapped model.
     """
     ignored_parameters: Sequence[nn.Parameter] = given.ignored_parameters
     left = left_units(module)
@@ -103,10 +104,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def _check_containers(plans: Sequence[UnitPlan]) -> None:
-    """Refuse units that nobody can call, and so nothing would gather.
+    """Raise ValueError for a unit that cannot be called, because nothing would unshard it.
 
-    Raises:
-        ValueError: a list or dict of modules or parameters would own parameters.
+    That is a list or dict of modules or parameters that would own parameters.
     """
     for plan in plans:
         if plan.existing is not None or plan.arguments.get("hook_module") is not None:

@@ -1,9 +1,10 @@
-"""Ranks start alike: the same parameters, of the same sizes, with the same values.
+"""Checks that all ranks start with the same parameters: names, sizes and values.
 
 Note [Digests]
-    Each rank's part of a flat parameter comes from its own values, so ranks that drew other random
-    numbers would train a mosaic of their models. A digest of the bits of every parameter and buffer
-    is taken where these are read anyway; the first rank's digests go to all, and each compares.
+    Each rank cuts its shard out of its own values, so ranks that drew different random numbers
+    would train a mosaic of their models. Every rank takes a digest of the bits of every parameter
+    and buffer when construction reads them anyway. The first rank's digests are broadcast, and each
+    rank compares its own.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ class Outline:
     """Names, sizes and kinds of the parameters that all ranks of a model have."""
 
     def __init__(self, plans: Sequence[UnitPlan], experts: Mapping[int, object]) -> None:
-        """`experts` by id of plan: the units that only some ranks have."""
+        """`experts` is keyed by id(plan); expert units differ between ranks and are left out."""
         self._rows = [row for plan in plans if id(plan) not in experts for row in _rows_of(plan)]
 
     @property
     def number(self) -> int:
-        """The same where the parameters are."""
+        """A checksum, equal on ranks whose parameters have the same names, sizes and dtypes."""
         return zlib.crc32("\n".join(self._rows).encode())
 
     def explain(self, axes: Sequence[ShardGroup], device: torch.device) -> str:
-        """How ranks differ from the first. Collective over `axes`, inner first."""
+        """Error message: how ranks differ from the first. Collective over `axes`, inner first."""
         first = _broadcast_text("\n".join(self._rows), axes, device).split("\n")
         pairs = itertools.zip_longest(self._rows, first, fillvalue="no other parameter")
         parted = next(((own, other) for own, other in pairs if own != other), None)
@@ -77,7 +78,7 @@ def _rows_of(plan: UnitPlan) -> list[str]:
 
 
 def _broadcast_text(text: str, axes: Sequence[ShardGroup], device: torch.device) -> str:
-    """The first rank's. Collective over `axes`, inner first."""
+    """The first rank's `text`. Collective over `axes`, inner first."""
     data = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], device=device)
     groups = [axis for axis in axes if axis.size > 1]
@@ -92,23 +93,26 @@ def _broadcast_text(text: str, axes: Sequence[ShardGroup], device: torch.device)
 
 
 class Digests:
-    """What one rank's parameters and buffers are at the start; see Note [Digests]."""
+    """Digests of this rank's parameters and buffers at construction; see Note [Digests]."""
 
     def __init__(self, device: torch.device, is_needed: bool) -> None:
-        """`is_needed`: False where all values come from one rank."""
+        """`is_needed`: False if all values come from one rank (`sync_module_states`)."""
         self._device = device
         self._is_needed = is_needed
         self._by_placement: dict[int, tuple[Placement, list[str], list[torch.Tensor | int]]] = {}
 
     def note(self, label: str, value: torch.Tensor, placement: Placement) -> None:
-        """Take the digest of a tensor that all ranks of a placement have. Not collective."""
+        """Add a tensor that all ranks of `placement` have. Not collective."""
         if self._is_needed and placement.groups:
             entry = self._by_placement.setdefault(id(placement), (placement, [], []))
             entry[1].append(label)
             entry[2].append(digest(value))
 
     def first_difference(self) -> str | None:
-        """What differs from the first rank's. Collective over every placement's groups."""
+        """What differs from the first rank, encoded for `settle`; None if nothing does.
+
+        Collective over every placement's groups; blocks the host.
+        """
         found: str | None = None
         for placement, labels, digests in self._by_placement.values():
             own = torch.stack(
@@ -116,7 +120,7 @@ class Digests:
             )
             theirs = own.clone()
             broadcast_from_first(theirs, placement.groups, lambda _: _VALUES)
-            # Digests of a value on the CPU and of one on a device say nothing of each other.
+            # The CPU and a device compute different digests of one value; the sign says which.
             differs = (own != theirs) & ((own < 0) == (theirs < 0))
             indices = differs.nonzero().view(-1).tolist()
             if indices and found is None:
@@ -127,17 +131,17 @@ class Digests:
 def settle(
     failure: Exception | None, digests: Digests, placement: Placement, device: torch.device
 ) -> str | None:
-    """End a construction on every rank alike. Collective over the model's ranks.
+    """Make construction succeed or fail on all ranks together. Collective over the model's ranks.
 
     Args:
-        failure: what kept this rank's modules from getting values.
-        placement: of the whole model.
+        failure: this rank's initialisation error, if any.
+        placement: placement of the whole model.
 
     Returns:
         A warning, the same on every rank, if ranks do not start from the same values.
 
     Raises:
-        Exception: `failure`; on ranks without one a ValueError that tells the first one's.
+        Exception: `failure`; a rank without one raises ValueError with the first failed rank's.
     """
     difference = digests.first_difference()
     text = difference if failure is None else f"\0{type(failure).__name__}: {failure}"
@@ -164,13 +168,13 @@ def settle(
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_NUMEL = 1 << 22
 _MIXING = 0x5851F42D4C957F2D
-"""Odd, so that no bit of a product is lost (Knuth's multiplier of 64 bits)."""
+"""Odd, so that multiplication modulo 2**64 loses no bit (Knuth's 64-bit multiplier)."""
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor | int:
-    """64 bits that depend on every element and its place; negative off the CPU.
+    """A 64-bit digest of every element and its position. Does not block the host.
 
-    Does not wait for a device.
+    Not negative for a tensor on the CPU, negative for one on a device.
     """
     value = local_of(tensor)
     if value.layout is not torch.strided or value.is_quantized:
@@ -184,7 +188,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor | int:
 
 
 def device_digest(value: torch.Tensor) -> torch.Tensor:
-    """The digest of a 1-D tensor as a device takes it, a chunk at a time."""
+    """The digest of a 1-D tensor on a device, computed in chunks to bound its memory."""
     bits = value.view(_INTEGERS[value.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for start in range(0, bits.numel(), _CHUNK_NUMEL):

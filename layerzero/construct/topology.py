@@ -1,4 +1,4 @@
-"""All agreement between ranks before anything is built: who has which part of which unit."""
+"""Compares the plans of all ranks and makes the process groups, before any unit is built."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ _OUTER: tuple[Outer, ...] = get_args(Outer)
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Where the parts of a model's units are."""
+    """Over which ranks a model's units are sharded."""
 
     placement: Placement
-    """Of the whole model."""
+    """Placement of the whole model."""
     placements: Mapping[int, Placement]
-    """By id of a unit's plan: experts have one of their own."""
+    """Placement of each unit, keyed by id(plan); experts have one of their own."""
     tensor_parallel_groups: tuple[ShardGroup, ...]
-    """Along the axes of the mesh of DTensors."""
+    """One group for each axis of the DTensors' mesh."""
 
 
 def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
-    """Compare what ranks were given and found, and make the groups. Collective over the model's.
+    """Compare arguments and plans of all ranks, and make the groups.
+
+    Collective over the model's ranks; blocks the host.
 
     Raises:
-        ValueError: the same on every rank: arguments or models that differ, or do not fit.
-        CollectiveError: a rank did not come.
+        ValueError: on every rank: arguments or models differ between ranks, or do not fit.
+        CollectiveError: a rank did not take part.
     """
     device, timeout, mode = plan.device, given.timeout, given.outer
     axes = make_shard_groups(given.process_group, device, timeout)
@@ -68,17 +70,17 @@ def _check_agreement(
     experts: int,
     outline: Outline,
 ) -> None:
-    """Refuse what differs between ranks, or does not fit. Collective over `axes`.
+    """Raise if ranks differ, or if their arguments do not fit. Collective over `axes`.
 
     Args:
         axes: the ranks that share the model: one group, or a mesh's inner and outer ones.
-        tensor_parallel: the mesh of the parameters that are DTensors.
-        experts: what `structure_of` (experts.py) says of the model.
-        outline: of the parameters that all these ranks have.
+        tensor_parallel: mesh of the DTensor parameters.
+        experts: checksum from `structure_of` (experts.py).
+        outline: outline of the parameters that all these ranks have.
 
     Raises:
-        ValueError: the same on every rank, with every rank's values where they differ.
-        CollectiveError: a rank did not come.
+        ValueError: on every rank; lists each rank's value if they differ.
+        CollectiveError: a rank did not take part.
     """
     num_inner, num_outer = axes[0].size, axes[1].size if len(axes) == 2 else 1
     own = [

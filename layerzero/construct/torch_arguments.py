@@ -1,6 +1,6 @@
-"""Arguments of torch's FSDP: taken with the meaning they have there, or refused with ours named.
+"""Converts arguments of torch's FSDP to ours, or raises and names the argument to use instead.
 
-Nothing of `torch.distributed.fsdp` is imported: whoever passes an object of it has done so.
+Does not import `torch.distributed.fsdp`: a caller who passes one of its objects has imported it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _OURS = {
     "ignored_params": "use ignored_parameters",
     "shard_placement_fn": "leave it out: parameters are split as flat elements",
 }
-"""What FSDP1 and `fully_shard` call what `ZeRO3` calls otherwise, or not at all."""
+"""Arguments of FSDP1 and `fully_shard` that `ZeRO3` lacks, and what to use instead."""
 
 
 def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise a TypeError for the first argument that `ZeRO3` does not have.
 
     Args:
-        known: names of those it has.
+        known: names of the arguments it has.
     """
     for name, value in unknown.items():
         advice = _OURS.get(name)
@@ -58,19 +58,22 @@ def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 class Precision(NamedTuple):
-    """A `mixed_precision` argument as ours."""
+    """A `mixed_precision` argument, converted to ours."""
 
     units: MixedPrecision | None
     root: MixedPrecision | None
-    """Of the wrapped module itself, which in FSDP1 casts its inputs by a choice of its own."""
+    """For the root unit. It differs in `cast_forward_inputs` only: FSDP1 has a separate
+    `cast_root_forward_inputs`."""
 
 
 def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Precision:
-    """torch's `MixedPrecision` and `MixedPrecisionPolicy` as ours; anything else as it is.
+    """Convert torch's `MixedPrecision` and `MixedPrecisionPolicy`; return anything else unchanged.
 
     Args:
-        module: to look in for the classes that FSDP1 leaves in float32, batch norm by default.
-        has_policy: whether there is an `auto_wrap_policy`, without which it leaves none.
+        module: the model; classes that FSDP1 keeps in float32 (batch norm by default) are looked up
+            in it.
+        has_policy: whether an `auto_wrap_policy` was given; without one, FSDP1 keeps no class in
+            float32.
     """
     if _is_torchs(value, "MixedPrecisionPolicy"):
         ours = MixedPrecision(
@@ -106,7 +109,7 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Prec
 
 
 def to_offload(value: Any) -> Any:
-    """torch's `CPUOffload`, `OffloadPolicy` and `CPUOffloadPolicy` as ours; else as it is."""
+    """Convert torch's `CPUOffload`, `OffloadPolicy` and `CPUOffloadPolicy`; return others as is."""
     if _is_torchs(value, "CPUOffload"):
         return OffloadPolicy(params=value.offload_params)
     if _is_torchs(value, "CPUOffloadPolicy"):
@@ -115,15 +118,15 @@ def to_offload(value: Any) -> Any:
 
 
 def to_backward_prefetch(value: Any) -> Any:
-    """torch's `BackwardPrefetch` as ours; anything else as it is."""
+    """Convert torch's `BackwardPrefetch`; return anything else unchanged."""
     return BackwardPrefetch[value.name] if _is_torchs(value, "BackwardPrefetch") else value
 
 
 def to_unit_arguments(own: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Arguments that a policy gave for one unit, torch's among them as ours.
+    """Convert the arguments that a policy gave for one unit.
 
     Raises:
-        ValueError: a sharding strategy that cannot be had for one unit alone.
+        ValueError: a sharding strategy that a single unit cannot have.
     """
     ours = dict(own)
     if "sharding_strategy" in ours:
@@ -153,17 +156,17 @@ def run_torch_policy(
     ignored_modules: set[nn.Module],
     ignored_parameters: set[nn.Parameter],
 ) -> Mapping[int, Mapping[str, Any]] | None:
-    """What a policy of `torch.distributed.fsdp.wrap` chooses; None where it is not one.
+    """Run a policy of `torch.distributed.fsdp.wrap`; None if `policy` is not one.
 
     Args:
-        ignored_modules: with all modules inside them.
-        ignored_parameters: those of ignored modules as well.
+        ignored_modules: ignored modules and all modules inside them.
+        ignored_parameters: ignored parameters, including those of ignored modules.
 
     Returns:
-        By id of each chosen module the arguments of its own.
+        The arguments of each chosen module, keyed by id(module).
 
     Raises:
-        TypeError: a function that lacks an argument, such as the classes of layers.
+        TypeError: a policy function with an unbound argument, such as `transformer_layer_cls`.
     """
     if isinstance(policy, type):
         return None
@@ -184,7 +187,7 @@ def run_torch_policy(
 
 
 def _takes_numel(policy: Any) -> bool:
-    """Whether it is a function as FSDP1 calls it: (module, recurse, nonwrapped_numel)."""
+    """Whether it has FSDP1's signature (module, recurse, nonwrapped_numel)."""
     try:
         names = inspect.signature(policy).parameters
     except (TypeError, ValueError):
@@ -198,7 +201,10 @@ def _run_function(
     ignored_modules: set[nn.Module],
     ignored_parameters: set[nn.Parameter],
 ) -> set[int]:
-    """Ask children before their parents, telling how many elements no unit below has taken."""
+    """Call the policy on children before their parents.
+
+    `nonwrapped_numel` is the number of elements that no unit inside has taken.
+    """
     chosen: set[int] = set()
 
     def num_taken(module: nn.Module) -> int:
@@ -226,7 +232,7 @@ def _run_function(
 
 
 def classes_of(policy: Any) -> tuple[type[nn.Module], ...]:
-    """The module classes that a policy of ours or torch's lists, if that is what it does."""
+    """The module classes that a policy, ours or torch's, lists; empty if it is a function."""
     if isinstance(policy, type):
         return (policy,)
     listed = getattr(policy, "_module_classes", None)

@@ -1,4 +1,4 @@
-"""The arguments of `ZeRO3` that may differ between the units of one call."""
+"""Merges and checks the arguments of single units."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ class UnitArguments:
     gradient_reduction: GradientReduction
     offload: OffloadPolicy
     process_group: dist.ProcessGroup | DeviceMesh | None = None
-    """The ranks that have the unit, where these are some of those that share the model."""
+    """The ranks that have the unit, if only some of the model's ranks do (experts)."""
     expert_numbers: Mapping[int, int] | dist.ProcessGroup | DeviceMesh | None = None
-    """Of experts that have the same names on every rank: see expert_numbers.py."""
+    """Global numbers of experts that have the same names on every rank; see expert_numbers.py."""
     hook_module: nn.Module | None = None
-    """Whose calls are the unit's, beside those of the unit's own module."""
+    """A module whose calls unshard and reshard the unit, besides those of the unit's own module."""
 
     def of_unit(self, plan: UnitPlan, device: torch.device) -> UnitArguments:
-        """These, with what `auto_wrap_policy` gave for one unit, and what functions say of it.
+        """The arguments of one unit: these, overridden by what `auto_wrap_policy` gave for it.
+
+        A callable `reshard_after_forward` is called with the module and its FQN.
 
         Raises:
-            ValueError, TypeError: an argument that units share, or a bad value.
+            ValueError, TypeError: an argument that cannot differ between units, or a bad value.
         """
         if plan.existing is not None:
             return self
@@ -82,7 +84,11 @@ def _check_hook_module(module: object) -> None:
 
 
 def effective_offload(offload: OffloadPolicy | None, device: torch.device) -> OffloadPolicy:
-    """What can be offloaded from `device`; a warning where nothing can."""
+    """The policy, or an empty one with a warning if `device` has no memory of its own.
+
+    Raises:
+        TypeError: not an OffloadPolicy.
+    """
     if offload is None:
         return OffloadPolicy()
     if not isinstance(offload, OffloadPolicy):

@@ -17,7 +17,7 @@ from layerzero.core.views import Slot
 from layerzero.runtime.unit import Unit, get_unit
 
 Choice = bool | Mapping[str, Any]
-"""Whether a module is a unit; a mapping says yes, and gives arguments of its own."""
+"""Whether a module is a unit; a mapping, even an empty one, makes it one with these arguments."""
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -26,7 +26,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 class TorchPolicy(Protocol):
-    """`ModuleWrapPolicy`, `CustomPolicy` and whatever else derives from their base class."""
+    """`ModuleWrapPolicy`, `CustomPolicy` and other subclasses of torch's policy base class."""
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
@@ -44,13 +44,13 @@ def make_chooser(
 ) -> Callable[[nn.Module, str], Choice]:
     """Turn the `auto_wrap_policy` argument into a function of (module, fqn).
 
-    Policies of `torch.distributed.fsdp.wrap` choose what they choose for FSDP1.
+    Policies of `torch.distributed.fsdp.wrap` choose the same modules as for FSDP1.
 
     Args:
         root: the module to be wrapped.
 
     Raises:
-        TypeError: it is neither None, a callable, nor a set of module classes.
+        TypeError: `policy` has none of these types, or a function has another signature.
     """
     if policy is None:
         return lambda module, fqn: False
@@ -178,7 +178,7 @@ class _Walk:
         """Visit a module and those inside it.
 
         Args:
-            is_inside_unit: what it is wrapped in, under the same name, is a unit already.
+            is_inside_unit: it is wrapped in a module of the same name that is a unit already.
         """
         if id(module) in self._ignored:
             return
@@ -187,10 +187,10 @@ class _Walk:
             return
         existing = get_unit(module)
         plan = parent
-        # The wrapped module has the arguments of `ZeRO3`, an existing unit those of its own call.
+        # The root is always a unit, with the arguments of `ZeRO3`; an existing unit keeps its own.
         is_asked = parent is not None and existing is None and not is_inside_unit
         choice = is_asked and self._choose(module, fqn)
-        # A mapping without arguments says yes, too.
+        # An empty mapping is falsy, but makes the module a unit.
         if parent is None or existing is not None or choice or isinstance(choice, Mapping):
             arguments = choice if isinstance(choice, Mapping) else {}
             plan = UnitPlan(fqn, module, parent, existing, arguments)
@@ -213,7 +213,7 @@ class _Walk:
         self, parameter: nn.Parameter, slot: Slot, fqn: str, plan: UnitPlan
     ) -> None:
         if get_info(parameter) is not None:
-            return  # A piece: it belongs to a unit that is wrapped already.
+            return  # A sharded parameter: it belongs to an existing unit.
         name = f"{fqn}.{slot.name}" if fqn else slot.name
         original, users = self.owners.setdefault(
             id(parameter), (OriginalParameter(name, parameter, []), [])
@@ -222,7 +222,7 @@ class _Walk:
         users.append(plan)
 
     def _visit_again(self, module: nn.Module, parent: UnitPlan | None) -> None:
-        """One module in two places: its parameters are used by the units around both."""
+        """A module that occurs twice: add the second unit around it as a user of its parameters."""
         if parent is None or self._seen[id(module)].module is module:
             return
         for part in module.modules():

@@ -1,4 +1,4 @@
-"""Parallelism beside data parallelism: `ParallelManager`, stages of a pipeline.
+"""Parallelism besides data parallelism: `ParallelManager` and pipeline stages.
 
 See docs/reference/parallelism.md.
 """
@@ -20,7 +20,7 @@ __all__ = ["ParallelManager", "ZeRO3PipelineStage", "clip_grad_norm_", "gather_a
 
 
 def __getattr__(name: str) -> Any:
-    # torch's pipelines load much of torch that nothing else needs.
+    # Imported on demand: torch.distributed.pipelining loads much of torch that nothing else needs.
     if name in __all__:
         from layerzero.parallel import pipeline
 

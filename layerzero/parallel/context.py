@@ -1,4 +1,4 @@
-"""Context parallelism: torch's attention over parts of a sequence, where the device has it."""
+"""Context parallelism: checks buffers, then uses torch's implementation, which needs CUDA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import experimental
 
 _DEVICE_TYPES = ("cuda",)
-"""For whose attention kernels torch has a version over parts of a sequence."""
+"""Device types with attention kernels that torch can run context-parallel."""
 
 
 def context_parallel(

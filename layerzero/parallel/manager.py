@@ -1,4 +1,4 @@
-"""ParallelManager: one mesh for all kinds of parallelism, and models put on it."""
+"""ParallelManager: makes one mesh for all kinds of parallelism, and parallelizes models on it."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ logger = logging.getLogger(__name__)
 
 
 class ParallelManager:
-    """Cuts the world into pipeline, data, context and tensor parallel ranks.
+    """Divides the world into pipeline-, data-, context- and tensor-parallel ranks.
 
     See docs/reference/parallelism.md.
 
-    Construction is collective over the world: every rank gives the same sizes. On accelerators
+    Construction is collective over the world; every rank must give the same sizes. On accelerators,
     select this rank's device first (`torch.cuda.set_device`).
 
     Args:
-        dp_size: ranks with batches of their own; None, 0 or less: what the other sizes leave of
-            the world.
-        tp_size: ranks, neighbours, that split each matrix between them. Of this size and the next
-            three None and 0 mean 1.
-        cp_size: ranks that split each sequence between them; to gradients they are data-parallel.
-        ep_size: ranks that split the experts between them: a divisor of dp_size x cp_size.
-        pp_size: stages that split the layers between them.
-        zero3_size: ranks, of dp x cp, that gather parameters from each other; the optimizer is
-            split over all of dp x cp. None: all of it.
-        sequence_parallel: tensor-parallel ranks compute what lies between their matrices on parts
-            of the sequence.
-        mixed_precision, offload: of every model, as in `ZeRO3`.
-        backend: of the groups that are made; None: the default group's.
+        dp_size: number of ranks with batches of their own; None, 0 or less: the world divided by
+            the other sizes.
+        tp_size: number of neighbouring ranks that split each matrix. For this and the next three
+            sizes, None and 0 mean 1.
+        cp_size: number of ranks that split each sequence; gradients are reduced over them as over
+            data-parallel ranks.
+        ep_size: number of ranks that split the experts; a divisor of dp_size x cp_size.
+        pp_size: number of pipeline stages that split the layers.
+        zero3_size: size of the shard groups, a divisor of dp_size x cp_size; optimizer state is
+            sharded over all dp x cp ranks. None: all of them.
+        sequence_parallel: tensor-parallel ranks split the sequence between their matrices.
+        mixed_precision, offload: for every model, as in `ZeRO3`.
+        backend: backend of the groups that are made; None: that of the default group.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError, TypeError: sizes that do not fit the world, or differ between ranks.
+        ValueError, TypeError: sizes do not fit the world, or differ between ranks.
     """
 
     sizes: MeshSizes
     mesh: DeviceMesh
-    """All ranks, axes pp, dp, cp, tp; `mesh["tp"]` is this rank's tensor-parallel group."""
+    """All ranks, with axes pp, dp, cp, tp; `mesh["tp"]` is this rank's tensor-parallel group."""
     data_mesh: DeviceMesh
-    """This rank's dp x cp ranks in one axis, "dp_cp": what gradients are reduced over."""
+    """This rank's dp x cp ranks as one axis, "dp_cp"; gradients are reduced over it."""
     expert_mesh: DeviceMesh
-    """The same ranks in two axes, edp and ep: `expert_mesh["ep"]` splits the experts."""
+    """The same ranks as two axes, edp and ep; experts are split over `expert_mesh["ep"]`."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class ParallelManager:
         return self.rank_of("pp") == self.sizes.pp - 1
 
     def rank_of(self, axis: str) -> int:
-        """This rank's place along "pp", "dp", "cp", "tp", "edp", "ep", or "dp_cp".
+        """This rank's index along "pp", "dp", "cp", "tp", "edp", "ep" or "dp_cp".
 
         Raises:
             ValueError: no such axis.
@@ -149,7 +149,7 @@ class ParallelManager:
         return self.sizes.rank_of(axis, dist.get_rank())
 
     def size_of(self, axis: str) -> int:
-        """Ranks along an axis, of the same names.
+        """Number of ranks along an axis; the names are those of `rank_of`.
 
         Raises:
             ValueError: no such axis.
@@ -176,27 +176,27 @@ class ParallelManager:
     ) -> ZeRO3:
         """Split a model over tp, and shard it over dp x cp. Collective over both.
 
-        With pipeline stages `model` is this rank's stage.
+        With pipeline stages, `model` is this rank's stage.
 
         Args:
-            model: changed in place; on this rank's device or on the meta device. Where the same
-                seed or file did not make it equal on all dp x cp ranks, pass
-                `sync_module_states=True`. Over tp values are those of the first rank.
+            model: changed in place; on this rank's device or on the meta device. Unless it has
+                equal values on all dp x cp ranks (from one seed or file), pass
+                `sync_module_states=True`. Over tp, the first rank's values are broadcast.
             plan: which modules are units, with which options. None: the layers of the model, that
-                is the members of every outermost `nn.ModuleList` of several modules of one class.
-                With ep_size above 1 its `ep_plan` names the experts, of which each rank of the ep
-                axis brings its own.
-            tp_plan: "llama", "model" (transformers), a mapping from names of modules, in which `*`
-                is one part of a name, to torch ParallelStyles or names of styles; empty if you
-                parallelized it on `mesh["tp"]` yourself. None and "auto": the model's own plan,
-                else Llama's. Without effect where tp_size is 1.
-            options: arguments of `ZeRO3`, without a plan.
+                is, the members of every outermost `nn.ModuleList` of several modules of one class.
+                With ep_size above 1, its `ep_plan` must name the experts; each rank of the ep axis
+                holds different ones.
+            tp_plan: "llama", "model" (transformers), or a mapping from module names, in which `*`
+                is one part of a name, to torch ParallelStyles or names of styles; an empty mapping
+                if you parallelized it on `mesh["tp"]` yourself. None and "auto": the model's own
+                plan, else Llama's. Without effect if tp_size is 1.
+            options: arguments of `ZeRO3`; only without a plan.
 
         Returns:
             The wrapped model.
 
         Raises:
-            ValueError, TypeError: plans or numbers that do not fit the model.
+            ValueError, TypeError: plans or sizes that do not fit the model.
         """
         check_module(model)
         if self.sizes.ep > 1 and not (plan is not None and plan.ep_plan):
@@ -229,7 +229,7 @@ class ParallelManager:
         return {name: value for name, value in own.items() if value is not None}
 
     def _arguments(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        """Of `ZeRO3`, without a plan."""
+        """Arguments of `ZeRO3`, without a plan."""
         for name in options:
             if name not in ZERO3_OPTIONS:
                 raise TypeError(
@@ -246,7 +246,11 @@ class ParallelManager:
         return {"auto_wrap_policy": _layers_of(model), **own, **options}
 
     def _completed(self, plan: ShardingPlan, options: dict[str, Any]) -> ShardingPlan:
-        """The plan with what the manager says of every model."""
+        """The plan with the manager's own options in its defaults.
+
+        Raises:
+            ValueError, TypeError: not a plan, or an option is given in both places.
+        """
         if not isinstance(plan, ShardingPlan):
             raise TypeError(f"plan: expected a ShardingPlan or None, got {plan!r}")
         if options:
@@ -267,8 +271,8 @@ class ParallelManager:
                         f"{name}={value!r} of ParallelManager and {other}={said[other]!r} of the "
                         "plan are both given; say it in one of them"
                     )
-        # Else a plan casts the parameters themselves where dp x cp is one rank: what trains well
-        # on one mesh would lose its float32 weights on another.
+        # Without `outer`, a plan casts the parameters themselves if dp x cp is one rank. A model
+        # that keeps float32 weights on one mesh would lose them on another.
         return replace(plan, defaults={"outer": "zero1", **plan.defaults, **own})
 
     # Sequences ------------------------------------------------------------------------------
@@ -276,25 +280,28 @@ class ParallelManager:
     def context_parallel(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
     ) -> AbstractContextManager[None]:
-        """Inside, buffers are this rank's parts, and attention sees the sequences of all cp ranks.
+        """A context in which each rank has its part of the sequences and attention spans them all.
 
         Run forward and backward of a step inside. This is torch's `context_parallel` on
-        `mesh["cp"]`: `F.scaled_dot_product_attention` exchanges keys and values; the buffers are
-        cut in place, and whole again after. Nothing happens where cp_size is 1. Collective over cp.
+        `mesh["cp"]`: `F.scaled_dot_product_attention` exchanges keys and values. Buffers are
+        split in place and restored on exit. No effect if cp_size is 1. Collective over cp.
 
         Args:
-            buffers: everything of sequence length: inputs, labels, positions, rotary tables.
-            seq_dims: the dimension of each that is the sequence; cp_size divides its length.
+            buffers: all tensors of sequence length: inputs, labels, positions, rotary tables.
+            seq_dims: the sequence dimension of each buffer; cp_size must divide its length.
 
         Raises:
-            ValueError: buffers that cannot be cut.
-            NotImplementedError: torch has no such attention for this device.
+            ValueError: a buffer cannot be split.
+            NotImplementedError: torch has no context-parallel attention for this device.
         """
         return context_parallel(self.mesh["cp"], buffers, seq_dims)
 
 
 def _check_agreement(own: str) -> None:
-    """Else ranks would wait for groups, or collectives, that others do not have."""
+    """Raise on every rank if arguments differ. Collective over the world.
+
+    With different arguments, ranks would wait for groups or collectives that others never enter.
+    """
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     first_with = {each: every.index(each) for each in every}
@@ -306,7 +313,7 @@ def _check_agreement(own: str) -> None:
 
 
 def _layers_of(model: nn.Module) -> Callable[[nn.Module, str], bool] | None:
-    """Which modules are units where no plan says it."""
+    """The auto-wrap policy used without a plan: layers of the outermost series; None if none."""
     layers: dict[int, str] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():

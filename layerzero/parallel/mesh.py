@@ -1,4 +1,4 @@
-"""From sizes to device meshes: which kind of device, and the groups behind each axis."""
+"""Makes the device meshes of a ParallelManager: device type, and a process group for each axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerzero.parallel.sizes import AXES, DATA_AXIS, EXPERT_AXES, MeshSizes
 
 @dataclass(frozen=True)
 class Meshes:
-    """All ranks, and this rank's data-parallel ranks in one axis and in two."""
+    """A mesh of all ranks, and two meshes of this rank's data-parallel ranks."""
 
     all: DeviceMesh
     """Axes pp, dp, cp, tp."""
@@ -29,7 +29,7 @@ def make_meshes(sizes: MeshSizes, backend: str | None) -> Meshes:
     """Make the groups of every axis. Collective over the world.
 
     Args:
-        backend: of every group that is made; None: the default group's.
+        backend: backend of every group that is made; None: that of the default group.
     """
     device_type = device_type_of(backend or dist.get_backend_config())
     override = None if backend is None else dict.fromkeys(AXES, backend)
@@ -64,7 +64,10 @@ def _expert_mesh(
 
 
 def _agree_on_group_names(device_type: str) -> None:
-    """So that the groups that follow, of some ranks each, can be made."""
+    """Agree on group names over the world, which the groups of some ranks made later need.
+
+    Collective over the world.
+    """
     (world,) = resolve_process_groups(None)
     is_for_cpu = "cpu" in dist.get_backend_config(world)
     device = torch.device("cpu" if is_for_cpu else device_type)
@@ -72,7 +75,7 @@ def _agree_on_group_names(device_type: str) -> None:
 
 
 def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
-    """Collective over `ranks` alone: the work of a rank does not grow with the world."""
+    """Make a group. Collective over `ranks` only, so a rank's work does not grow with the world."""
     group = dist.new_group(
         ranks,
         backend=backend or dist.get_backend_config(),
@@ -83,7 +86,9 @@ def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
 
 
 def device_type_of(backend: str) -> str:
-    """The kind of device that a backend is for: "cpu" for gloo, which serves others as well.
+    """The device type that a backend is for.
+
+    "cpu" if one backend serves the CPU and the accelerator, as gloo does.
 
     Args:
         backend: a name such as "nccl", or pairs such as "cpu:gloo,cuda:nccl".

@@ -1,12 +1,13 @@
-"""ZeRO3PipelineStage: a stage of `torch.distributed.pipelining` that is a ZeRO3 module.
+"""ZeRO3PipelineStage: a `torch.distributed.pipelining` stage for a ZeRO3 module.
 
-torch's own stage knows which micro-batch is the last, and tells DDP and FSDP alone. Without it
-every backward of a ZeRO3 module reduces, and every forward and backward gathers: the same numbers,
-for as many times the bytes as there are micro-batches.
+torch's own stage signals the last micro-batch to DDP and FSDP modules only. In it, a ZeRO3 module
+would reduce in every backward and all-gather in every forward and backward: the same results, but
+the traffic of a step multiplied by the number of micro-batches.
 
 Note [Two stages of one rank]
-    They are two models on one process group, and may gather and reduce at the same time. Messages
-    are matched by name, so the names of a stage's collectives begin with the stage.
+    Two stages on a rank are two models on one process group, and may all-gather and reduce at the
+    same time. Messages are matched by name, so the names of a stage's collectives begin with the
+    stage.
 """
 
 from __future__ import annotations
@@ -28,40 +29,40 @@ from layerzero.zero3 import ZeRO3, gradients_to_clip
 
 
 class ZeRO3PipelineStage(PipelineStage):
-    """A `PipelineStage` whose `ZeRO3` module reduces once a step, and gathers each unit once.
+    """A `PipelineStage` whose `ZeRO3` module unshards each unit and reduces once in each step.
 
     In a step of `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B` or `ScheduleLoopedBFS`:
 
-    - Units stay full from the first forward to the last backward, and are freed as that one is
-      done with them. That is U all-gathers for U units, and the full parameters of the stage.
-    - Gradients of micro-batches add up as they do inside `no_sync` (`accumulation="unsharded"`:
-      nothing is sent before the last). The backward of the last one reduces: U reductions.
-    - Gradients are there, and complete, before the schedule scales them.
-    - `with model.no_sync(): schedule.step(...)` adds up over several steps of the schedule.
+    - Units stay unsharded from the first forward to the last backward, which reshards each unit as
+      it finishes. That costs U all-gathers for U units, and memory for the stage's full parameters.
+    - Gradients of micro-batches accumulate as inside `no_sync` (`accumulation="unsharded"`: nothing
+      is sent before the last). The backward of the last micro-batch reduces: U reductions.
+    - Gradients are complete before the schedule scales them.
+    - `with model.no_sync(): schedule.step(...)` accumulates over several steps of the schedule.
 
-    A step that did not come to its end, because of an error on this rank, is forgotten when the
-    next one begins: its gradients, and those that were waiting from steps inside `no_sync`.
+    A step that an error on this rank interrupted is discarded when the next one begins: its
+    gradients, and those accumulated in earlier steps inside `no_sync`.
 
     Args:
-        submodule: the stage's part of the model, wrapped. Its process group are the data-parallel
+        submodule: the stage's part of the model, wrapped. Its process group has the data-parallel
             ranks of this stage.
-        stage_index: of this stage, from 0.
-        num_stages: of the whole pipeline.
-        device: where the stage runs.
-        reshard_between_micro_batches: free units after every forward and backward, as outside a
+        stage_index: index of this stage, from 0.
+        num_stages: number of stages in the whole pipeline.
+        device: device that the stage runs on.
+        reshard_between_micro_batches: reshard units after every forward and backward, as outside a
             pipeline: up to 2U - 1 all-gathers for each micro-batch, in the memory of a few units.
-        **options: of `PipelineStage` (`group`, `input_args`, `output_args` and so on).
+        **options: arguments of `PipelineStage` (`group`, `input_args`, `output_args` and so on).
 
     Attributes:
         model: the wrapped module.
 
     Raises:
         TypeError: `submodule` is not a ZeRO3 module.
-        ValueError: it is a part of another one.
-        NotImplementedError: (by the schedule's step) the schedule splits the backward in one for
+        ValueError: `submodule` is part of another ZeRO3 module.
+        NotImplementedError: (in the schedule's step) the schedule splits the backward into one for
             inputs and one for weights, as zero-bubble schedules do.
-        RuntimeError: (by the schedule's step) the schedule scales gradients that were used already
-            (`step_in_backward`).
+        RuntimeError: (in the schedule's step) the schedule scales gradients that the optimizer has
+            used already (`step_in_backward`).
     """
 
     def __init__(
@@ -96,18 +97,21 @@ class ZeRO3PipelineStage(PipelineStage):
         return root_of(ordered_units(self.model)[0])
 
     def gather(self) -> None:
-        """Start gathering all units, to stay. Collective over the stage's data-parallel ranks."""
+        """Start unsharding all units, which then stay unsharded; no effect outside a step.
+
+        Collective over the stage's data-parallel ranks.
+        """
         if self._in_step:
             self._root.unshard_all()
 
     def free(self) -> None:
-        """Free all units. Not collective."""
+        """Reshard all units. Not collective."""
         self._root.end_micro_batches()
 
     # What a schedule calls ------------------------------------------------------------------
 
     def clear_runtime_states(self) -> None:
-        """A step of the schedule begins."""
+        """Begin a step of the schedule; discard one that was interrupted."""
         super().clear_runtime_states()
         if self._in_step:
             self._root.abort()
@@ -115,7 +119,7 @@ class ZeRO3PipelineStage(PipelineStage):
         self._root.begin_micro_batches(keep_unsharded=not self._reshards)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one micro-batch; the last of an evaluation frees the units."""
+        """Run the forward of one micro-batch; the last one of an evaluation reshards the units."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.has_backward and fwd_chunk_id == len(self.args_recv_info) - 1:
             self._end_step()
@@ -128,7 +132,7 @@ class ZeRO3PipelineStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        """Backward of one micro-batch."""
+        """Run the backward of one micro-batch; the last one ends the step."""
         if self.has_backward and not full_backward:
             raise NotImplementedError(
                 f"stage {self.stage_index}: the schedule asks for the backward of inputs alone, "
@@ -143,7 +147,7 @@ class ZeRO3PipelineStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Reduce in the backward of the last micro-batch alone."""
+        """Reduce only in the backward of the last micro-batch."""
         if last_backward:
             self._root.last_micro_batch()
         with nullcontext() if last_backward else self.model.no_sync():
@@ -160,7 +164,7 @@ class ZeRO3PipelineStage(PipelineStage):
         super().scale_grads(grad_scale_factor)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        # Some versions of torch run a backward here to see what gradients look like.
+        # Some versions of torch run a backward here to infer the shapes of gradients.
         with self.model.no_sync():
             return super()._prepare_backward_infra(*args, **kwargs)
 
@@ -170,18 +174,18 @@ class ZeRO3PipelineStage(PipelineStage):
 
 
 def gather_as_scheduled(schedule: Any, stages: Sequence[ZeRO3PipelineStage]) -> None:
-    """Let the schedule say when stages are gathered and freed. Not collective.
+    """Let the schedule decide when stages are unsharded and resharded. Not collective.
 
-    Schedules of several stages a rank plan when each stage's parameters are needed (actions
-    UNSHARD and RESHARD), a few stages ahead. torch follows that for FSDP alone. Without this a
-    stage is gathered by its first forward and stays until its last backward.
+    Schedules with several stages on a rank plan UNSHARD and RESHARD actions a few stages ahead,
+    which torch executes for FSDP modules only. Without this function, a stage is unsharded by its
+    first forward and stays unsharded until its last backward.
 
     Args:
-        schedule: one that plans gathers, such as `ScheduleInterleaved1F1B`.
+        schedule: one that plans these actions, such as `ScheduleInterleaved1F1B`.
         stages: all of its stages on this rank.
 
     Raises:
-        TypeError: the schedule plans no gathers, or a stage is not a ZeRO3PipelineStage.
+        TypeError: the schedule plans no such actions, or a stage is not a ZeRO3PipelineStage.
     """
     register = getattr(schedule, "register_custom_function", None)
     if register is None:
@@ -206,18 +210,18 @@ def clip_grad_norm_(
     """Scale the gradients of a whole pipeline so that their norm is at most `max_norm`.
 
     Collective over all ranks of the pipeline: over the data-parallel ranks of each stage, then over
-    its group of stages. `clip_grad_norm_` of a stage's module knows that stage alone.
+    the group of stages. `clip_grad_norm_` of a stage's module covers that stage only.
 
     Args:
         stages: all stages on this rank.
-        norm_type: p > 0, or infinity.
+        norm_type: p of the norm: p > 0, or infinity.
 
     Returns:
         The norm before clipping, a scalar tensor, the same on all ranks.
 
     Raises:
-        ValueError: no stages, or `norm_type` is no norm.
-        RuntimeError: gradients were used already (`step_in_backward`).
+        ValueError: no stages, or a bad `norm_type`.
+        RuntimeError: the optimizer has used the gradients already (`step_in_backward`).
     """
     if not stages:
         raise ValueError("clip_grad_norm_: expected the stages on this rank, got none")
@@ -225,7 +229,7 @@ def clip_grad_norm_(
     norms = torch.stack([grad_norm(part, norm_type) for part in parts])
     (process_group,) = resolve_process_groups(stages[0].group)
     group = make_shard_group(process_group, norms.device, None)
-    # Not numbered: stages have unequal models, and so unequal numbers of operations.
+    # Always number 0: stages have different models, so their counters of operations differ.
     operation = Operation("gradient norm", "the pipeline", 0)
     norm = torch.linalg.vector_norm(gather_small(norms, group, operation), norm_type)
     for part in parts:

@@ -1,6 +1,6 @@
-"""MeshSizes: how a world of ranks is cut into axes. Integers only, no torch.
+"""MeshSizes: how the world is divided into axes. Integers only, no torch.
 
-Eight ranks, pp 1, dp 2, cp 2, tp 2; the last axis is the one whose ranks are neighbours:
+Eight ranks, pp 1, dp 2, cp 2, tp 2; ranks along the last axis are neighbours:
 
     rank             0  1  2  3  4  5  6  7
     dp               0  0  0  0  1  1  1  1
@@ -17,14 +17,14 @@ import math
 from dataclasses import dataclass
 
 AXES = ("pp", "dp", "cp", "tp")
-"""Of the mesh, from the slowest links to the fastest."""
+"""Axes of the mesh, from the slowest links to the fastest."""
 EXPERT_AXES = ("edp", "ep")
 DATA_AXIS = "dp_cp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """Ranks along each axis. Their product without `ep` is the world."""
+    """Number of ranks along each axis. The product without `ep` is the world size."""
 
     pp: int
     dp: int
@@ -44,14 +44,14 @@ class MeshSizes:
         pp_size: int | None,
         zero3_size: int | None,
     ) -> MeshSizes:
-        """Sizes that fill the world.
+        """Complete the sizes so that they fill the world.
 
         Args:
-            dp_size: None, 0 or less: what the others leave.
-            tp_size, cp_size, ep_size, pp_size: None or 0: 1.
+            dp_size: None, 0 or less: the world divided by the other sizes.
+            tp_size, cp_size, ep_size, pp_size: None and 0 mean 1.
 
         Raises:
-            TypeError, ValueError: a size that is no number of ranks, or sizes that do not fit.
+            TypeError, ValueError: a size is not a number of ranks, or the sizes do not fit.
         """
         pp_size, cp_size = _one_if_unsaid("pp_size", pp_size), _one_if_unsaid("cp_size", cp_size)
         tp_size, ep_size = _one_if_unsaid("tp_size", tp_size), _one_if_unsaid("ep_size", ep_size)
@@ -88,7 +88,7 @@ class MeshSizes:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of the mesh, in the order of `AXES`."""
+        """Shape of the mesh, in the order of `AXES`."""
         return self.pp, self.dp, self.cp, self.tp
 
     @property
@@ -97,16 +97,16 @@ class MeshSizes:
 
     @property
     def data(self) -> int:
-        """Ranks whose gradients are reduced together."""
+        """Number of ranks whose gradients are reduced together."""
         return self.dp * self.cp
 
     @property
     def edp(self) -> int:
-        """Copies of each expert."""
+        """Number of ranks that have the same experts."""
         return self.data // self.ep
 
     def size_of(self, axis: str) -> int:
-        """Ranks along an axis of the mesh, of the expert mesh, or along "dp_cp".
+        """Number of ranks along an axis of the mesh, of the expert mesh, or along "dp_cp".
 
         Raises:
             ValueError: no such axis.
@@ -116,7 +116,7 @@ class MeshSizes:
         return size
 
     def rank_of(self, axis: str, rank: int) -> int:
-        """The place of a rank of the world along an axis.
+        """Index along an axis of a global rank.
 
         Raises:
             ValueError: no such axis.
@@ -130,13 +130,13 @@ class MeshSizes:
         return places[axis]
 
     def data_ranks(self, rank: int) -> list[int]:
-        """The data-parallel ranks of a rank's pipeline stage and tensor-parallel place, rising."""
+        """Global ranks, ascending, with the same pipeline stage and tp index as `rank`."""
         first = self.rank_of("pp", rank) * self.data * self.tp + self.rank_of("tp", rank)
         return [first + place * self.tp for place in range(self.data)]
 
 
 def _one_if_unsaid(name: str, size: int | None) -> int:
-    """Recipes write None or 0 for an axis that they do not use."""
+    """`size`, or 1 for None and 0, which recipes write for an axis that they do not use."""
     if size is None:
         return 1
     _check_size(name, size, least=0)

@@ -1,7 +1,8 @@
-"""Apply tensor-parallel styles to a model: checks first, then torch, then what torch drops.
+"""Applies tensor-parallel styles to a model, and restores what torch's implementation drops.
 
-torch's `parallelize_module` gives every module parameters of its own. Put back here: ties between
-modules, `requires_grad`, attributes, and equal values on all ranks in what is not split.
+torch's `parallelize_module` replaces the parameters of every module. Restored here: ties between
+modules, `requires_grad`, attributes, and equal values on all ranks of parameters that are not
+split.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from layerzero.parallel.tp_plans import Styles
 
 
 def split_modules(model: nn.Module, styles: Styles, mesh: DeviceMesh) -> None:
-    """Make DTensors of the parameters that `styles` names. Collective over the mesh.
+    """Convert the parameters that `styles` names to DTensors. Collective over the mesh.
 
-    Values are those of the mesh's first rank, in what is split and in what is not.
+    All parameters, split or not, get the values of the mesh's first rank.
 
     Raises:
-        ValueError: parameters elsewhere than the mesh, or shapes that its size does not divide;
-            then nothing is changed. Or tied parameters that got different placements.
+        ValueError: parameters are on another device type than the mesh, or the mesh size does not
+            divide a shape; the model is unchanged. Or tied parameters got different placements;
+            the model is changed.
     """
     _check_parameters(model, mesh)
     for name, style in styles.items():
@@ -70,8 +72,8 @@ def _check_shape(
         )
     if isinstance(module, nn.Embedding):
         return
-    # Unequal parts are fine where a module gathers them itself; between modules they would be taken
-    # for equal ones.
+    # Unequal parts work if the module gathers its output itself. Passed on to another module as
+    # local tensors, they would be treated as equal.
     if isinstance(style, ColwiseParallel) and style.output_layouts[0].is_shard():
         _check_heads(model, name, module, tp_size)
         what, size = "out_features", module.out_features
@@ -87,7 +89,10 @@ def _check_shape(
 
 
 def _check_heads(model: nn.Module, name: str, projection: nn.Linear, tp_size: int) -> None:
-    """A projection of an attention module that knows its head_dim is split between heads."""
+    """Raise ValueError if a q, k or v projection would be split inside a head.
+
+    Checked for modules with a `head_dim`.
+    """
     parent, _, own_name = name.rpartition(".")
     head_dim = getattr(model.get_submodule(parent), "head_dim", None)
     if own_name not in ("q_proj", "k_proj", "v_proj") or not isinstance(head_dim, int):
@@ -108,7 +113,7 @@ def _check_heads(model: nn.Module, name: str, projection: nn.Linear, tp_size: in
 
 
 class _Slot(NamedTuple):
-    """Where a parameter hangs."""
+    """The module and name under which a parameter is registered."""
 
     fqn: str
     module: nn.Module
@@ -122,7 +127,7 @@ class _Slot(NamedTuple):
 
 
 class _Marks(NamedTuple):
-    """Of each parameter: all its slots, whether it is trained, and its attributes."""
+    """All slots of each parameter, its `requires_grad` and its attributes."""
 
     parameters: list[tuple[list[_Slot], bool, dict[str, Any]]]
 
@@ -161,7 +166,10 @@ def _check_tie(first: _Slot, other: _Slot) -> None:
 
 
 def _equalize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """One value for what all ranks have: gradients are equal, so it stays one."""
+    """Broadcast parameters that are not split. Collective over the mesh.
+
+    Their gradients are equal on all ranks, so they stay equal.
+    """
     for parameter in model.parameters():
         is_split = isinstance(parameter, DTensor) and any(
             placement.is_shard() for placement in parameter.placements

@@ -1,6 +1,6 @@
-"""Tensor-parallel styles: torch's, by the names model plans use; and what those lack.
+"""Tensor-parallel styles: torch's, and ours where torch has none.
 
-A model's plan names styles by strings. `style_named` makes torch's `ParallelStyle` of each.
+A model's plan names styles by strings; `style_named` converts each to a `ParallelStyle`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 SEQUENCE_DIM = 1
-"""Of hidden states, [batch, sequence, width]."""
+"""The sequence dimension of hidden states [batch, sequence, width]."""
 
 
 class PlaceHidden(ParallelStyle):
-    """Bring a module's hidden states, its first argument or `hidden_states`, from one placement to
-    another.
+    """Redistributes a module's hidden states: its first argument, or `hidden_states=`.
 
     Args:
         given: placement of a local tensor that the module's caller passes.
         wanted: placement that the module computes on.
-        as_dtensor: hand on a DTensor, so that its gradient is summed once for all its uses.
+        as_dtensor: pass a DTensor to the module, so that its gradient is reduced once for all uses.
     """
 
     def __init__(self, given: Placement, wanted: Placement, *, as_dtensor: bool) -> None:
@@ -69,7 +68,7 @@ class PlaceHidden(ParallelStyle):
         return placed if self.as_dtensor else arrived(placed.to_local())
 
     def _check_length(self, hidden: Tensor, mesh: DeviceMesh, module: nn.Module) -> None:
-        # Parts of unequal lengths would be taken for equal ones further inside.
+        # Modules inside get local tensors, and would treat parts of unequal length as equal.
         if hidden.ndim <= SEQUENCE_DIM or hidden.shape[SEQUENCE_DIM] % mesh.size():
             raise ValueError(
                 f"{type(module).__name__}: sequence_parallel needs hidden states [batch, sequence, "
@@ -79,9 +78,9 @@ class PlaceHidden(ParallelStyle):
 
 
 class Arrived(ParallelStyle):
-    """Wait for an output that a collective still brings.
+    """Waits for the collective that produces a module's output.
 
-    torch hands such a tensor on as an `AsyncCollectiveTensor`. Given to a compiled module, with
+    torch returns such an output as an `AsyncCollectiveTensor`. Passed to a compiled module, with
     torch 2.13, it loses its gradient or fails in backward.
     """
 
@@ -94,7 +93,7 @@ class Arrived(ParallelStyle):
 
 
 def arrived(value: Any) -> Any:
-    """The value, waited for if a collective still brings it."""
+    """`value`, after waiting for the collective that produces it, if any."""
     if isinstance(value, AsyncCollectiveTensor):
         return _Wait.apply(value)  # type: ignore[no-untyped-call]
     return value
@@ -111,7 +110,7 @@ class _Wait(torch.autograd.Function):
 
 
 class InOrder(ParallelStyle):
-    """Several styles on one module; hooks of the later ones see what the earlier ones return."""
+    """Applies several styles to one module; later hooks get the results of earlier ones."""
 
     def __init__(self, *styles: ParallelStyle) -> None:
         self.styles = styles
@@ -124,27 +123,30 @@ class InOrder(ParallelStyle):
 
 
 def whole_to_whole() -> ParallelStyle:
-    """Around several column-wise modules: one sum of their input's gradient instead of one each."""
+    """Around several column-wise modules: sums the gradient of their shared input once."""
     return PlaceHidden(Replicate(), Replicate(), as_dtensor=True)
 
 
 def whole_to_part() -> ParallelStyle:
-    """Where sequences are cut."""
+    """For the module where sequences are split."""
     return PlaceHidden(Replicate(), Shard(SEQUENCE_DIM), as_dtensor=False)
 
 
 def part_to_whole() -> ParallelStyle:
-    """Around several column-wise modules: one gather of the sequence for all of them."""
+    """Around several column-wise modules: all-gathers the sequence once for all of them."""
     return PlaceHidden(Shard(SEQUENCE_DIM), Replicate(), as_dtensor=True)
 
 
 def norm_of_parts() -> ParallelStyle:
-    """A module that computes on parts of the sequence, row by row."""
+    """For a module that computes on this rank's part of the sequence, row by row, such as a norm.
+
+    Its parameters are replicated.
+    """
     return SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True)
 
 
 def norm_of_parts_to_whole() -> ParallelStyle:
-    """The same, where sequences are put together again."""
+    """The same, and all-gathers the sequence of its output."""
     output = PrepareModuleOutput(
         output_layouts=Shard(SEQUENCE_DIM), desired_output_layouts=Replicate()
     )
@@ -152,22 +154,27 @@ def norm_of_parts_to_whole() -> ParallelStyle:
 
 
 def norm_of_own_heads() -> ParallelStyle:
-    """A module whose parameters all ranks have, computing row by row on what each rank has alone.
+    """For a module with replicated parameters that runs row by row on each rank's own heads.
 
-    As parts of a batch: then autograd knows that each rank's gradient is a term of a sum.
+    The input is declared as sharded along the batch dimension, so that DTensor sums the gradients
+    of the parameters over ranks.
     """
     return SequenceParallel(sequence_dim=0, use_local_output=True)
 
 
 def rows_of_whole() -> ParallelStyle:
-    """Of an embedding: each rank has some of the symbols. Of a linear module: of the inputs."""
+    """Row-wise, with a replicated input.
+
+    Each rank has some of an embedding's symbols, or of a linear module's inputs.
+    """
     return InOrder(RowwiseParallel(input_layouts=Replicate()), Arrived())
 
 
 def embedding_to_parts() -> ParallelStyle:
-    """Each rank has some of the symbols; it gets the sums for its part of the sequence.
+    """Each rank has some of the symbols, and gets the summed output for its part of the sequence.
 
-    As a DTensor of the whole sequence's shape, from which models make positions and masks.
+    The output is a DTensor with the shape of the whole sequence, because models derive positions
+    and masks from that shape.
     """
     return RowwiseParallel(
         input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM), use_local_output=False
@@ -175,12 +182,12 @@ def embedding_to_parts() -> ParallelStyle:
 
 
 def rows_to_parts() -> ParallelStyle:
-    """Each rank has some of the inputs; it gets the sum for its part of the sequence."""
+    """Each rank has some of the inputs, and gets the summed output for its part of the sequence."""
     return RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM))
 
 
 def columns_to_whole() -> ParallelStyle:
-    """Each rank computes some of the outputs, and gathers all."""
+    """Each rank computes some of the outputs, and all-gathers the others."""
     return InOrder(ColwiseParallel(output_layouts=Replicate()), Arrived())
 
 
@@ -197,17 +204,17 @@ _STYLES: dict[str, Callable[[], ParallelStyle | None]] = {
     "replicated_with_grad_allreduce": norm_of_own_heads,
     "replicate": lambda: None,
 }
-"""Those of transformers, present and past, that torch has or that are made of torch's."""
+"""Style names of transformers, current and old, that torch's styles can express."""
 
 
 def style_named(name: str, where: str) -> ParallelStyle | None:
     """The style of that name; None for one that does nothing.
 
     Args:
-        where: for the error.
+        where: prefix of the error message.
 
     Raises:
-        ValueError: a name that is not known.
+        ValueError: an unknown name.
     """
     make = _STYLES.get(name)
     if make is None:

@@ -1,6 +1,6 @@
-"""Which module gets which tensor-parallel style: Llama's plan, the model's own, or yours.
+"""Decides which module gets which tensor-parallel style: Llama's plan, the model's own, or yours.
 
-Every plan ends up as `Styles`, from the exact name of a module to its style.
+Every plan is converted to `Styles`, a mapping from exact module names to styles.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def resolve_styles(model: nn.Module, plan: TensorParallelPlan, sequence_parallel: bool) -> Styles:
-    """The style of every module that a plan names; rank 0 logs which plan it was.
+    """The style of every module that a plan names; rank 0 logs which plan was chosen.
 
     Raises:
-        ValueError, TypeError: a plan that does not exist or fit; names and styles are listed.
+        ValueError, TypeError: an unknown plan, or one that does not fit the model.
     """
     styles, which = _choose(model, plan, sequence_parallel)
     if is_first_rank():
@@ -67,7 +67,7 @@ def resolve_styles(model: nn.Module, plan: TensorParallelPlan, sequence_parallel
 def _choose(
     model: nn.Module, plan: TensorParallelPlan, sequence_parallel: bool
 ) -> tuple[Styles, str]:
-    """The styles, and whose plan they are."""
+    """The styles, and a description of the plan for the log."""
     if isinstance(plan, Mapping):
         return _from_mapping(model, plan, sequence_parallel), "tp_plan, a mapping,"
     if plan not in ("auto", "llama", "model"):
@@ -78,7 +78,7 @@ def _choose(
     if plan == "llama":
         return _llama(model, sequence_parallel), "Llama's plan"
     own = _own_plan(model)
-    # Plans of models have nothing to say of parts of sequences, today.
+    # A model's own plan is usable with sequence parallelism only if it splits sequences itself.
     says_enough = not sequence_parallel or any(name == "sequence_parallel" for name in own.values())
     if own and says_enough:
         styles = _expand(model, own, "the model's own plan", must_match=False)
@@ -127,9 +127,12 @@ def _splits_sequences(style: ParallelStyle | str) -> bool:
 def _expand(
     model: nn.Module, plan: Mapping[str, ParallelStyle | str], where: str, *, must_match: bool
 ) -> Styles:
-    """Exact names for patterns, as torch and transformers have them: `*` is one part of a name.
+    """Expand patterns of torch and transformers to exact names; `*` is one part of a name.
 
     A later pattern wins over an earlier one.
+
+    Args:
+        must_match: whether a pattern without a match is an error.
     """
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters()]
@@ -162,10 +165,10 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
-    """What a transformers model says of itself, under this model's names; empty if nothing."""
+    """The plan of a transformers model (`_tp_plan`), under this model's names; empty if none."""
     for prefix, module in model.named_modules():
-        # Of the instance: that of the class does not know the modules inside, and wrappers such as
-        # peft's show the attributes of what they wrap.
+        # Only the instance's attribute: the class's lacks the plans of submodules, and wrappers
+        # such as peft's forward attribute access to the model inside.
         plan = vars(module).get("_tp_plan")
         if plan:
             return {_join(prefix, name): style for name, style in plan.items()}
@@ -173,8 +176,10 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _shared_inputs(model: nn.Module, styles: Styles) -> Styles:
-    """What Llama's plan adds to the model's own: query, key and value, and gate and up, sum the
-    gradient of the input they share once; of 7 sums a layer 4 are left.
+    """Styles of Llama's plan to add to a model's own plan.
+
+    The projections q, k and v, and gate and up, then sum the gradient of their shared input once:
+    4 all-reduces for each layer instead of 7.
     """
     added: Styles = {}
     for prefix, decoder in _decoders(model):
@@ -190,10 +195,10 @@ def _shared_inputs(model: nn.Module, styles: Styles) -> Styles:
 
 
 def _llama(model: nn.Module, sequence_parallel: bool) -> Styles:
-    """Megatron's splits: attention by heads, the MLP by columns then rows, the tables by symbols.
+    """Megatron's splits: attention by heads, MLPs column-wise then row-wise, embeddings by symbols.
 
-    With sequence parallelism what lies between them, norms and sums, is computed on parts of the
-    sequence, from the entry of the first layer to the last norm.
+    With sequence parallelism, norms and residual sums between them are computed on parts of the
+    sequence, from the input of the first layer to the last norm.
     """
     styles: Styles = {}
     for prefix, decoder in _decoders(model):
@@ -249,9 +254,9 @@ def _decoder_styles(prefix: str, decoder: nn.Module, sequence_parallel: bool) ->
 
 
 def _enters_layers_at_once(decoder: nn.Module) -> bool:
-    """Whether nothing but the layers and the last norm computes on what the embedding gives.
+    """Whether the embedding's output goes to the layers directly.
 
-    Other modules, such as a dropout or a table of positions, get whole sequences.
+    Any other module, such as a dropout or a position embedding, needs whole sequences.
     """
     known = {"embed_tokens", "layers", "norm"}
     others = [module for name, module in decoder.named_children() if name not in known]
@@ -264,7 +269,7 @@ def _enters_layers_at_once(decoder: nn.Module) -> bool:
 
 
 def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> Styles:
-    """Of one layer, by names inside of it."""
+    """Styles of one layer, keyed by names relative to it."""
     enter = part_to_whole if sequence_parallel else whole_to_whole
     styles: Styles = {"self_attn": enter(), "mlp": enter()}
     for name, make in _PROJECTIONS.items():
@@ -281,7 +286,10 @@ def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> Styles:
 def _check_known(
     where: str, layer: nn.Module, styles: Mapping[str, ParallelStyle], sequence_parallel: bool
 ) -> None:
-    """Refuse parameters whose gradients would be those of a part, without anybody knowing."""
+    """Raise ValueError for a parameter that no style covers.
+
+    Its gradient would silently cover only this rank's part.
+    """
     for name, _ in layer.named_parameters():
         module = name.rpartition(".")[0]
         if module not in styles and (sequence_parallel or module not in _NORMS):

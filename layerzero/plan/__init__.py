@@ -1,4 +1,7 @@
-"""Sharding configured by names: `ShardingPlan`, `shard_with_plan` (docs/reference/plans.md)."""
+"""Sharding configured by name patterns: `ShardingPlan`, `shard_with_plan`.
+
+See docs/reference/plans.md.
+"""
 
 from layerzero.plan.checkpointing import ActivationCheckpointing
 from layerzero.plan.shard import shard_with_plan

@@ -1,8 +1,8 @@
-"""act_ckpt: recompute activations or keep them on the host, without a change of any name.
+"""Applies `act_ckpt`: recomputes activations, or keeps them on the host, without renaming anything.
 
-Done before sharding, on the module itself: its forward then runs inside the call that gathers it,
-and a recomputed one meets full parameters. The module classes that torch has for "wrapped" and
-"wrapped_offload" would put themselves into every name, so forward is wrapped on the instance.
+It is applied to the module before sharding. Its forward then runs inside the call that unshards it,
+so a recomputed forward sees unsharded parameters. torch's wrapper modules for "wrapped" and
+"wrapped_offload" would add a part to every name, so forward is wrapped on the instance instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def checkpoint_activations(module: nn.Module, choice: ActivationCheckpointing) -
 
 
 def _forward_of(module: nn.Module) -> Forward:
-    """`module.forward`, called with the module first."""
+    """`module.forward` as a function that takes the module as its first argument."""
     own = module.__dict__.get("forward")
     if own is None:
         return type(module).forward
@@ -58,7 +58,7 @@ def _recomputing(
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         module = module_ref()
         assert module is not None, "its method is being called"
-        # A partial, because Dynamo cannot trace the making of a method.
+        # A partial, because Dynamo cannot trace the creation of a bound method.
         inside = functools.partial(forward, module)
         return run(inside, *args, **options, **kwargs)
 
@@ -74,7 +74,7 @@ def _keeping_on_host(
     def keeping(*args: Any, **kwargs: Any) -> Any:
         module = module_ref()
         assert module is not None, "its method is being called"
-        # Parameters are gathered again: only what belongs to this call goes to the host.
+        # Parameters are unsharded again in backward, so only activations are copied to the host.
         stays = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
 
         def pack(tensor: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Forms of `act_ckpt`: what becomes of activations, as plans and source systems write it."""
+"""Parses `act_ckpt` options in the forms that plans and other frameworks write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_REENTRANT: Mapping[str, Any] = {
     "use_reentrant": False,
     "checkpoint_impl": CheckpointImpl.NO_REENTRANT,
 }
-"""Arguments of torch's functions, with the one value that recomputation has here."""
+"""Arguments of torch's checkpoint functions, and the only value supported for each."""
 _EXPECTED = (
     f"act_ckpt: expected one of {list(get_args(ActivationMode))}, a list of it and a mapping of "
     "arguments, or a mapping with 'mode', got {!r}"
@@ -29,15 +29,16 @@ _EXPECTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """What becomes of the activations of a module between its forward and its backward.
+    """How a module's activations are kept between its forward and its backward.
 
     Attributes:
-        mode: "composable" or "wrapped": computed again in backward. "wrapped_offload": kept in
-            host memory.
-        arguments: of torch's checkpoint function, or `pin_memory` (docs/reference/plans.md).
+        mode: "composable" or "wrapped": recomputed in backward. "wrapped_offload": kept in host
+            memory.
+        arguments: arguments of torch's checkpoint function, or `pin_memory`
+            (docs/reference/plans.md).
 
     Raises:
-        ValueError: a mode or an argument that does not exist.
+        ValueError: an unknown mode or argument.
     """
 
     mode: ActivationMode
@@ -71,9 +72,9 @@ def is_mode(value: object) -> bool:
 
 
 def read_act_ckpt(value: Any) -> ActivationCheckpointing | None:
-    """A mode; (mode,) or (mode, arguments); a mapping or an object that has both.
+    """Parse a mode, (mode,), (mode, arguments), or a mapping or object that has both.
 
-    None or False: activations are kept. Arguments may be None.
+    None and False mean that activations are kept as they are. Arguments may be None.
 
     Raises:
         ValueError, TypeError: none of these forms, or an unknown mode or argument.
@@ -87,7 +88,11 @@ def read_act_ckpt(value: Any) -> ActivationCheckpointing | None:
 
 
 def split_act_ckpt(value: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The mode and the arguments that one of the forms has, not checked yet."""
+    """The mode and the arguments of any of these forms, unchecked.
+
+    Raises:
+        TypeError: none of these forms.
+    """
     mode, arguments = None, None
     if isinstance(value, str):
         mode = value

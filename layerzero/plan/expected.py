@@ -1,4 +1,4 @@
-"""The order a plan expects, for one model: steps and prefetch lists of the units it will have."""
+"""Derives the expected execution order of a model from a plan: steps and prefetch lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layerzero.plan.resolve import Resolved
 
 @dataclass(frozen=True)
 class Expected:
-    """Units as they will be, and the order they are expected to run in."""
+    """The units that a model will have, and the order they are expected to run in."""
 
     units: list[UnitPlan]
     """Outermost first, the root included."""
@@ -26,12 +26,12 @@ class Expected:
 
     @property
     def forward_depth(self) -> int:
-        """Length of the longest list."""
+        """Length of the longest forward list, in units."""
         return max(map(len, self.forward.values()), default=0)
 
 
 def expect(plan: PlanFields, model: nn.Module, resolved: Resolved) -> Expected:
-    """What `plan` makes of `model`, sharded or not. Changes nothing."""
+    """Units and expected order of `model`, sharded or not, under `plan`. Changes nothing."""
     chosen: dict[int, Any] = {id(unit.module): True for unit in resolved.units}
 
     def choose(module: nn.Module, fqn: str) -> Choice:
@@ -64,7 +64,7 @@ def expect(plan: PlanFields, model: nn.Module, resolved: Resolved) -> Expected:
 
 
 def num_parameters(unit: UnitPlan) -> int:
-    """Elements that the unit owns, or will own."""
+    """Number of elements of the parameters that the unit owns, or will own."""
     if unit.existing is not None:
         return unit.existing.num_parameters
     return sum(original.parameter.numel() for original in unit.originals)

@@ -1,4 +1,4 @@
-"""ShardingPlan.explain: a plan and a model as text for people."""
+"""Formats a plan's effect on a model as text: `ShardingPlan.explain`, and the log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerzero.zero3 import ZeRO3
 
 _ROOT = "(root)"
 _LOGGED = 64
-"""Prefetch lists that the log has of each direction."""
+"""Largest number of prefetch lists logged for each direction."""
 
 
 def explain(plan: PlanFields, model: nn.Module) -> str:
@@ -41,10 +41,10 @@ def explain(plan: PlanFields, model: nn.Module) -> str:
 
 
 def applied(plan: PlanFields, module: nn.Module, by_model: bool, expected: Expected | None) -> str:
-    """What was done with a plan, for the log.
+    """How a plan was applied, for the log.
 
     Args:
-        by_model: the model sharded itself (`fully_shard`).
+        by_model: whether the model sharded itself (`fully_shard`).
         expected: None: the model set its prefetch lists itself.
     """
     options = {name: value for name, value in plan.options.items() if value is not None}
@@ -67,7 +67,7 @@ def applied(plan: PlanFields, module: nn.Module, by_model: bool, expected: Expec
 
 
 def list_lines(lists: Lists) -> Iterator[str]:
-    """Prefetch lists, in the order in which their heads are expected to begin."""
+    """One line for each prefetch list, in the order in which their heads are expected to run."""
     for head, fqns in lists.items():
         yield f"  {head or _ROOT} -> [{', '.join(fqns)}]"
 

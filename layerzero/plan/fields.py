@@ -1,4 +1,4 @@
-"""What the fields of a `ShardingPlan` may say, and what they mean."""
+"""Reads and checks the fields of a `ShardingPlan`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _SHORTHANDS = (
     "cpu_offload",
     "act_ckpt",
 )
-"""Fields that are options of the whole model."""
+"""Fields that are options of the whole model, and so cannot be in `defaults` as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFields:
-    """The fields of a `ShardingPlan`, which documents them: read, checked, and what they mean."""
+    """The fields of a `ShardingPlan`, which documents them, and what follows from them."""
 
     apply_modules: Mapping[str, Mapping[str, Any]] | Sequence[str] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -101,30 +101,30 @@ class PlanFields:
 
     @property
     def patterns(self) -> list[tuple[NamePattern, Mapping[str, Any]]]:
-        """Of apply_modules, parsed, each with its options."""
+        """The parsed patterns of `apply_modules`, each with its options."""
         assert isinstance(self.apply_modules, Mapping), "made one in __post_init__"
         return [(NamePattern.parse(text), own) for text, own in self.apply_modules.items()]
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the whole model."""
+        """Options of the whole model."""
         return {**self._said, **self.defaults}
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """Of the whole model."""
+        """Mixed precision of the whole model."""
         return merge_precision(MixedPrecision(), self.options)
 
     @property
     def num_forward(self) -> int:
-        """Steps gathered ahead in forward."""
+        """Number of steps prefetched in forward."""
         if self.num_to_forward_prefetch is not None:
             return self.num_to_forward_prefetch
         return prefetch_depth(self.defaults.get("forward_prefetch", True), "forward_prefetch")
 
     @property
     def num_backward(self) -> int:
-        """Steps gathered ahead in backward."""
+        """Number of steps prefetched in backward."""
         if self.num_to_backward_prefetch is not None:
             return self.num_to_backward_prefetch
         return int(self.defaults.get("backward_prefetch", True) is not None)

@@ -1,7 +1,7 @@
-"""Values of a plan: what a file can say, read into what `ZeRO3` takes, and checked.
+"""Converts option values of a plan, such as strings from a file, to arguments of `ZeRO3`.
 
-Options are merged in three levels: the plan's fields, its `defaults`, a module's own. A level with
-`mixed_precision` starts anew; one with `param_dtype` and so on changes only that.
+Options come in three levels: the plan's fields, its `defaults`, and a module's own. A level's
+`mixed_precision` replaces that of the level above; `param_dtype` and the like override one field.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ZERO3_OPTIONS = tuple(
     for name, parameter in inspect.signature(ZeRO3.__init__).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("prefetch", "reduction")
 )
-"""Not the policies: what these say has names of its own in a file."""
+"""Without `prefetch` and `reduction`: in a plan, their fields are given as single arguments."""
 MODULE_OPTIONS = (
     *PRECISION_OPTIONS,
     "mixed_precision",
@@ -52,9 +52,9 @@ MODULE_OPTIONS = (
     "cpu_offload",
     "act_ckpt",
 )
-"""What may differ between the modules of one model."""
+"""Options that may differ between the modules of one model."""
 _TORCHS = {"mp_policy": "mixed_precision", "offload_policy": "offload"}
-"""Options of `fully_shard` that have another name here; their values are taken as they are."""
+"""Options of `fully_shard` that have another name here; torch's policies are accepted as values."""
 _SAID_ELSEWHERE = {
     "process_group": "it is the mesh that shard_with_plan is given",
     "mesh": "it is the mesh that shard_with_plan is given",
@@ -81,7 +81,7 @@ _DTYPES = {
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:
-    """A clause for a message: what `name` may be a misspelling of."""
+    """A clause for an error message that lists similar names; empty if there are none."""
     found = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.5)
     return f"; near matches: {', '.join(map(repr, found))}" if found else ""
 
@@ -89,15 +89,16 @@ def near_matches(name: str, known: Iterable[str]) -> str:
 def read_options(
     where: str, options: Mapping[str, Any], known: Sequence[str], why_not: str = ""
 ) -> dict[str, Any]:
-    """Options of one level, each value read and checked.
+    """Convert and check the options of one level.
 
     Args:
-        where: how messages name the level.
-        known: options it may have.
-        why_not: said of an option of `ZeRO3` that it may not have.
+        where: name of the level in error messages.
+        known: options that the level may have.
+        why_not: the reason to give for a `ZeRO3` argument that the level may not have.
 
     Raises:
-        ValueError, TypeError: an unknown option, one that is said elsewhere, or a bad value.
+        ValueError, TypeError: an unknown option, one that belongs elsewhere, one given twice, or a
+            bad value.
     """
     if not isinstance(options, Mapping):
         raise TypeError(f"{where}: expected a mapping of options, got {options!r}")
@@ -211,7 +212,10 @@ def _read_mixed_precision(value: Any) -> MixedPrecision:
 
 
 def read_cpu_offload(value: Any) -> OffloadPolicy:
-    """True: parameters (with gradients and optimizer state) on the host; a mapping: and more."""
+    """Parse `cpu_offload`: a bool, or a mapping of `OffloadPolicy` arguments.
+
+    True and a mapping offload parameters, and with them gradients and optimizer state.
+    """
     if isinstance(value, bool) or value is None:
         return OffloadPolicy(params=bool(value))
     return _read_policy("cpu_offload", value, {"params": True})
@@ -272,6 +276,6 @@ def _refuse_said_twice(where: str, options: Mapping[str, Any]) -> None:
 
 
 def merge_precision(base: MixedPrecision, options: Mapping[str, Any]) -> MixedPrecision:
-    """`base` with what a level says."""
+    """`base` with one level of options applied to it."""
     base = options.get("mixed_precision", base)
     return replace(base, **{name: options[name] for name in PRECISION_OPTIONS if name in options})

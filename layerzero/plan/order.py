@@ -1,8 +1,9 @@
-"""In which order units are expected to run, and what to gather ahead: from names alone, no torch.
+"""Predicts the execution order of units, and prefetch lists, from names alone. No torch.
 
-A *step* is what is gathered together: the units of one layer, say. Within a series of layers the
-layer is the step, with the units inside it (attention, experts) and those that are gathered by the
-forward of a module in it. A unit around a whole series, such as an encoder, is a step of its own.
+A *step* is a set of units that are unsharded together, such as those of one layer. In a series of
+layers, each layer is a step: the layer's own unit, the units inside it (attention, experts) and
+those whose hook module is inside it. A unit around a whole series, such as an encoder, is a step of
+its own.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One unit below the root, as far as the order is concerned."""
+    """What the order needs to know of one unit below the root."""
 
     fqn: str
     pattern: int
-    """Index of the first pattern that names it; where none does, larger than any other."""
+    """Index of the first pattern that names it; the number of patterns if none does."""
     is_member: bool
-    """Whether that pattern names members of a series."""
+    """Whether that pattern names members of a series, such as layers."""
     gathered_with: str
-    """Name of the module whose forward gathers it: its own, or its hook module's."""
+    """FQN of the module whose forward unshards it: the unit's own module or its hook module."""
 
 
 class Step(NamedTuple):
-    """Units that are gathered together; the calls of the head are around those of the others."""
+    """Units that are unsharded together; the others run inside the calls of the head."""
 
     head: str
     others: tuple[str, ...]
     is_around_steps: bool
-    """Whether the head is around a whole series, and hence alone."""
+    """Whether the head contains a whole series, and so is alone in its step."""
 
 
 def order_steps(places: Sequence[Place]) -> list[Step]:
-    """Steps in the order they are expected to run in.
+    """Steps in their expected execution order.
 
-    Of the modules directly inside one module, those with units of earlier patterns come first;
-    among equals the order of `places` stays, which is that of the module tree.
+    Siblings in the module tree are ordered by the earliest pattern that names a unit in them; ties
+    keep the order of `places`.
 
     Args:
         places: units that have parameters, without the root, in the order of the module tree.
@@ -58,7 +59,7 @@ def order_steps(places: Sequence[Place]) -> list[Step]:
 
 
 def _sorted(places: Sequence[Place]) -> list[Place]:
-    """Depth first; below each module, parts in the order of their first patterns."""
+    """Depth first, siblings in the order of their earliest patterns."""
     earliest: dict[tuple[str, ...], int] = {}
     appearance: dict[tuple[str, ...], int] = {}
     for index, place in enumerate(places):
@@ -79,7 +80,7 @@ def _prefixes(fqn: str) -> Iterator[tuple[str, ...]]:
 
 
 def _is_around_steps(place: Place, places: Sequence[Place]) -> bool:
-    """Whether a series is inside it that it is no member of."""
+    """Whether a unit contains a series that it is not a member of."""
     inside = [other for other in places if other.fqn.startswith(f"{place.fqn}.")]
     if any(other.pattern == place.pattern for other in inside):
         return True
@@ -87,28 +88,35 @@ def _is_around_steps(place: Place, places: Sequence[Place]) -> bool:
 
 
 def _head(module: str, places: Sequence[Place], around_steps: set[str]) -> str | None:
-    """The outermost unit around (or at) a module, apart from those around whole series."""
+    """The outermost unit that contains (or is) a module and is not around a whole series."""
     around = (p.fqn for p in places if module == p.fqn or module.startswith(f"{p.fqn}."))
     return min((fqn for fqn in around if fqn not in around_steps), key=len, default=None)
 
 
 Lists = Mapping[str, tuple[str, ...]]
-"""What is gathered when a unit begins; the root is ""."""
+"""Units to prefetch when the forward or backward of the key begins (BACKWARD_POST: ends).
+
+The key "" is the root.
+"""
 
 
 def forward_lists(steps: Sequence[Step], num_ahead: int) -> Lists:
-    """For the root and the head of each step: the rest of its step, and the next `num_ahead`."""
+    """For the root and the head of each step: the rest of its step, and the next `num_ahead` steps.
+
+    Empty if `num_ahead` is 0.
+    """
     return _lists([(step.head, *step.others) for step in steps], num_ahead)
 
 
 def backward_lists(steps: Sequence[Step], num_ahead: int, when_done: bool) -> Lists:
-    """The same for backward: siblings in reverse order, and a unit before those inside it, because
-    the gradient of its output arrives first.
+    """The same for backward: siblings in reverse order, each unit before those inside it.
+
+    A unit comes before those inside it because the gradient of its output arrives first.
 
     Args:
         when_done: True for BACKWARD_POST: prefetch when the backward of a step ends instead of
-            when it begins. A unit around others ends with them, so no prefetch waits for its end:
-            it is gathered with the first step inside it.
+            when it begins. A unit around a series ends only with the series, so no prefetch waits
+            for its end: it is unsharded with the first step inside it.
     """
     by_head = {step.head: step for step in steps}
     back = [by_head[head] for head in _inner_last(list(by_head))]
@@ -130,7 +138,7 @@ def backward_lists(steps: Sequence[Step], num_ahead: int, when_done: bool) -> Li
 
 
 def _inner_last(fqns: Sequence[str]) -> list[str]:
-    """Names in depth-first order with siblings turned around, each before those inside it."""
+    """Names in depth-first order with siblings reversed, each before those inside it."""
     outermost: list[int] = []
     before: set[str] = set()
     for index, fqn in enumerate(fqns):

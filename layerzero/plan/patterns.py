@@ -1,14 +1,14 @@
-"""The pattern language on names: parse a pattern, match a name, fill a template. No torch here.
+"""The pattern language for dotted names: parse a pattern, match a name, fill a template. No torch.
 
     {*}       a number: a whole run of digits
     {0-4}     a number from 0 to 4, both included
-    *         any characters, none and dots included
+    *         any number of any characters, dots included
     ?         any one character
-    re:...    a regular expression of Python
+    re:...    a Python regular expression
     others    themselves
 
-A pattern matches a name as a whole. What a wildcard matched can be put into another pattern: the
-first wildcard there takes what the first one here matched, and so on (`NamePattern.fill`).
+A pattern must match the whole name. What its wildcards matched can fill those of another pattern,
+in order (`NamePattern.fill`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LANGUAGE = (
 
 
 class Match(NamedTuple):
-    """What the wildcards of a pattern matched, in order; with a regular expression, its match."""
+    """What the wildcards of a pattern matched, in order, and the underlying `re.Match`."""
 
     captures: tuple[str, ...]
     regex: re.Match[str] | None
@@ -58,7 +58,7 @@ class NamePattern:
 
         Raises:
             TypeError: not a string.
-            ValueError: not a pattern; says where, and what to write instead.
+            ValueError: not a pattern; the message says at which position, and what to write.
         """
         if not isinstance(text, str):
             raise TypeError(f"pattern: expected a string, got {text!r}; {_LANGUAGE}")
@@ -78,7 +78,7 @@ class NamePattern:
         )
 
     def match(self, name: str) -> Match | None:
-        """What `name`, as a whole, gives the wildcards; None where it does not match."""
+        """Match the whole of `name`; None if it does not match."""
         found = self._compiled.fullmatch(name)
         if found is None:
             return None
@@ -90,7 +90,7 @@ class NamePattern:
         With a regular expression as `owner`, `\\1` and `\\g<name>` stand for its groups instead.
 
         Raises:
-            ValueError: it has more wildcards than `owner`.
+            ValueError: it has more wildcards than `owner`, or names a group that `owner` lacks.
         """
         if owner.is_regex:
             assert match.regex is not None
@@ -141,7 +141,10 @@ def _tokenize(text: str) -> Iterator[_Token]:
 
 
 def _refuse_touching(text: str, start: int, stop: int, after_number: bool) -> None:
-    """A number is a whole run of digits, so one beside a digit would match nothing, ever."""
+    """Raise ValueError for a number beside a digit or another number.
+
+    A number is a whole run of digits, so such a pattern could never match.
+    """
     touches = text[start - 1 : start].isdigit() or text[stop : stop + 1].isdigit()
     if after_number or touches:
         raise ValueError(
@@ -156,7 +159,7 @@ def _number_regex(text: str, number: re.Match[str]) -> str:
         low, high = int(number[1]), int(number[2])
         if low > high:
             raise ValueError(f"pattern {text!r}: {number[0]} is empty; write {{{high}-{low}}}")
-        # Not one alternative a number: ranges may be long.
+        # One alternative for each number would be too long for large ranges.
         digits = f"0*(?:{'|'.join(_decimal_blocks(low, high))})"
     return f"(?<![0-9])({digits})(?![0-9])"
 
@@ -164,11 +167,12 @@ def _number_regex(text: str, number: re.Match[str]) -> str:
 def _decimal_blocks(low: int, high: int) -> Iterator[str]:
     """Regular expressions that together match the decimal numbers from `low` to `high`.
 
-    Each is a prefix followed by any digits: 8 to 123 is 8, 9, [1-9 as prefix][0-9], 10[0-9] ...
+    Each is a prefix and a number of free digits: 8 to 123 is 8, 9, 1[0-9], ..., 9[0-9], 10[0-9],
+    11[0-9], 120, ..., 123.
     """
     while low <= high:
         size = 1
-        # Zero has no leading digits to be a prefix.
+        # Zero is left out: "0[0-9]" would match numbers with a leading zero instead of 0 to 9.
         while low and low % (size * 10) == 0 and low + size * 10 - 1 <= high:
             size *= 10
         yield str(low // size) + "[0-9]" * (len(str(size)) - 1)

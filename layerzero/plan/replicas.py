@@ -1,8 +1,8 @@
-"""What a plan adds where nothing is sharded, so that replicas are kept as by data parallelism.
+"""Keeps buffers equal between replicas where a plan shards nothing, as DDP does.
 
-Buffers are not sharded, so ranks that compute statistics of unequal batches have unequal ones.
-`DistributedDataParallel` takes those of the first rank, at the first forward and at each one that
-follows a forward with gradients that were synchronized; so does this.
+Buffers that hold statistics of batches differ between ranks. `DistributedDataParallel` broadcasts
+the first rank's buffers before the first forward, and before each forward that follows one whose
+gradients are synchronised; so does this.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from layerzero.zero3 import ZeRO3
 
 
 def keep_buffers_equal(model: ZeRO3, ignored_modules: Iterable[nn.Module]) -> None:
-    """From now on calls of `model` begin with the buffers of the group's first rank.
+    """Install hooks that broadcast the first rank's buffers before calls of `model`.
 
-    Not collective itself. A model without buffers stays as it is.
+    Not collective itself; the hooks are. A model without buffers gets none.
     """
     ignored = {id(inside) for top in ignored_modules for inside in top.modules()}
     places = [
@@ -43,7 +43,7 @@ def keep_buffers_equal(model: ZeRO3, ignored_modules: Iterable[nn.Module]) -> No
 
 
 class _BufferSync:
-    """Hooks of the wrapper: they run around the model's forward, not around those of modules."""
+    """Hooks of the wrapper: they run around the model's forward, not around its submodules'."""
 
     def __init__(self, places: list[tuple[nn.Module, str]]) -> None:
         self._places = places
@@ -68,7 +68,10 @@ def _root_of(model: nn.Module) -> RootState:
 @remembers_failure
 @torch.no_grad()
 def _take_first(root: RootState, buffers: list[torch.Tensor]) -> None:
-    """Copy the first rank's values to all: one message for each dtype, along each axis."""
+    """Broadcast the first rank's values: one message for each dtype along each axis.
+
+    Collective over the model's ranks; blocks the host.
+    """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in buffers:
         by_dtype.setdefault(buffer.dtype, []).append(buffer)

@@ -1,4 +1,4 @@
-"""Patterns against a model: which modules become units, with which options, and what is wrong."""
+"""Matches a plan's patterns with a model: units, their options, and every problem found."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class ResolvedUnit:
     fqn: str
     module: nn.Module
     pattern: int
-    """Index of the pattern that won, the last one that matches."""
+    """Index of the last pattern that matches, which decides its options."""
     first_pattern: int
-    """Index of the first one that matches: an exception to it stands later, but runs no later."""
+    """Index of the first pattern that matches, which decides its place in the execution order: a
+    later pattern that overrides options must not move the unit."""
     is_member: bool
-    """Whether the first one names members of a series."""
+    """Whether the first pattern names members of a series."""
     options: Mapping[str, Any]
     hook: Named | None = None
     is_expert: bool = False
@@ -49,13 +50,13 @@ class Row:
     """What one pattern matched."""
 
     key: str
-    """The field of the plan it stands in."""
+    """The plan's field that has the pattern."""
     pattern: str
     fqns: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
-    """Names it decides about: units, or what is left alone."""
+    """Matched names that the pattern takes effect on: units, or ignored objects."""
     notes: dict[str, list[str]] = field(default_factory=dict)
-    """Why it does not decide about the others: reason to names."""
+    """The other matched names, grouped by the reason why the pattern has no effect on them."""
 
     def note(self, reason: str, fqn: str) -> None:
         self.notes.setdefault(reason, []).append(fqn)
@@ -75,16 +76,20 @@ class Resolved:
 
     @property
     def problems(self) -> list[str]:
-        """All that is wrong, errors first."""
+        """All problems, errors first."""
         return [*self.errors, *self.warnings]
 
     def raise_errors(self) -> None:
-        """All errors at once."""
+        """Raise one ValueError that lists all errors, if there are any."""
         if self.errors:
             raise ValueError("\n".join(self.errors))
 
     def warn(self, is_first: bool | None = None) -> None:
-        """All warnings, each once, on one rank: the first of all, or where `is_first`."""
+        """Issue each warning once, on one rank.
+
+        Args:
+            is_first: whether this rank warns; None: the first rank of the world does.
+        """
         for text in self.warnings:
             warn_once(text, text, is_first=is_first, stacklevel=3)
 
@@ -94,15 +99,16 @@ _NO_FORWARD = "no forward"
 
 
 def names(fqns: Sequence[str], most: int = 4) -> str:
-    """A short list for a message."""
+    """The first `most` names, for a message."""
     listed = ", ".join(repr(fqn) for fqn in fqns[:most])
     return listed + (f" and {len(fqns) - most} more" if len(fqns) > most else "")
 
 
 def _named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module under every name, without what wrappers put into names.
+    """Every module under each of its names, without the parts that wrappers add to names.
 
-    A model's own `named_modules` may know no duplicates.
+    `nn.Module.named_modules` is not used, because a model may override it without
+    `remove_duplicate`.
     """
     yield prefix, root
     for name, child in root._modules.items():
@@ -112,7 +118,7 @@ def _named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 def _named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter under every name, likewise."""
+    """Every parameter under each of its names, without the parts that wrappers add to names."""
     return [
         (f"{prefix}.{name}" if prefix else name, parameter)
         for prefix, module in _named_modules(root)
@@ -122,7 +128,7 @@ def _named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def resolve(plan: PlanFields, model: nn.Module) -> Resolved:
-    """Match all patterns. Nothing is changed, and nothing raised: problems are collected."""
+    """Match all patterns. Changes nothing; collects problems instead of raising them."""
     resolver = _Resolver(plan, model)
     resolver.match_ignored()
     resolver.match_units()
@@ -137,7 +143,7 @@ def resolve(plan: PlanFields, model: nn.Module) -> Resolved:
 
 
 class _Resolver:
-    """One walk through the patterns of a plan; its methods run once each, in this order."""
+    """Matches the patterns of one plan; `resolve` calls each public method once, in order."""
 
     def __init__(self, plan: PlanFields, model: nn.Module) -> None:
         root = model.module if isinstance(model, ZeRO3) else model
@@ -147,7 +153,7 @@ class _Resolver:
         self._is_sharded = get_unit(root) is not None
         self._modules: dict[str, nn.Module] = {}
         for fqn, module in _named_modules(root):
-            # Of a wrapper and the module inside it, which have one name, the wrapper.
+            # A wrapper and the module inside it have the same name here; the wrapper is taken.
             if fqn:
                 self._modules.setdefault(fqn, module)
         self._ignored: set[int] = set()
@@ -185,7 +191,7 @@ class _Resolver:
                     row.note(f"taken by {patterns[index][0].text!r}", fqn)
             row = self._unit_rows[index]
             if fqn not in row.fqns:
-                continue  # It is the module's other name that matches.
+                continue  # The winning pattern matches another name of the module.
             reason = "another name of one" if id(module) in seen else self._reason_against(module)
             seen.add(id(module))
             if reason is not None:
@@ -199,7 +205,7 @@ class _Resolver:
             )
 
     def _reason_against(self, module: nn.Module) -> str | None:
-        """Why a named module is no unit."""
+        """Why a matched module does not become a unit; None if it does."""
         if id(module) in self._ignored:
             return "ignored"
         parameters = list(module.parameters())
@@ -224,18 +230,18 @@ class _Resolver:
                 )
 
     def _names_no_unit(self, row: Row) -> bool:
-        """Whether a row that is about units has none, and no warning says why."""
+        """Whether a pattern for units matched none, and no warning explains it."""
         return bool(row.fqns) and not row.used and not self._sharded_before.issuperset(row.fqns)
 
     @property
     def _sharded_before(self) -> set[str]:
-        """Names of modules that would be units, had the code not sharded them."""
+        """Names of matched modules that user code has sharded already."""
         return {fqn for row in self._unit_rows for fqn in row.notes.get(_SHARDED, ())}
 
     # Hook modules ---------------------------------------------------------------------------
 
     def match_hooks(self, hooks: Mapping[str, str]) -> None:
-        """Hook modules by the names of units; a later pattern wins."""
+        """Hook modules from a mapping keyed by unit patterns; a later pattern wins."""
         for owner, text in hooks.items():
             pattern, template = NamePattern.parse(owner), NamePattern.parse(text)
             row = self._row("hook_modules", owner, self._modules)
@@ -278,7 +284,7 @@ class _Resolver:
         unit.hook = Named(fqn, module)
 
     def match_hooks_around(self, texts: Sequence[str]) -> None:
-        """Hook modules named themselves: each gathers the units inside it, the nearest wins."""
+        """Hook modules from a list: each unshards the units inside it; the innermost wins."""
         named: dict[str, Row] = {}
         rows = []
         for text in texts:
@@ -293,7 +299,7 @@ class _Resolver:
         for row in rows:
             gathers = tuple(f"{fqn}." for fqn in row.fqns)
             if any(fqn.startswith(gathers) for fqn in self._sharded_before):
-                continue  # A warning says why there is nothing left to gather.
+                continue  # A warning explains that the units inside are sharded already.
             if row.fqns and not row.used:
                 self.result.errors.append(
                     f"hook_modules: {row.pattern!r} matches {names(row.fqns)}, but gathers "
@@ -303,7 +309,7 @@ class _Resolver:
     # Checks ---------------------------------------------------------------------------------
 
     def drop_containers(self) -> None:
-        """Units that no call would gather: what is in them stays with the unit around them."""
+        """Drop units that no call would unshard; their parameters go to the unit around them."""
         for unit in list(self.result.units):
             if unit.hook is None and not has_forward(unit.module):
                 self.result.units.remove(unit)
@@ -324,7 +330,11 @@ class _Resolver:
             )
 
     def check(self) -> None:
-        """What is sharded already, patterns without effect, gradients that nobody would reduce."""
+        """Collect warnings and errors.
+
+        Modules that are sharded already, patterns without effect, `act_ckpt` on a module without
+        forward, gradients that nothing would reduce.
+        """
         for row in self._unit_rows:
             if sharded := row.notes.get(_SHARDED):
                 self.result.warnings.append(
@@ -368,13 +378,13 @@ class _Resolver:
             )
 
     def _row(self, key: str, text: str, known: Mapping[str, Any]) -> Row:
-        """The row of a pattern, with what it matches; nothing is an error."""
+        """Add the row of a pattern with its matches; a pattern without matches is an error."""
         pattern = NamePattern.parse(text)
         row = Row(key, text, [fqn for fqn in known if pattern.match(fqn) is not None])
         self.result.rows.append(row)
         if not row.fqns:
             kind = "parameter" if key == "ignored_parameters" else "module"
-            # Members of a series look alike, and as a pattern may be what was meant.
+            # With their numbers replaced by {*}, all members of a series count as one suggestion.
             series = [re.sub("[0-9]+", "{*}", fqn) for fqn in known]
             self.result.errors.append(
                 f"{key}: {text!r} matches no {kind}{near_matches(text, [*series, *known])}; a "

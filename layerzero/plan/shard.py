@@ -1,4 +1,4 @@
-"""shard_with_plan: from a plan to a sharded model."""
+"""shard_with_plan: applies a ShardingPlan to a model."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ def shard_with_plan(
 ) -> ZeRO3:
     """Shard a model as a plan says. Collective over the mesh.
 
-    A model may define `fully_shard(plan)` (with `mesh` and `expert_mesh`, if it has parameters of
-    these names), which shards its parts with `ZeRO3` itself and returns true, or the `ZeRO3` it
-    made of itself; and `set_modules_to_prefetch(plan, num_to_forward_prefetch,
-    num_to_backward_prefetch)`, called once it is sharded, which sets prefetch lists and returns
-    true. What returns false changes nothing.
+    A model may define two methods to do this itself; a method that returns false must change
+    nothing. `fully_shard(plan)` shards its parts with `ZeRO3` and returns true, or the `ZeRO3` that
+    it made of itself; it also gets `mesh` and `expert_mesh` if it has parameters of these names.
+    `set_modules_to_prefetch(plan, num_to_forward_prefetch, num_to_backward_prefetch)` is called
+    after sharding, sets prefetch lists and returns true.
 
-    Where the shard group has one rank and the plan says nothing of `outer`, this is plain data
-    parallelism, and a log line says so: parameters themselves are cast to `param_dtype`, apart
-    from those of low-rank adapters ("lora" begins a word of the name). Replicas start with the
+    If the shard group has one rank and the plan does not set `outer`, this is plain data
+    parallelism, and a log line says so: parameters themselves are cast to `param_dtype`, except
+    those of low-rank adapters (a word of the name begins with "lora"). Replicas start with the
     first rank's values, and each forward with its buffers. A model with parameters on the meta
     device is sharded all the same.
 
     Args:
-        model: changed in place. Nothing is changed when an error in the plan is found.
+        model: changed in place; unchanged if the plan has an error.
         plan: see docs/reference/plans.md.
         mesh: what `ZeRO3` calls `process_group`: a DeviceMesh of one axis, or two (outer, shard
             group), a process group, or None for all ranks.
         expert_mesh: the ranks that have the same experts, for the units that `ep_plan` names: a
-            process group, a DeviceMesh with an axis "edp", which is taken, or one as for `mesh`.
-            With `local_experts` of the plan it has an axis "ep" as well.
+            process group, a DeviceMesh whose axis "edp" is taken, or a mesh as for `mesh`. With
+            `local_experts` in the plan it needs an axis "ep" as well.
 
     Raises:
-        ValueError, TypeError: the plan does not fit the model; near matches are listed. Or it has
-            an `ep_plan`, and there is no `expert_mesh`.
-        RuntimeError: the model is sharded already. (A module that the plan names, and that is, is
-            skipped with a warning.)
+        ValueError, TypeError: the plan does not fit the model (the message lists near matches), or
+            has an `ep_plan` without an `expert_mesh`.
+        RuntimeError: the model is sharded already. (A submodule that is sharded already is skipped
+            with a warning.)
     """
     if not isinstance(plan, ShardingPlan):
         raise TypeError(f"shard_with_plan: expected a ShardingPlan, got {plan!r}")
@@ -96,7 +96,7 @@ def shard_with_plan(
 
 
 def _is_first(mesh: Mesh, model: nn.Module) -> bool:
-    """Whether this rank speaks for those that share the model."""
+    """Whether this rank logs and warns for the ranks that share the model."""
     coordinates = [dist.get_rank(group) for group in resolve_process_groups(mesh)]
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
@@ -106,7 +106,7 @@ def _is_first(mesh: Mesh, model: nn.Module) -> bool:
 
 
 def _expert_arguments(plan: ShardingPlan, expert_mesh: Mesh) -> dict[str, Any]:
-    """Of the units that are experts: the expert-data group, and what gives them their numbers."""
+    """Arguments of expert units: the expert-data group, and the axis that numbers experts."""
     if plan.ep_plan and expert_mesh is None:
         raise ValueError(
             f"shard_with_plan: the plan has experts, ep_plan={list(plan.ep_plan)}; pass "
@@ -130,7 +130,11 @@ def _expert_arguments(plan: ShardingPlan, expert_mesh: Mesh) -> dict[str, Any]:
 
 
 def _ask(model: nn.Module, name: str, *args: Any, **optional: Any) -> Any:
-    """Call a method that a model may define; `optional` as far as its signature has them."""
+    """Call a method that the model may define; None if it does not.
+
+    Args:
+        optional: arguments passed only if the method's signature has them.
+    """
     method = getattr(model, name, None)
     if not callable(method):
         return None
@@ -175,11 +179,11 @@ def _shard(
 
 
 def _model_arguments(plan: ShardingPlan, expected: Expected) -> dict[str, Any]:
-    """Of `ZeRO3`, for the whole model."""
+    """Arguments of `ZeRO3` for the whole model."""
     arguments = {name: each for name, each in plan.options.items() if name in ZERO3_OPTIONS}
     arguments.update(_offload(plan.options))
     arguments["mixed_precision"] = plan.mixed_precision
-    # The default budget follows it.
+    # The depth in units; the default of `limit_all_gathers` follows from it.
     arguments["forward_prefetch"] = expected.forward_depth
     if not plan.num_backward:
         arguments["backward_prefetch"] = None
@@ -189,13 +193,13 @@ def _model_arguments(plan: ShardingPlan, expected: Expected) -> dict[str, Any]:
 def _unit_arguments(
     plan: ShardingPlan, unit: ResolvedUnit, experts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Where a unit differs from the whole model."""
+    """Arguments in which a unit differs from the whole model."""
     own = unit.options
     shared_names = ("reshard_after_forward", "gradient_reduction")
     arguments = {name: own[name] for name in shared_names if name in own}
     arguments.update(_offload(own))
     if any(name in own for name in ("mixed_precision", *PRECISION_OPTIONS)):
-        # The whole model's outputs are not this unit's.
+        # `output_dtype` of the whole model does not apply to the outputs of a unit.
         base = replace(plan.mixed_precision, output_dtype=None)
         arguments["mixed_precision"] = merge_precision(base, own)
     if unit.hook is not None:
@@ -211,7 +215,7 @@ def _offload(options: Mapping[str, Any]) -> dict[str, OffloadPolicy]:
 
 
 def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved, expected: Expected) -> None:
-    """What a pattern says of its modules; else what the plan says, for the heads of steps."""
+    """Apply `act_ckpt`: a pattern's own, else the plan's to the head of each step."""
     default = plan.options.get("act_ckpt")
     heads = {step.head for step in expected.steps if not step.is_around_steps}
     for unit in resolved.units:
@@ -222,7 +226,7 @@ def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved, expected: Ex
 
 
 def _expect_order(root_unit: Unit, expected: Expected) -> None:
-    """Hand the lists to the root of the sharded model."""
+    """Set the prefetch lists on the root of the sharded model."""
     by_fqn = {unit.fqn: unit for unit in root_of(root_unit).units}
     forward, backward = (
         {by_fqn[head]: [by_fqn[fqn] for fqn in fqns] for head, fqns in lists.items()}
@@ -241,10 +245,12 @@ def _keep_whole(
     arguments: dict[str, Any],
     own: Mapping[int, dict[str, Any]],
 ) -> bool:
-    """Where nothing is sharded: cast the parameters themselves, and replicate over the others.
+    """If the shard group has one rank: cast the parameters, and replicate over the other ranks.
+
+    Changes `arguments` and `own` to match.
 
     Returns:
-        Whether there are others that have the same.
+        Whether the model is replicated, that is, other ranks have copies of it.
     """
     sizes = [group.size() for group in resolve_process_groups(mesh)]
     zero3_size = arguments.get("zero3_size")
@@ -252,8 +258,8 @@ def _keep_whole(
         return False
     num_ranks = sizes[0] * (sizes[1] if len(sizes) == 2 else 1)
     if any(o.parameter.is_meta for unit in expected.units for o in unit.originals):
-        # Its values are made in the original dtype, and main weights of that dtype are what whoever
-        # starts from meta gets in every larger group.
+        # Meta parameters are initialised in their original dtype. Sharding keeps main weights of
+        # that dtype, as a larger group would.
         if is_first_rank():
             logger.info(
                 "shard_with_plan: the shard group has one rank, but the model is on the meta "
@@ -294,7 +300,8 @@ def _keep_whole(
 
 
 _ADAPTER = re.compile("(?<![A-Za-z])[Qq]?[Ll][Oo][Rr][Aa]|(?<=[a-z])L(?:ora|oRA|ORA)")
-"""At the start of a word: `lora_A`, `loraA`, `my_lora`, `qLoRA`, `gateLora`; not `flora`."""
+"""Matches "lora" at the start of a word: `lora_A`, `loraA`, `my_lora`, `qLoRA`, `gateLora`; not
+`flora`."""
 
 
 def is_of_adapter(fqn: str) -> bool:

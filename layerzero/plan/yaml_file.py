@@ -1,4 +1,4 @@
-"""Read a plan from YAML; PyYAML is only needed here."""
+"""Reads a plan from YAML. Only this file needs PyYAML."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def load(path: Path) -> Any:
-    """What a YAML file says, read without making any object but plain data.
+    """The content of a YAML file as plain data; no other objects are constructed.
 
     Raises:
         ImportError: PyYAML is not installed.
-        ValueError: not YAML, or a key twice (YAML itself would let the last one win silently).
+        ValueError: not YAML, or a duplicate key (PyYAML would silently take the last one).
     """
     try:
         yaml: Any = importlib.import_module("yaml")
@@ -23,10 +23,10 @@ def load(path: Path) -> Any:
         ) from error
 
     class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
-        """A loader that refuses a key that is there twice."""
+        """A loader that raises for duplicate keys."""
 
     def construct_mapping(loader: Any, node: Any) -> dict[Any, Any]:
-        # What a merge key (<<) brings may be said again.
+        # Keys that a merge key (<<) brings in may be overridden, so they do not count.
         nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         keys = [loader.construct_object(key, deep=True) for key in nodes]
         for index, key in enumerate(keys):

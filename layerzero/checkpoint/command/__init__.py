@@ -1,1 +1,1 @@
-"""What `python -m layerzero.checkpoint` does: look at, verify and convert checkpoints."""
+"""Commands of `python -m layerzero.checkpoint`: inspect, verify and convert."""

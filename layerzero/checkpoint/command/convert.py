@@ -1,8 +1,8 @@
-"""The weights of a checkpoint as a folder of their own, as `save_pretrained` would write it.
+"""Exports the weights of a checkpoint to a folder like that of `save_pretrained`.
 
-One process, no model, no rank: tensor by tensor, large ones in chunks, compared with their
-checksums while they are read. A checkpoint's own `model*.safetensors` are such files already; this
-casts, selects, renames and cuts them anew.
+Runs in one process without a model. Copies tensor by tensor, large ones in chunks, and verifies
+checksums while reading. A checkpoint's own `model*.safetensors` are such files already; this casts,
+selects, renames and splits them anew.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from layerzero.state_dict.errors import CheckpointError, some
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor that is written, and where it comes from."""
+    """A tensor to write, and where it comes from."""
 
     name: str
     aliases: tuple[str, ...]
-    """Both as they are written."""
+    """Name and aliases in the output."""
     saved_name: str
     place: Place
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Converted:
     num_cast: int
     files: list[str]
     nbytes: int
-    """Of all files."""
+    """Total size of the files."""
 
 
 def convert(
@@ -62,21 +62,22 @@ def convert(
     only: Sequence[str] = ("*",),
     strip_prefix: str = "",
 ) -> Converted:
-    """Write `out`: complete and on the disk, or not there at all.
+    """Write `out`; it appears complete and on the disk, or not at all.
 
     Args:
-        out: must not exist. It is written beside, as `.writing-...`, and renamed.
-        dtype: of floating-point tensors; None: as saved. Others stay what they are.
-        max_file_nbytes: tensors in a file; a larger tensor gets a file of its own.
-        only: shell patterns of names. A tied weight is taken if any of its names is wanted, and
-            written under the wanted ones.
-        strip_prefix: left out of every name.
+        out: must not exist. It is written as a sibling `.writing-...` folder, then renamed.
+        dtype: dtype for floating-point tensors; None: as saved. Other tensors keep theirs.
+        max_file_nbytes: largest number of tensor bytes in a file; a larger tensor gets a file of
+            its own.
+        only: shell patterns of names. A tied weight is taken if any of its names matches, and
+            written under the names that match.
+        strip_prefix: removed from every name.
 
     Raises:
-        ValueError: no tensor has such a name, or one is without the prefix.
-        CheckpointError: a tensor is damaged; a finite value is infinite in `dtype`.
-        FileExistsError: `out` is there.
-        OSError: the disk is full, and so on.
+        ValueError: no name matches `only`, or a matching name lacks the prefix.
+        CheckpointError: a tensor is damaged, or a finite value overflows in `dtype`.
+        FileExistsError: `out` exists.
+        OSError: a file cannot be read or written, for example because the disk is full.
     """
     weights = _select(source, only, strip_prefix, dtype)
     if os.path.lexists(out):
@@ -87,7 +88,7 @@ def convert(
     ]
     plan = plan_files(MODEL, announced, max_file_nbytes)
     by_name = {weight.name: weight for weight in weights}
-    # The process number, so that two that write the same at a time do not meet before the rename.
+    # The process id keeps two processes that write the same `out` apart until the rename.
     partial = out.parent / f".writing-{out.name}-{os.getpid()}"
     partial.mkdir(parents=True)
     try:
@@ -164,7 +165,7 @@ def _copy(folder: Path, weight: _Weight, file: BinaryIO) -> None:
         if may_overflow and not torch.equal(cast.isfinite(), values.isfinite()):
             largest = max(largest, float(values[values.isfinite()].abs().max()))
         file.write(bytes_of(cast))
-    # Only here is it known that these are the saved values, and not damage.
+    # Raised after the loop, where the checksum has proved that these are the saved values.
     if largest:
         raise CheckpointError(
             f"{folder / weight.place.file}: {weight.saved_name}: {largest:.6g} does not fit "

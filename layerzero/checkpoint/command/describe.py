@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as one object of JSON values. Reads headers and the manifest alone."""
+"""Describes a checkpoint as one JSON object. Reads only the manifest and file headers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from layerzero.state_dict.errors import CheckpointError
 
 
 def describe(path: Path, with_tensors: bool = False) -> dict[str, Any]:
-    """Describe the checkpoint, or the weights, at `path`; of a folder of checkpoints the latest.
+    """Describe the checkpoint or weights at `path`; for a folder of checkpoints, the latest.
 
-    Values that the manifest keeps (options of optimizer groups, scheduler, extra) are as `codec`
-    encodes them.
+    Values in the manifest (options of optimizer groups, scheduler, extra) stay encoded; `decode` of
+    state_dict/json_codec.py reads them.
 
     Raises:
-        CheckpointError: there is none, or it is damaged. In a folder of checkpoints, where others
-            may be good, that the latest is damaged is part of the description instead.
+        CheckpointError: there is no checkpoint, or it is damaged. For a folder of checkpoints,
+            whose other members may be intact, damage is part of the description instead.
     """
     chosen = resolve(path)
     if chosen == path:
@@ -46,7 +46,7 @@ def _describe_root(root: Path, latest: Path) -> dict[str, Any]:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """From the manifest alone; a folder of many checkpoints is listed with a damaged one in it."""
+    """Summary from the manifest; a damaged one gives an "error" entry, so that listing goes on."""
     try:
         path = folder / MANIFEST
         manifest = Manifest.from_bytes(path.read_bytes(), path)

@@ -1,4 +1,4 @@
-"""The description of a checkpoint as lines of text for people."""
+"""Formats the description of a checkpoint as text."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _sections(found: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 def _optimizer(found: Mapping[str, Any]) -> Iterator[str]:
     for number, group in enumerate(found["groups"]):
-        # Optimizers have many options that are off.
+        # Options that are None or False are left out: optimizers have many of them.
         set_ones = {k: v for k, v in group["options"].items() if v is not None and v is not False}
         options = _items({key: decode(value) for key, value in set_ones.items()})
         yield f"group {number}: {count_text(group['num_parameters'], 'parameter')}; {options}"
@@ -141,7 +141,7 @@ def _items(value: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """Short: a value where it is one, else what kind of thing it is."""
+    """A short value as it is; for others, type and shape or length, or the beginning."""
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""One tensor after the other, whole, in bounded memory, compared with its checksum."""
+"""Reads a whole tensor in bounded memory and verifies its checksum."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from layerzero.checkpoint.source import Place, check_crc
 from layerzero.state_dict.errors import CheckpointError
 
 CHUNK_NBYTES = 8 << 20
-"""Held in memory at a time; a multiple of the size of every element."""
+"""Bytes held in memory at a time; a multiple of every element size."""
 
 
 def read_verified(folder: Path, name: str, place: Place) -> Iterator[memoryview]:
-    """The bytes of a tensor in writable chunks of whole elements, each valid until the next.
+    """Yield the bytes of a tensor in writable chunks of whole elements, each valid until the next.
 
-    Trust none of them before the iterator has ended: the checksum is that of all.
+    The data is verified only when the iterator ends, because the checksum covers the whole tensor.
 
     Raises:
-        CheckpointError: they are not what was written, or the file ends before.
+        CheckpointError: the bytes are not those that were written, or the file is too short.
         OSError: the file cannot be read.
     """
     entry = place.entry
@@ -41,7 +41,7 @@ def read_verified(folder: Path, name: str, place: Place) -> Iterator[memoryview]
 
 
 def _fill(descriptor: int, chunk: memoryview, offset: int, where: str) -> None:
-    """Read all of it: the system may give less than it was asked for."""
+    """Fill `chunk`; loops because `preadv` may return fewer bytes than requested."""
     done = 0
     while done < len(chunk):
         nbytes = os.preadv(descriptor, [chunk[done:]], offset + done)

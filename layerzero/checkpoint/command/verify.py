@@ -1,7 +1,6 @@
-"""Reads every byte of a checkpoint and compares it with what was written. Collects all damage.
+"""Reads every byte of a checkpoint, verifies checksums and collects all damage.
 
-`load` refuses the first damage it meets. Whoever asks for the state of a checkpoint wants to know
-of all of it, and which files are good.
+`load` raises at the first damage. This lists all of it, and which files are intact.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from layerzero.state_dict.errors import CheckpointError
 
 
 class Finding(NamedTuple):
-    """One file."""
+    """The result for one file."""
 
     path: Path
     nbytes: int
-    """That were read."""
+    """Bytes read."""
     num_tensors: int
     damages: list[str]
-    """What is wrong, each with file and tensor; empty: nothing."""
+    """Every damage, with file and tensor; empty if the file is intact."""
 
 
 def verify(path: Path) -> Iterator[Finding]:
-    """Verify what `folder.resolve` found, file by file. Needs memory for a chunk of a tensor.
+    """Verify what `folder.resolve` returned, file by file, in the memory of one chunk.
 
-    Of weights that we did not write nobody knows the checksums: sizes and headers are compared, and
-    every byte is read.
+    Weights from another source have no checksums: headers are compared with file sizes, and every
+    byte is read.
     """
     if path.is_file():
         yield _tensors(path, None)
@@ -50,7 +49,7 @@ def verify(path: Path) -> Iterator[Finding]:
 
 
 def strangers(folder: Path) -> list[str]:
-    """What else lies in a checkpoint's folder. Nothing ever opens it."""
+    """Names in a checkpoint's folder that are not part of it and are never opened."""
     manifest = Manifest.from_bytes((folder / MANIFEST).read_bytes(), folder / MANIFEST)
     known = {MANIFEST, *manifest.files}
     return sorted(path.name for path in folder.iterdir() if path.name not in known)

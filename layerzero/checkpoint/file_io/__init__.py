@@ -1,1 +1,1 @@
-"""Bytes between memory and files."""
+"""Moves bytes between memory and files."""

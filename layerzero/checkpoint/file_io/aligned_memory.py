@@ -1,7 +1,7 @@
-"""Host memory for what is read: it lies as the file does.
+"""Allocates host memory with the layout and alignment of a file, for O_DIRECT reads into place.
 
-Pieces that follow each other in a file follow each other in memory, at addresses that are equal to
-their places in the file but for whole pages: direct.py reads many of them at once into place.
+Shards that are adjacent in a file are adjacent in memory, and their addresses equal their file
+offsets modulo the page size. So direct_io.py reads many of them in one call.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES, pages
 from layerzero.checkpoint.file_io.transfer import Transfer
 
 _MIN_NBYTES = 1 << 20
-"""Of what lies side by side; less is not worth a mapping."""
+"""Smallest region of adjacent shards that gets a mapping of its own."""
 
 
 def in_memory(transfers: Sequence[Transfer], lives: Sequence[Hashable]) -> list[Transfer]:
-    """The same transfers, each with memory of its own for its piece.
+    """The same transfers, each with newly allocated memory for its shard.
 
     Args:
-        transfers: their pieces' tensors only tell numel and dtype (they may be on meta).
-        lives: of each; pieces whose lives differ share no storage, so that some can be freed.
+        transfers: only numel and dtype of their tensors are used, which may be on meta.
+        lives: lifetime of each; shards with different lifetimes share no storage, so that one can
+            be freed before the other.
     """
     placed = list(transfers)
     for region in _regions(transfers, lives):
@@ -48,19 +49,22 @@ def _with(transfer: Transfer, tensor: torch.Tensor) -> Transfer:
 
 
 def _place(transfer: Transfer) -> tuple[int, int]:
-    """Where its first run begins in the file, and where the piece would end as one run."""
+    """File offset of its first run, and where the shard would end if it were a single run."""
     width = transfer.place.dtype.itemsize
     begin = transfer.place.begin + next(iter(transfer.entry.runs())).start * width
     return begin, begin + transfer.entry.tensor.nbytes
 
 
 def _regions(transfers: Sequence[Transfer], lives: Sequence[Hashable]) -> list[list[int]]:
-    """Transfers that lie side by side in a file, in the file's order."""
+    """Indices of transfers that are adjacent in a file, in the file's order.
+
+    Only shards of a single run, in regions of at least `_MIN_NBYTES`.
+    """
     by_file: dict[tuple[str, Hashable], list[tuple[int, int, int]]] = {}
     for index, (transfer, life) in enumerate(zip(transfers, lives, strict=True)):
         if transfer.entry.tensor.numel() and len(list(transfer.entry.runs())) == 1:
             begin, end = _place(transfer)
-            # A file that we did not write may have tensors where no tensor can be.
+            # A file from another source may have tensors at misaligned offsets.
             if begin % transfer.place.dtype.itemsize == 0:
                 by_file.setdefault((transfer.file, life), []).append((begin, end, index))
     found: list[list[int]] = []

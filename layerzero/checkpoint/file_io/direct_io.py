@@ -1,17 +1,16 @@
-"""Direct I/O: reading and writing files without the page cache (O_DIRECT).
+"""Direct I/O: reads and writes files past the page cache (O_DIRECT).
 
-Buffered I/O copies every byte, page by page: on fast disks that takes longer than the disk, and on
-busy processors much longer. With O_DIRECT the disk moves whole blocks itself, if memory and file
-have the same alignment: what is read lies in memory as in the file (aligned_memory.py), what is
-written is first copied into an aligned block. Buffered I/O remains for small amounts, for pages
-that are not written as a whole, for what is cached already, and where the file system refuses
-O_DIRECT.
+Buffered I/O copies every byte through the page cache, which takes longer than a fast disk, and much
+longer on busy processors. With O_DIRECT the disk transfers whole blocks itself, if memory and file
+have the same alignment: reads go to memory laid out like the file (aligned_memory.py), writes are
+first copied into an aligned block. Buffered I/O is still used for small amounts, for partial pages,
+for data that is cached already, and where the file system refuses O_DIRECT.
 
 Note [Whole pages first]
     Buffered I/O queues behind direct I/O: reads in the device queue, writes on the inode lock,
-    which also drains direct writes in flight. So where a part ends inside a page, a reader reads
-    the whole page directly, into memory beside the part that is aligned like the file, and a writer
-    keeps the ends of parts until everything else is written.
+    which also drains direct writes in flight. So if a part ends inside a page, a reader reads the
+    whole page directly, into spare memory around the part. A writer keeps partial pages back until
+    everything else is written.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from typing import Any
 import torch
 
 PAGE_NBYTES = 4096
-"""What memory and file are aligned to: a multiple of what disks ask for."""
+"""Alignment of memory and file offsets: a multiple of the block sizes that disks require."""
 _MIN_NBYTES = 256 << 10
-"""Of a transfer past the cache; for a smaller one the system does more by itself."""
+"""Smallest direct transfer; smaller ones are left to the page cache."""
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
-"""How a file system tells that it cannot do that."""
+"""Errors by which a file system refuses O_DIRECT."""
 
 
 class FileReader:
-    """One file, for several threads at once; a context manager."""
+    """Reads one file, from several threads at once; a context manager."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDONLY)
@@ -46,7 +45,7 @@ class FileReader:
             with contextlib.suppress(OSError):  # some file systems have no such reads
                 self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
                 self._probe = os.open(path, os.O_RDONLY)
-                # A probe asks for one page and shall not bring in its neighbours.
+                # No readahead: a probe tests one page, and must not load its neighbours.
                 os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __enter__(self) -> FileReader:
@@ -60,14 +59,14 @@ class FileReader:
     def read(
         self, views: Sequence[memoryview], offset: int, spare: tuple[int, int] = (0, 0)
     ) -> None:
-        """Fill `views`, one after the other, with the bytes from `offset` on.
+        """Fill `views` in order with the bytes of the file from `offset` on. Blocks.
 
         Args:
-            spare: how many bytes before the first view, and behind the last, also lie in memory as
-                in the file: reads may fill them. See Note [Whole pages first].
+            spare: number of bytes in memory before the first view and behind the last that are laid
+                out like the file and may be overwritten. See Note [Whole pages first].
 
         Raises:
-            OSError: also where the file ends before.
+            OSError: a read failed, or the file is too short.
         """
         views = _rest_of(views, 0)
         nbytes = sum(map(len, views))
@@ -75,7 +74,8 @@ class FileReader:
             _read_all(self._file, views, offset)
             return
         before, behind = offset % PAGE_NBYTES, -(offset + nbytes) % PAGE_NBYTES
-        # What is read past the cache, counted from `offset`.
+        # [start, stop), relative to `offset`, is read directly. It grows to whole pages if there is
+        # spare memory, and shrinks to whole pages otherwise.
         start = -before if before <= spare[0] else -offset % PAGE_NBYTES
         stop = nbytes + behind
         if behind > spare[1]:
@@ -88,9 +88,11 @@ class FileReader:
         _read_all(self._file, _rest_of([whole[stop:]], 0), offset + stop)
 
     def _read_direct(self, view: memoryview, offset: int, needed: int) -> bool:
-        """Read whole pages past the cache, of which the file has at least the first `needed` bytes.
+        """Read whole pages with O_DIRECT; the file has at least the first `needed` bytes of them.
 
-        False: that is refused here, or not worth it.
+        Returns:
+            False if nothing was read, because the file system refuses O_DIRECT, or the first page
+            is cached, so that a buffered read is faster.
         """
         if self._direct is None or self._is_cached(offset):
             return False
@@ -107,18 +109,18 @@ class FileReader:
             return True
         try:
             return os.preadv(self._probe, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-        except OSError:  # it is not, or this file system cannot tell
+        except OSError:  # Not cached (EAGAIN), or the file system does not support RWF_NOWAIT.
             return False
 
 
 class FileWriter:
-    """One file that exists, for several threads at once; a context manager.
+    """Writes one existing file, from several threads at once; a context manager.
 
-    What was written is on the disk when the context ends without an error.
+    The data is on the disk (fsync) when the context ends without an error.
     """
 
     def __init__(self, path: Path, most_nbytes: int) -> None:
-        """`most_nbytes`: of one write."""
+        """`most_nbytes`: largest size of one write."""
         self._file = os.open(path, os.O_WRONLY)
         self._direct = None
         if hasattr(os, "O_DIRECT"):
@@ -143,12 +145,12 @@ class FileWriter:
                 os.close(self._direct)
 
     def write(self, views: Sequence[memoryview], offset: int) -> None:
-        """Write `views`, one after the other, from `offset` on.
+        """Write `views` in order from `offset` on. Blocks.
 
-        Their memory must stay as it is until the context ends: see Note [Whole pages first].
+        Their memory must not change until the context ends; see Note [Whole pages first].
 
         Raises:
-            OSError: the disk is full, and so on.
+            OSError: a write failed, for example because the disk is full.
         """
         views = _rest_of(views, 0)
         nbytes = sum(map(len, views))
@@ -170,7 +172,7 @@ class FileWriter:
         end = 0
         for view in views:
             part = min(len(view), nbytes - end)
-            if part:  # without the interpreter's lock
+            if part:  # ctypes releases the GIL, so that threads copy in parallel.
                 ctypes.memmove(block.data_ptr() + end, _address(view), part)
             end += part
         try:
@@ -183,22 +185,22 @@ class FileWriter:
 
     def _write_cached(self, views: Sequence[memoryview], offset: int) -> None:
         _write_all(self._file, views, offset)
-        # Begin to bring it to the disk now, beside what follows, and not all at the end; nor
-        # should a checkpoint push other files out of the cache.
-        with contextlib.suppress(OSError, AttributeError):  # not every system takes advice
+        # Starts writeback now instead of at the final fsync, and keeps a checkpoint from evicting
+        # other files from the page cache.
+        with contextlib.suppress(OSError, AttributeError):  # Not every system has fadvise.
             os.posix_fadvise(self._file, offset, sum(map(len, views)), os.POSIX_FADV_DONTNEED)
 
 
 def _read_all(
     descriptor: int, views: Sequence[memoryview], offset: int, needed: int | None = None
 ) -> None:
-    """Fill `views` with what is at `offset`: one call, or more where the system gave less.
+    """Fill `views` with the bytes at `offset`; loops over short reads.
 
     Args:
-        needed: so many bytes are enough; None: all.
+        needed: stop after at least this many bytes; None: all.
 
     Raises:
-        OSError: also where the file ends before.
+        OSError: a read failed, or the file is too short.
     """
     if needed is None:
         needed = sum(map(len, views))
@@ -212,7 +214,7 @@ def _read_all(
 
 
 def _write_all(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
-    """One call, or more where the system took less."""
+    """Write `views` at `offset`; loops over short writes."""
     while views:
         moved = os.pwritev(descriptor, views, offset)
         offset += moved
@@ -220,7 +222,7 @@ def _write_all(descriptor: int, views: Sequence[memoryview], offset: int) -> Non
 
 
 def _rest_of(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What follows the first `nbytes` of all; nothing that is empty."""
+    """`views` without their first `nbytes` and without empty views."""
     rest = [view for view in views if len(view)]
     while rest and nbytes >= len(rest[0]):
         nbytes -= len(rest.pop(0))
@@ -230,7 +232,7 @@ def _rest_of(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def _first(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The first `nbytes` of all."""
+    """The first `nbytes` of `views`."""
     found = []
     for view in views:
         if nbytes:
@@ -240,10 +242,9 @@ def _first(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def pages(nbytes: int) -> torch.Tensor:
-    """Memory that begins at a page's begin: [nbytes] uint8, on large pages if the system has them.
+    """Page-aligned memory: [nbytes] uint8, on huge pages if the system has them.
 
-    On those, touching memory for the first time, which is as slow as reading it from a disk,
-    happens 512 times less often.
+    Page faults at first touch cost as much as reading from a disk; huge pages have 512 times fewer.
     """
     if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
         memory = torch.empty(nbytes + PAGE_NBYTES, dtype=torch.uint8)
@@ -263,7 +264,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _is_one(views: Sequence[memoryview], offset: int) -> bool:
-    """Whether views follow each other in memory, and pages of it are those of a file."""
+    """Whether views are adjacent in memory, and addresses equal file offsets modulo the page."""
     end = _address(views[0])
     if (end - offset) % PAGE_NBYTES:
         return False

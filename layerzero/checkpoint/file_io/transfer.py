@@ -1,7 +1,7 @@
-"""Bytes between this rank's pieces and the files, with the checksum of every piece.
+"""Moves bytes between this rank's shards and files, and computes the checksum of every shard.
 
-A rank writes and reads its own runs in place; pieces that lie side by side in a file go in one
-call. Nothing here is collective.
+A rank writes and reads its own runs in place; adjacent shards of a file go in one call. Nothing
+here is collective.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from layerzero.checkpoint.format.inventory import Entry
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
 
 _WINDOW_NBYTES = 8 << 20
-"""Files are moved in windows of this size: what was just checksummed is still in the cache."""
+"""Files are moved in windows of this size, so that a window is still in the CPU cache when it is
+moved after being checksummed, or the other way round."""
 _NUM_THREADS = 4
 _MAX_VIEWS = 512
-"""Of one call; systems allow 1024."""
+"""Largest number of buffers in one call; systems allow 1024 (IOV_MAX)."""
 
 File = TypeVar("File")
 Progress = Callable[[int], None]
-"""Told of bytes as they are written or read."""
+"""Called with the number of bytes after each batch is written or read."""
 
 
 class Transfer(NamedTuple):
-    """A piece and the tensor in a file that it is part of."""
+    """A shard and the tensor in a file that it is part of."""
 
     file: str
     place: TensorEntry
     number: int
-    """Of the tensor, in the order that all ranks share."""
+    """Number of the tensor, the same on all ranks."""
     entry: Entry
     spare: tuple[int, int] = (0, 0)
-    """Bytes of memory before and behind the piece that lie as the file does, and may be read."""
+    """Bytes in memory before and behind the shard that are laid out like the file, and that a read
+    may fill."""
 
 
 class Tally(NamedTuple):
-    """What one rank moved of a tensor; see Note [Checksums add up] in crc.py."""
+    """Bytes that one rank moved of a tensor, and their CRC; Note [Checksums add up] in crc.py."""
 
     number: int
     replica: int
@@ -59,11 +61,15 @@ class _Slice(NamedTuple):
     behind: int
     """Bytes of the tensor behind this slice."""
     spare: tuple[int, int]
-    """As of a transfer."""
+    """As in `Transfer`, relative to this slice."""
 
 
 def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
-    """Write pieces (on the CPU) into files that exist, and bring them to the disk."""
+    """Write shards (on the CPU) into existing files, and fsync them. Blocks.
+
+    Raises:
+        OSError: a write failed.
+    """
 
     def write(file: FileWriter, batch: list[_Slice]) -> list[int]:
         crcs = [crc32(each.data) for each in batch]
@@ -77,10 +83,10 @@ def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress
 
 
 def read_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
-    """Fill pieces (on the CPU); fastest where they lie in memory as in the file (memory.py).
+    """Read shards (on the CPU). Blocks; fastest in memory laid out by aligned_memory.py.
 
     Raises:
-        OSError: the file is shorter than it was.
+        OSError: a read failed, or a file is too short.
     """
 
     def read(file: FileReader, batch: list[_Slice]) -> list[int]:
@@ -98,13 +104,13 @@ def _move(
     move: Callable[[File, list[_Slice]], list[int]],
     progress: Progress,
 ) -> list[Tally]:
-    """Move all pieces, file by file, in several threads; `move` returns the CRC of each slice."""
+    """Move all shards, file by file, in several threads; `move` returns the CRC of each slice."""
     by_file: dict[str, list[int]] = {}
     for index, transfer in enumerate(transfers):
         by_file.setdefault(transfer.file, []).append(index)
     crcs: list[int] = []
     done: list[_Slice] = []
-    # The disk is asked for the next batches while one is copied and checksummed.
+    # Threads let the disk work on the next batches while one is copied and checksummed.
     with ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer") as pool:
         for name, indices in by_file.items():
             slices = sorted(
@@ -123,7 +129,7 @@ def _move(
                     finally:
                         for future in under_way:
                             future.cancel()
-                        wait(under_way)  # after an error; the file is closed next
+                        wait(under_way)  # Leaving the context closes the file, also on an error.
             except OSError as error:
                 raise OSError(f"{folder / name}: {error}") from error
             done.extend(slices)
@@ -154,7 +160,7 @@ def _slices(transfer: Transfer, index: int) -> Iterable[_Slice]:
 
 
 def _batches(slices: Sequence[_Slice]) -> Iterable[list[_Slice]]:
-    """Slices that follow each other in one window of the file."""
+    """Group slices that are adjacent in one window of the file."""
     batch: list[_Slice] = []
     end = 0
     for each in slices:
@@ -188,7 +194,7 @@ def pack_tallies(tallies: Sequence[Tally]) -> bytes:
 
 
 def sum_tallies(packed: Sequence[bytes]) -> dict[tuple[int, int], tuple[int, int]]:
-    """(bytes, CRC) of each (tensor, replica), from what all ranks moved."""
+    """(bytes, CRC) of each (tensor, replica), combined from the tallies of all ranks."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for each in packed:
         for number, replica, nbytes, crc in np.frombuffer(each, dtype=np.int64).reshape(-1, 4):

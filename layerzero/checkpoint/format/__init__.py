@@ -1,1 +1,1 @@
-"""What is on the disk: names, heads, manifests, folders, checksums."""
+"""The on-disk format: names, file headers, manifests, folders, checksums."""

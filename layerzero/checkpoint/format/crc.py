@@ -1,10 +1,10 @@
-"""CRC-32 of a file that many ranks write or read, each its own runs, in any order.
+"""Combines CRC-32 checksums of runs that many ranks write or read, in any order.
 
 Note [Checksums add up]
-    A CRC is linear: the CRC of a whole is the exclusive or of the CRCs of its parts, each moved to
-    its place, that is, multiplied by x ** (8 * bytes behind it) modulo the polynomial. So a
-    checksum of what one process never saw as a whole costs four bytes of each process, and does
-    not depend on how the whole was cut. (Mark Adler, crc32_combine in zlib; here for arrays.)
+    A CRC is linear: the CRC of a whole is the XOR of the CRCs of its parts, each shifted to its
+    place, that is, multiplied by x ** (8 * bytes behind it) modulo the polynomial. So the checksum
+    of a tensor that no process sees as a whole costs four bytes from each process, and does not
+    depend on how the tensor is split. (Mark Adler, crc32_combine in zlib; here for arrays.)
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from numpy.typing import NDArray
 from layerzero import ops
 
 _WORTH_A_CALL_NBYTES = 1 << 14
-"""From here on the kernel of csrc/ is faster than zlib, whose call is cheaper."""
+"""From this size on, the kernel in csrc/ is faster than zlib, which has a lower call overhead."""
 _POLYNOMIAL = 0xEDB88320
 _ONE = np.uint32(1)
 _Crcs = NDArray[np.uint32]
 
 
 def crc32(data: memoryview | bytes, value: int = 0) -> int:
-    """CRC-32 (that of zlib, gzip and PNG) of `data`, behind bytes whose CRC is `value`."""
+    """CRC-32 (that of zlib, gzip and PNG) of `data`, continuing from the CRC `value`."""
     if len(data) < _WORTH_A_CALL_NBYTES or isinstance(data, bytes) or data.readonly:
         return zlib.crc32(data, value)
     return ops.crc32(torch.frombuffer(data, dtype=torch.uint8), value)
 
 
 def placed(crcs: Sequence[int], behind: Sequence[int]) -> _Crcs:
-    """The CRC of each part as a part of its whole, to be combined by exclusive or.
+    """The CRC of each part, shifted to its place in the whole; their XOR is the whole's CRC.
 
     Args:
-        crcs: of each part.
-        behind: bytes of the whole behind each part.
+        crcs: CRC of each part by itself.
+        behind: number of bytes of the whole behind each part.
     """
     result = np.asarray(crcs, dtype=np.uint32)
     remaining = np.asarray(behind, dtype=np.int64)
@@ -54,7 +54,7 @@ def placed(crcs: Sequence[int], behind: Sequence[int]) -> _Crcs:
 
 
 def combine(crcs: Sequence[int], nbytes: Sequence[int]) -> int:
-    """CRC of the concatenation of parts of `nbytes`, given theirs."""
+    """CRC of the concatenation of parts, from their CRCs and sizes."""
     ends = np.cumsum(np.asarray(nbytes, dtype=np.int64))
     if not len(ends):
         return 0
@@ -63,7 +63,7 @@ def combine(crcs: Sequence[int], nbytes: Sequence[int]) -> int:
 
 @functools.cache
 def _powers() -> list[int]:
-    """x ** 8, its square, the square of that, and so on: one for each bit of a byte count."""
+    """x ** (8 * 2 ** i) modulo the polynomial, for each bit i of a byte count."""
     powers = [0x00800000]
     while len(powers) < 63:
         powers.append(int(_multiply(np.uint32(powers[-1]), np.uint32(powers[-1]))))
@@ -71,7 +71,7 @@ def _powers() -> list[int]:
 
 
 def _multiply(a: Any, b: np.uint32) -> Any:
-    """Products of each of `a` with `b`, modulo the polynomial; bit 31 stands for x ** 0."""
+    """Product of each element of `a` with `b` modulo the polynomial; bit 31 is x ** 0."""
     factor, product = int(b), a & np.uint32(0)
     for bit in range(31, -1, -1):
         product = product ^ ((a >> np.uint32(bit)) & _ONE) * np.uint32(factor)

@@ -1,4 +1,4 @@
-"""Which tensor goes where in which file: the same on every rank, from what all announced."""
+"""Lays out tensors in files. Every rank computes the same layout from all announcements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layerzero.state_dict.errors import CheckpointError
 
 
 class Announcement(NamedTuple):
-    """A tensor of the checkpoint, as a rank that has its first element tells of it."""
+    """Describes a tensor of the checkpoint; sent by the rank that has its first element."""
 
     kind: str
     name: str
@@ -42,12 +42,12 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The files of one kind."""
+    """The files of one kind (model or optimizer)."""
 
     kind: str
     files: list[PlannedFile]
     index: bytes | None
-    """The file that says which tensor is in which, where there are several."""
+    """Content of the index file, which maps tensors to files; None for a single file."""
 
     @property
     def index_name(self) -> str:
@@ -59,7 +59,7 @@ def index_name(kind: str) -> str:
 
 
 def announce(entries: Iterable[Entry]) -> bytes:
-    """What this rank tells the others."""
+    """This rank's announcements, encoded."""
     rows = [
         [
             entry.kind,
@@ -77,10 +77,13 @@ def announce(entries: Iterable[Entry]) -> bytes:
 
 
 def merge(announced: Sequence[bytes]) -> tuple[list[Announcement], dict[tuple[str, str], int]]:
-    """All tensors of the checkpoint; and for those that several ranks have whole, who writes.
+    """All tensors of the checkpoint; and the writing rank of each that several ranks have whole.
+
+    Args:
+        announced: the result of `announce` of each rank, by rank.
 
     Raises:
-        CheckpointError: ranks differ in what a tensor is.
+        CheckpointError: ranks differ in the dtype or shape of a tensor.
     """
     found: dict[tuple[str, str], Announcement] = {}
     writers: dict[tuple[str, str], int] = {}
@@ -101,7 +104,10 @@ def merge(announced: Sequence[bytes]) -> tuple[list[Announcement], dict[tuple[st
 
 
 def plan_files(kind: str, announced: Iterable[Announcement], max_file_nbytes: int) -> FilePlan:
-    """Lay out all tensors of one kind in files of at most `max_file_nbytes`, or of one tensor."""
+    """Lay out all tensors of one kind in files of at most `max_file_nbytes` of tensor bytes.
+
+    A larger tensor gets a file of its own.
+    """
     tensors = sorted((each for each in announced if each.kind == kind), key=_place)
     groups: list[list[Announcement]] = [[]]
     size = 0
@@ -116,7 +122,7 @@ def plan_files(kind: str, announced: Iterable[Announcement], max_file_nbytes: in
         name = f"{kind}.safetensors"
         if len(groups) > 1:
             name = f"{kind}-{number:05d}-of-{len(groups):05d}.safetensors"
-        # "format" is what transformers asks for; an alias as the safetensors library writes it.
+        # transformers requires "format"; aliases are stored as the safetensors library does.
         metadata = {"format": "pt"} | {a: each.name for each in group for a in each.aliases}
         described = [(each.name, each.dtype, each.shape) for each in group]
         head, entries = make_head(described, metadata)
@@ -135,6 +141,9 @@ def plan_files(kind: str, announced: Iterable[Announcement], max_file_nbytes: in
 
 
 def _place(tensor: Announcement) -> tuple[int, str, tuple[int, ...], str]:
-    """Wide dtypes first, so that every tensor is aligned; then what lies side by side on ranks."""
+    """Sort key: wide dtypes first, so that every tensor is aligned; then the order on ranks.
+
+    The latter makes a rank's shards adjacent in the file.
+    """
     state = "" if tensor.kind == "model" else split_state_name(tensor.name)[1]
     return (-tensor.dtype.itemsize, state, tensor.order, tensor.name)

@@ -1,16 +1,16 @@
-"""The folder of a run's checkpoints: what is committed, what is being written, which is newest.
+"""Manages the folder of a run's checkpoints: commits, replaces, removes and finds them.
 
-    root/step-00000040/            committed; complete and never changed again
+    root/step-00000040/            committed: complete and never changed again
     root/step-00000042/
-    root/latest                    "step-00000042": the last committed one
-    root/.writing-step-00000044/   being written, or left by a run that was killed: never read
-    root/.replaced-step-00000042/  an older one of that step, while the new one takes its place
-    root/.removed-step-00000038/   one that `keep` removes
+    root/latest                    "step-00000042", the last committed one
+    root/.writing-step-00000044/   being written, or left by a killed run; never read
+    root/.replaced-step-00000042/  the old checkpoint of a step while a new one replaces it
+    root/.removed-step-00000038/   being removed because of `keep`
 
 Note [One rename commits]
-    A checkpoint is written in a folder of its own, brought to the disk, and then renamed. The
-    rename is the commit: before it nothing refers to the new files, after it they are all there.
-    Every state between two calls here is one that `resolve` reads as a whole checkpoint.
+    A checkpoint is written in a folder of its own, fsynced, and then renamed. The rename is the
+    commit: before it nothing refers to the new files, after it all of them are there. After each
+    file operation here, `resolve` finds a complete checkpoint, if one was committed before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def step_name(step: int) -> str:
 
 
 def committed_steps(root: Path) -> dict[int, Path]:
-    """The committed checkpoints under `root`, by step, rising."""
+    """The committed checkpoints under `root`, by ascending step."""
     if not root.is_dir():
         return {}
     found = {int(m[1]): path for path in root.iterdir() if (m := _STEP.fullmatch(path.name))}
@@ -42,9 +42,9 @@ def committed_steps(root: Path) -> dict[int, Path]:
 
 
 def prepare(root: Path, step: int | None) -> tuple[int, Path]:
-    """Make the folder to write checkpoint `step` in (None: one more than the newest).
+    """Create the folder to write checkpoint `step` in (None: the highest step + 1).
 
-    Removes what a killed run left.
+    Removes what killed runs left, or restores an old checkpoint whose replacement never came.
     """
     make_durably(root)
     for path in sorted(root.glob(_REPLACED + "step-*")):
@@ -64,9 +64,9 @@ def prepare(root: Path, step: int | None) -> tuple[int, Path]:
 
 
 def commit(partial: Path) -> Path:
-    """Make a written folder the checkpoint of its step, and the latest one.
+    """Rename a written folder to the checkpoint of its step, and point `latest` to it.
 
-    See Note [One rename commits]. Its files are on the disk already.
+    Its files must be on the disk already. See Note [One rename commits].
     """
     root, name = partial.parent, partial.name.removeprefix(_WRITING)
     final, replaced = root / name, root / (_REPLACED + name)
@@ -89,17 +89,17 @@ def discard(partial: Path) -> None:
 
 
 def prune(root: Path, keep: int, newest: Path) -> None:
-    """Remove all checkpoints but `newest` and those of the `keep` - 1 highest other steps."""
+    """Remove all checkpoints except `newest` and the `keep` - 1 others with the highest steps."""
     others = [path for path in committed_steps(root).values() if path != newest]
     for path in others[: len(others) - (keep - 1)]:
-        # Renamed first: a folder that is half removed must not look like a checkpoint.
+        # Renamed first, because a partly removed folder must not look like a checkpoint.
         doomed = root / (_REMOVED + path.name)
         os.rename(path, doomed)
         shutil.rmtree(doomed)
 
 
 def leftovers(root: Path) -> list[Path]:
-    """What killed runs left under `root`; the next save there removes it."""
+    """Unfinished folders that killed runs left under `root`; the next save there removes them."""
     return sorted(path for path in root.glob(".*") if is_unfinished(path))
 
 
@@ -109,10 +109,13 @@ def is_unfinished(path: Path) -> bool:
 
 
 def resolve(path: Path) -> Path:
-    """The folder of one checkpoint, given it or its root; or a file of weights, given that.
+    """The folder of one checkpoint, or a file of weights.
+
+    Args:
+        path: a checkpoint's folder, a root (resolves to its latest checkpoint), or such a file.
 
     Raises:
-        CheckpointError: there is none; says what is there.
+        CheckpointError: there is no checkpoint; lists what was found.
     """
     if path.is_file() or is_checkpoint(path):
         return path
@@ -127,7 +130,7 @@ def resolve(path: Path) -> Path:
                 f"{path}: expected a checkpoint (a folder with {MANIFEST} or *.safetensors) or a "
                 f"folder of checkpoints (step-...), found {there}"
             )
-        # Killed between its first commit and naming it.
+        # A run was killed after its first commit and before it wrote `latest`.
         return steps[max(steps)]
     for folder in (path / name, path / (_REPLACED + name)):
         if folder.is_dir():
@@ -157,7 +160,11 @@ def _latest_name(root: Path) -> str | None:
 
 
 def write_durably(path: Path, data: bytes, nbytes: int | None = None) -> None:
-    """Write the first bytes of a file of `nbytes` (None: all of it) and bring it to the disk."""
+    """Write `data` to a new file and fsync it.
+
+    Args:
+        nbytes: extend the file to this size; None: only `data`.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         view = memoryview(data)
@@ -171,16 +178,16 @@ def write_durably(path: Path, data: bytes, nbytes: int | None = None) -> None:
 
 
 def make_durably(path: Path) -> None:
-    """Make a folder, and those around it that are missing, and bring their names to the disk."""
+    """Create a folder and its missing parents, and fsync their directory entries."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
-        with contextlib.suppress(PermissionError):  # to write there is not to read there
+        with contextlib.suppress(PermissionError):  # A writable folder may not be readable.
             sync_folder(each.parent)
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """fsync a folder, so that its directory entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a model consists of, and which part of it this rank has. No collectives."""
+"""Lists the tensors of a model's checkpoint, and this rank's shard of each. No collectives."""
 
 from __future__ import annotations
 
@@ -29,35 +29,38 @@ _STATE_SEPARATOR = "/"
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the checkpoint, and the piece of it that this rank has."""
+    """A tensor of the checkpoint, and this rank's shard of it."""
 
     kind: str
-    """MODEL or OPTIMIZER: the set of files it is in."""
+    """MODEL or OPTIMIZER: which set of files it is in."""
     name: str
     aliases: tuple[str, ...]
     """Other names of the same tensor (tied weights)."""
     extent: Extent
     start: int
     stop: int
-    """The piece is elements [start, stop) of the flattened block `extent`."""
+    """The shard is elements [start, stop) of the flattened block `extent`."""
     tensor: torch.Tensor
-    """The piece: [stop - start], contiguous, sharing memory with what it is taken of."""
+    """The shard: [stop - start], contiguous, sharing memory with its parameter, buffer or state."""
     order: tuple[int, int]
-    """Place among the tensors of a file: a rank's pieces then lie side by side."""
+    """Sort key among the tensors of a file; makes a rank's shards adjacent."""
     is_whole: bool
-    """Whether every rank has all of it."""
+    """Whether every rank has the whole tensor."""
     announces: bool
-    """Whether this rank tells the others of it: the owner of the first element does."""
+    """Whether this rank announces the tensor; the owner of its first element does."""
     replica: int
-    """Which copy of the pieces of all ranks this one belongs to."""
+    """Index of the copy that this shard belongs to; copy 0 is saved."""
 
     def runs(self) -> Iterator[Run]:
         return runs(self.extent, self.start, self.stop)
 
 
 def _replica(handle: FlatParamHandle, info: ParameterInfo, names: Names) -> int:
-    """Which copy of the pieces this rank's is of: outer ranks may have copies, and so have
-    tensor-parallel ranks of what is not split over them."""
+    """Index of the copy that this rank's shard belongs to.
+
+    Outer ranks may have copies, and tensor-parallel ranks have copies of parameters that are not
+    split over them.
+    """
     replica, split = handle.placement.replica, info.tensor_parallel
     for axis, group in enumerate(names.tensor_parallel_groups):
         is_copied = split is None or split.placements[axis].is_replicate()
@@ -75,7 +78,7 @@ class _Place(NamedTuple):
 
 
 class Places:
-    """Where each piece of a model is."""
+    """Positions of this rank's shards in the full parameters."""
 
     def __init__(self, names: Names) -> None:
         self._found: dict[int, _Place] = {}
@@ -102,7 +105,10 @@ class Places:
         tensor: torch.Tensor,
         index: int,
     ) -> Entry:
-        """The entry of `tensor`: `parameter`, or state of it: shaped like it, or one number."""
+        """The entry of `tensor`, which is `parameter`, or state of it.
+
+        A tensor shaped like a sharded parameter is a shard; any other is whole on every rank.
+        """
         found = self._found.get(id(parameter))
         is_whole = found is None or tensor.shape != parameter.shape
         if is_whole:
@@ -128,7 +134,7 @@ class Places:
 
 
 def model_entries(model: nn.Module, names: Names, places: Places) -> list[Entry]:
-    """Parameters, and buffers that are part of the state dict."""
+    """Entries of the parameters, and of the buffers that are part of the state dict."""
     entries = [
         places.entry(MODEL, found, parameter, parameter, index)
         for index, (parameter, found) in enumerate(names.parameters)
@@ -139,21 +145,21 @@ def model_entries(model: nn.Module, names: Names, places: Places) -> list[Entry]
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that keep state of their own making (`get_extra_state`), by name."""
+    """Modules with extra state (`get_extra_state`), by name."""
     found = {}
     for name, module in model.named_modules():
         unit = get_unit(module)
-        own = module if unit is None else unit.module  # and not the wrapper around it
+        own = module if unit is None else unit.module  # The module inside a ZeRO3 wrapper.
         if type(own).get_extra_state is not nn.Module.get_extra_state:
             found[name_among_all(model, name)] = own
     return found
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer, names: Names) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups with names for parameters, encoded.
+    """The optimizer's parameter groups, encoded, with parameters by name.
 
     Raises:
-        CheckpointError: a parameter is not the model's, or an option cannot be saved.
+        CheckpointError: a parameter does not belong to the model, or an option cannot be encoded.
     """
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -168,29 +174,30 @@ def optimizer_groups(optimizer: torch.optim.Optimizer, names: Names) -> list[dic
 
 
 class OptimizerParts(NamedTuple):
-    """An optimizer's state, by what it is."""
+    """An optimizer's state: tensors and other values."""
 
     entries: list[Entry]
-    """Tensors."""
+    """State tensors."""
     scalar_keys: list[str]
-    """Keys whose tensors are one number each, and not shaped like the parameter."""
+    """Keys whose tensors are scalars and not shaped like the parameter."""
     values: dict[str, dict[str, Any]]
-    """By parameter, what is no tensor, encoded."""
+    """Other values, encoded, by parameter and key."""
 
 
 def optimizer_parts(
     optimizer: torch.optim.Optimizer, names: Names, places: Places
 ) -> OptimizerParts:
-    """Take stock of an optimizer's state.
+    """List an optimizer's state.
 
     Raises:
-        CheckpointError: a state is neither element-wise, nor a scalar, nor plain.
+        CheckpointError: a tensor is neither shaped like its shard nor a scalar, or another value
+            cannot be encoded.
     """
     parts = OptimizerParts([], [], {})
     for index, (parameter, state) in enumerate(optimizer.state.items()):
         found = names.of(parameter)
         if found is None:
-            continue  # refused, with the group's number, by `optimizer_groups`
+            continue  # `optimizer_groups` raises for it, with the number of its group.
         for key, value in state.items():
             where = f"optimizer state {key!r} of {found[0]}"
             if not isinstance(key, str) or _STATE_SEPARATOR in key:

@@ -1,4 +1,4 @@
-"""checkpoint.json: what a checkpoint holds beside tensors, and the checksums of everything."""
+"""checkpoint.json: everything in a checkpoint besides tensors, and the checksums of all files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerzero.state_dict.errors import CheckpointError
 FORMAT = "layerzero-checkpoint"
 VERSION = 1
 _SEAL = b',"crc32":"%08x"}'
-"""The end of the file: the checksum of all bytes before it."""
+"""The end of the file: the checksum of all bytes before."""
 
 
 @dataclass(frozen=True)
@@ -25,28 +25,28 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint that is no tensor, as JSON values."""
+    """Everything in a checkpoint that is not a tensor, as JSON values."""
 
     step: int
     world_size: int
-    """Ranks that wrote it; for people, and to know whose `extras` are whose."""
+    """Number of ranks that wrote it; for people."""
     files: dict[str, FileRecord]
-    """Every other file."""
+    """Size and CRC-32 of every other file."""
     tensors: dict[str, dict[str, int]]
-    """By kind and name, the CRC-32 of the tensor's bytes."""
+    """CRC-32 of the bytes of each tensor, by kind and name."""
     optimizer_groups: list[dict[str, Any]] | None = None
-    """None: it was saved without an optimizer."""
+    """None: saved without an optimizer."""
     optimizer_scalars: list[str] = field(default_factory=list)
-    """Keys of state that is one number for each parameter, and not shaped like it."""
+    """Keys of state tensors that are scalars and not shaped like the parameter."""
     optimizer_values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By parameter, its state that is no tensor."""
+    """Optimizer state that is not a tensor, by parameter."""
     scheduler: Any = None
     extras: list[Any] = field(default_factory=list)
-    """What each rank gave, or one for all."""
+    """`extra` of each rank, or a single one if all are equal."""
     extra_states: dict[str, Any] = field(default_factory=dict)
-    """By module."""
+    """Extra state of each module, by module name."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Other names of parameters and buffers, and under which name they are saved."""
+    """Maps other names of parameters and buffers to the name they are saved under."""
 
     def to_bytes(self) -> bytes:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -56,10 +56,13 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, text: bytes, where: object) -> Manifest:
-        """Verify and read; `where` it was found, for messages.
+        """Verify the checksum and parse.
+
+        Args:
+            where: path of the file, for error messages.
 
         Raises:
-            CheckpointError: it is damaged, or of a later version.
+            CheckpointError: it is damaged, or has another version.
         """
         seal_nbytes = len(_SEAL % 0)
         body, seal = text[:-seal_nbytes], text[-seal_nbytes:]
@@ -79,10 +82,10 @@ class Manifest:
 
 
 def check_file_name(name: str, where: Path) -> str:
-    """A name that a checkpoint gives for a file of its own folder.
+    """Check a file name found in a manifest or index, and return it.
 
     Raises:
-        CheckpointError: it leads elsewhere, or is not of a kind that is ever opened.
+        CheckpointError: it is not a .safetensors or .json file in the same folder.
     """
     if Path(name).name != name or not name.endswith((".safetensors", ".json")):
         raise CheckpointError(
@@ -92,10 +95,10 @@ def check_file_name(name: str, where: Path) -> str:
 
 
 def index_of(text: bytes, where: Path) -> Mapping[str, str]:
-    """Which file each tensor is in, from an index as transformers writes it.
+    """The file that each tensor is in, from an index in the format of transformers.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the index is damaged.
     """
     try:
         weight_map = json.loads(text)["weight_map"]

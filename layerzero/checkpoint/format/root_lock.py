@@ -1,7 +1,7 @@
-"""One run at a time saves to a folder of checkpoints.
+"""Locks a folder of checkpoints, so that only one run at a time saves to it.
 
-Ranks may outlive a launcher that was killed, beside the run that was started in its place. Both
-would write `.writing-` folders of the same steps: one removes what the other writes, or commits it.
+Ranks may outlive a killed launcher and run beside the run that replaced it. Both would write
+`.writing-` folders of the same steps, and one would remove or commit what the other writes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class RootLock:
-    """Held by the first rank from the start of a save to its end.
+    """A lock that the first rank holds from the start of a save to its end.
 
-    A lock of the system on a file: it goes with the process, however that ends. Where a system or
-    a file system has no such locks, two runs are not kept apart.
+    It is an `flock` on a file, so it ends with the process. Systems and file systems without such
+    locks get no protection.
     """
 
     def __init__(self, root: Path) -> None:
@@ -36,11 +36,11 @@ class RootLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Does not wait.
+        """Take the lock; does not wait for it.
 
         Raises:
-            CheckpointError: another save holds it; says which process.
-            OSError: the folder cannot be made or written.
+            CheckpointError: another process holds it; the message names the process.
+            OSError: the folder cannot be created or written.
         """
         make_durably(self._root)
         path = self._root / _NAME
@@ -51,7 +51,8 @@ class RootLock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            # Who held it may have removed it after it was opened here; a third may have a new one.
+            # The former holder may have removed the file after it was opened here, and a third
+            # process may have created and locked a new one. Then try again.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     break
@@ -67,7 +68,7 @@ class RootLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _HELD:
-                return  # no locks here
+                return  # The file system has no locks.
             holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
             raise CheckpointError(
                 f"{self._root}: {holder} is saving here; two runs cannot save to one folder: end "
@@ -75,14 +76,14 @@ class RootLock:
             ) from error
 
     def release(self) -> None:
-        """Nothing where it is not held."""
+        """Release the lock; does nothing if it is not held."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
         with contextlib.suppress(OSError):
             os.unlink(self._root / _NAME)
         with contextlib.suppress(OSError):
-            # Closing is not enough: a process forked meanwhile has the file open too.
+            # Closing is not enough: a process forked in the meantime has the file open as well.
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

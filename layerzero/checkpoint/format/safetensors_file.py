@@ -1,8 +1,10 @@
-"""The head of a safetensors file, written and read without the library: offsets are ours to plan.
+"""Writes and parses the head of a safetensors file.
+
+The safetensors library is not used, because ranks write in place, at offsets planned before.
 
     8 bytes, little-endian: length of the header | the header: JSON | the bytes of all tensors
 
-The header maps each name to dtype, shape and [begin, end) in what follows it. Nothing in such a
+The header maps each name to dtype, shape and [begin, end) in the bytes after it. Nothing in such a
 file is ever executed. (Format: https://github.com/huggingface/safetensors, README.)
 """
 
@@ -22,18 +24,18 @@ from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 _DTYPE_NAME = re.compile("[A-Z][A-Z0-9_]{1,20}")
 _LENGTH_NBYTES = 8
 _ALIGNMENT = 64
-"""Of the first tensor, so that readers which map the file can use what they see."""
+"""Alignment of the first tensor, so that readers that mmap the file can use tensors in place."""
 _MAX_HEADER_NBYTES = 100_000_000
-"""What the library accepts; a longer one is damage."""
+"""The library's limit; a longer header counts as damage."""
 
 
 class UnknownDtype(ValueError):
-    """A header is well-formed, but for a dtype that has no name here."""
+    """A header is well-formed, but a tensor has a dtype that is not in `DTYPES`."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file."""
+    """Dtype, shape and place of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,7 +58,7 @@ class TensorEntry:
 def make_head(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Everything before the first tensor, and where each goes: one behind the other, as given."""
+    """The bytes before the first tensor, and the entries of all tensors, laid out in order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     places = []
@@ -78,10 +80,10 @@ def make_head(
 
 
 def head_nbytes(start: bytes, file_nbytes: int) -> int:
-    """Length of everything before the first tensor, from the first 8 bytes of a file.
+    """Number of bytes before the first tensor, from the first 8 bytes of a file.
 
     Raises:
-        ValueError: these are not the first bytes of a safetensors file of that size.
+        ValueError: they cannot be the first bytes of a safetensors file of that size.
     """
     length = int.from_bytes(start[:_LENGTH_NBYTES], "little")
     if len(start) < _LENGTH_NBYTES or length > min(_MAX_HEADER_NBYTES, file_nbytes):
@@ -92,11 +94,11 @@ def head_nbytes(start: bytes, file_nbytes: int) -> int:
 
 
 def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
-    """The tensors of a file, in order of their place.
+    """The tensors of a file, in order of offset.
 
     Raises:
-        ValueError: what is wrong with the header, or with it and the size of the file.
-        UnknownDtype: a tensor has one that is none of `DTYPES`: damage, or a later format.
+        ValueError: the header is damaged, or does not fit the size of the file.
+        UnknownDtype: a tensor has a dtype that is not in `DTYPES`: damage, or a later format.
     """
     try:
         header = json.loads(head[_LENGTH_NBYTES:])
@@ -136,7 +138,7 @@ def _dtype(name: str, tensor: str) -> torch.dtype:
 
 
 def metadata_of(head: bytes) -> dict[str, str]:
-    """What a header, parsed before, says beside tensors."""
+    """The `__metadata__` of a header that `parse_head` has accepted."""
     found = json.loads(head[_LENGTH_NBYTES:]).get("__metadata__")
     return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
 
