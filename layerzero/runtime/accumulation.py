@@ -1,13 +1,12 @@
-"""Where micro-batches add up when `accumulation="auto"`: a small cost model, pure arithmetic.
+"""Cost model that decides where gradients accumulate when `accumulation="auto"`. No collective.
 
-Two ways to add up the gradients of M micro-batches (docs/layered.md):
+Two ways to accumulate the gradients of M micro-batches (docs/layered.md):
 
-    unsharded   every rank keeps all gradients in float32, and sends them once
-    sharded     every rank keeps its part of the first hop, and takes that hop M times
+    unsharded   every rank keeps all gradients in float32, and runs the first hop once
+    sharded     every rank keeps its shard after the first hop, and runs that hop M times
 
-So unsharded costs memory, E = bytes kept more; sharded costs the wire, W = (M - 1) times what a
-rank sends in the first hop. A byte that stays is worth it when it saves at least one on the wire,
-and when there is room.
+Unsharded costs memory: E more bytes resident. Sharded costs traffic: W more bytes sent, (M - 1)
+times what a rank sends in the first hop. Unsharded is chosen if E <= W and E bytes fit.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from layerzero.runtime.flat_param_handle import FlatParamHandle
 
 @dataclass(frozen=True)
 class AccumulationCosts:
-    """What the two ways cost this rank. All ranks have the same.
+    """Costs of the two ways on this rank; equal on all ranks.
 
     Attributes:
-        unsharded_nbytes: sum of all gradients, float32 at least.
-        sharded_nbytes: sum of this rank's part after the first hop.
-        sent_nbytes: what a rank sends in the first hop of one micro-batch.
-        state_nbytes: what a rank keeps anyway: main shard, gradient, two moments of Adam, and the
+        unsharded_nbytes: bytes of accumulated unsharded gradients, in float32 at least.
+        sharded_nbytes: bytes of accumulated gradient shards after the first hop.
+        sent_nbytes: bytes a rank sends in the first hop of one micro-batch.
+        state_nbytes: bytes a rank keeps anyway: main shard, gradient, two moments of Adam, and the
             compute shard.
     """
 
@@ -56,12 +55,14 @@ class AccumulationCosts:
 def choose_sharded(
     costs: AccumulationCosts, num_micro_batches: int, budget_nbytes: int | None
 ) -> tuple[bool, str]:
-    """Decide, and say why in one line.
+    """Decide where to accumulate.
 
     Args:
         num_micro_batches: M, at least 2.
-        budget_nbytes: what `limit_all_gathers` allows in bytes; None: as much as the rank keeps
-            anyway.
+        budget_nbytes: bytes that `limit_all_gathers` allows; None: `costs.state_nbytes`.
+
+    Returns:
+        Whether to accumulate sharded, and the reason in one line.
     """
     extra = costs.unsharded_nbytes - costs.sharded_nbytes
     saved = (num_micro_batches - 1) * costs.sent_nbytes

@@ -1,17 +1,17 @@
-"""Casts that torch.autocast keeps: which passes share them, and what follows for their gradients.
+"""Tracks which forwards share the casts that torch.autocast caches, and clears stale ones.
 
-Autocast casts a float32 leaf once and keeps the cast until its outermost context ends. All later
-uses join the graph at that one cast: those of other calls of the unit, and of other passes.
+Autocast casts a float32 parameter once and caches the cast until its outermost context ends. All
+later uses join the graph at that one cast, including those of other calls and other passes.
 
 Note [Casts are older than their uses]
-    Autograd runs nodes in falling order of creation, so the node of a cast runs when everything
-    that was created after it has run. A cast of an earlier call, even of one under `no_grad`, hands
-    its gradient to the leaf after the nodes of the call that used it, and a unit that was reduced
-    as soon as those had run would miss it. So the calls of a unit in one forward begin, for
-    backward, with the first under autocast. A forward that finds casts of an earlier one either
-    shares them (a backward may go through both, and adds their gradients up in the low precision,
-    as in plain torch; its units are reduced when backward ends) or, where no earlier forward is
-    still to come back, has them dropped.
+    Autograd runs nodes in reverse order of creation, so the node of a cast runs after everything
+    that was created after the cast. If an earlier call made the cast, even one under `no_grad`, the
+    gradient reaches the parameter only after the nodes of the call that used it, and a unit reduced
+    right after those would miss it. So for backward, the calls of a unit in one forward count from
+    the first one under autocast. A forward that finds casts of an earlier one either shares them or
+    drops them. It shares them if an earlier forward has yet to run backward: one backward may go
+    through both, which sums their gradients in the low precision, as in plain torch, and its units
+    are reduced when backward ends. Otherwise it drops them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def in_autocast() -> bool:
-    """Whether an autocast is entered here; a disabled one too, inside which the cache lives on."""
+    """Whether the caller is inside an autocast context; a disabled one, too, keeps the cache."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0 or torch._C._is_any_autocast_enabled()
 
 
 def outside_modes() -> AbstractContextManager[object]:
-    """Around operations that nobody's dispatch mode is to see; checkpoints count them."""
+    """Context that hides operations from dispatch modes, such as checkpoints that count them."""
     modes: AbstractContextManager[object] = nullcontext()
     if torch._C._len_torch_dispatch_stack():
         modes = _disable_current_modes()
@@ -37,7 +37,7 @@ def outside_modes() -> AbstractContextManager[object]:
 
 
 class CastCache:
-    """What a model knows of autocast's cache, which torch does not let anybody look into."""
+    """Finds out whether autocast's cache was cleared; torch offers no way to inspect it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type
@@ -48,11 +48,12 @@ class CastCache:
         self._since = 0
 
     def shared_by(self, start: int, newest_open: int | None) -> bool:
-        """Whether a forward will use casts of earlier ones. Drops them where none needs to share.
+        """Whether a forward will use casts of earlier ones. Clears the cache if none has to share.
 
         Args:
-            start: of the forward, in the root's time.
-            newest_open: start of the newest call whose backward has not begun; None: there is none.
+            start: of the forward, by the root's clock.
+            newest_open: start of the newest call whose backward has not begun; None if there is
+                none.
         """
         if not self._is_cleared():
             if newest_open is not None and newest_open >= self._since:
@@ -63,22 +64,25 @@ class CastCache:
         return False
 
     def drop(self) -> None:
-        """A unit is freed in a forward without autograd: its casts would add up to a model."""
+        """Clear the cache when a unit is freed in a forward without autograd.
+
+        Otherwise the casts of all units would add up to a copy of the model.
+        """
         torch.clear_autocast_cache()
         self._is_cleared()
 
     def _is_cleared(self) -> bool:
-        """Whether the cache was emptied since the last time this was asked."""
+        """Whether the cache was cleared since the last call."""
         cast = self._cast_of_leaf()
         is_cleared = cast is not self._cast
         self._cast = cast
         return is_cleared
 
     def _cast_of_leaf(self) -> torch.autograd.graph.Node:
-        """The node of the cast that the cache has of a leaf of our own, or gets now.
+        """The autograd node of the cached cast of our own leaf; makes the cast if there is none.
 
-        The product has no element, is seen by nobody's dispatch mode (selective checkpointing
-        counts operations) and saves nothing for backward (checkpoints count that).
+        The product has no elements, is hidden from dispatch modes (selective checkpointing counts
+        operations) and saves nothing for backward (checkpoints count saved tensors).
         """
         dtype = torch.get_autocast_dtype(self._device_type)
         with (

@@ -1,7 +1,7 @@
-"""What is looked at before the first forward of a model, and never again.
+"""Checks before the first forward of a model only.
 
-Values that a load brings (`param_init_fn="later"`), and prefetch lists that were made when their
-units did not belong to one model yet.
+They cover values that a load should have brought (`param_init_fn="later"`), and prefetch lists set
+before their units belonged to one model.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from layerzero.runtime.unit import Unit
 
 
 def await_values(units: Sequence[Unit], buffers: Sequence[AwaitedBuffer]) -> None:
-    """Have the first forward look whether all values of one `ZeRO3` call are there."""
+    """Have the first forward check that all values of one `ZeRO3` call have been loaded."""
     for unit in units:
         unit.await_values(buffers if unit is units[0] else ())
 
 
 def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
-    """Refuse a forward of a model that misses something. Collective where values are awaited.
+    """Check a model before its first forward. Collective if any unit awaits values.
 
     Args:
         every: the units of the model.
 
     Raises:
-        RuntimeError: on every rank: parameters or buffers have no values yet.
+        RuntimeError: on every rank, if a parameter or buffer has no value yet.
         ValueError: a prefetch list names units of another model.
     """
     for unit in every:

@@ -1,8 +1,8 @@
-"""CastWatch: finds the casts of a model's leaves among what autograd saves under torch.autocast.
+"""CastWatch: finds casts of unsharded parameters among the tensors autograd saves under autocast.
 
-By hooks on what autograd saves, below which nothing else changes. What is not found keeps its
-memory, as in plain torch: casts of frozen parameters, which have no graph that leads to them, those
-inside a compiled graph, and those that the user's own code made and holds.
+It uses saved-tensor hooks, which change nothing else. Casts that it does not find keep their
+memory, as in plain torch: those of frozen parameters (no graph leads to them), those inside a
+compiled graph, and those that the user's own code made and holds.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class CastWatch:
-    """Finds casts of a model's leaves among what autograd saves in forward."""
+    """Finds casts of a model's unsharded parameters among the tensors autograd saves in forward."""
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._units = units
         self._device = device
         self._owners: dict[int, tuple[nn.Parameter, Unit]] = {}
         self._fresh: dict[bool, int] = {}
-        """How many references to a cast, of which a view was saved or not, are our own."""
+        """References to a cast that nobody else holds, by whether a view of it was saved."""
         self._is_counting = False
 
     def watching(self) -> AbstractContextManager[object]:
-        """Around a forward call under autocast."""
+        """Context around a forward call under autocast."""
         are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         if not torch.is_grad_enabled() or not are_allowed:
             return _NOTHING
@@ -75,7 +75,7 @@ class CastWatch:
             )
 
     def _count_own_references(self) -> None:
-        """Let products save a cast that nobody else can hold, and a view of another."""
+        """Measure `_fresh`, with products that save a cast nobody else holds, and a view of one."""
         device = self._device
         self._is_counting = True
         with outside_modes(), torch.inference_mode(False), torch.enable_grad():
@@ -92,7 +92,7 @@ class CastWatch:
         self._is_counting = False
 
     def note(self, saved: torch.Tensor) -> None:
-        """A tensor in low precision is saved: perhaps a cast of a leaf, or a view of one."""
+        """Autograd saves a low-precision tensor; register it if it is, or views, a cast of ours."""
         is_view = saved._is_view()
         cast = saved._base if is_view else saved
         node = None if cast is None else cast.grad_fn
@@ -109,12 +109,12 @@ class CastWatch:
         if known is not None and known.is_of(cast):
             return
         if sys.getrefcount(cast) <= self._fresh.get(is_view, 0):
-            # Else somebody holds it who may use it when the unit is not full.
+            # Otherwise the user's code holds it, and may read it while the unit is sharded.
             unit.saved_casts[id(cast)] = SavedCast(cast, leaf)
 
 
 class _Pack:
-    """What a saved tensor is replaced by: what the hooks around make of it, or itself."""
+    """Pack hook: notes the tensor, then applies the surrounding pack hook, if any."""
 
     def __init__(self, watch: CastWatch, outer: Callable[[torch.Tensor], Any] | None) -> None:
         self.watch = watch
@@ -127,7 +127,7 @@ class _Pack:
 
 
 def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-    # Hooks switch off autograd's own check.
+    # Saved-tensor hooks disable autograd's own version check.
     saved, version = packed
     if saved._version != version:
         raise RuntimeError(

@@ -1,13 +1,13 @@
-"""ExecOrderRecorder: which unit comes next, learnt from earlier passes. Pure Python, no torch.
+"""ExecOrderRecorder: predicts the next unit from earlier passes. Pure Python, no torch.
 
-A pass is one forward or one backward; its *kind* says which orders it can be compared with (for a
-forward: the module called, training or eval; for a backward: the forward it belongs to). Several
-orders are kept for each kind, so that branches and modes live side by side. While a pass runs,
-the orders that agree with it so far are the candidates, and the next unit is known only as long as
-all candidates agree. Hence a prediction is never a guess between two branches; an unseen order
-simply has no predictions and is recorded. An order that was not seen for many passes of its kind
-is dropped, so that one odd pass does not stand in the way for ever. All of it depends on the
-sequence of visits alone: ranks that take the same path predict, and prefetch, the same.
+A pass is one forward or one backward. Its *kind* determines which orders it is compared with (for
+a forward: the module called, training or eval; for a backward: the order of its forward). Several
+orders are kept for each kind, so that branches and modes coexist. While a pass runs, the orders
+that match it so far are the candidates, and the next unit is predicted only while all candidates
+agree. So a prediction never guesses between two branches, and an unseen order has no predictions
+and is recorded. An order that was not seen for many passes of its kind is dropped, so that one odd
+pass does not block predictions for ever. Everything depends only on the sequence of visits: ranks
+that take the same path predict, and prefetch, alike.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ExecOrderRecorder:
     def __init__(self, max_kinds: int = 64, max_age: int = 32) -> None:
         """
         Args:
-            max_kinds: kinds remembered; the least recently seen one makes room.
-            max_age: passes of its kind after which an order that was not seen again is dropped.
+            max_kinds: number of kinds kept; the least recently seen one is dropped.
+            max_age: passes of its kind after which an order not seen again is dropped.
         """
         self._max_kinds = max_kinds
         self._max_age = max_age
@@ -41,11 +41,11 @@ class ExecOrderRecorder:
 
     @property
     def is_first(self) -> bool:
-        """Whether no order was known for the kind of the open pass when it began."""
+        """Whether no order was recorded for the kind of the open pass when it began."""
         return self._is_first
 
     def begin(self, kind: Hashable) -> None:
-        """Start a pass. One pass at a time."""
+        """Start a pass. Only one pass can be open."""
         assert self._kind is None, f"a pass of kind {self._kind} is still open"
         self._kind = kind
         self._trace = []
@@ -61,7 +61,7 @@ class ExecOrderRecorder:
         ]
 
     def predict(self, depth: int) -> list[int]:
-        """The next units, at most `depth`, as far as all matching orders agree."""
+        """The next units, at most `depth`, as far as all candidates agree."""
         if not self._candidates:
             return []
         first, *others = self._candidates
@@ -75,7 +75,7 @@ class ExecOrderRecorder:
         return predicted
 
     def end(self) -> Order:
-        """Finish the pass and remember its order."""
+        """Finish the pass, record its order and return it."""
         assert self._kind is not None, "no pass is open"
         order = tuple(self._trace)
         self._known.setdefault(self._kind, _Orders()).note(order, self._max_age)
@@ -86,19 +86,19 @@ class ExecOrderRecorder:
         return order
 
     def abort(self) -> None:
-        """Drop the open pass, if any; what was learnt before stays."""
+        """Drop the open pass, if any; recorded orders stay."""
         self._kind = None
         self._trace = []
         self._candidates = []
         self._is_first = False
 
     def orders(self, kind: Hashable) -> list[Order]:
-        """The orders remembered for a kind."""
+        """The orders recorded for a kind."""
         return list(self._known[kind].last_seen) if kind in self._known else []
 
 
 class _Orders:
-    """The orders of one kind, each with the number of the pass that last had it."""
+    """The orders of one kind, each with the number of the pass that last followed it."""
 
     def __init__(self) -> None:
         self.num_passes = 0

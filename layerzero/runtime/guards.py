@@ -1,7 +1,7 @@
-"""What a module with sharded parameters refuses, or does in a way that keeps them sharded.
+"""Guards on modules with sharded parameters: copying fails, conversions keep parameters sharded.
 
-Attributes of the instance, as the methods that hooks.py wraps: a module that shares its class with
-others is none of ours.
+Guards are attributes of the instance, like the methods that hooks.py wraps, so other modules of the
+same class are not affected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def refuse_copies(name: str) -> NoReturn:
-    """Two modules would share what belongs to one: hooks, pieces, the unit itself.
+    """Refuse to copy: two modules would share hooks, sharded parameters and the unit.
 
     Raises:
         NotImplementedError: always.
@@ -36,7 +36,7 @@ def refuse_copies(name: str) -> NoReturn:
 
 
 def refuse_export(label: str) -> NoReturn:
-    """What records a forward would record gathers, and parameters that have no memory afterwards.
+    """Refuse to trace: the trace would contain gathers, and parameters whose memory is freed.
 
     Raises:
         NotImplementedError: always.
@@ -63,30 +63,30 @@ def install(module: nn.Module) -> None:
             _check_conversion(part, convert)
         return _convert(guarded, convert, recurse)
 
-    # What copy, deepcopy and pickle ask of an object.
+    # Called by copy, deepcopy and pickle.
     module.__dict__["__getstate__"] = refuse_state
-    # What to(), half(), cuda() and the like call.
+    # Called by to(), half(), cuda() and the like.
     module.__dict__["_apply"] = apply
 
 
 def add_name(module: nn.Module, name: str, unit: Unit) -> None:
-    """This parameter of a guarded module is one of `unit`."""
+    """Register a parameter of a guarded module as one of `unit`."""
     module.__dict__.setdefault(_NAMES, {})[name] = unit
 
 
 def units_of(module: nn.Module) -> set[Unit]:
-    """Whose parameters a module shows, without those inside it."""
+    """Units whose parameters the module itself shows; modules inside it do not count."""
     return set(module.__dict__.get(_NAMES, {}).values())
 
 
 def remove(module: nn.Module) -> None:
-    """The module has no sharded parameters any more."""
+    """Remove the guards of a module that has no sharded parameters any more."""
     for name in (_NAMES, "__getstate__", "_apply"):
         module.__dict__.pop(name, None)
 
 
 def _sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What the slots show now, be it pieces or full ones."""
+    """Our parameters on the module by name, in the form they have now: sharded or unsharded."""
     parameters = module._parameters
     return {
         name: parameter
@@ -110,9 +110,9 @@ def _check_conversion(module: nn.Module, convert: _Convert) -> None:
 
 
 def _convert(module: nn.Module, convert: _Convert, recurse: bool) -> nn.Module:
-    """What the module's class does, with sharded parameters that stay the objects they are.
+    """`_apply` of the module's class, but sharded parameters stay the same objects.
 
-    torch may swap every parameter for a new one (torch.__future__), and the new one has no mark.
+    torch may replace every parameter by a new object (torch.__future__), which would lack our mark.
     """
     sharded = _sharded_parameters(module)
     for name in sharded:

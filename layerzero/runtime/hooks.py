@@ -1,10 +1,10 @@
-"""Where the engine hears of a step: around module methods, and on the autograd graph.
+"""Connects the engine to a step: wraps module methods, and hooks outputs in the autograd graph.
 
 Methods are wrapped on the instance instead of using module hooks, because the engine must see
-exceptions (module hooks are skipped on KeyboardInterrupt) and other methods than `forward`. The
-call object is a local of the wrapper, so several calls of one unit never share bookkeeping; its
-backward hooks sit on the outputs' nodes in the graph and do not care what happens to the output
-tensors afterwards.
+exceptions (module hooks are skipped on KeyboardInterrupt) and methods other than `forward`. The
+call object is a local variable of the wrapper, so calls of one unit never share bookkeeping. Its
+backward hooks are on the outputs' nodes in the graph, so it does not matter what happens to the
+output tensors afterwards.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from layerzero.runtime.unit import Unit
 Method = Callable[..., Any]
 
 _LAZY = frozenset({GeneratorType, map, filter, zip})
-"""What runs a module's code after its forward has returned."""
+"""Types of results that run the module's code after its forward has returned."""
 
 _INSTALLED = "_layerzero_installed"
-"""Of a module: by name what was there before, if anything, and our method."""
+"""Attribute of a module: maps each method name to the former method, or None, and ours."""
 
 
 def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
     """Make every call of `module`, compiled or not, a forward call of `unit`.
 
     Args:
-        casts: inputs and outputs, as the unit's mixed precision says.
+        casts: whether to cast inputs and outputs by the unit's mixed precision.
     """
     if type(module).compile is nn.Module.compile:
         _install_on_compile(module, unit, casts)
@@ -51,7 +51,7 @@ def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
 
 
 def _install_on_compile(module: nn.Module, unit: Unit, casts: bool) -> None:
-    """What `module.compile()` compiles from now on is what runs inside the calls of `unit`."""
+    """Make `module.compile()` compile only what runs inside the calls of `unit`."""
     module_ref = weakref.ref(module)
     compile_inside = module.__dict__.get("compile")
     call_impl = module.__dict__.get("_call_impl")
@@ -60,7 +60,7 @@ def _install_on_compile(module: nn.Module, unit: Unit, casts: bool) -> None:
     def compile_and_install(*args: Any, **kwargs: Any) -> None:
         module = module_ref()
         assert module is not None, "else nobody could call its method"
-        if compile_inside is not None:  # another unit's calls are this module's, too
+        if compile_inside is not None:  # The module is wrapped for another unit, too.
             compile_inside(*args, **kwargs)
         else:
             inside = call_impl or nn.Module._call_impl.__get__(module)
@@ -75,12 +75,12 @@ def install(
 ) -> None:
     """Make `module.name(...)` a forward call of `unit`.
 
-    A call inside a running call of the unit is part of that one.
+    A call inside a running call of the unit belongs to that one.
 
     Args:
-        is_entry: False for modules inside the unit. Their calls are only the unit's when it does
-            not show its full parameters already, that is, when they are called directly.
-        casts: inputs and outputs, as the unit's mixed precision says.
+        is_entry: False for modules inside the unit. Their calls count as calls of the unit only if
+            it does not show its unsharded parameters, that is, when they are called directly.
+        casts: whether to cast inputs and outputs by the unit's mixed precision.
     """
     method = _method_of(module, name)
 
@@ -96,7 +96,8 @@ def install(
 
 
 def _put(module: nn.Module, name: str, method: Method) -> None:
-    """Not by setattr: what `torch.compile(module)` returns hands that on to the module inside."""
+    """Replace a method, bypassing setattr, which the result of `torch.compile(module)` forwards to
+    the module inside."""
     installed = module.__dict__.setdefault(_INSTALLED, {})
     before = installed[name][0] if name in installed else module.__dict__.get(name)
     installed[name] = (before, method)
@@ -104,13 +105,13 @@ def _put(module: nn.Module, name: str, method: Method) -> None:
 
 
 def patched_methods(module: nn.Module) -> list[str]:
-    """Methods that somebody put in the place of ours."""
+    """Names of our methods that other code has replaced since."""
     installed = module.__dict__.get(_INSTALLED, {})
     return [name for name, (_, ours) in installed.items() if module.__dict__.get(name) is not ours]
 
 
 def uninstall(module: nn.Module) -> None:
-    """Put back what was there before any of ours; a module that was compiled is no longer."""
+    """Restore the methods from before wrapping; a compiled module is no longer compiled."""
     for name, (before, _) in module.__dict__.pop(_INSTALLED, {}).items():
         if before is None:
             module.__dict__.pop(name, None)
@@ -119,7 +120,7 @@ def uninstall(module: nn.Module) -> None:
 
 
 def _method_of(module: nn.Module, name: str) -> Method:
-    """`module.name`, without a reference to the module where it can be had."""
+    """`module.name`, without a reference to the module if possible."""
     method: Method | None = module.__dict__.get(name)
     if method is not None:
         return method
@@ -136,7 +137,12 @@ def _method_of(module: nn.Module, name: str) -> Method:
 def _bind_late(
     function: Method, module_ref: Callable[[], nn.Module | None], name: str | None
 ) -> Method:
-    """`name`: look it up on the class at each call, for libraries that patch classes."""
+    """`function` bound at each call.
+
+    Args:
+        name: look it up on the class at each call instead, for libraries that patch classes; None:
+            `function` is not the class's own.
+    """
 
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +158,7 @@ def _call(
 ) -> Any:
     for owner in unit.tied_owners:
         if not owner.shows_unsharded:
-            # A tied parameter lives in a unit around this one that was not called.
+            # A tied parameter belongs to a unit that was not called: make this its call, too.
             inside = functools.partial(_call, unit, method)
             return _call(owner, inside, (args, kwargs, casts), {}, casts)
     if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
@@ -178,7 +184,7 @@ def _call(
             outputs = cast_floating(outputs, unit.output_dtype)
     except BaseException as error:
         if call is not None:
-            explain(error)  # while modules show what they showed
+            explain(error)  # Before `abandon_call` changes what modules show.
             root.abandon_call(call, error)
         raise
     root.end_call(call)
@@ -190,7 +196,7 @@ def _call(
 
 
 class _End:
-    """What a generator returned."""
+    """The return value of a generator."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -204,7 +210,7 @@ def _advance(lazy: Any, sent: Any) -> Any:
 
 
 def _step_by_step(unit: Unit, lazy: Any, casts: bool) -> Generator[Any, Any, Any]:
-    """A forward that goes on as its results are asked for: each step is a call of the unit."""
+    """A forward that runs while its results are consumed: each step is a call of the unit."""
     sent = None
     while True:
         value = _call(unit, _advance, (lazy, sent), {}, casts)
@@ -213,12 +219,12 @@ def _step_by_step(unit: Unit, lazy: Any, casts: bool) -> Generator[Any, Any, Any
         sent = yield value
 
 
-# Where a graph is traced through the call of another unit, it ends before and goes on after.
+# A graph break: torch.compile of an outer module stops before a unit's call and resumes after it.
 _call_uncompiled = _disable_dynamo(_call)
 
 
 def _watch_gradients(outputs: Any, call: ForwardCall) -> None:
-    """Tell the root when the gradient of any output arrives."""
+    """Call `on_output_gradient` when the gradient of any output arrives."""
 
     def on_output_gradient(_: torch.Tensor) -> None:
         root_of(call.unit).backward.on_output_gradient(call)
@@ -231,7 +237,7 @@ def _watch_gradients(outputs: Any, call: ForwardCall) -> None:
 def run_in_float32(module: nn.Module) -> None:
     """Cast inputs of a module in a low-precision unit to float32, and its outputs back.
 
-    Back to what the last input was that had to be cast, as FSDP1 does; without one they stay.
+    Outputs get the dtype of the last input that was cast, as in FSDP1; if none was, they stay.
     """
     method = _method_of(module, "forward")
 

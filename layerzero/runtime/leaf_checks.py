@@ -1,14 +1,14 @@
-"""What a model does to its full parameters that would be lost without a word.
+"""Detects changes to unsharded parameters that would be lost silently.
 
-Full parameters are copies, freed after use. Some things that plain torch allows leave no trace in
-the pieces, and are refused at the end of the forward, or at the beginning of the next one:
+Unsharded parameters are copies, freed after use. Some things that plain torch allows never reach
+the sharded parameters; they raise at the end of the forward, or at the beginning of the next one:
 
 - A write in forward: `nn.Embedding(max_norm=...)`, a clamp, a codebook that follows its inputs.
-  Versions tell, but for writes through `.data`: for these the first training forward is looked at
-  more closely, bit by bit.
-- A parameter that takes the place of a full one in forward (`self.w = nn.Parameter(...)`).
-- A gradient that comes to a unit though no output of its calls had one: a tensor left the unit
-  another way (a hook that keeps an activation), and nothing else led back in.
+  Version counters show it, except for writes through `.data`; to find those, the first training
+  forward also compares sums of the bits.
+- A parameter assigned over an unsharded one in forward (`self.w = nn.Parameter(...)`).
+- A gradient for a unit none of whose outputs had one: a tensor left the unit another way (a hook
+  that keeps an activation), and backward did not enter the unit through any output.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LeafChecks:
-    """Looks at the full parameters of all units of a model, once before and after its forward."""
+    """Checks the unsharded parameters of all units of a model before and after each forward."""
 
     first_forward: FirstForward | None
-    """Until the first training forward has ended."""
+    """None once the first training forward has ended."""
 
     def __init__(self, context: RuntimeContext, units: Sequence[Unit]) -> None:
         self._context = context
@@ -46,10 +46,10 @@ class LeafChecks:
         return [leaf._version for _, leaf in self._copies]
 
     def before_forward(self) -> None:
-        """A forward of the model begins, and no backward is under way.
+        """Check before a forward of the model, outside backward.
 
         Raises:
-            RuntimeError: a leaf has a gradient that no reduction has taken.
+            RuntimeError: an unsharded parameter has a gradient that no reduction has taken.
         """
         for leaf in self._leaves:
             if leaf.grad is not None:
@@ -72,7 +72,7 @@ class LeafChecks:
         )
 
     def after_forward(self) -> RuntimeError | None:
-        """The outermost forward has ended; what is wrong with it."""
+        """Check after the outermost forward; returns the error to raise, or None."""
         if self._context.replaced:
             replaced = self._context.take_replaced()
             return RuntimeError(
@@ -100,7 +100,7 @@ class LeafChecks:
 
 
 class FirstForward:
-    """Sums the bits of full parameters around each call of their unit."""
+    """Sums the bits of unsharded parameters before and after each call of their unit."""
 
     def __init__(self) -> None:
         self.was_training = False
@@ -108,13 +108,13 @@ class FirstForward:
         self._pairs: list[tuple[Unit, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def begin_call(self, unit: Unit) -> None:
-        """Its full parameters are there, and no call of it is running."""
+        """The unit is unsharded, and its outermost call is about to run."""
         if torch.is_grad_enabled() and unit.module.training:
             self.was_training = True
             self._before[unit] = _digests(unit)
 
     def end_call(self, unit: Unit) -> None:
-        """Its last running call has ended, and its full parameters are still there."""
+        """The outermost call of the unit has ended, and the unit is still unsharded."""
         before = self._before.pop(unit, None)
         if before is not None:
             self._pairs.append((unit, before, _digests(unit)))
@@ -132,13 +132,13 @@ class FirstForward:
 
 
 def _is_main_memory(handle: FlatParamHandle) -> bool:
-    """Whether full parameters are what the optimizer updates: writes stay, as in plain torch."""
+    """Whether unsharded parameters are the optimizer's memory: writes stay, as in plain torch."""
     return handle.is_whole and not handle.has_compute_shard
 
 
 def _digests(unit: Unit) -> list[torch.Tensor]:
-    """For each flat parameter [number of parameters], int64: sums of the bits of each."""
-    # No user's dispatch mode sees it: selective checkpointing counts operations.
+    """For each flat parameter, the sum of the bits of each parameter: [num_parameters], int64."""
+    # Hidden from dispatch modes: selective checkpointing counts operations.
     with _disable_current_modes(), torch.no_grad():
         return [_digest(handle) for handle in unit.handles if not _is_main_memory(handle)]
 

@@ -1,9 +1,9 @@
-"""Says so in the error when the line that failed used a piece where a parameter was meant.
+"""Extends an error message if the failing line used a sharded parameter like a full one.
 
-Torch's own text tells of shapes alone. Looked for only once something was raised: the expressions
-of the failing lines are followed through modules and local variables, and nothing is called. Errors
-inside a call of a unit are met there (hooks.py); others when nobody catches them, by
-`sys.excepthook`, since whatever would see them earlier costs every operation on a parameter.
+torch's own message names only shapes. The search runs after an error: it resolves the expressions
+of the failing lines through modules and local variables, and calls nothing. Errors inside a call of
+a unit are handled there (hooks.py). Others are handled if uncaught, by `sys.excepthook`; anything
+earlier would cost time in every operation on a parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOOK = "_layerzero_hook"
 
 
 def explain(error: BaseException) -> None:
-    """Name the pieces that the failing lines used, if there are any, in the error's own text."""
+    """Append the sharded parameters that the failing lines used, if any, to the error's text."""
     if not isinstance(error, (RuntimeError, ValueError, IndexError, TypeError)):
         return
     if hasattr(error, _EXPLAINED) or not (error.args and isinstance(error.args[0], str)):
@@ -54,7 +54,7 @@ def explain(error: BaseException) -> None:
 
 
 def explain_uncaught() -> None:
-    """From now on errors that end the process are explained as well, whatever hook prints them."""
+    """Explain uncaught errors, too, before the current `sys.excepthook` prints them."""
     print_error = sys.excepthook
     if hasattr(print_error, _HOOK):
         return
@@ -83,7 +83,7 @@ def _pieces_used_at(traceback: TracebackType) -> Iterator[nn.Parameter]:
 
 
 def _lines(code: CodeType, traceback: TracebackType) -> range:
-    """Of the expression that failed; Python before 3.11 knows its first line alone."""
+    """Lines of the expression that failed; Python before 3.11 gives only the first."""
     first = last = traceback.tb_lineno
     if hasattr(code, "co_positions"):
         positions = list(code.co_positions())[traceback.tb_lasti // 2]
@@ -92,9 +92,9 @@ def _lines(code: CodeType, traceback: TracebackType) -> range:
 
 
 def _step(value: Any, name: str) -> Any:
-    """An attribute or item, without running code of the value's class."""
+    """An attribute or item of `value`, without running code of its class."""
     if isinstance(value, nn.Module):
-        module = value.__dict__.get("_wrapped", value)  # of a wrapper
+        module = value.__dict__.get("_wrapped", value)  # The module inside a wrapper.
         if module is not value and name == "module":
             return module
         if name.startswith("-") and int(name) >= -len(module._modules):

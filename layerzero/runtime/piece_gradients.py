@@ -1,7 +1,7 @@
-"""Tells of gradients that autograd computes for pieces, and not for full parameters.
+"""Warns when autograd computes a gradient for a sharded parameter instead of the unsharded one.
 
-A penalty on `model.parameters()` uses what the model shows between calls: this rank's pieces. Of a
-sum over elements the gradient is right; of a norm, or anything else that needs whole tensors, not.
+A penalty on `model.parameters()` uses what the model shows between calls: sharded parameters. Its
+gradient is right if it is a sum over elements, and wrong if it is a norm or needs whole tensors.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from layerzero.notices import warn_once
 
 
 def watch(pieces: Iterable[nn.Parameter], is_first: bool) -> dict[nn.Parameter, Any]:
-    """Warn once of a gradient of a piece. Costs nothing until there is one.
+    """Warn once if autograd computes a gradient of one of `pieces`. Costs nothing until then.
 
     Returns:
-        By piece what must be kept: autograd holds the node that has the hook weakly.
+        For each of them an object to keep alive: autograd holds the hooked node only weakly.
     """
     return {piece: _watch(piece, is_first) for piece in pieces}
 
@@ -38,7 +38,7 @@ def _watch(piece: nn.Parameter, is_first: bool) -> Any:
 
     def warn(_: object) -> None:
         if is_accumulating():
-            return  # The reduced gradient of a piece that has hooks.
+            return  # The engine delivers a reduced gradient to a parameter with hooks.
         warn_once(
             "gradients of pieces",
             f"{fqn!r} was used outside the forward of its unit, where it is this rank's piece, as "

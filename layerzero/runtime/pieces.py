@@ -1,4 +1,4 @@
-"""Which model a piece belongs to: for functions that get tensors, and not the model they are of."""
+"""Finds the model of a sharded parameter, for functions that receive tensors instead of a model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState, root_of
 
 _roots: WeakSet[RootState] = WeakSet()
-"""Of all models that are alive; a root whose units joined another one has none of its own."""
+"""Roots of all live models. If the units of a root have joined another one, it owns none."""
 
 
 class Owner(NamedTuple):
-    """A piece, and where the other pieces of its flat parameter are."""
+    """A sharded parameter, its model, and the placement of its unit."""
 
     root: RootState
     placement: Placement
@@ -28,7 +28,7 @@ class Owner(NamedTuple):
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank gives the warnings of the model: the first of all that share it."""
+        """Whether this rank issues the model's warnings: it is the first of those that share it."""
         placement = self.placement.data_parallel or self.placement
         return placement.is_first and all(g.is_first for g in self.root.tensor_parallel_groups)
 
@@ -38,7 +38,7 @@ def remember_root(root: RootState) -> None:
 
 
 def owners(root: RootState) -> Iterator[Owner]:
-    """The pieces of one model, unit by unit."""
+    """The sharded parameters of one model, unit by unit."""
     for unit in root.units:
         if root_of(unit) is root:
             for handle in unit.handles:
@@ -47,5 +47,5 @@ def owners(root: RootState) -> Iterator[Owner]:
 
 
 def owner_of_each() -> dict[int, Owner]:
-    """The pieces of all models, by `id`. A pass over all of them: not for every step."""
+    """The sharded parameters of all models, keyed by `id`. Visits all: not for every step."""
     return {id(owner.piece): owner for root in list(_roots) for owner in owners(root)}

@@ -1,8 +1,8 @@
-"""RateLimiter: how many full units, or bytes of them, prefetching may keep resident.
+"""RateLimiter: bounds how many unsharded units, or bytes of them, prefetching keeps resident.
 
-Pure bookkeeping in issue order, the same on every rank, so it never makes ranks disagree and
-never blocks the host. That the count also bounds *device* memory is the unshard stream's doing: it
-waits for the event of the last free before it writes a new full buffer (docs/internals/streams.md).
+It only counts, in the order of issue, which is the same on every rank, so ranks never disagree and
+the host never blocks. The count also bounds *device* memory, because the unshard stream waits for
+the event of the last free before it writes a new full buffer (docs/internals/streams.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RateLimiter:
         self.budget = budget
 
     def admits(self, nbytes: int) -> bool:
-        """Whether a prefetch of `nbytes` fits. A gather that is needed now never asks."""
+        """Whether a prefetch of `nbytes` fits the budget. Gathers needed now are not checked."""
         budget = self.budget
         if budget.max_units is not None and self.num_units + 1 > budget.max_units:
             return False

@@ -1,10 +1,10 @@
-"""Casts of leaves that autograd saved: freed, and made again, with the full parameters.
+"""SavedCast: frees autocast's casts that autograd saved, and remakes them, with their unit.
 
 A matrix product under torch.autocast saves the low-precision cast of its weight until backward.
-Left alone, the casts of all units would add up to a copy of the model by the end of a forward. So
-the memory of a cast goes when its unit is freed, and comes back, with the same bits, when the unit
-is gathered again; the tensor stays, in autocast's cache and in the graph, as leaves do (Note
-[Views outlive storage]). How they are found: cast_watch.py.
+By the end of a forward, the casts of all units would add up to a copy of the model. So the storage
+of a cast is freed with its unit, and filled with the same bits when the unit is gathered again. The
+tensor object stays in autocast's cache and in the graph, as unsharded parameters do (Note
+[Views outlive storage]). cast_watch.py finds the casts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 
 
 class SavedCast:
-    """A cast of one leaf, while anybody holds it."""
+    """A cast of one unsharded parameter, referenced weakly."""
 
     def __init__(self, cast: torch.Tensor, leaf: nn.Parameter) -> None:
         self._ref = TensorWeakRef(cast)
@@ -31,25 +31,25 @@ class SavedCast:
             cast.untyped_storage().resize_(0)
 
     def fill(self) -> bool:
-        """Cast the leaf again, which is full. False: nobody holds the cast any more."""
+        """Make the cast again from the unsharded parameter. False: the cast is gone."""
         cast = self._ref()
         if cast is None:
             return False
         if not cast.untyped_storage().nbytes():
             cast.untyped_storage().resize_(self._nbytes)
-            # Not through the cast: autograd would take it for a change of what it saved.
+            # Through `.data`: otherwise autograd would count it as a change of a saved tensor.
             with torch.no_grad(), torch.inference_mode(False):
                 cast.data.copy_(self._leaf)
         return True
 
 
 def free(casts: dict[int, SavedCast]) -> None:
-    """Free the memory of casts whose leaves are freed."""
+    """Free the memory of casts when their unit is freed."""
     for cast in casts.values():
         cast.free()
 
 
 def fill(casts: dict[int, SavedCast]) -> None:
-    """Make casts anew whose leaves are full again, and forget those that nobody holds."""
+    """Make casts again once their unit is unsharded, and remove those that nobody holds."""
     for key in [key for key, cast in casts.items() if not cast.fill()]:
         del casts[key]

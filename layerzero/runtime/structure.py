@@ -1,11 +1,11 @@
-"""What was in a model's module tree when it was wrapped, and what has changed since.
+"""Structure: the module tree of a model as it was wrapped, and the check that it still is the same.
 
-A module or parameter that comes later is in no unit: nobody gathers it, and its gradients stay on
-the rank that computed them. So every forward of the model, and whatever reads or saves its weights,
-compares first. The comparison is a few passes over dicts in C, by identity; only where these differ
-is the tree walked, and names tell whether a parameter came, went, or is another one. What changes
-no parameter is nobody's business: modules without any, a module around another one that keeps its
-name (`checkpoint_wrapper`, `torch.compile`), what is ignored.
+A module or parameter added later is in no unit: it is never gathered, and its gradients stay on the
+rank that computed them. So every forward of the model, and whatever reads or saves its weights,
+checks the tree first. The check is a few passes over dicts in C, by identity. Only if they differ
+does it walk the tree, and compare names to find parameters added, removed or replaced. Changes that
+concern no sharded parameter are allowed: modules without parameters, a module around another one
+that keeps its name (`checkpoint_wrapper`, `torch.compile`), and ignored ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from layerzero.runtime.unit import Unit, get_unit
 _children_of = itemgetter("_modules")
 _parameters_of = itemgetter("_parameters")
 _END = (None,)
-"""After the last parameter, so that a list that is shorter than expected differs, too."""
+"""Ends the list of parameters, so that a shorter one differs from the expected list, too."""
 
 
 class Ignored:
-    """Modules and parameters of a model that are not ours, by identity and by place.
+    """Ignored modules and parameters of a model, by identity and by name.
 
-    By place as well, because what is ignored may be replaced.
+    By name as well, because an ignored module or parameter may be replaced.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Ignored:
         self._modules = {id(module): weakref.ref(module) for module in modules}
         self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
         self.names: set[str] = set()
-        """Places in the model, once `note_names` was called."""
+        """Their names in the model; `Structure` fills them in."""
 
     def has_module(self, module: nn.Module) -> bool:
         reference = self._modules.get(id(module))
@@ -61,7 +61,7 @@ class Ignored:
 
 
 class Structure:
-    """The tree of one model. Holds what is below the root, and the root weakly."""
+    """The module tree of one model. References the root module weakly, and those below strongly."""
 
     def __init__(self, units: Sequence[Unit], ignored: Ignored) -> None:
         """`units` is the root's list, outermost first."""
@@ -73,13 +73,13 @@ class Structure:
         self._take_snapshot()
 
     def check(self, what: str) -> None:
-        """Refuse a model whose parameters are not those that were wrapped. Not collective.
+        """Check that the parameters are those that were wrapped. Not collective.
 
         Args:
-            what: is about to happen.
+            what: the operation that follows, for the message.
 
         Raises:
-            RuntimeError: a parameter came, went, or was replaced; with all their names.
+            RuntimeError: parameters were added, removed, renamed or replaced; names them.
         """
         if not self._is_same():
             changes = self._changes()
@@ -125,7 +125,7 @@ class Structure:
         )
 
     def _shown_full(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Pieces that leaves stand in for now, with these: of units unsharded by hand."""
+        """Pairs (sharded, unsharded) of units that show unsharded parameters (explicit unshard)."""
         for unit in self._units:
             if unit.shows_unsharded:
                 for handle in unit.handles:
@@ -134,7 +134,7 @@ class Structure:
     # By name --------------------------------------------------------------------------------
 
     def _changes(self) -> str:
-        """What differs, as a part of a sentence; empty where nothing does."""
+        """The differences, as part of a sentence; empty if there are none."""
         leaves = {id(leaf): piece for piece, leaf in self._shown_full()}
         now = {name: leaves.get(id(shown), shown) for name, shown in self._walk()}
         before = self._named
@@ -152,7 +152,10 @@ class Structure:
         return "; ".join(f"{what} {_some(names)}" for what, names in parts.items() if names)
 
     def _modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Every module that is not ignored, once, with its first name; of wrappers the wrapped."""
+        """Every module that is not ignored, once, with its first name.
+
+        A wrapper is replaced by the module inside it.
+        """
         return self._visit(root, "", set())
 
     def _visit(
@@ -192,7 +195,7 @@ class Structure:
                     names.add(clean_name(f"{fqn}.{name}" if fqn else name))
 
     def ignored_now(self) -> Ignored:
-        """What is ignored, as it is after replacements."""
+        """The ignored modules and parameters, including those that replaced others."""
         root = self._root_ref()
         modules, parameters = self.ignored.modules, self.ignored.parameters
         for fqn, module in self._modules(root) if root is not None else ():
@@ -207,6 +210,6 @@ class Structure:
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:
-    """The first few names, and how many more there are."""
+    """The first few names, and the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return f"{list(names[:limit])}{more}"

@@ -1,4 +1,4 @@
-"""summon_full_params: the full parameters, in the dtype of the main weights, for a while."""
+"""summon_full_params: shows full parameters, in the dtype of the main shards, inside a context."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SummonOptions:
 
 @dataclass
 class _Summoned:
-    """One flat parameter while it is full; `parameters` is None where only rank 0 has them."""
+    """One summoned flat parameter; `parameters` is None where only the first rank has them."""
 
     handle: FlatParamHandle
     parameters: list[nn.Parameter] | None
@@ -73,7 +73,7 @@ def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
 
 
 def _refuse_hooks(summoned: list[_Summoned]) -> None:
-    """Full parameters go, and hooks that were put on them with these, silently otherwise."""
+    """Raise for hooks on summoned parameters, which would silently be dropped with them."""
     for entry in summoned:
         for name, parameter in zip(entry.handle.fqns, entry.parameters or (), strict=False):
             hooks_from = kind_of_hooks(parameter)
@@ -105,12 +105,12 @@ def _check_idle(root: RootState, units: list[Unit]) -> None:
 def _check_written(
     root: RootState, units: list[Unit], summoned: list[_Summoned], options: SummonOptions
 ) -> None:
-    """What was put in a parameter's place is its new value. Nothing is written before all is known.
+    """Take over tensors assigned to parameters as new values, and check all before any write.
 
-    Collective with `rank0_only`: the others wait for what the first rank has.
+    Collective with `rank0_only`: the first rank sends its verdict to the others.
 
     Raises:
-        RuntimeError, ValueError: a parameter that is gone, or of another shape.
+        RuntimeError, ValueError: a parameter was removed, or has another shape.
     """
     error: Exception | None = None
     try:
@@ -166,7 +166,7 @@ def _gather(
     if options.rank0_only and not handle.placement.is_first:
         return _Summoned(handle, None)
     if full.untyped_storage().data_ptr() == handle.main_shard.untyped_storage().data_ptr():
-        full = full.clone()  # In a group of one. What is not written back must be gone.
+        full = full.clone()  # In a group of one: changes must be lost unless written back.
     values = _views(handle, full, options)
     grads = None if full_grad is None else _views(handle, full_grad, options)
     parameters = []
@@ -182,12 +182,12 @@ def _gather(
 def _views(
     handle: FlatParamHandle, full: torch.Tensor, options: SummonOptions
 ) -> list[torch.Tensor]:
-    """Every parameter in a gathered buffer, on the CPU if asked."""
+    """Views of all parameters in a gathered buffer; copies on the CPU with `offload_to_cpu`."""
     if not options.offload_to_cpu:
         return [handle.view_of(full, index) for index in range(len(handle.fqns))]
     on_cpu = full.cpu()
-    # A DTensor is copied by itself: torch would send one that is made from a local tensor on the
-    # CPU back to the device of its mesh.
+    # A DTensor is copied separately: made from a local tensor on the CPU, torch would move it back
+    # to the device of its mesh.
     return [
         handle.view_of(on_cpu, index) if split is None else handle.view_of(full, index).cpu()
         for index, split in enumerate(handle.splits)
@@ -247,7 +247,7 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
 
 
 def _flat_of(handle: FlatParamHandle, index: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A full parameter or gradient as it lies in the full buffer."""
+    """A full parameter or gradient as in the full buffer: 1-D, of a DTensor the local tensor."""
     split = handle.splits[index]
     if split is not None:
         tensor = split.localize(tensor, handle.fqns[index])
@@ -256,7 +256,7 @@ def _flat_of(handle: FlatParamHandle, index: int, tensor: torch.Tensor) -> torch
 
 @remembers_failure
 def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
-    """Only rank 0 had the full values: one parameter at a time, so that no rank holds them all."""
+    """Broadcast values that only the first rank has, one parameter at a time to save memory."""
     handle = entry.handle
     pieces = handle.layout.pieces(handle.placement.main_shard_index)
     for index, sharded in enumerate(handle.sharded_params):
@@ -287,7 +287,7 @@ def _send_gradient_from_first(root: RootState, entry: _Summoned, index: int, pie
 
 
 def _set_gradient(sharded: nn.Parameter, full: torch.Tensor | None, piece: Piece) -> None:
-    """Cut this rank's part out of a full gradient, [numel] of the parameter."""
+    """Set `.grad` to this rank's part of `full`, [numel of the original parameter]."""
     part = None if full is None else full[piece.start : piece.stop]
     sharded.grad = None if part is None else part.to(sharded.device, copy=True)
 
@@ -295,6 +295,6 @@ def _set_gradient(sharded: nn.Parameter, full: torch.Tensor | None, piece: Piece
 def _broadcast(
     root: RootState, tensor: torch.Tensor, handle: FlatParamHandle, verb: str, name: str
 ) -> torch.Tensor:
-    """What the first of all ranks has, to all, in place."""
+    """Broadcast from the first of all ranks, in place."""
     groups = handle.placement.groups
     return broadcast_from_first(tensor, groups, partial(root.operations.next, verb, name))

@@ -1,4 +1,4 @@
-"""Other engines around a sharded model, which would take pieces for whole parameters."""
+"""Refuses engines around a sharded model that would take sharded parameters for full ones."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _ADVICE = (
 
 
 class RefusesDistributedDataParallel(Iterable[str]):
-    """Stands where DistributedDataParallel looks for the names that it is to leave alone."""
+    """Put in the attribute from which DistributedDataParallel reads the names to ignore."""
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(f"DistributedDataParallel around a module that ZeRO3 wraps: {_ADVICE}")
 
 
 def install(module: nn.Module) -> None:
-    """Have `DistributedDataParallel(module)` refused, and of a wrapper around it."""
+    """Make `DistributedDataParallel(module)` raise, also for a wrapper around the module."""
     module.__dict__.setdefault(
         "_ddp_params_and_buffers_to_ignore", RefusesDistributedDataParallel()
     )
 
 
 def check_surroundings(pieces: Iterable[nn.Parameter]) -> None:
-    """Refuse a forward inside another engine's that has taken the pieces; cheap where none is.
+    """Refuse a forward inside an engine that manages these parameters; cheap if there is none.
 
     Raises:
-        RuntimeError: DistributedDataParallel has them.
+        RuntimeError: DistributedDataParallel manages them.
         NotImplementedError: a transform of `torch.func` runs the forward.
     """
     around = DistributedDataParallel._active_ddp_module

@@ -1,7 +1,7 @@
-"""Tensors inside what a module takes and returns: find them, or rebuild it with others.
+"""Finds and replaces tensors inside the inputs and outputs of modules.
 
-Containers are tuples (named ones too), lists, mappings and dataclasses, nested in any way. Other
-objects are opaque, but `find_tensors` looks through the attributes of plain ones, `__slots__` too.
+Containers are tuples (also named ones), lists, mappings and dataclasses, nested in any way. Other
+objects are opaque, except that `find_tensors` searches attributes, including `__slots__`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 
 
 def find_tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`; a tensor that stands there twice comes twice."""
+    """Every tensor in `value`; one that occurs twice is yielded twice."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth == 0 or isinstance(value, _LEAVES):
@@ -47,7 +47,7 @@ def _in_slots(value: Any) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with every tensor replaced; shares whatever holds no changed tensor."""
+    """`value` with `function` applied to every tensor; unchanged containers are shared."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, _LEAVES):
@@ -79,7 +79,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in `dtype`."""
+    """`value` with every floating-point tensor cast to `dtype`."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""UnitView: what users see of a unit."""
+"""UnitView: the public interface of a unit."""
 
 from __future__ import annotations
 
@@ -38,37 +38,40 @@ class UnitView:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full parameters while unsharded, in the compute dtype, with padding."""
+        """Bytes of the unsharded parameters, in the compute dtype, padding included."""
         return self._unit.nbytes
 
     @property
     def state(self) -> ShardState:
-        """What is resident now."""
+        """Whether the unit is sharded, gathering or unsharded now."""
         return self._unit.state
 
     @property
     def holds(self) -> Hold:
-        """Why the full parameters stay; `Hold(0)`: they are freed when the unit's turn is over."""
+        """Why the unit stays unsharded; `Hold(0)`: it is freed after its use."""
         return self._unit.holds
 
     def unshard(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters by hand, as `ZeRO3.unshard` does. Collective.
+        """Gather this unit's parameters, as `ZeRO3.unshard` does. Collective over its shard group.
 
         They stay until the end of the unit's next forward or of the next backward, or until
-        `reshard`.
+        `reshard`. Blocks the host only on devices without streams.
+
+        Returns:
+            With `async_op` a handle whose `wait()` shows the parameters; otherwise None.
         """
         return root_of(self._unit).unshard_explicitly(self._unit, async_op)
 
     def reshard(self) -> None:
-        """Free this unit's full parameters. Not collective."""
+        """Free this unit's unsharded parameters. Not collective."""
         self._unit.reshard()
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather these units when this one's forward begins, instead of the recorded next ones."""
+        """Gather these units when this one's forward begins, instead of the predicted ones."""
         self._unit.set_forward_prefetch(self._units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather these units when this one's backward begins, instead of the recorded next ones."""
+        """Gather these units when this one's backward begins, instead of the predicted ones."""
         self._unit.set_backward_prefetch(self._units_of(modules))
 
     def _units_of(self, modules: Sequence[nn.Module]) -> list[Unit]:

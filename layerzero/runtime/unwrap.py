@@ -1,4 +1,4 @@
-"""From units back to plain modules: full parameters in place, nothing of ours on the modules."""
+"""Turns units back into plain modules: puts full parameters in place and removes our attributes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layerzero.runtime.unit import Unit, get_unit, unset_unit
 
 
 def modules_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Every module inside; of wrappers the wrapped one as well."""
+    """Every module inside `module`, including those inside wrappers."""
     for part in module.modules():
         yield part
         unit = get_unit(part)
@@ -26,7 +26,10 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def units_inside(module: nn.Module) -> list[Unit]:
-    """Units of any model that modules inside are, or show parameters of; outermost first."""
+    """Units, of any model, of the modules inside `module` or of parameters they show.
+
+    Outermost first.
+    """
     found: dict[Unit, None] = {}
     for part in modules_of(module):
         unit = get_unit(part)
@@ -37,7 +40,7 @@ def units_inside(module: nn.Module) -> list[Unit]:
 
 
 def nested_ignored(module: nn.Module) -> Ignored:
-    """What the ZeRO3 modules inside `module` ignore."""
+    """The modules and parameters that ZeRO3 modules inside `module` ignore."""
     roots = {
         id(root): root
         for part in module.modules()
@@ -51,13 +54,13 @@ def nested_ignored(module: nn.Module) -> Ignored:
 
 
 def left_units(module: nn.Module) -> list[Unit]:
-    """Units inside whose wrapper is gone, so that they may be wrapped again.
+    """Units inside `module` whose wrapper is gone, so that they may be wrapped again.
 
-    Not those that a wrapper inside `module` holds, or that were wrapped inside it without keeping
-    the wrapper: these are nested, and join what is wrapped around them.
+    Excludes nested units, which join the model wrapped around them: those of a wrapper inside
+    `module`, and those of a module inside it that was wrapped without keeping the wrapper.
 
     Raises:
-        RuntimeError: some belong to a model that is wrapped, and that is not inside `module`.
+        RuntimeError: some belong to a wrapped model that is not inside `module`.
     """
     inside = {id(part) for part in modules_of(module)}
     wrapped = [p for p in module.modules() if (u := get_unit(p)) is not None and u.module is not p]
@@ -85,10 +88,10 @@ def left_units(module: nn.Module) -> list[Unit]:
 def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
     """Gather the parameters of `units` and leave plain modules. Collective over their groups.
 
-    Memory: all of these parameters at once.
+    Every rank then holds all of these parameters at once.
 
     Returns:
-        By the `id` of a piece, the full parameter in its place.
+        The full parameters, keyed by the `id` of the sharded parameters they replace.
 
     Raises:
         RuntimeError: a method of a module was replaced since it was wrapped.
