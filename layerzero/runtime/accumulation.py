@@ -1,6 +1,6 @@
 """Cost model that decides where gradients accumulate when `accumulation="auto"`. No collective.
 
-Two ways to accumulate the gradients of M micro-batches (docs/layered.md):
+Two ways to accumulate the gradients of M micro-batches (docs/reference/layered.md):
 
     unsharded   every rank keeps all gradients in float32, and runs the first hop once
     sharded     every rank keeps its shard after the first hop, and runs that hop M times

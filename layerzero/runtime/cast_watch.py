@@ -70,7 +70,7 @@ class CastWatch:
             _logger.info(
                 "torch.autocast: parameters are gathered and gradients reduced in float32%s; "
                 "MixedPrecision(param_dtype=torch.bfloat16) instead of autocast halves what is "
-                "sent and resident (docs/recipes.md)",
+                "sent and resident (docs/howto/recipes.md)",
                 f", and casts of {frozen} frozen parameters stay until backward" if frozen else "",
             )
 

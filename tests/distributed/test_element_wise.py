@@ -274,9 +274,24 @@ def _groups() -> None:
     _expect(steps((pieces, 0.1)))
     _expect(steps((pieces, 0.1), ([], 0.1)))
     _expect(steps((matrices, 0.1), ([], 0.0)))
-    by_shape = [p for p in pieces if p.ndim >= 2], [p for p in pieces if p.ndim < 2]
-    told = steps((by_shape[0], 0.1), (by_shape[1], 0.0))
-    _expect(told, "weight_decay=0.1 is empty", "decay_groups(model, weight_decay=0.1)")
+
+
+def _all_in_one_group() -> None:
+    """The usual recipe: weight decay for matrices. Pieces have one dimension."""
+    model, _ = _with_gradients()
+    pieces = list(model.parameters())
+    matrices, vectors = [p for p in pieces if p.ndim >= 2], [p for p in pieces if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    with _told() as messages:
+        torch.optim.AdamW(groups, lr=1e-3).step()
+    _expect(messages, "weight_decay=0.1 is empty", "decay_groups(model, weight_decay=0.1)")
+
+
+def test_decay_groups_that_fell_into_one_are_told() -> None:
+    run_ranks(2, _all_in_one_group)
 
 
 def test_groups_by_the_dimensions_of_pieces_are_told() -> None:

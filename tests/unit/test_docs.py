@@ -83,9 +83,7 @@ def test_paths_in_a_page_exist(page: str) -> None:
 
 
 def test_paths_in_sources_exist() -> None:
-    # TODO: runtime/ too, once its two paths of pages are those of today.
-    sources = [name for name in SOURCES if not name.startswith("layerzero/runtime/")]
-    missing = {name: missing_paths((REPOSITORY / name).read_text()) for name in sources}
+    missing = {name: missing_paths((REPOSITORY / name).read_text()) for name in SOURCES}
     assert {name: paths for name, paths in missing.items() if paths} == {}
 
 
