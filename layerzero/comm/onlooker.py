@@ -1,4 +1,4 @@
-"""A thread that looks at an object now and then, for as long as that lives."""
+"""A thread that checks an object periodically, as long as the object lives."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ _T = TypeVar("_T")
 
 
 def look_on(owner: _T, look: Callable[[_T], bool], pause_s: float, name: str) -> threading.Thread:
-    """Call `look(owner)` after each pause, in a thread, until it says False or the owner is gone.
+    """Start a thread that calls `look(owner)` after each pause.
+
+    It ends when `look` returns False, when the owner is deleted, and at exit.
 
     Args:
-        look: holds the owner by no other way than its argument.
+        look: must hold no reference to the owner itself.
     """
     stop = threading.Event()
     # A daemon that holds its owner weakly: it must keep neither process nor model alive. The
-    # finalizer also runs at exit, before the interpreter goes from under the thread.
+    # finalizer also runs at exit, before the interpreter is torn down under the thread.
     weakref.finalize(owner, stop.set)
     thread = threading.Thread(
         target=_run, args=(weakref.ref(owner), look, pause_s, stop), name=name, daemon=True

@@ -1,7 +1,7 @@
-"""The engine's own data movement: pack tensors into a flat buffer, sum parts in order, checksums.
+"""The engine's own ops: pack tensors into a flat buffer, sum parts in order, compute checksums.
 
-All work everywhere through plain torch (reference.py); the library built from csrc/, found in the
-package's folder, makes them fast. `native_status()` says which of the two it is.
+All of them work everywhere in plain torch (reference.py). The native library built from csrc/, if
+it is in the package's folder, makes them fast. `native_status()` returns which of the two runs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from layerzero.ops.segments import ZEROS, Segments
 __all__ = ["ZEROS", "NativeStatus", "Segments", "crc32", "native_status", "ordered_sum_", "pack_"]
 
 STREAMING_NBYTES = 32 << 20
-"""From this size on an output is written past the cache: it would not stay there, and a plain store
-reads each line first. In the cache such stores hurt; benchmarks/bench_pad_copy.py."""
+"""Outputs of this size and above are written with non-temporal stores: they would not stay in the
+cache, and an ordinary store reads each cache line first. Smaller outputs stay in the cache, where
+such stores are slower (benchmarks/bench_pad_copy.py)."""
 
 assert schema.LIBRARY is not None, "the schemas must be there before the kernels are"
 _status = load(Path(__file__).parents[1])
 
 
 def native_status() -> NativeStatus:
-    """Whether the compiled kernels run, and if not, why."""
+    """Return whether the native kernels run, and if not, why."""
     return _status
 
 
@@ -39,18 +40,18 @@ def pack_(
 ) -> torch.Tensor:
     """Fill `out` with `srcs`, laid out by `segs`, cast and scaled in one pass.
 
-    An element is cast(compute(source) * scale) with one rounding, where compute is float64 for
-    float64 sources and else float32; what has no source is 0. Integers and complex numbers move
-    as they are, through plain torch. No autograd; does not block the host.
+    Each element is cast(compute(source) * scale) with one rounding, where compute is float64 for
+    float64 sources and float32 for others; elements without a source are 0. Integers and complex
+    numbers are copied unchanged, in plain torch. No autograd; does not block the host.
 
     Args:
         out: contiguous, `segs.numel` elements, float32, float16, bfloat16 or float64; or any other
-            dtype that all sources have too, with a scale of 1. Written.
-        srcs: all of one of the four dtypes, on out's device, apart from out's memory. A tensor
-            without elements stands for a missing source: zeros. A source is read in row-major order
-            of its shape; one that is neither contiguous nor (on the CPU) a transposed matrix is
-            copied first.
-        nt: write past the cache (CPU); None: for outputs from `STREAMING_NBYTES` on.
+            dtype, if all sources have the same one and `scale` is 1. Written.
+        srcs: all of the same one of the four dtypes, on out's device; must not overlap out. A
+            tensor without elements stands for a missing source, and zeros are written. A source is
+            read in row-major order of its shape; one that is neither contiguous nor (on the CPU) a
+            transposed matrix is copied first.
+        nt: use non-temporal stores (CPU only); None: for outputs of at least `STREAMING_NBYTES`.
 
     Returns:
         `out`.
@@ -75,15 +76,15 @@ def pack_(
 def ordered_sum_(
     out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float = 1.0
 ) -> torch.Tensor:
-    """Write the sum of `parts`, taken in the order of the list, times `scale`, into `out`.
+    """Write the sum of `parts`, added in list order, times `scale`, into `out`.
 
-    Adds in float32 (float64 for float64 parts), multiplies, and rounds once to out's dtype; the
-    result depends on nothing but the values. No autograd; does not block the host.
+    Adds in float32 (float64 for float64 parts), multiplies, and rounds once to out's dtype. The
+    result depends only on the values. No autograd; does not block the host.
 
     Args:
-        out: contiguous, float32, float16, bfloat16 or float64, or complex as all parts; written.
-            May be exactly one of the parts, and must not overlap them otherwise.
-        parts: at least one, each of out's number of elements, all of one of these dtypes.
+        out: contiguous, float32, float16, bfloat16 or float64, or the complex dtype of all parts;
+            written. May be exactly one of the parts, but must not overlap them otherwise.
+        parts: at least one, each with as many elements as out, all of the same one of these dtypes.
 
     Returns:
         `out`.
@@ -100,9 +101,9 @@ def ordered_sum_(
 
 
 def crc32(data: torch.Tensor, value: int = 0) -> int:
-    """The CRC-32 (that of zlib, gzip and PNG) of bytes behind others whose CRC is `value`.
+    """The CRC-32 (as in zlib, gzip and PNG) of `data` appended to bytes whose CRC is `value`.
 
-    Blocks the host, but not its other threads.
+    Blocks the calling thread, but no other thread.
 
     Args:
         data: contiguous uint8, on the CPU.
@@ -115,6 +116,7 @@ def crc32(data: torch.Tensor, value: int = 0) -> int:
 
 
 def _note_written(out: torch.Tensor) -> None:
-    """Autograd notices in-place changes by the version, and a kernel from outside moves none."""
+    """Increment the version of `out`: autograd detects in-place changes by it, and native kernels
+    do not change it. Inference tensors have no version."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)

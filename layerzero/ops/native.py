@@ -1,4 +1,4 @@
-"""The library built from csrc/: where it is, and whether it could be loaded."""
+"""Finds and loads the native library built from csrc/."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class NativeStatus:
-    """What `native_status()` returns."""
+    """Which native kernels are available; `native_status()` returns it."""
 
     native: bool
-    """Whether the CPU kernels run; else plain torch does."""
+    """Whether the native CPU kernels run; otherwise plain torch does."""
     cuda: bool
     """Whether the library has CUDA kernels."""
     reason: str
@@ -21,7 +21,7 @@ class NativeStatus:
 
 
 def load(folder: Path) -> NativeStatus:
-    """Load the library in the package's folder. Never raises: the status says why not."""
+    """Load the library in the package's folder. Never raises: the status gives the reason."""
     found = sorted(folder.glob("_C.*so"))
     if not found:
         return NativeStatus(

@@ -1,12 +1,12 @@
-"""The ops without kernels: what they mean, and what runs where none was built.
+"""The ops in plain torch: their definition, and the fallback where no native kernel was built.
 
     pack_           out = cast(compute(source) * scale), or zeros
     ordered_sum_    out = cast((compute(parts[0]) + parts[1] + ...) * scale)
     crc32           zlib's
 
-compute is float64 for float64 and float32 for the other dtypes; there is one rounding to out's
-dtype, at the end. (From float64 to a 16-bit dtype torch's cast goes through float32, and so do we.)
-A factor of 1 is no multiplication.
+compute is float64 for float64 and float32 for the other dtypes. The result is rounded once to out's
+dtype, at the end. (torch casts float64 to a 16-bit dtype through float32, and so do we.) With a
+scale of 1 nothing is multiplied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that values of `dtype` are scaled and added in."""
+    """The dtype in which values of `dtype` are scaled and added."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -33,7 +33,7 @@ def pack_(
     scale: float,
     nt: bool = False,
 ) -> None:
-    """See `layerzero.ops.pack_`. Reads `segs` on the host, hence waits for a device."""
+    """See `layerzero.ops.pack_`. Reads `segs` on the host, so it blocks until a device is done."""
     check_pack(out, srcs, segs)
     _fill(out, srcs, segs, scale)
 
@@ -41,7 +41,7 @@ def pack_(
 def move_(
     out: torch.Tensor, srcs: Sequence[torch.Tensor], segs: torch.Tensor, scale: float
 ) -> None:
-    """`pack_` for a dtype without arithmetic of its own: integers, complex numbers."""
+    """`pack_` for dtypes that are copied unchanged: integers, complex numbers."""
     if scale != 1.0:
         raise ValueError(f"pack_: {out.dtype} is only moved: expected scale 1, got {scale}")
     check_pack(out, srcs, segs, (out.dtype,))
@@ -76,7 +76,7 @@ def _fill(
     if scale == 1.0:
         torch._foreach_copy_(targets, parts)
     elif compute_dtype(parts[0].dtype) == out.dtype:
-        # Widening is exact, so scaling in place afterwards is the one rounding.
+        # out has the compute dtype: the copy widens exactly, so scaling in place rounds only once.
         torch._foreach_copy_(targets, parts)
         torch._foreach_mul_(targets, scale)
     else:
@@ -91,7 +91,7 @@ def ordered_sum_(out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float)
 
 
 def complex_sum_(out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float) -> None:
-    """`ordered_sum_` of one complex dtype."""
+    """`ordered_sum_` for complex dtypes: parts and out have the same one, which it adds in."""
     check_ordered_sum(out, parts, (out.dtype,))
     _add_up(out, parts, scale, out.dtype)
 
@@ -101,7 +101,8 @@ def _add_up(
 ) -> None:
     _check_memory("ordered_sum_", "part", out, parts, may_be_out=True)
     first = parts[0].detach().reshape(-1)
-    # The sum grows in out where that loses nothing: no temporary of its size.
+    # Sum directly into out, without a temporary, if it has the dtype of the sum and is not the
+    # memory of a part that is still to be read.
     in_place = dtype == out.dtype and all(not _same_memory(out, part) for part in parts[1:])
     if not in_place:
         total = first.to(dtype, copy=True)
@@ -123,7 +124,7 @@ def check_pack(
     segs: torch.Tensor,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> None:
-    """Raise ValueError for what can be seen without reading memory."""
+    """Raise ValueError if arguments do not fit together. Does not read tensor contents."""
     _check_out("pack_", out, dtypes)
     if segs.dtype != torch.int64 or segs.dim() != 2 or segs.shape[0] < 1 or segs.shape[1] != 3:
         raise ValueError(
@@ -139,7 +140,7 @@ def check_pack(
 def check_ordered_sum(
     out: torch.Tensor, parts: Sequence[torch.Tensor], dtypes: tuple[torch.dtype, ...] = DTYPES
 ) -> None:
-    """Raise ValueError for what can be seen without reading memory."""
+    """Raise ValueError if arguments do not fit together. Does not read tensor contents."""
     _check_out("ordered_sum_", out, dtypes)
     if not parts:
         raise ValueError("ordered_sum_: expected at least one part, got none")
@@ -217,7 +218,7 @@ def _check_table(table: list[list[int]], numels: list[int], out_numel: int) -> N
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """[begin, end) of the addresses of a strided tensor that is not empty."""
+    """Address range [begin, end) of a strided, non-empty tensor."""
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -246,7 +247,10 @@ def _check_memory(
 
 
 def _check_storage(op: str, what: str, tensor: torch.Tensor) -> None:
-    """A view outlives its bytes when the storage is resized, and torch itself does not look."""
+    """Raise ValueError if the storage is smaller than the tensor needs.
+
+    A view outlives its bytes when the storage is resized, and torch does not check.
+    """
     if not tensor.numel():
         return
     begin, end = _extent(tensor)

@@ -1,6 +1,6 @@
-"""The schemas of the ops, with the reference as the kernel of every backend that has no own one.
+"""Defines the schemas of the ops; the reference is the kernel of every backend without its own.
 
-The library built from csrc/ adds kernels for CPU and CUDA; where it is, dispatch prefers them.
+The library built from csrc/ adds kernels for CPU and CUDA. If it is loaded, dispatch prefers them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Segments: where each element of a packed buffer comes from, as the int64 table `pack_` reads.
+"""Segments: the int64 table that `pack_` reads, with the source of each element of its output.
 
     rows (source, source offset, destination offset, numel)     rows [S + 1, 3]
     (0, 0, 0, 5)                                                 0, 0,  0
@@ -6,8 +6,8 @@
     (1, 4, 8, 12), of a buffer of 20                             1, 4,  8
                                                                 -1, 0, 20    the sentinel
 
-A row ends where the next one begins, so the destination column is sorted, has no gap and ends at
-the size of the buffer. Offsets count elements.
+A row ends where the next one begins, so the destinations rise, have no gaps and end at the size of
+the buffer. Offsets count elements.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dataclasses import dataclass, field
 import torch
 
 ZEROS = -1
-"""In the place of a source: the row is filled with zeros."""
+"""Used as a source number: fill the row with zeros."""
 _INT64_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """A checked table, made once for a layout; its copies on devices are made once each."""
+    """A checked table, built once for a layout and copied once to each device that uses it."""
 
     table: torch.Tensor
     """[S + 1, 3] int64 on the CPU."""
     numel: int
-    """Elements of the buffer."""
+    """Number of elements of the buffer."""
     ends: tuple[int, ...]
-    """For each source, how many of its elements the table reads from or skips: its least size."""
+    """Minimum number of elements of each source: the largest index read from it, plus one."""
     _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -39,13 +39,13 @@ class Segments:
         """Check rows (source, source offset, destination offset, numel) and fill the gaps.
 
         Args:
-            rows: in rising order of destination; source `ZEROS` fills with zeros. Rows without
+            rows: in rising order of destination; source `ZEROS` writes zeros. Rows without
                 elements are dropped.
-            numel: of the buffer; what no row covers becomes zeros.
+            numel: number of elements of the buffer; those that no row covers become zeros.
 
         Raises:
-            ValueError: a negative or too large number, rows that overlap or do not rise, or more
-                elements than `numel`.
+            ValueError: a number is negative or too large, rows overlap or do not rise, or they end
+                after `numel`.
         """
         if not 0 <= numel <= _INT64_MAX:
             raise ValueError(f"segments: numel must be in [0, 2**63), got {numel}")
@@ -90,10 +90,11 @@ class Segments:
 
     @classmethod
     def concatenate(cls, numels: Sequence[int], alignment: int = 1, multiple: int = 1) -> Segments:
-        """Sources of `numels` one after another, whole, each start a multiple of `alignment`.
+        """Place whole sources of `numels` elements one after another.
 
         Args:
-            multiple: that the buffer's size is padded to.
+            alignment: each start is a multiple of it.
+            multiple: the buffer's size is padded to a multiple of it.
         """
         rows, end = [], 0
         for source, count in enumerate(numels):
@@ -103,7 +104,7 @@ class Segments:
         return cls.build(rows, -(-end // multiple) * multiple)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The table on `device`: copied there at the first call, which blocks the host."""
+        """The table on `device`. The first call for a device copies it, and blocks the host."""
         if device.type == "cpu":
             return self.table
         found = self._on_device.get(device)
@@ -112,9 +113,9 @@ class Segments:
         return found
 
     def check_sources(self, numels: Sequence[int]) -> None:
-        """Raise ValueError unless every source that is not empty is as long as the table needs.
+        """Raise ValueError unless every non-empty source is as long as the table needs.
 
-        For devices: there the table cannot be read without waiting for it.
+        For tables on a device, which the host cannot read without waiting.
         """
         if len(numels) < len(self.ends):
             raise ValueError(
