@@ -1,7 +1,7 @@
 """layerzero: ZeRO-3 on flat parameters for PyTorch.
 
 `ZeRO3(module, ...)` shards a module's parameters, gradients and optimizer state over the ranks of
-a process group. See README.md, and docs/internals/life_of_a_parameter.md for how it works inside.
+a process group. See README.md for its use, docs/internals/life_of_a_parameter.md for how it works.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Training alone needs no files.
+    # Imported on first use: training alone needs no checkpoint code.
     if name == "checkpoint":
         return importlib.import_module("layerzero.checkpoint")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

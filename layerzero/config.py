@@ -1,4 +1,4 @@
-"""What a user can choose: frozen, keyword-only settings, checked when they are made."""
+"""Settings that a user can choose: frozen, keyword-only dataclasses, checked at construction."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import nn
 
 ModuleClasses = tuple[type[nn.Module], ...]
 Accumulation = Literal["sharded", "unsharded", "auto"]
-"""Where micro-batches without gradient synchronization add up."""
+"""Where gradients of micro-batches without gradient synchronization add up."""
 
 
 GradientReduction = Literal["mean", "sum"]
-"""Over the ranks that share the model."""
+"""How gradients are reduced over the ranks that share the model."""
 
 ReshardAfterForward = bool | Literal["compute_shard"]
-"""What is left of a unit between forward and backward: everything (False), what it is gathered from
-(True), or at least a part of it in each shard group ("compute_shard")."""
+"""How much of a unit stays resident between forward and backward: all of it (False), only the
+shards (True), or enough in each shard group to gather it again there ("compute_shard")."""
 
 
 class BackwardPrefetch(enum.Enum):
-    """When the next unit of the backward pass is gathered.
+    """When the backward pass gathers the next unit.
 
     BACKWARD_PRE: before the current unit's gradients are computed, so that the all-gather overlaps
-    with that; one more full unit is resident. BACKWARD_POST: once they are computed and the unit is
-    freed, but before their reduction starts, so that the next unit does not wait for the reduction;
-    less memory. None: when the next unit needs it, after the reduction before it.
+    with that; one more unsharded unit is resident. BACKWARD_POST: after they are computed and the
+    unit is resharded, but before their reduction starts, so that the next unit does not wait for
+    the reduction; needs less memory. None: when the next unit runs, after the reduction before it.
     """
 
     BACKWARD_PRE = "backward_pre"
@@ -39,19 +39,19 @@ class BackwardPrefetch(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
-    """Dtypes of the parts of a step. None keeps what is there.
+    """Dtypes of the parts of a step. None leaves a dtype as it is.
 
     Attributes:
-        param_dtype: dtype of full parameters in forward and backward; the main shards, which the
-            optimizer updates, keep the original dtype.
-        reduce_dtype: dtype in which gradients travel; None means the dtype they were computed in.
-            They are summed in float32 at least, wherever the engine does the sum itself.
-        buffer_dtype: dtype floating-point buffers are cast to at construction.
-        output_dtype: dtype floating-point outputs of the wrapped module are cast to.
+        param_dtype: dtype of unsharded parameters in forward and backward; the main shards, which
+            the optimizer updates, keep the original dtype.
+        reduce_dtype: dtype in which gradients are sent; None: the dtype they were computed in.
+            Where the engine does the sum itself, it sums in float32 at least.
+        buffer_dtype: dtype to which floating-point buffers are cast at construction.
+        output_dtype: dtype to which floating-point outputs of the wrapped module are cast.
         cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
         keep_float32: module classes whose own parameters and buffers stay float32; their inputs
-            are cast to float32 and their outputs back to the dtype that came in.
-        keep_parameters: told a parameter's name, whether it keeps its dtype in forward.
+            are cast to float32, and their outputs back to the dtype of the inputs.
+        keep_parameters: function of a parameter's name; True: it keeps its dtype in forward.
     """
 
     param_dtype: torch.dtype | None = None
@@ -89,11 +89,11 @@ class MixedPrecision:
         return self.param_dtype is not None and isinstance(module, self.keep_float32)
 
     def compute_dtype(self, parameter: str, dtype: torch.dtype, keeps_float32: bool) -> torch.dtype:
-        """What a parameter of `dtype` is in forward.
+        """Dtype in forward of a parameter whose original dtype is `dtype`.
 
         Args:
-            parameter: its name.
-            keeps_float32: whether it belongs to a module that does.
+            parameter: name of the parameter.
+            keeps_float32: whether it belongs to a module that stays float32.
         """
         kept = self.keep_parameters is not None and self.keep_parameters(parameter)
         if kept or not dtype.is_floating_point:
@@ -101,19 +101,19 @@ class MixedPrecision:
         return torch.float32 if keeps_float32 else self.param_dtype or dtype
 
     def input_dtype(self, unit_module: nn.Module) -> torch.dtype | None:
-        """What floating-point inputs of a unit are cast to; None: they stay."""
+        """Dtype to which floating-point inputs of a unit are cast; None: they are not cast."""
         casts = self.cast_forward_inputs and not self.keeps_float32(unit_module)
         return self.param_dtype if casts else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """What lives in host memory between uses; no effect on the CPU. See docs/reference/layered.md.
+    """What is kept in host memory; no effect on the CPU. See docs/reference/layered.md.
 
     Attributes:
-        params: main shards, their gradients and the optimizer's state.
-        grads: gradients that add up over micro-batches.
-        pin_memory: page-lock that memory, for asynchronous copies.
+        params: keep main shards, their gradients and the optimizer's state there.
+        grads: keep gradients there that add up over micro-batches.
+        pin_memory: page-lock the memory, so that copies are asynchronous.
     """
 
     params: bool = False
@@ -123,13 +123,13 @@ class OffloadPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchPolicy:
-    """Which units are gathered before they are asked for.
+    """How units are gathered before they are used.
 
     Attributes:
-        forward: how many units ahead are gathered in forward once the order is recorded.
-        backward: when the next unit of the backward pass is gathered; None: on demand.
-        limit: bound on what prefetching keeps resident: False, True (a default), an int (units) or
-            a string such as "2GB" (bytes).
+        forward: number of units that forward gathers ahead, once the order is recorded.
+        backward: when backward gathers the next unit; None: on demand.
+        limit: bound on the memory of prefetched units: False (none), True (a default), an int
+            (units) or a string such as "2GB" (bytes).
     """
 
     forward: bool | int = True
@@ -148,14 +148,14 @@ class PrefetchPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionPolicy:
-    """How gradients become one over the ranks.
+    """How gradients are reduced over the ranks.
 
     Attributes:
         reduce: "mean" over the group, or "sum".
         accumulation: where micro-batches without gradient synchronization (`no_sync`) add up:
-            "unsharded" before anything is sent, "sharded" after a reduction over the shard group;
-            "auto" decides by what they cost, and logs it.
-        deterministic: sum gradients in rank order, in float32.
+            "unsharded": before anything is sent; "sharded": after a reduction over the shard group;
+            "auto": chosen by memory and traffic, and logged.
+        deterministic: sum gradients in rank order, in float32 at least.
     """
 
     reduce: GradientReduction = "mean"
@@ -180,7 +180,7 @@ class ReductionPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class GatherBudget:
-    """How many full units, or bytes of them, prefetching may keep resident. None: no bound."""
+    """Number, or bytes, of unsharded units that prefetching may keep resident. None: no bound."""
 
     max_units: int | None = None
     max_nbytes: int | None = None
@@ -189,7 +189,11 @@ class GatherBudget:
     def parse(
         cls, value: bool | int | str, *, default_units: int, name: str = "limit_all_gathers"
     ) -> GatherBudget:
-        """Read the `limit_all_gathers` argument: False, True, units (int) or bytes ("512MB")."""
+        """Parse the `limit_all_gathers` argument: False, True, units (int) or bytes ("512MB").
+
+        Raises:
+            ValueError, TypeError: it is none of these; the message names the argument `name`.
+        """
         if value is False:
             return cls()
         if value is True:
@@ -220,7 +224,7 @@ _NBYTES_FACTORS = {
 
 
 def parse_nbytes(text: str) -> int:
-    """Bytes named by a string such as "512MB" or "1.5 GiB"; ValueError when it names none."""
+    """Parse a string such as "512MB" or "1.5 GiB" to bytes. Raises ValueError if it is no size."""
     match = _NBYTES_PATTERN.fullmatch(text)
     nbytes = int(float(match[1]) * _NBYTES_FACTORS[match[2].lower()]) if match else 0
     if nbytes < 1:
@@ -229,7 +233,7 @@ def parse_nbytes(text: str) -> int:
 
 
 def prefetch_depth(value: bool | int, name: str) -> int:
-    """Depth of a prefetch argument: False is 0, True is 1, an int is itself."""
+    """Parse a prefetch depth: False is 0, True is 1, an int is itself. Raises ValueError."""
     if isinstance(value, bool):
         return int(value)
     if not isinstance(value, int) or value < 0:

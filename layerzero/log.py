@@ -1,4 +1,4 @@
-"""The log of what was made: one INFO record a model, on the first rank."""
+"""Logs how a model was wrapped: one INFO record for each model, on the first rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from layerzero.runtime.unit import Unit
 
 _logger = logging.getLogger(__name__)
 _SHOWN = 12
-"""Names that are listed before the rest is counted."""
+"""Number of names that are listed; the rest is only counted."""
 
 
 def log_units(module: nn.Module, root: RootState, is_first: bool) -> None:
-    """Tell what became of a module that was wrapped. Costs nothing where nobody listens."""
+    """Log units, placements, dtypes and prefetching of a model that was just wrapped.
+
+    Returns at once on other ranks than the first, and if level INFO is off.
+    """
     if not is_first or not _logger.isEnabledFor(logging.INFO):
         return
     lines = [_summary(module, root), *_placements(root.units), *_precisions(module, root.units)]
@@ -108,7 +111,7 @@ def _gathering(root: RootState) -> str:
 
 
 def names_text(labels: Sequence[str]) -> str:
-    """Names, the last of them counted where they are many."""
+    """Join names by commas; if there are many, count the last ones."""
     shown = ", ".join(labels[:_SHOWN])
     more = len(labels) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown

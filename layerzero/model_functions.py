@@ -1,4 +1,4 @@
-"""Functions of a wrapped model, or of a module that is a unit: what is no method of `ZeRO3`."""
+"""Public functions that take a wrapped model, or a module that is a unit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from layerzero.runtime.unit_view import UnitView
 
 
 def units(model: nn.Module) -> list[UnitView]:
-    """The units of a wrapped model, in execution order once a forward was recorded.
+    """Return the units of a wrapped model, in execution order once a forward was recorded.
 
-    Each has `.fqn`, `.module`, `.num_parameters`, `.nbytes` (full parameters), `.state`, `.holds`
-    (why it stays full), `unshard` and `reshard`, and the `set_modules_to_*_prefetch` methods.
+    Each has `.fqn`, `.module`, `.num_parameters`, `.nbytes` (unsharded), `.state`, `.holds` (why it
+    stays unsharded), `unshard` and `reshard`, and the `set_modules_to_*_prefetch` methods.
 
     Raises:
         ValueError: `model` is not wrapped.
@@ -23,23 +23,24 @@ def units(model: nn.Module) -> list[UnitView]:
 
 
 def pregather(model: nn.Module, *, wait: bool = True) -> None:
-    """Gather every unit of `model` now; the next forward uses them and gathers nothing.
+    """Unshard every unit of `model` now, so that the next forward gathers nothing.
 
-    Collective over the ranks that share the model, between forward and backward calls. It takes the
-    memory of all full parameters until that forward has used them: each unit is freed when its
-    forward ends, as ever, and gathered again in backward. Weights that change before the forward
-    (an optimizer's step) are gathered again there. Attributes and `parameters()` stay the pieces.
+    Collective over the ranks that share the model; call it outside forward and backward. It needs
+    memory for all unsharded parameters: each unit is resharded when its next forward ends, as
+    usual, and gathered again in backward. If the weights change before that forward (an optimizer
+    step), it gathers them again. Attributes and `parameters()` still show sharded parameters.
 
     Args:
-        model: a ZeRO3 module, or any module that is a unit; with all units inside.
-        wait: the host waits until everything is there, on a device with streams too (with all that
-            was queued on the current stream before), so that a timer which starts next sees no
-            gather. False: there only the stream waits. On CPU the host waits always.
+        model: a ZeRO3 module, or any module that is a unit; units inside it are included.
+        wait: block the host until all gathers are done, also on a device with streams (there with
+            all work queued earlier on the current stream), so that a timer started next measures
+            no gather. False: on a device with streams only the current stream waits; on CPU the
+            host still blocks.
 
     Raises:
         ValueError: `model` is not wrapped.
         RuntimeError: inside forward or backward.
-        CollectiveError: a rank did not come.
+        CollectiveError: a rank did not take part within the timeout.
     """
     unit = get_unit(model)
     if unit is None:
@@ -50,10 +51,10 @@ def pregather(model: nn.Module, *, wait: bool = True) -> None:
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:
-    """Let `model.name(...)` gather parameters as `model(...)` does.
+    """Make `model.name(...)` unshard and reshard parameters as `model(...)` does.
 
     Args:
-        model: a ZeRO3 module or any module that is a unit.
+        model: a ZeRO3 module, or any module that is a unit.
         name: a method of the wrapped module that uses parameters without calling the module.
 
     Raises:

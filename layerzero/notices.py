@@ -1,4 +1,4 @@
-"""What users are told beside errors: each thing once, by one rank."""
+"""Warnings to the user: each is given once, by one rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 _told: set[str] = set()
-"""Keys of warnings that this process has given, or has left to the first rank."""
+"""Keys of warnings that this process has given, or left to the first rank."""
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for all: rank 0 of the default group, or no group at all."""
+    """Whether this process is rank 0 of the default group, or there is no default group."""
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -23,10 +23,10 @@ def warn_once(key: str, message: str, *, is_first: bool | None = None, stackleve
     """Warn on one rank, and only the first time in this process.
 
     Args:
-        key: what makes two warnings the same one.
-        is_first: whether this rank speaks, of a model the first of its group; None: the first rank
-            of all.
-        stacklevel: as for `warnings.warn`: 1 is the caller.
+        key: identifies the warning; it is given once for each key.
+        is_first: whether this rank warns, such as the first of a model's ranks; None: rank 0 of
+            the default group does.
+        stacklevel: as in `warnings.warn`: 1 is the caller of this function.
     """
     if key in _told:
         return
@@ -36,8 +36,8 @@ def warn_once(key: str, message: str, *, is_first: bool | None = None, stackleve
 
 
 def outside() -> int:
-    """The `stacklevel` for which `warn_once`, called where this is, shows the user's line: the
-    first one outside the package."""
+    """The `stacklevel` with which a `warn_once` in the calling function shows the user's line: the
+    first one outside this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back

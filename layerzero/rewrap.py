@@ -1,4 +1,4 @@
-"""rewrap: take in what changed in a model after it was wrapped."""
+"""rewrap: shards a model again after its modules or parameters were changed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from layerzero.zero3 import ZeRO3
 
 
 def rewrap(model: ZeRO3) -> list[str]:
-    """Shard a model anew whose modules or parameters changed after wrapping. Collective.
+    """Shard a model again whose modules or parameters were changed after wrapping. Collective.
 
-    With the arguments the model was wrapped with, and the same wrapper object. A parameter whose
-    unit is laid out as before keeps its piece, the very object, and with it `.grad`, hooks and the
-    state an optimizer has for it; a warning names others that had hooks. Lists of units to
-    prefetch, and recorded orders, start anew.
+    The arguments of the first wrapping apply, and the wrapper object stays the same. A parameter
+    keeps its sharded parameter (the same object, with `.grad`, hooks and optimizer state) if its
+    unit is laid out as before; a warning names the other parameters that had hooks. Prefetch lists
+    and recorded execution orders are reset.
 
-    Every rank gathers the whole model for it, once. What new parameters hold must be equal on all
-    ranks.
+    Every rank gathers the whole model once, so the unsharded model must fit in its memory. New
+    parameters must have equal values on all ranks.
 
     Args:
         model: the outermost ZeRO3 module, between steps.
 
     Returns:
-        Names of the parameters whose pieces are new: no optimizer has these yet. One that held the
-        pieces before them must be made anew.
+        Names of the parameters whose sharded parameters are new. No optimizer has these yet; an
+        optimizer that held the former ones must be created again.
 
     Raises:
-        ValueError: `model` is no outermost ZeRO3 module.
+        ValueError: `model` is not the outermost ZeRO3 module.
         RuntimeError: it is in forward or backward, gradients wait for a backward that synchronizes,
             or methods of modules were replaced after wrapping.
-        NotImplementedError: a module inside has a ZeRO3 of its own, or `step_in_backward` is on.
+        NotImplementedError: a module inside is wrapped by its own ZeRO3, or `step_in_backward` is
+            on.
     """
     unit = get_unit(model)
     if not isinstance(model, ZeRO3) or unit is None or root_of(unit).units[0] is not unit:

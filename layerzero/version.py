@@ -1,3 +1,3 @@
-"""The package's version, in the one place that the build and `layerzero.__version__` read."""
+"""The package's version; the build and `layerzero.__version__` read it here."""
 
 __version__ = "0.1.0"

@@ -1,13 +1,14 @@
-"""A wrapper that shows the module it wraps: attributes, methods, items; and what cannot be copied.
+"""ModuleWrapper: a module that forwards attributes, methods and items to the module it wraps.
 
-What the wrapper and its class define is the wrapper's (hooks on calls, the methods of `ZeRO3` and
-of subclasses of it). All else that a user reads, sets, calls or overrides is the wrapped module's.
+The wrapper has only what it and its class define: hooks on calls, and the methods of `ZeRO3` and
+its subclasses. Everything else that a user reads, sets, calls or overrides is the wrapped module's.
 
 Note [A patched forward]
-    `model.forward = f` replaces what runs inside the calls of the wrapped module, so that `f` sees
-    full parameters, and every way to call the module (`generate`, say) reaches it. What `f` calls
-    as the forward before it is the `model.forward` that was read, the wrapper's own; inside `f`
-    that goes on with the forward before, as `super().forward` would.
+    `model.forward = f` replaces the forward that runs inside calls of the wrapped module, so that
+    `f` sees unsharded parameters, and every way to call the module (such as `generate`) reaches it.
+    A patch usually reads `model.forward` first and calls that from `f`. What it reads is the
+    wrapper's own forward; called inside `f`, that runs the forward which `f` replaced, as
+    `super().forward` would.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _SHARED = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""Dicts of the wrapped module that are the wrapper's, too. Sharing them, instead of holding the
-module as a child, keeps every name the original one at any nesting, with torch's own traversal."""
+"""Dicts that the wrapper shares with the wrapped module. If it held the module as a child instead,
+torch's traversal would put the child's name into every FQN; this way names stay original."""
 
 _METHODS = (
     *("train", "eval", "requires_grad_", "zero_grad", "share_memory", "_apply", "type"),
@@ -44,23 +45,25 @@ _METHODS = (
     *("register_buffer", "register_parameter", "register_module", "add_module"),
     "load_state_dict",
 )
-"""Methods of nn.Module that are the wrapped module's where its class, or itself, has its own."""
+"""Methods of nn.Module that are forwarded if the wrapped module's class or instance overrides
+them."""
 
 _EXTRA_STATE = ("get_extra_state", "set_extra_state")
-"""torch asks the class whether it has its own: a wrapper's has them where the wrapped has."""
+"""torch checks on the class whether these are overridden, so a wrapper's class has them only if the
+wrapped module's class does."""
 
 _SPECIAL_METHODS = (
     *("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__"),
     *("__contains__", "__reversed__", "__bool__", "__enter__", "__exit__"),
     *("__add__", "__radd__", "__iadd__", "__mul__", "__rmul__", "__imul__", "__or__", "__ior__"),
 )
-"""Looked up on the type, so that a wrapper of a container has them there."""
+"""Python looks these up on the type, so a wrapper's class gets those of the wrapped module's."""
 
 W = TypeVar("W", bound="ModuleWrapper")
 
 
 class ModuleWrapper(nn.Module):
-    """Base of `ZeRO3`: everything about being a wrapper, nothing about sharding."""
+    """Base of `ZeRO3`: forwards to the wrapped module; has no part in sharding."""
 
     def _become_wrapper_of(self, module: nn.Module) -> None:
         is_new = "_wrapped" not in self.__dict__
@@ -97,14 +100,14 @@ class ModuleWrapper(nn.Module):
             return before(*args, **kwargs)
         module = own["_wrapped"]
         if own["_modules"] is not module.__dict__["_modules"]:
-            self._share_dicts()  # A container makes a new dict when an item is deleted.
+            self._share_dicts()  # Containers replace their dict when an item is deleted.
         return module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
     def apply(self: W, fn: Callable[[nn.Module], None]) -> W:
-        """Call `fn` with every module inside, and with the wrapped one in the wrapper's place."""
+        """Call `fn` on the wrapped module and on every module inside it, not on the wrapper."""
         self.module.apply(fn)
         return self
 
@@ -141,7 +144,8 @@ class ModuleWrapper(nn.Module):
         return sorted({*object.__dir__(self), *dir(self.__dict__.get("_wrapped"))})
 
     def _is_own(self, name: str) -> bool:
-        """Whether the wrapper, or a subclass, has an attribute of this name by itself."""
+        """Whether setting `name` sets it on the wrapper: it begins with "__", or the instance or a
+        class below nn.Module has it. Not `forward`; see Note [A patched forward]."""
         if name in self.__dict__ or name.startswith("__"):
             return True
         for cls in type(self).__mro__:
@@ -156,6 +160,7 @@ class ModuleWrapper(nn.Module):
     def _patch_forward(self, function: Callable[..., Any]) -> None:
         """See Note [A patched forward]."""
         own, module = self.__dict__, self.module
+        # Assigning the wrapper's own forward, as code does to undo a patch, restores the original.
         is_ours = getattr(function, "__func__", None) in _forwards_of(type(self))
         if is_ours and getattr(function, "__self__", None) is self:
             self._restore_forward()
@@ -171,6 +176,7 @@ class ModuleWrapper(nn.Module):
             if wrapper is None:
                 return function(*args, **kwargs)
             own = wrapper.__dict__
+            # `ModuleWrapper.forward` reads this; a nested patch sets its own and restores ours.
             outside = own.get("_forward_before_patch")
             own["_forward_before_patch"] = before
             try:
@@ -188,7 +194,7 @@ class ModuleWrapper(nn.Module):
 
     @property
     def forward_patches(self) -> list[Callable[..., Any]]:
-        """What `model.forward` was set to, one around the other."""
+        """Functions that `model.forward` was set to, in order; each wraps the one before."""
         return list(self.__dict__.get("_forward_patches", ()))
 
     # Copies -----------------------------------------------------------------------------------
@@ -229,7 +235,7 @@ def _delegating_special(name: str) -> Callable[..., Any]:
     def method(self: ModuleWrapper, *args: Any) -> Any:
         wrapped = self.module
         result = getattr(type(wrapped), name)(wrapped, *args)
-        self._share_dicts()
+        self._share_dicts()  # As in `forward`: the method may have replaced a dict.
         return self if result is wrapped else result
 
     method.__name__ = name
@@ -237,7 +243,7 @@ def _delegating_special(name: str) -> Callable[..., Any]:
 
 
 def _has_own(cls: type, name: str) -> bool:
-    """Not `hasattr`: that asks the class of the class as well."""
+    """Whether `cls` or a base defines `name`; `hasattr` would also find names of its metaclass."""
     return any(name in vars(each) for each in cls.__mro__)
 
 
@@ -246,7 +252,11 @@ def _forwards_of(cls: type) -> list[Any]:
 
 
 def _class_for(cls: type[W], wrapped: type[nn.Module]) -> type[W]:
-    """`cls` for wrappers of a `wrapped`: its special methods, and the signature of its forward."""
+    """Derive from `cls` the class of a wrapper of a `wrapped`.
+
+    It adds the special methods of `wrapped`, and gives forward the signature that it has there.
+    Returns `cls` itself if there is nothing to add.
+    """
     members: dict[str, Any] = {
         name: _delegating_special(name)
         for name in _SPECIAL_METHODS

@@ -1,4 +1,4 @@
-"""ZeRO3(module, ...): the one way in. Checks arguments, builds units, holds the user's methods."""
+"""ZeRO3(module, ...), the entry point: wraps a module and holds the methods that users call."""
 
 from __future__ import annotations
 
@@ -54,63 +54,64 @@ class ZeRO3(ModuleWrapper):
     """Shards a module's parameters, gradients and optimizer state over a process group.
 
     Every module that `auto_wrap_policy` names becomes a *unit*, whose parameters are gathered
-    before it runs and freed after; the module itself is the root unit and takes what is left.
-    `parameters()` are this rank's 1-D pieces under the original names: give them to any
+    before it runs and freed after. The module itself becomes the root unit, which holds all other
+    parameters. `parameters()` returns this rank's 1-D sharded parameters: give them to any
     element-wise optimizer. Names in `named_parameters()`, `named_modules()`, `state_dict()` and so
-    on are the original ones. Attributes that are not the wrapper's are the wrapped module's.
+    on are the original ones. Attributes that the wrapper does not define are the wrapped module's.
 
-    Forward and backward are collective over `process_group`: every rank calls the same units in
-    the same order. Construction is, too.
+    Construction, forward and backward are collective over `process_group`: every rank must call
+    the same units in the same order.
 
     Args:
-        module: any module, on one device or on the meta device; it is changed in place.
-        process_group: ranks that share the model: a ProcessGroup, None for all, or a DeviceMesh of
-            one axis (the shard group) or two (outer, shard group). With DTensor parameters the
-            data-parallel ranks alone (docs/reference/parallelism.md).
-        auto_wrap_policy: set of module classes, or callable(module, fqn) -> bool, or a mapping: a
-            unit with arguments of its own (`mixed_precision`, `reshard_after_forward`,
+        module: any module, on one device or on the meta device; changed in place.
+        process_group: ranks that share the model: a ProcessGroup, None for all ranks, or a
+            DeviceMesh of one axis (the shard group) or two (outer, shard group). If parameters are
+            DTensors, only the data-parallel ranks (docs/reference/parallelism.md).
+        auto_wrap_policy: set of module classes; or callable(module, fqn) -> bool or a mapping. A
+            mapping makes a unit with its own arguments (`mixed_precision`, `reshard_after_forward`,
             `gradient_reduction`, `offload`, and for experts `process_group` and `expert_numbers`,
-            see docs/reference/parallelism.md), or with a `hook_module` whose calls are the unit's
-            as well; or a policy of `torch.distributed.fsdp.wrap`, which chooses as it does there.
-            None: units are the nested ZeRO3 modules, or the root alone.
-        zero3_size: ranks of a shard group inside `process_group`, neighbours in rank order; None:
-            all of it. The same on every rank.
-        outer: what the axis outside the shard group does: "zero1" splits the optimizer over it too,
-            "replicate" copies it, "shard" gathers over all ranks in one hop
+            see docs/reference/parallelism.md), or with a `hook_module`, whose calls unshard the
+            unit as well. Or a policy of `torch.distributed.fsdp.wrap`, which chooses the same
+            modules as in FSDP. None: units are the nested ZeRO3 modules, or only the root.
+        zero3_size: number of ranks in a shard group: neighbours, in rank order, in `process_group`;
+            the same on every rank. None: all of them.
+        outer: use of the ranks beyond the shard group: "zero1" splits the optimizer state over them
+            too, "replicate" gives each a copy of it, "shard" gathers over all ranks in one hop
             (docs/reference/layered.md).
         mixed_precision: dtypes of the parts of a step; see `MixedPrecision`.
-        forward_prefetch: how many units ahead are gathered in forward once the order is recorded.
-        backward_prefetch: when the next unit of the backward pass is gathered; None: on demand.
-        limit_all_gathers: bound on what prefetching keeps resident: False, True (a default), an
-            int (units) or a string such as "2GB" (bytes).
-        reshard_after_forward: True: free a unit after its forward. False: it stays until its
+        forward_prefetch: number of units that forward gathers ahead, once the order is recorded.
+        backward_prefetch: when backward gathers the next unit; None: on demand.
+        limit_all_gathers: bound on the memory of prefetched units: False (none), True (a default),
+            an int (units) or a string such as "2GB" (bytes).
+        reshard_after_forward: True: reshard a unit after its forward. False: keep it until its
             backward. "compute_shard": with outer="shard", keep enough in each shard group to gather
             it again there. Or callable(module, fqn) -> one of these for each unit.
-        offload: what lives in host memory; see `OffloadPolicy`.
-        ignored_modules: modules left alone, with all they contain.
-        ignored_parameters: parameters left alone.
-        param_init_fn: called with each module that has meta parameters or buffers of its own, with
-            memory in their place; it writes them all. What it leaves, as functions written for FSDP
-            do, which ask `is_meta` and call `to_empty`, is put back on meta and it is called again.
-            None: the module's `reset_parameters`. "later": a load brings the values before the
-            first forward, which is refused without.
-        sync_module_states: start from the parameters and buffers of the group's first rank.
-        device: where parameters and buffers go; None: where they are (from meta: the device the
-            group's backend serves).
+        offload: what is kept in host memory; see `OffloadPolicy`.
+        ignored_modules: modules that are not sharded, with all modules inside them.
+        ignored_parameters: parameters that are not sharded.
+        param_init_fn: called with each module that has meta parameters or buffers of its own, after
+            memory was allocated for them; it must write all of them. Functions written for FSDP
+            check `is_meta` and call `to_empty`: if some are left unwritten, they are put back on
+            the meta device, and the function is called again. None: the module's
+            `reset_parameters`. "later": values must be loaded before the first forward, which
+            raises otherwise.
+        sync_module_states: broadcast parameters and buffers from the group's first rank.
+        device: device for parameters and buffers; None: the one they are on (from meta: the device
+            that the group's backend serves).
         gradient_reduction: "mean" over the group, or "sum".
         accumulation: where micro-batches without gradient synchronization (`no_sync`) add up:
-            "unsharded" before anything is sent, "sharded" after a reduction over the shard group;
-            "auto" decides by what they cost, and logs it.
-        deterministic: sum gradients in rank order, in float32.
-        timeout: of any collective, after which the error says who waits for what; None: what
-            the process group, or else the default group, was made with if somebody chose it, else
+            "unsharded": before anything is sent; "sharded": after a reduction over the shard group;
+            "auto": chosen by memory and traffic, and logged.
+        deterministic: sum gradients in rank order, in float32 at least.
+        timeout: bound on any collective; when it expires, the error says which rank waits for what.
+            None: the timeout that somebody gave the process group, or else the default group; else
             5 minutes (docs/reference/errors.md).
         prefetch: `forward_prefetch`, `backward_prefetch` and `limit_all_gathers` as one policy.
         reduction: `gradient_reduction`, `accumulation` and `deterministic` as one policy.
 
     Raises:
-        ValueError, TypeError: a bad argument, named with what was expected; ranks that have other
-            parameters; a meta tensor that nothing initialised. On every rank.
+        ValueError, TypeError: an argument is wrong, ranks have different parameters, or a meta
+            tensor was not initialised. Raised on every rank.
         RuntimeError: torch.distributed is not initialised, or the module is wrapped already.
     """
 
@@ -143,7 +144,7 @@ class ZeRO3(ModuleWrapper):
         **unknown: NoReturn,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}
-        if "_wrapped" not in self.__dict__:  # else it is wrapped again (rewrap.py)
+        if "_wrapped" not in self.__dict__:  # Otherwise `rewrap` runs this again.
             super().__init__()
         arguments = check_arguments(given, unknown)
         plan = plan_wrapping(module, arguments)
@@ -173,20 +174,20 @@ class ZeRO3(ModuleWrapper):
     # The wrapped module ---------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """`torch.compile` every unit by itself, with these arguments.
+        """Compile each unit separately by `torch.compile`, with these arguments.
 
-        A graph ends where another unit is called, and another one goes on after. To compile some
-        units alone call `unit.module.compile()`, before or after wrapping.
+        A call of another unit breaks the graph. To compile only some units, call
+        `unit.module.compile()`, before or after wrapping.
         """
         for unit in self._subtree():
             unit.module.compile(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """A shard of each parameter, and all buffers, under the original names. Not collective.
+        """Return a shard of each parameter, and all buffers, by original name. Not collective.
 
-        Shards have the original shapes and this rank's piece as `.local`, sharing memory with the
-        parameter; `torch.distributed.checkpoint` saves and loads them as they are. Full tensors:
-        `layerzero.checkpoint.get_model_state_dict(model, full=True)`.
+        A shard has the original shape. Its `.local` is this rank's part, which shares memory with
+        the sharded parameter; `torch.distributed.checkpoint` saves and loads shards directly. For
+        full tensors, call `layerzero.checkpoint.get_model_state_dict(model, full=True)`.
         """
         return self.module.state_dict(*args, **kwargs)
 
@@ -208,7 +209,7 @@ class ZeRO3(ModuleWrapper):
         return root_of(self._unit)
 
     def _subtree(self) -> list[Unit]:
-        """The units of this module, in the order of the root's list."""
+        """The units of this module and of modules inside it, in the order of the root's list."""
         inside = {id(unit) for m in self.module.modules() if (unit := get_unit(m)) is not None}
         return [unit for unit in self._root_state.units if id(unit) in inside]
 
@@ -216,11 +217,10 @@ class ZeRO3(ModuleWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add gradients up; the first one after it reduces the sum.
+        """Accumulate the gradients of backward passes inside; the first one after it reduces them.
 
-        Where they add up, and so what is sent and kept until then, is the `accumulation` the
-        model was made with (docs/reference/layered.md). It applies to the whole model this module
-        belongs to.
+        Memory and traffic inside depend on the model's `accumulation` argument
+        (docs/reference/layered.md). Applies to the whole model that this module belongs to.
         """
         root = self._root_state
         before = root.reducer.requires_sync
@@ -231,15 +231,15 @@ class ZeRO3(ModuleWrapper):
             root.reducer.set_requires_sync(before)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """`no_sync` as a switch: False until set to True again."""
+        """Switch gradient synchronization: False has the effect of `no_sync`, until True is set."""
         self._root_state.reducer.set_requires_sync(bool(requires_gradient_sync))
 
     def reduce_gradients(self) -> None:
-        """Reduce the sum that micro-batches inside `no_sync` left, without another backward.
+        """Reduce the gradients accumulated inside `no_sync`, without another backward.
 
-        For loops that learn afterwards which micro-batch was the last. Collective over
-        `process_group`; nothing happens where no gradient waits. The whole model this module
-        belongs to is reduced.
+        For loops that find out only afterwards which micro-batch was the last. Collective over
+        `process_group`; does nothing if no gradients wait. Applies to the whole model that this
+        module belongs to.
 
         Raises:
             RuntimeError: inside forward or backward.
@@ -247,18 +247,19 @@ class ZeRO3(ModuleWrapper):
         self._root_state.reduce_waiting()
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Run `optimizer` on each unit as soon as its gradients are there, in `backward()`.
+        """Have `backward()` run `optimizer` on each unit as soon as its gradients are reduced.
 
-        From now on a backward that synchronizes gradients ends with all parameters updated: do not
-        call `optimizer.step()`, but `zero_grad()` as ever. With offloaded parameters the host then
-        updates one unit while the device computes the gradients of the next ones. Not collective.
+        From now on all parameters are updated when a backward that synchronizes gradients returns:
+        do not call `optimizer.step()`, but call `zero_grad()` as usual. With offloaded parameters,
+        the host updates one unit while the device computes the gradients of the next ones. Not
+        collective.
+
+        It cannot be combined with anything that needs all gradients before the first step:
+        `clip_grad_norm_` raises, and a `GradScaler` would find an overflow too late.
 
         Args:
-            optimizer: element-wise, as always; None: back to `optimizer.step()`. What it has beside
-                this model's pieces is stepped last.
-
-        What needs all gradients before the first step cannot go with it: `clip_grad_norm_` raises,
-        and a `GradScaler` would come too late.
+            optimizer: an element-wise optimizer; its parameters that are not this model's are
+                stepped last. None: switch back to `optimizer.step()`.
         """
         root = self._root_state
         step = None if optimizer is None else StepInBackward(optimizer, root.units).step_unit
@@ -267,8 +268,8 @@ class ZeRO3(ModuleWrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.
 
-        Collective over `process_group`, and the mesh of DTensor parameters: a gather of a scalar
-        for each axis. Does not block the host on a device with streams.
+        Collective over `process_group` and over the mesh of DTensor parameters: one gather of a
+        scalar for each axis. Does not block the host on a device with streams.
 
         Args:
             norm_type: p > 0, or infinity.
@@ -277,7 +278,7 @@ class ZeRO3(ModuleWrapper):
             The norm before clipping, a scalar tensor, the same on all ranks.
 
         Raises:
-            RuntimeError: gradients were used already (`step_in_backward`).
+            RuntimeError: `step_in_backward` is on, so the gradients were used already.
             NotImplementedError: an ignored parameter is a DTensor with a gradient.
         """
         return clip_grad_norm_(gradients_to_clip(self), max_norm, norm_type)
@@ -290,24 +291,25 @@ class ZeRO3(ModuleWrapper):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """A context in which parameters are full, in the original shapes and main dtype.
+        """A context in which parameters are full: original shapes, dtype of the main shards.
 
-        Collective at entry and exit. Memory: all parameters of this module at once.
+        Collective at entry and exit. Needs memory for all full parameters of this module at once.
 
-        Parameters that came as DTensors are DTensors inside, on their mesh and in their placements:
-        full over `process_group`, split over tensor-parallel ranks as ever. `full_tensor()` of one,
-        collective over its mesh, is the whole; what is written into `to_local()`, or into the
-        DTensor in place, is written back. `.grad` with `with_grads` is one too.
+        A parameter that was a DTensor before wrapping is a DTensor inside, with its mesh and
+        placements: full over `process_group`, still split over tensor-parallel ranks. Its
+        `full_tensor()`, which is collective over the mesh, returns the whole value. Writes into its
+        `to_local()`, or in place into the DTensor, are written back. With `with_grads`, its `.grad`
+        is a DTensor too.
 
         Args:
-            writeback: changes made inside go into the shards at the end (not after an exception).
-            rank0_only: only the group's first rank sees full parameters, the others their pieces;
-                with `writeback`, its changes go to all. With DTensors this is the first rank of
-                each data-parallel group, hence all ranks of one tensor-parallel mesh, and
-                collective calls such as `full_tensor()` work on these.
-            offload_to_cpu: the full parameters are on the CPU; a DTensor has its local tensor
-                there, and still the mesh of its device.
-            with_grads: `.grad` is full inside as well, and written back alike.
+            writeback: at exit, copy changes made inside into the shards (not after an exception).
+            rank0_only: only the group's first rank gets full parameters, the others see sharded
+                ones; with `writeback`, the changes of the first rank go to all. With DTensors, the
+                first rank of each data-parallel group gets them. Together these ranks form one
+                tensor-parallel mesh, so they can call collectives such as `full_tensor()`.
+            offload_to_cpu: put the full parameters on the CPU; a DTensor keeps the mesh of its
+                device, with its local tensor on the CPU.
+            with_grads: make `.grad` full inside as well, and write it back in the same way.
 
         Raises:
             RuntimeError: inside forward, backward or another `summon_full_params`.
@@ -321,29 +323,29 @@ class ZeRO3(ModuleWrapper):
         return summon(self._root_state, self._subtree(), options)
 
     def unshard(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's own parameters (not those of units inside it). Collective.
+        """Unshard this unit's own parameters (not those of units inside it). Collective.
 
-        They stay until the end of the unit's next forward or of the next backward, or until
-        `reshard`. With `async_op` the gather runs on, and the parameters are full after `wait()`
-        of the returned handle.
+        They stay unsharded until the end of the unit's next forward or of the next backward, or
+        until `reshard`. With `async_op`, return a handle without waiting for the gather; the
+        parameters are unsharded after its `wait()`.
         """
         return self._root_state.unshard_explicitly(self._unit, async_op)
 
     def reshard(self) -> None:
-        """Free this unit's full parameters. Not collective."""
+        """Free this unit's unsharded parameters. Not collective."""
         self._unit.reshard()
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather these units when this one's forward begins, instead of the recorded next ones."""
+        """Prefetch these units when this one's forward begins, instead of those recorded next."""
         UnitView(self._unit).set_modules_to_forward_prefetch(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather these units when this one's backward begins, instead of the recorded next ones."""
+        """Prefetch these units when this one's backward begins, instead of those recorded next."""
         UnitView(self._unit).set_modules_to_backward_prefetch(modules)
 
 
 def gradients_to_clip(model: ZeRO3) -> Clipped:
-    """What `model.clip_grad_norm_` takes the norm of, for `optim.clip.grad_norm`."""
+    """The gradients of which `model.clip_grad_norm_` takes the norm, for `optim.clip.grad_norm`."""
     root = model._root_state
     refuse_used(root)
     return clipped(root, model._subtree(), model._kept_whole)
