@@ -1,10 +1,10 @@
-"""Between backward and the next forward: what needs more than this rank's pieces to be right.
+"""Optimizer-side operations that need more than this rank's sharded parameters to be right.
 
-An optimizer that treats each element by itself (SGD, Adam, AdamW, ...) needs nothing from here. A
-norm, a rule by shape, a decision of all ranks does.
+An element-wise optimizer (SGD, Adam, AdamW, ...) needs nothing from here. Norms, rules by shape and
+decisions that all ranks share do.
 """
 
-# These wait for optimizers that get pieces.
+# Imported for their effect: they register functions for optimizers of sharded parameters.
 from layerzero.optim import element_wise as element_wise
 from layerzero.optim import foreign_norms as foreign_norms
 from layerzero.optim import refused as refused

@@ -1,14 +1,14 @@
-"""Learning of every torch optimizer that is given pieces of a wrapped model.
+"""Detects every torch optimizer that is given sharded parameters, and runs callbacks on it.
 
-Code that must know registers a function here, once, at import:
+Callbacks are registered once, at import:
 
     @attach.on_pieces
-    def _show_shards(optimizer): ...      # it has just been given its first piece
+    def _show_shards(optimizer): ...      # it has just been given its first sharded parameter
 
     @attach.on_first_step
-    def _warn(optimizer): ...             # its param groups are what it will train
+    def _warn(optimizer): ...             # its param groups are complete
 
-Why by two wrapped methods of `torch.optim.Optimizer`, and what else was possible:
+It wraps two methods of `torch.optim.Optimizer`. For the reasons and alternatives see
 docs/internals/decisions/0018-optimizers-are-met-where-they-get-parameters.md.
 """
 
@@ -25,54 +25,54 @@ from layerzero.core.parameter_info import get_info
 _Function = Callable[[torch.optim.Optimizer], None]
 
 _ATTACHED = "_layerzero_attached"
-"""Set on an optimizer. A copy that has lost its hooks (`copy`, `pickle`) has lost this, too."""
+"""Mark on an optimizer. Copies (`copy`, `pickle`) lose their hooks, and this mark with them."""
 
 _on_pieces: list[_Function] = []
 _on_first_step: list[_Function] = []
 
 
 def on_pieces(function: _Function) -> _Function:
-    """Have `function(optimizer)` called when an optimizer is given its first piece.
+    """Call `function(optimizer)` when an optimizer is given its first sharded parameter.
 
-    Its hook dicts are there then, its state is empty, and further groups may follow. A copy or an
-    unpickled optimizer counts as another one.
+    At that time its hook dicts exist, its state is empty, and further groups may follow. A copy or
+    an unpickled optimizer counts as a new one.
     """
     _on_pieces.append(function)
     return function
 
 
 def on_first_step(function: _Function) -> _Function:
-    """Have `function(optimizer)` called before the first `step()` of an optimizer with pieces."""
+    """Call `function(optimizer)` before its first `step()`, if it has sharded parameters."""
     _on_first_step.append(function)
     return function
 
 
 def holds_pieces(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any of its parameters is a piece of a wrapped model."""
+    """Whether any of its parameters is a sharded parameter of a wrapped model."""
     return any(_has_piece(group) for group in optimizer.param_groups)
 
 
 def watch() -> None:
-    """Begin to look at what optimizers are given; before this, none can have been given a piece."""
+    """Start checking the parameters of optimizers. Called before any sharded parameter exists."""
     if not hasattr(torch.optim.Optimizer.add_param_group, _ATTACHED):
         _look_after("add_param_group")
         _look_after("__setstate__")
 
 
 def look_at(optimizer: torch.optim.Optimizer) -> None:
-    """Attach to an optimizer that was given pieces past `add_param_group`."""
+    """Attach to an optimizer whose sharded parameters did not come through `add_param_group`."""
     if holds_pieces(optimizer):
         _attach(optimizer)
 
 
 def _look_after(method: str) -> None:
-    """Wrap a method of every optimizer to attach to it afterwards."""
+    """Wrap a method of all optimizers, to attach to the optimizer after each call."""
     original = getattr(torch.optim.Optimizer, method)
 
     @functools.wraps(original)
     def wrapped(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        # The newest group alone: a model with many groups would be gone through for each.
+        # Only the newest group: checking all of them for each new one would take quadratic time.
         newest = self.param_groups[-1:] if method == "add_param_group" else self.param_groups
         if any(_has_piece(group) for group in newest):
             _attach(self)
@@ -93,10 +93,10 @@ def _attach(optimizer: torch.optim.Optimizer) -> None:
         function(optimizer)
     waiting = list(_on_first_step)
 
-    # It stays, and finds nothing to do: torch walks over the hooks while it calls them.
+    # The hook is never removed, since torch iterates over the hooks while it calls them.
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         while waiting:
             waiting[0](optimizer)
-            waiting.pop(0)  # Not before: one that refuses the optimizer refuses it again.
+            waiting.pop(0)  # After the call: a function that raises does so at each step.
 
     optimizer.register_step_pre_hook(before_step)

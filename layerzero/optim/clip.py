@@ -1,4 +1,4 @@
-"""Clip the global gradient norm of sharded parameters."""
+"""Computes and clips the global gradient norm of sharded parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _Number = TypeVar("_Number", float, torch.Tensor)
 
 
 class Clipped(NamedTuple):
-    """The parameters whose gradients make one norm."""
+    """The parameters whose gradients are clipped by one norm."""
 
     root: RootState
     sharded: Sequence[tuple[Placement, Sequence[nn.Parameter]]]
-    """With where their pieces are: all placements, also those without a parameter."""
+    """Sharded parameters by placement: all placements of the model, also those without any."""
     replicated: Sequence[nn.Parameter]
-    """Whole on every rank (ignored ones): copies on every owner."""
+    """Ignored parameters, of which every rank has a full copy."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -37,10 +37,10 @@ def clipped(
     replicated: Sequence[nn.Parameter],
     only: Container[int] | None = None,
 ) -> Clipped:
-    """The sharded parameters of units, and others.
+    """The sharded parameters of units, and replicated ones.
 
     Args:
-        only: ids of the sharded parameters to take; None: all.
+        only: ids of the sharded parameters to include; None: all.
     """
     found: dict[int, tuple[Placement, list[nn.Parameter]]] = {}
     for handle in (handle for unit in units for handle in unit.handles):
@@ -50,7 +50,7 @@ def clipped(
 
 
 def refuse_used(root: RootState) -> None:
-    """Refuse to clip what an optimizer has stepped with.
+    """Refuse to clip gradients that an optimizer has already used.
 
     Raises:
         RuntimeError: `step_in_backward` is on.
@@ -65,18 +65,18 @@ def refuse_used(root: RootState) -> None:
 def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
     """The norm of gradients over all ranks.
 
-    Collective over each group of owners, and each axis of the tensor-parallel mesh; does not block
-    the host on a device with streams.
+    Collective over the groups that own shards, and over each axis of the tensor-parallel mesh. Does
+    not block the host on a device with streams.
 
     Args:
         norm_type: p > 0, or infinity.
 
     Returns:
-        A float32 scalar tensor (float64 if any parameter is), the same on all ranks,
-        tensor-parallel ones included.
+        A float32 scalar tensor (float64 if any parameter is), the same on all ranks, including
+        tensor-parallel ones.
 
     Raises:
-        ValueError: `norm_type` is no norm.
+        ValueError: `norm_type` is neither > 0 nor infinity.
         NotImplementedError: an ignored parameter is a DTensor with a gradient.
     """
     norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
@@ -85,7 +85,7 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
             "clip_grad_norm_: an ignored parameter is a DTensor with a gradient, whose part in the "
             "norm is not known; do not ignore it, or set its .grad aside and scale it yourself"
         )
-    # From all parameters, not from the gradients at hand: the same on every rank.
+    # From all parameters, not only those with a gradient here: the same on every rank.
     dtype = torch.float32
     for parameter in of.parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
@@ -101,13 +101,13 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
 
 
 def clip_factor(norm: _Number, max_norm: float) -> _Number:
-    """What gradients of that norm are multiplied by: less than 1 where it is above `max_norm`."""
+    """The factor that scales gradients of this norm down to `max_norm`; 1 if it is not above."""
     factor = max_norm / (norm + 1e-6)
     return torch.clamp(factor, max=1.0) if isinstance(factor, torch.Tensor) else min(factor, 1.0)
 
 
 def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply gradients by a scalar, on whatever devices they are. Not collective."""
+    """Multiply gradients by a scalar, in place, each on its own device. Not collective."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for _, gradient in _with_gradients(parameters):
         by_device.setdefault(gradient.device, []).append(gradient)
@@ -116,8 +116,11 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -
 
 
 def clip_grad_norm_(of: Clipped, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale gradients so that their norm is at most `max_norm`. As `grad_norm`, whose value before
-    it returns."""
+    """Scale gradients in place so that their norm is at most `max_norm`. Collective as `grad_norm`.
+
+    Returns:
+        The norm before scaling; see `grad_norm`.
+    """
     norm = grad_norm(of, norm_type)
     scale_gradients_(of.parameters, clip_factor(norm, max_norm))
     return norm

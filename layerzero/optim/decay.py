@@ -1,4 +1,4 @@
-"""Which parameters decay: by the shapes that the model's author wrote, not by those of pieces."""
+"""Parameter groups with and without weight decay, by original shapes instead of sharded ones."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Two parameter groups for an optimizer: matrices decay, vectors and scalars do not.
 
-    Pieces are 1-D, so a rule that asks `parameter.ndim` puts all of them into one group; this one
-    asks for the original shape. Of a module that is not sharded it makes the same groups. Not
-    collective; the same names on every rank.
+    Sharded parameters are 1-D, so a rule by `parameter.ndim` would put all of them into one group;
+    this function uses the original shapes. A module that is not sharded gets the same groups. Not
+    collective; groups have the same names on every rank.
 
     Args:
-        model: a ZeRO3 module, one inside it, or any other module.
-        weight_decay: of the first group.
-        no_decay: what else does not decay: classes of modules, with all that is inside them, and
-            names: whole ones or consecutive parts of them, such as "bias", "wpe" or "head.weight".
-        min_ndim: original dimensions from which a parameter decays.
+        model: a ZeRO3 module, a module inside one, or any other module.
+        weight_decay: value for the first group.
+        no_decay: further parameters that do not decay: module classes, which stand for all
+            parameters inside such modules, and names, either whole ones or consecutive parts of
+            them, such as "bias", "wpe" or "head.weight".
+        min_ndim: smallest number of original dimensions for which a parameter decays.
 
     Returns:
         [{"params": [...], "weight_decay": weight_decay}, {"params": [...], "weight_decay": 0.0}],
         each in the order of `named_parameters()`. Frozen parameters are in neither. A tied
-        parameter is there once, and does not decay if one of its names says so.
+        parameter occurs once, and does not decay if any of its names matches `no_decay`.
 
     Raises:
-        TypeError: `no_decay` has something else.
-        ValueError: one of its names or classes fits nothing in the model.
+        TypeError: an entry of `no_decay` is neither a name nor a module class.
+        ValueError: an entry of `no_decay` matches nothing in the model.
     """
     rules = [no_decay] if isinstance(no_decay, (str, type)) else list(no_decay)
     spared: set[int] = set()
@@ -76,6 +77,6 @@ def decay_groups(
 
 
 def original_ndim(parameter: nn.Parameter) -> int:
-    """Of a piece the dimensions of what it is a piece of."""
+    """Dimensions of a parameter; of a sharded one, those of the original parameter."""
     info = get_info(parameter)
     return parameter.ndim if info is None else len(info.shape)

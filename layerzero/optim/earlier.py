@@ -1,4 +1,4 @@
-"""Optimizers that were built before wrapping: they go on with the pieces, where they can."""
+"""Gives sharded parameters to optimizers that were built before wrapping, where possible."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from layerzero.runtime.unit import Unit
 
 
 def hand_over_pieces(built: Sequence[Unit]) -> None:
-    """Put pieces in the place of the original parameters in every optimizer that has these.
+    """Replace original parameters by sharded ones in every optimizer that has them.
 
-    Groups, their options and their order stay. State cannot follow, since it has the shape of the
-    whole; an optimizer that has any for these parameters is left as it is, with a warning.
+    Groups, their options and their order stay. State has the original shapes and cannot be kept, so
+    an optimizer with state for these parameters is left unchanged, with a warning.
     """
     pieces: dict[int, tuple[str, nn.Parameter]] = {}
     for unit in built:
@@ -43,19 +43,19 @@ def hand_over_pieces(built: Sequence[Unit]) -> None:
             )
             continue
         for group in optimizer.param_groups:
-            # In place: an optimizer may keep the list by another name.
+            # In place: the optimizer may have other references to the list.
             group["params"][:] = [pieces.get(id(p), ("", p))[1] for p in group["params"]]
         attach.look_at(optimizer)
 
 
 def _optimizers() -> Iterator[torch.optim.Optimizer]:
     for candidate in gc.get_objects():
-        # Not isinstance: it asks the object itself for its class, and lazy ones then load or warn.
+        # Not isinstance: it reads `__class__` of the object, at which lazy objects load or warn.
         if issubclass(type(candidate), torch.optim.Optimizer):
             yield candidate
 
 
 def _is_first(built: Sequence[Unit]) -> bool:
-    """Whether this rank speaks for those that share the model."""
+    """Whether this is the first of the ranks that share the model."""
     groups = [group for u in built for handle in u.handles[:1] for group in handle.placement.groups]
     return not any(group.rank for group in (*groups, *built[0].context.tensor_parallel_groups))

@@ -1,9 +1,9 @@
-"""Optimizers that are not element-wise are told so: one by name, any other by a step on stand-ins.
+"""Warns about optimizers that are not element-wise: known ones by name, others by a trial step.
 
-An element-wise optimizer makes of each element what it makes of it in a whole parameter, so pieces
-train as the whole does. One that takes a norm, a row or a matrix of what it is given takes that of
-a piece, and trains otherwise without a word. Which it is cannot be read off a class; but a
-parameter of a few elements, and the same elements as pieces, tell after a few steps.
+An element-wise optimizer updates each element as it would in a full parameter, so sharding does not
+change training. An optimizer that uses a norm, a row or a matrix of its parameter uses that of the
+shard, and silently trains differently. A class does not show which kind it is; but a few steps on a
+small parameter, and on the same elements cut into parts, do.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _USES: list[tuple[str, str]] = [
         "blocks of neighbours to quantize its state, which pieces cut otherwise",
     ),
 ]
-"""Names of classes, and what these use that a piece has not."""
+"""Patterns of class names, and what these optimizers use that a sharded parameter lacks."""
 
 _REFUSED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "expects the gradient and curvature of all parameters together, and calls "
@@ -62,24 +62,24 @@ _REFUSED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Adafactor: "expects whole parameters for its rows, columns and norms, and fails on "
     "the rank whose piece has no element",
 }
-"""With these, ranks would part, and not only train otherwise."""
+"""Optimizers with which ranks would take different paths, and the reason, for the message."""
 
 _PERTURBS = re.compile(r"(?<!B)S(AM|am)$")
 _INSTEAD = "Use one that treats each element by itself, such as torch.optim.AdamW or SGD"
 _perturbing: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Sharpness-aware ones: wrappers whose own `step` may never be called."""
+"""Sharpness-aware optimizers: wrappers whose own `step` may never be called."""
 
 
 class _Pieces(NamedTuple):
-    """What an optimizer has of one model."""
+    """The sharded parameters that an optimizer has of one model."""
 
     owner: Owner
     ndim: int
-    """The most dimensions that an original parameter has."""
+    """Largest number of dimensions of an original parameter."""
 
     @property
     def are_parts(self) -> bool:
-        """Whether some elements are elsewhere, and not only the shapes."""
+        """Whether other ranks hold some of the elements; otherwise only shapes differ."""
         return self.owner.placement.num_main_shards > 1 or self.owner.is_tensor_parallel
 
     @property
@@ -95,15 +95,15 @@ def _note(optimizer: torch.optim.Optimizer) -> None:
 
 @attach.on_first_step
 def _tell(optimizer: torch.optim.Optimizer) -> None:
-    """Before the first step of an optimizer that has pieces.
+    """Check an optimizer before its first step, and warn if needed.
 
     Raises:
-        NotImplementedError: on every rank: the ranks would part.
+        NotImplementedError: on every rank, if ranks would take different paths with it.
     """
     uses = _what_it_uses(optimizer)
     groups_are_full = all(group["params"] for group in optimizer.param_groups)
     if uses is None and groups_are_full and not _perturbing and _is_known(type(optimizer)):
-        return  # Before any pass over the pieces: there may be an optimizer for each of them.
+        return  # Early: with one optimizer per parameter, the search below would be quadratic.
     pieces = _pieces_of(optimizer)
     if pieces is None:
         return
@@ -152,12 +152,12 @@ def _what_it_uses(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
-    """Whether it steps as one of torch's that are element-wise."""
+    """Whether its `step` is that of one of torch's element-wise optimizers."""
     return next(each for each in cls.__mro__ if "step" in vars(each)) in _ELEMENT_WISE
 
 
 def _tell_of_decay(optimizer: torch.optim.Optimizer, pieces: _Pieces) -> None:
-    """All shapes in one group and none in another: they were told apart by `parameter.ndim`."""
+    """Warn if groups were made by `parameter.ndim`: one has all shapes, and another is empty."""
     groups = optimizer.param_groups
     empty = {group.get("weight_decay") for group in groups if not group["params"]}
     held = {group.get("weight_decay") for group in groups if group["params"]}

@@ -1,8 +1,8 @@
-"""torch's norm of gradients, given those of pieces: it is that of a part, and a warning says so.
+"""Warns when torch's gradient norm is computed over sharded parameters: it covers only this rank.
 
-`torch.nn.utils.clip_grad_norm_` finds its helper among the globals of its module when it is called,
-so a helper that looks first is met by every call, also by those who imported the function before.
-It looks until it has told once, and computes what torch does.
+`torch.nn.utils.clip_grad_norm_` looks up its helper in the globals of its module at each call. So
+replacing the helper reaches all calls, also through functions imported earlier. The replacement
+computes what torch does, and removes itself after one warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOOKS = "_layerzero_looks"
 
 @attach.on_pieces
 def look(optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Begin to look; before an optimizer has pieces, few would clip their gradients."""
+    """Install the check. Few clip gradients before an optimizer has sharded parameters."""
     for owner, name, caller, instead in (
         (clip_grad, "_get_total_norm", "clip_grad_norm_", "model.clip_grad_norm_(max_norm)"),
         (torch.nn.utils, "get_total_norm", "get_total_norm", "layerzero.global_norm(model)"),
@@ -58,7 +58,7 @@ def _looking(
 
 
 def _owner_of_any(tensors: list[Any]) -> Owner | None:
-    """Of the first piece, or gradient of one, whose parameter is not here as a whole."""
+    """Owner of the first sharded parameter, or its `.grad`, in `tensors` that is only a part."""
     given = {id(tensor) for tensor in tensors}
     for owner in owner_of_each().values():
         is_part = owner.placement.num_main_shards > 1 or owner.is_tensor_parallel

@@ -1,4 +1,4 @@
-"""The optimizer's step, unit by unit, while gradients still arrive."""
+"""StepInBackward: steps the optimizer unit by unit, as soon as a unit's gradients are complete."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from torch import nn
 from layerzero.runtime.unit import Unit
 
 _narrowed: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Those that step right now with a part of their groups."""
+"""Optimizers that are running a step with only some of their parameters."""
 
 
 def is_narrowed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its groups are not what they were made of."""
+    """Whether its groups currently lack some of their parameters."""
     return optimizer in _narrowed
 
 
 class StepInBackward:
     """Runs an element-wise optimizer on a few parameters at a time.
 
-    Its param groups are narrowed to those parameters for the time of the call, so hyperparameters,
-    state and hooks are the optimizer's own.
+    During the call its param groups contain only those parameters; hyperparameters, state and hooks
+    stay the optimizer's own.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
-        """`units`: all of the model."""
+        """`units`: all units of the model."""
         self.optimizer = optimizer
         self._pieces = [piece for unit in units for piece in unit.pieces]
 
     def step_unit(self, unit: Unit | None) -> None:
-        """Step the pieces of a unit; None: at the end, what belongs to no unit."""
+        """Step the parameters of a unit; None, at the end: those that belong to no unit."""
         if unit is not None:
             self.step(unit.pieces)
         else:
             self.step_others(self._pieces)
 
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """One step of those of `parameters` that the optimizer has; the others are left alone."""
+        """Run one step on those of `parameters` that the optimizer has."""
         wanted = set(parameters)
         with self._narrowed(lambda parameter: parameter in wanted) as has_any:
             if has_any:
                 self.optimizer.step()
 
     def step_others(self, done: Iterable[nn.Parameter]) -> None:
-        """One step of all parameters but `done`."""
+        """Run one step on all of its parameters except `done`."""
         without = set(done)
         with self._narrowed(lambda parameter: parameter not in without) as has_any:
             if has_any:

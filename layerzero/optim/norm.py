@@ -1,8 +1,8 @@
-"""Norms of what is spread over ranks, with one small collective for each group.
+"""Norms of tensors that are sharded over ranks, with one small collective for each group.
 
-Where several ranks have copies of the same elements, each contributes 1/copies of their power: no
-element counts twice, one number goes through one gather for each axis, and every rank of the whole
-mesh ends with the same norm.
+If several ranks hold copies of the same elements, each contributes 1/copies of their power. So no
+element counts twice, each axis needs one gather of one number, and every rank of the mesh gets the
+same norm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from layerzero.runtime.root import RootState
 
 
 class Part(NamedTuple):
-    """A tensor that lies on ranks as a parameter does: its gradient, its value, a moment of it."""
+    """A tensor sharded like a parameter: its gradient, its value, or an optimizer's moment."""
 
     parameter: nn.Parameter
     tensor: torch.Tensor
@@ -36,30 +36,30 @@ def global_norm(
     *,
     like: Iterable[nn.Parameter] | None = None,
 ) -> torch.Tensor:
-    """The norm over all ranks of gradients, parameters, or tensors that lie like them.
+    """The norm over all ranks of gradients, parameters, or tensors sharded like them.
 
-    `torch.nn.utils.get_total_norm` for pieces, and what `p.norm()` of a whole parameter would be:
-    for logging, for SAM's perturbation, for statistics of gradients. Collective over the ranks of
-    each model that the tensors are of, the mesh of its DTensors included: every rank calls it with
-    tensors of the same parameters, its pieces without elements among them. Does not block the host
-    on a device with streams.
+    `torch.nn.utils.get_total_norm` for sharded parameters, equal to `p.norm()` of a full parameter:
+    for logging, SAM's perturbation, or gradient statistics. Collective over the ranks of each model
+    that the tensors belong to, including the mesh of its DTensors. Every rank must pass tensors of
+    the same parameters, including those of which it has no elements. Does not block the host on a
+    device with streams.
 
     Args:
-        tensors_or_model: a module: the norm of its gradients, as `clip_grad_norm_` returns it; what
-            has no gradient counts nothing. Or parameters (the norm of their values), or the `.grad`
-            of parameters, one or many. A parameter that is not sharded is taken to be the same on
-            every rank.
+        tensors_or_model: a module, for the norm of its gradients as `clip_grad_norm_` returns it
+            (parameters without a gradient contribute nothing). Or one or many parameters, for the
+            norm of their values, or their `.grad`. A parameter that is not sharded must be the
+            same on every rank.
         norm_type: p > 0, or infinity.
-        like: parameters, one for each tensor: for tensors of their shapes that are neither
-            parameters nor their `.grad`, such as the moments of an optimizer.
+        like: one parameter for each tensor, if tensors have the shapes of parameters but are
+            neither parameters nor their `.grad`, such as the moments of an optimizer.
 
     Returns:
         A scalar tensor, float32 (float64 if any tensor is), the same on all ranks.
 
     Raises:
-        ValueError: `norm_type` is no norm; no tensor at all; or a tensor that belongs to no
-            parameter, so that nobody knows whether it is a part or a copy.
-        NotImplementedError: an unsharded DTensor.
+        ValueError: `norm_type` is neither > 0 nor infinity; there are no tensors; or a tensor
+            belongs to no known parameter, and could be a part or a copy.
+        NotImplementedError: a tensor is a DTensor that ZeRO3 does not shard.
     """
     norm_type = checked_norm_type(norm_type, "global_norm")
     dtype = torch.float32
@@ -90,7 +90,7 @@ def global_norm(
     total = None
     for root, parts in sharded.items():
         tensor_of = {id(part.parameter): part.tensor for part in parts}
-        # All placements of the model, also those without a tensor: the same gathers on every rank.
+        # All placements of the model, also without a tensor: every rank runs the same gathers.
         by_placement: dict[int, tuple[Placement, list[Part]]] = {}
         for _, placement, piece in owners(root):
             _, own = by_placement.setdefault(id(placement), (placement, []))
@@ -108,7 +108,7 @@ def _entries(
     like: Iterable[nn.Parameter] | None,
     known: dict[int, Owner],
 ) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
-    """Each tensor with the parameter that it lies like."""
+    """Each tensor with the parameter it is sharded like."""
     if isinstance(tensors_or_model, nn.Module):
         if like is not None:
             raise ValueError("global_norm: like goes with tensors, got a module")
@@ -177,11 +177,11 @@ def global_power(
     """The sum of |x|^p over all elements on all ranks; for infinity their maximum. Collective.
 
     Args:
-        sharded: for each placement of the model's units what this rank has there; the same
-            placements on every rank.
-        replicated: what is whole on every rank.
+        sharded: this rank's tensors for each placement of the model's units; every rank must pass
+            the same placements.
+        replicated: tensors of which every rank has a full copy.
         norm_type: p.
-        dtype: of the sum.
+        dtype: dtype of the sum.
         what: name of the collectives.
 
     Returns:
@@ -197,8 +197,8 @@ def global_power(
             own = _share(root, replicated, norm_type, dtype)
             count = math.prod(group.size for group in placement.norm_groups)
             part = torch.maximum(part, own) if is_max else part + own / count
-        # Gathered and then reduced here: in the order of the flat buffer, which is the same however
-        # ranks are grouped, and a NaN survives a maximum.
+        # Gathered, and reduced locally: the sum then runs in the order of the flat buffer, which
+        # does not depend on how ranks are grouped, and a NaN survives a maximum.
         parts = part
         for group in placement.norm_groups:
             operation = root.operations.next(what, "the model", group)
@@ -212,14 +212,14 @@ def global_power(
 
 
 def root_of_power(power: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm."""
+    """The norm from its p-th power, or from the maximum."""
     return power if math.isinf(norm_type) else power.pow(1.0 / norm_type)
 
 
 def _share(
     root: RootState, parts: Sequence[Part], norm_type: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What this rank contributes to the power over tensor-parallel ranks, as a scalar."""
+    """This rank's contribution to the power over tensor-parallel ranks, as a scalar."""
     num_ranks = math.prod(group.size for group in root.tensor_parallel_groups)
     if num_ranks == 1:
         return _power([part.tensor for part in parts], norm_type, dtype, root.device)

@@ -1,8 +1,8 @@
-"""A few steps of an optimizer on stand-ins: does it treat pieces as it treats the whole?
+"""Tests on small tensors whether an optimizer updates parts of a parameter as it would the whole.
 
-It must leave no trace: the steps are those of a twin with copies of plain attributes, on tensors of
-its own, with random states put back, no hooks, and no collective. Where that cannot be had (an
-attribute that is no plain value, a closure that must be given) there is no answer.
+The test must have no side effects. It steps a copy of the optimizer with copied plain attributes,
+on tensors of its own, restores random states, and runs no hooks and no collective. Where that is
+impossible (an attribute that is no plain value, a required closure) there is no answer.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class _NoAnswer(Exception):
 
 
 def differs_on_pieces(optimizer: torch.optim.Optimizer, ndim: int, num_pieces: int) -> bool | None:
-    """Whether it makes other steps of pieces than of a whole parameter; None: not known.
+    """Whether it updates 1-D parts of a parameter differently from the whole; None: unknown.
 
     Args:
-        optimizer: untouched.
+        optimizer: stays unchanged.
         ndim: dimensions of the whole parameter, 1 or 2.
-        num_pieces: 1-D pieces that it is compared with, 1 or 2.
+        num_pieces: number of 1-D parts to compare with, 1 or 2.
     """
     whole = (_ROWS, _COLUMNS) if ndim == 2 else (_ROWS * _COLUMNS,)
     try:
         step = _own_step(type(optimizer))
-        inspect.signature(step).bind(optimizer)  # a closure that must be given: TypeError
+        inspect.signature(step).bind(optimizer)  # TypeError if a closure is required.
         with _no_traces():
             expected = _steps(optimizer, step, whole, 1, seed=0)
             if not torch.equal(expected, _steps(optimizer, step, whole, 1, seed=1)):
@@ -51,12 +51,14 @@ def differs_on_pieces(optimizer: torch.optim.Optimizer, ndim: int, num_pieces: i
         return None
     if not expected.isfinite().all():
         return None
-    # Other kernels may round otherwise. What is not element-wise is far off: halves differ much.
+    # Kernels may round differently by shape. Anything not element-wise is far off, because the
+    # gradients of the two halves differ by orders of magnitude.
     return bool((got - expected).abs().max() > 1e-3 * expected.abs().max())
 
 
 def _own_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """As the class has it: an instance may have a scheduler's that counts, torch's runs hooks."""
+    """`step` of the class, without torch's wrapper that runs hooks. Not of the instance, where a
+    scheduler may have put a counting one."""
     step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -68,13 +70,13 @@ def _steps(
     num_parameters: int,
     seed: int,
 ) -> torch.Tensor:
-    """How far a few steps move parameters of these shapes, [_ROWS * _COLUMNS]."""
+    """The change of parameters of these shapes after a few steps, [_ROWS * _COLUMNS]."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_ROWS * _COLUMNS, generator=generator)
     parameters = [nn.Parameter(part.clone().view(shape)) for part in start.chunk(num_parameters)]
     twin = _twin(optimizer, parameters)
     torch.manual_seed(seed)
-    # So that no norm, mean or maximum of a part is near that of the whole.
+    # Makes every norm, mean or maximum of a part differ clearly from that of the whole.
     scale = torch.logspace(-2, 1, _ROWS * _COLUMNS)
     for _ in range(_STEPS):
         gradient = torch.randn(_ROWS * _COLUMNS, generator=generator) * scale
@@ -106,7 +108,7 @@ def _copied(value: Any) -> Any:
     """A copy of plain values and small tensors.
 
     Raises:
-        _NoAnswer: something else is there, which a step may use or change.
+        _NoAnswer: the value is something else, which a step might use or change.
     """
     if isinstance(value, _PLAIN):
         return value
@@ -120,7 +122,7 @@ def _copied(value: Any) -> Any:
 
 
 class _Watched(TorchDispatchMode):
-    """No collective, and no end of operations."""
+    """Stops the test at a collective, or after too many operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Optimizers that split or average parameters over ranks themselves, and so cannot have pieces."""
+"""Refuses optimizers that split or average parameters over ranks themselves."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAMES = {
 
 @attach.on_pieces
 def refuse(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse such an optimizer while it is constructed.
+    """Check an optimizer while it is constructed.
 
     Raises:
-        TypeError: it is one.
+        TypeError: the optimizer distributes parameters itself.
     """
     names = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _NAMES]
     if names:

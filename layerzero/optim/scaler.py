@@ -1,4 +1,4 @@
-"""GradScaler: loss scaling for float16 whose ranks agree on every overflow."""
+"""GradScaler: loss scaling for float16, where all ranks agree on every overflow."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from layerzero.optim import attach
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for sharded gradients.
 
-    Each rank sees only its pieces, so an overflow on one rank must make all of them skip the step
-    and lower the scale. `unscale_` (called by `step` when you did not) is therefore collective
-    over `process_group`, and the mesh of DTensor parameters if the group is not all of it: one
-    scalar for each axis.
+    Each rank sees only its shards, so an overflow on one rank must make all ranks skip the step and
+    lower the scale. Therefore `unscale_` (which `step` calls if you did not) is collective over
+    `process_group`, and over the mesh of DTensor parameters if the group does not contain it: one
+    scalar for each group.
 
     Args:
-        device: device type of the gradients; None: of the accelerator at hand, or the CPU.
+        device: device type of the gradients; None: that of the accelerator, or the CPU.
         process_group: ranks that must agree: a ProcessGroup, a 1-D DeviceMesh, or None for all.
-        timeout: of the agreement; None: as for `ZeRO3`.
-        **options: of `torch.amp.GradScaler`.
+        timeout: timeout of the collective; None: as for `ZeRO3`.
+        **options: passed to `torch.amp.GradScaler`.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class GradScaler(torch.amp.GradScaler):
             "found_inf_per_device"
         ]
         if not found:
-            # No gradient here; others may have some, and the agreement needs every rank.
+            # No gradient here, but other ranks may have some, and the collective needs all ranks.
             assert self._scale is not None, "unscale_ has set the scale up"
             found[self._scale.device] = torch.zeros((), device=self._scale.device)
         device = next(iter(found))
         here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
         assert self._scale is not None, "unscale_ has set the scale up"
-        # On the scale's device, which the group serves: offloaded gradients are on the host.
+        # On the device of the scale, which the group supports; gradients may be on the host.
         anywhere = self._agree(here.to(self._scale.device), optimizer)
         for found_inf in found.values():
             found_inf.copy_(anywhere)
@@ -87,11 +87,11 @@ class GradScaler(torch.amp.GradScaler):
         return found_inf
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step unless any rank found an infinity or NaN. Collective when it has to unscale."""
+        """Step unless any rank found an infinity or NaN. Collective if it has to unscale."""
         if self.is_enabled():
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
             if stage is torch.amp.grad_scaler.OptState.READY:
-                # Optimizers that unscale by themselves would look at their own pieces alone.
+                # Optimizers that unscale themselves would check only this rank's shards.
                 self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
@@ -107,12 +107,12 @@ def _tensor_parallel_mesh(optimizer: torch.optim.Optimizer) -> DeviceMesh | None
 
 @attach.on_first_step
 def _warn_about_torchs(optimizer: torch.optim.Optimizer) -> None:
-    """An overflow in one rank's pieces must make all ranks skip, which torch's own does not do."""
+    """Warn if torch's own GradScaler calls `step`: its ranks do not agree on an overflow."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        # Not of the user's frames: asked for its variables, one keeps what they hold now until it
-        # ends (before Python 3.13), so that a model that is deleted would stay.
+        # Skip the user's frames: before Python 3.13, reading `f_locals` keeps the values alive
+        # until the frame ends, so a model deleted there would stay.
         if frame.f_code.co_filename != torch.amp.grad_scaler.__file__:
             continue
         caller = frame.f_locals.get("self")

@@ -1,1 +1,1 @@
-"""State dicts: what a rank's entries are, how they become full tensors and are loaded again."""
+"""State dicts: the entries of each rank, gathering them to full tensors, and loading them."""

@@ -1,4 +1,4 @@
-"""What safetensors files call dtypes, hence what everything here calls them."""
+"""Names of dtypes as in safetensors files, used in all our formats and messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """What the format calls a dtype; CheckpointError where it has no name for it."""
+    """The safetensors name of a dtype.
+
+    Raises:
+        CheckpointError: it has none; `tensor` names what should be saved.
+    """
     if dtype not in _NAMES:
         raise CheckpointError(
             f"{tensor}: safetensors files cannot hold {dtype}; they hold "

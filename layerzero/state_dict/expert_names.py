@@ -1,14 +1,13 @@
-"""Names of experts by their number among all, where modules number those of this rank alone.
+"""Translates local expert numbers in names to global ones, for state dicts and checkpoints.
 
-Two ranks, four experts, in a list on each rank (`experts.0` and `experts.1` are modules of both):
+Two ranks, four experts, in a list on each rank (both ranks have modules `experts.0` and `.1`):
 
     rank                                          0                  1
     named_parameters, named_modules, units        experts.0, .1      experts.0, .1
     state dicts, checkpoints, parameter.layerzero experts.0, .1      experts.2, .3
 
-The list has a mark that maps one number to the other, and hooks that rename entries of state dicts
-where the list's own part of the name is at hand, so that it holds for the wrapper, the wrapped
-module and any module inside alike.
+An attribute of the list maps local to global numbers, and hooks on the list rename its entries in
+state dicts. So renaming works for the wrapper, the wrapped module and any module inside alike.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from typing import Any, NoReturn
 from torch import nn
 
 Numbers = Mapping[str, str]
-"""From names of a list's members to their names among all ranks' members."""
+"""Maps local names of a list's members to global ones."""
 
 _MARK = "_layerzero_numbers"
 _PREFIX = "_layerzero_prefix"
-"""Of the list's entries in a state dict, while that is loaded."""
+"""Attribute with the prefix of the list's entries in a state dict, while that is being loaded."""
 _ASKED_BY_TORCH = "_fqn_modifiers"
-"""What `torch.distributed.checkpoint.state_dict` calls on modules that change names."""
+"""Method that `torch.distributed.checkpoint.state_dict` calls on modules that change names."""
 
 
 def numbers_of(module: nn.Module) -> Numbers:
-    """Empty for modules whose members have one name everywhere."""
+    """The numbers of a module; empty if its members have the same names on all ranks."""
     numbers: Numbers = module.__dict__.get(_MARK, {})
     return numbers
 
 
 def name_members(module: nn.Module, numbers: Numbers) -> None:
-    """From now on the members have these names wherever names are compared between ranks."""
+    """Use these names for the members wherever names are compared between ranks."""
     is_new = _MARK not in module.__dict__
     module.__dict__[_MARK] = dict(numbers)
     if is_new:
@@ -56,7 +55,7 @@ def _refuse_torch() -> NoReturn:
 
 
 def global_name(root: nn.Module, name: str) -> str:
-    """The name among all ranks of what is called `name` in `root`."""
+    """The global name of what is called `name` in `root` on this rank."""
     module: nn.Module | None = root
     parts = name.split(".")
     for place, part in enumerate(parts):
@@ -68,13 +67,16 @@ def global_name(root: nn.Module, name: str) -> str:
 
 
 def under_global_names(root: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries by the names that state dicts of a sharded `root` have. Names among all may come,
-    too: those of a rank's first experts, from 0 on, no other rank's experts have."""
+    """`state_dict` with the names that state dicts of a sharded `root` have.
+
+    Translates local names. Global names of this rank's own experts stay: local numbers begin at 0,
+    and are global numbers only on the rank with the first experts, where both are the same.
+    """
     return {global_name(root, name): value for name, value in state_dict.items()}
 
 
 def _members(state_dict: dict[str, Any], prefix: str) -> Iterator[tuple[str, str, str]]:
-    """Keys of what is inside, with the member's name and the rest of the key."""
+    """(key, name of the member, rest of the key) of each entry under `prefix`."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         member, dot, rest = key[len(prefix) :].partition(".")
         yield key, member, dot + rest
@@ -84,7 +86,7 @@ def _show_global(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
 ) -> None:
     numbers = numbers_of(module)
-    # All are taken out before any is put back: one's new name may be another's old one.
+    # Remove all before adding any: the new name of one may be the old name of another.
     entries = [
         (prefix + numbers.get(member, member) + rest, state_dict.pop(key))
         for key, member, rest in _members(state_dict, prefix)
@@ -110,7 +112,7 @@ def _take_global(
         if member in locals_by_number:
             entries[prefix + locals_by_number[member] + rest] = value
         elif member in numbers:
-            unexpected_keys.append(key)  # of a member that another rank has
+            unexpected_keys.append(key)  # An expert of another rank.
         else:
             entries[key] = value
     state_dict.update(entries)

@@ -1,4 +1,4 @@
-"""Full tensors for shards: what several ranks hold in pieces, put together on all of them."""
+"""Gathers full tensors for the shards in state dicts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _BUCKET_NBYTES = 1 << 30
 
 
 class Shard(Protocol):
-    """This rank's part of a parameter, or of what is shaped like one."""
+    """This rank's part of a parameter, or of a tensor shaped like one."""
 
     local: torch.Tensor
     piece: weakref.ref[nn.Parameter] | None
-    """The parameter that it is of, or belongs to; None: it came out of a file."""
+    """Its sharded parameter; None if the shard was read from a file."""
 
 
 _Shard = TypeVar("_Shard", bound=Shard)
 _Layer = dict[int, _Shard]
-"""By a parameter's place in its handle."""
+"""At most one shard for each parameter of a handle, keyed by the parameter's index."""
 
 
 def root_of(shard: Shard) -> RootState:
@@ -47,14 +47,15 @@ def root_of(shard: Shard) -> RootState:
 
 
 def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, torch.Tensor]]:
-    """Every shard with the whole tensor. Collective over the ranks that share the model."""
+    """Yield every shard with its full tensor. Collective over the ranks that share the model."""
     handles = [handle for unit in root.units for handle in unit.handles]
     places = {
         id(piece): (number, index)
         for number, handle in enumerate(handles)
         for index, piece in enumerate(handle.sharded_params)
     }
-    # A piece may come several times: weights, state, tied weights. Each time makes a layer.
+    # A parameter may have several shards (weights, optimizer state, tied weights). A layer takes
+    # one shard for each parameter, so that it can be gathered like the flat parameter.
     layers: list[dict[torch.dtype, list[_Layer[_Shard]]]] = [{} for _ in handles]
     for shard in shards:
         assert shard.piece is not None
@@ -81,7 +82,7 @@ def _agree(
     handles: Sequence[FlatParamHandle],
     layers: Sequence[dict[torch.dtype, list[dict[int, Any]]]],
 ) -> None:
-    """Refuse, on all ranks, what ranks would not gather alike."""
+    """Raise CheckpointError on all ranks if ranks would gather different tensors. Collective."""
 
     def tell() -> bytes:
         own = {

@@ -1,7 +1,7 @@
-"""State dicts out, in the shape of `torch.distributed.checkpoint.state_dict`: sharded or full.
+"""Makes state dicts, sharded or full, in the format of `torch.distributed.checkpoint.state_dict`.
 
-Sharded, they go to `torch.distributed.checkpoint.save` and `load` as they are: what a model under
-`fully_shard` wrote loads here, and the other way round.
+Sharded ones can be passed to `torch.distributed.checkpoint.save` and `load`. Checkpoints written by
+a model under `fully_shard` load here, and vice versa.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Choice:
 
     @classmethod
     def of(cls, options: Any, full: bool, cpu_offload: bool, rank0_only: bool) -> _Choice:
-        """From our arguments, or from torch's `StateDictOptions`, with what these mean there."""
+        """From our arguments, or from torch's `StateDictOptions`, with torch's meaning."""
         if options is None:
             if rank0_only and not full:
                 raise ValueError("rank0_only: expected full=True with it; shards are on every rank")
@@ -56,7 +56,7 @@ class _Choice:
         return value.detach().to("cpu" if self.cpu_offload else value.device, copy=True)
 
     def moved(self, value: Any) -> Any:
-        """A nesting of dicts and lists with its tensors where they are wanted."""
+        """Nested dicts and lists, with tensors on the CPU if `cpu_offload`."""
         if not self.cpu_offload:
             return value
         if isinstance(value, torch.Tensor):
@@ -78,16 +78,16 @@ def get_model_state_dict(
 
     Args:
         model: a ZeRO3 module, between steps.
-        options: torch's `StateDictOptions`, instead of the other arguments, with its meaning:
-            `full_state_dict` with `cpu_offload` gives values to the first rank alone.
-        full: full tensors in copies of their own, gathered a bucket at a time; collective then.
-            Else a `ParameterShard` for each parameter, sharing its memory; not collective.
-        cpu_offload: on the CPU.
-        rank0_only: with `full`, only the first rank keeps them, the others return {}.
+        options: torch's `StateDictOptions`, instead of the other arguments, with torch's meaning:
+            `full_state_dict` with `cpu_offload` returns values on the first rank only.
+        full: return copies of full tensors, gathered a bucket at a time; collective. Otherwise a
+            `ParameterShard` for each parameter, which shares its memory; not collective.
+        cpu_offload: return tensors on the CPU.
+        rank0_only: with `full`, only the first rank keeps them, and the others return {}.
 
     Raises:
         RuntimeError: the model is in backward.
-        CollectiveError: a rank died, or did not come.
+        CollectiveError: a rank died, or did not take part within the timeout.
     """
     choice = _Choice.of(options, full, cpu_offload, rank0_only)
     roots = root_states_of(model, "get_model_state_dict")
@@ -105,7 +105,7 @@ def get_model_state_dict(
         for root in roots:
             refuse_experts(root, "rank0_only")
     keeps = not choice.rank0_only or participants_of(roots[0], None).is_first
-    # Other entries share memory with the model.
+    # Copies, because these entries share memory with the model.
     result = {
         name: choice.copied(value) if type(value) is torch.Tensor else value
         for name, value in entries.items()
@@ -128,14 +128,15 @@ def get_optimizer_state_dict(
     cpu_offload: bool = False,
     rank0_only: bool = False,
 ) -> StateDict:
-    """The optimizer's state under the parameters' names.
+    """The optimizer's state, keyed by parameter names.
 
-    Before the optimizer's first step the state is what that step would make, with zeros in it: a
-    place for `torch.distributed.checkpoint.load` to read into. The optimizer stays as it is.
+    Before the optimizer's first step the state has the keys and shapes that this step would create,
+    filled with zeros, so that `torch.distributed.checkpoint.load` can read into it. The optimizer
+    does not change.
 
     Args:
         model: the ZeRO3 module whose parameters the optimizer has, between steps.
-        optimizer: element-wise, as always.
+        optimizer: an element-wise optimizer.
         options, full, cpu_offload, rank0_only: as for `get_model_state_dict`.
 
     Returns:
@@ -144,7 +145,7 @@ def get_optimizer_state_dict(
     Raises:
         CheckpointError: a parameter is not the model's, or a state is not element-wise.
         RuntimeError: the model is in backward.
-        CollectiveError: a rank died, or did not come.
+        CollectiveError: a rank died, or did not take part within the timeout.
     """
     choice = _Choice.of(options, full, cpu_offload, rank0_only)
     roots = root_states_of(model, "get_optimizer_state_dict")
@@ -154,7 +155,7 @@ def get_optimizer_state_dict(
         | {"params": [name_in_group(names, parameter, number) for parameter in group["params"]]}
         for number, group in enumerate(optimizer.param_groups)
     ]
-    held: Any = optimizer.state  # keyed by parameters, says torch of tensors
+    held: Any = optimizer.state  # Keyed by parameters; torch's annotation says tensors.
     states: _States = dict(held) or state_template(optimizer)
     if not choice.full:
         by_name = {
@@ -172,7 +173,7 @@ def get_optimizer_state_dict(
     own_names = {name for _, found in names.parameters for name in found}
     for each in told:
         for name, own in json.loads(each).items():
-            if name in own_names:  # else of an expert that is elsewhere
+            if name in own_names:  # Otherwise an expert of other ranks.
                 everything.setdefault(name, {}).update(own)
     by_name = _gather_states(names, states, everything, choice, keeps)
     return {"state": by_name, "param_groups": groups} if keeps else {}
@@ -190,7 +191,7 @@ def _is_piece(parameter: nn.Parameter, value: Any) -> bool:
 
 
 def _tell(states: _States, names: Names) -> bytes:
-    """Of the parameters whose first element is here: values, and dtypes of what is gathered."""
+    """This rank's message: for parameters it announces, values, and dtypes of tensors to gather."""
     told: StateDict = {}
     for parameter, state in states.items():
         name = _name(names, parameter)
@@ -240,7 +241,7 @@ def _gather_states(
 def _source_of_state(
     handle: FlatParamHandle, names: Names, states: _States, everything: StateDict, key: str
 ) -> FlatSource | None:
-    """State `key` of a handle's parameters as a flat tensor; None where none has it."""
+    """State `key` of a handle's parameters as a flat tensor; None if no parameter has it."""
     told = [everything.get(_name(names, p), {}).get(key) for p in handle.sharded_params]
     present = [index for index, how in enumerate(told) if how and how[0] == "gathered"]
     if not present:

@@ -1,7 +1,7 @@
-"""Python values as JSON and back: what schedulers, random generators and trainers keep.
+"""Encodes the Python values that schedulers, random generators and trainers keep as JSON, and back.
 
-JSON has no tuples, no bytes, no tensors, no keys but strings, and no NaN. Such values become an
-object with one key, their tag. No class is ever looked up by a name from a file.
+JSON has no tuples, bytes, tensors, NaN, or keys other than strings. Such values become an object
+with one key, their tag. Decoding never looks up a class by a name from a file.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from layerzero.state_dict.errors import CheckpointError
 
 _TAG = "$"
 _MAX_TENSOR_NBYTES = 1 << 24
-"""Larger tensors do not belong in JSON."""
+"""Size limit of one tensor in JSON, in bytes."""
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` as something the json module writes, to the same bytes everywhere.
+    """`value` in types that the json module writes, to the same bytes on every rank.
 
     Takes None, bool, int, float, str, bytes, list, tuple, dict, set, complex, small tensors and
-    numpy arrays, numpy scalars, torch dtypes, in any nesting.
+    numpy arrays, numpy scalars, torch dtypes, nested in any way.
+
+    Args:
+        where: what `value` is, for the message.
 
     Raises:
-        CheckpointError: it holds something else; `where` tells what `value` is.
+        CheckpointError: it contains something else.
     """
     if value is None:
         return None
@@ -64,7 +67,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def _encode_plain(value: bool | int | str) -> bool | int | str:
-    """A subclass, an IntEnum for example, as what it is a subclass of."""
+    """A value of a subclass, such as an IntEnum, as its plain base type."""
     if isinstance(value, bool):
         return value
     return int(value) if isinstance(value, int) else str(value)
@@ -93,10 +96,10 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> list[Any]:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given, tensors on the CPU.
+    """The inverse of `encode`; tensors are on the CPU.
 
     Raises:
-        ValueError, KeyError, TypeError: nothing that `encode` wrote.
+        ValueError, KeyError, TypeError: `encode` did not write this.
     """
     if isinstance(value, list):
         return [decode(item) for item in value]
@@ -126,7 +129,7 @@ def _decode_tagged(tag: str, content: Any) -> Any:
         return DTYPES[content]
     if tag == "tensor":
         name, shape, text = content
-        # bytearray: tensors want writable memory.
+        # A bytearray, because tensors need writable memory.
         data = torch.frombuffer(bytearray(_from_text(text) or b"\0"), dtype=torch.uint8)
         dtype = DTYPES[name]
         return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -1,8 +1,8 @@
-"""What `state_dict()` of a wrapped model gives, and `load_state_dict()` of it takes.
+"""Makes `state_dict()` of a wrapped model return shards, and `load_state_dict()` accept them.
 
-Hooks on the modules that own sharded parameters, so that it holds for the wrapper, the wrapped
-module and any module inside alike. Inside `summon_full_params` they stand aside: entries are then
-the full parameters.
+Hooks on the modules that own sharded parameters do this, so it works for the wrapper, the wrapped
+module and any module inside alike. Inside `summon_full_params` the hooks do nothing, and entries
+are full parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> Non
     """Put the hooks on the modules that show the unit's parameters.
 
     Args:
-        originals: of each of the unit's handles.
+        originals: the original parameters of each of the unit's handles.
     """
     remember(unit)
     slots: dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
@@ -45,7 +45,7 @@ def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> Non
 
 
 _Pieces = Sequence[tuple[str, nn.Parameter]]
-"""The names of a module's parameters in it, with this rank's pieces."""
+"""Pairs of a parameter's name in its module and this rank's sharded parameter."""
 
 
 def _check_structure(unit: Unit) -> Callable[..., None]:
@@ -60,11 +60,11 @@ def _check_structure(unit: Unit) -> Callable[..., None]:
 
 
 def _refuse_replaced(module: nn.Module, pieces: _Pieces, unit: Unit) -> None:
-    """Of a module inside a model, whose own state dict is asked for.
+    """Check that the module still has its sharded parameters. It may be any module of a model.
 
     Raises:
-        RuntimeError: another parameter is in the place of a sharded one.
-        ValueError: its data was replaced, by some that is not of the piece's shape.
+        RuntimeError: a sharded parameter was removed, or replaced by another one.
+        ValueError: the data of a sharded parameter was replaced by data of another shape.
     """
     for handle in unit.handles:
         handle.reset_sharded_params(unit.label)
@@ -91,7 +91,7 @@ def _show_shards(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
         _refuse_replaced(module, pieces, unit)
         for name, piece in pieces:
             entry = state_dict.get(prefix + name)
-            # With keep_vars it is the parameter itself that was asked for.
+            # With keep_vars the caller wants the parameter itself.
             if isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter):
                 state_dict[prefix + name] = shard_of(piece, piece.detach())
 
@@ -112,7 +112,7 @@ def _take_pieces(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
         if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
             return
         if unit.state is not ShardState.SHARDED:
-            unit.reshard()  # What is full there is of the old weights.
+            unit.reshard()  # Its unsharded parameters hold the old weights.
         _refuse_replaced(module, pieces, unit)
         for name, piece in pieces:
             value = state_dict.get(prefix + name)
@@ -124,7 +124,7 @@ def _take_pieces(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
                 error_msgs.append(f"{prefix + name}: {error}")
                 taken = piece
             if local_metadata.get("assign_to_params_buffers"):
-                # The piece stays the parameter; what would be put in its place becomes its value.
+                # With assign=True, too, the sharded parameter stays, and takes the new value.
                 with torch.no_grad():
                     piece.copy_(taken)
                 taken = piece
@@ -134,7 +134,7 @@ def _take_pieces(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
 
 
 def shard_of(piece: nn.Parameter, local: torch.Tensor) -> ParameterShard:
-    """`local`, of the piece's shape, as a shard of the whole."""
+    """`local`, of the shape of `piece`, as a shard of a tensor with the original shape."""
     info = _info_of(piece)
     return ParameterShard(local, extent_of(info), info.range, weakref.ref(piece))
 
@@ -146,14 +146,14 @@ def _info_of(piece: nn.Parameter) -> ParameterInfo:
 
 
 def piece_of(value: torch.Tensor, piece: nn.Parameter) -> torch.Tensor:
-    """This rank's piece of an entry of a state dict: [numel of `piece`].
+    """This rank's part of an entry of a state dict: [numel of `piece`].
 
     Args:
-        value: a full tensor of the original shape, a DTensor, a shard of the same place, or a bare
-            piece.
+        value: a full tensor of the original shape, a DTensor, a shard of the same range, or a plain
+            tensor of the shape of `piece`.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `value` is none of these.
     """
     info = _info_of(piece)
     extent, (start, stop) = extent_of(info), info.range

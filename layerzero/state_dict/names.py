@@ -1,4 +1,4 @@
-"""The names of a model's parameters and buffers, and where a rank's piece of each lies."""
+"""Names of a model's parameters and buffers, and the extents of sharded parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from layerzero.state_dict.ranges import Extent
 
 
 class Names:
-    """The names of a model's parameters, as its own `named_parameters` would show them; of experts
-    under local numbers those among all."""
+    """Names of a model's parameters as in `named_parameters`, with global numbers of experts."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters: list[tuple[nn.Parameter, tuple[str, ...]]] = []
-        """Pieces, or whole parameters that are not sharded, with all their names."""
+        """Every parameter, sharded or not, with all its names."""
         self.handles = _handles_of(model)
         self.tensor_parallel_groups = _tensor_parallel_groups_of(model)
         self._pieces = {
@@ -45,8 +44,11 @@ class Names:
         return self._by_id.get(id(parameter))
 
     def announces(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank tells the others of a parameter: the owner of its first element does,
-        and every rank of one that is not sharded."""
+        """Whether this rank reports a parameter to the others.
+
+        The owner of the first element of a sharded parameter does, and every rank of one that is
+        not sharded.
+        """
         handle = self._handle_of.get(id(parameter))
         if handle is None:
             return True
@@ -58,7 +60,7 @@ class Names:
         return start == 0 < stop and not any(extent_of(info).offsets)
 
     def in_state_dict(self, model: nn.Module) -> dict[int, list[str]]:
-        """By a parameter's id, its names in `model.state_dict()`, which modules may choose."""
+        """Names in `model.state_dict()`, which modules may change, keyed by id of the parameter."""
         found: dict[int, list[str]] = {}
         for name, value in model.state_dict(keep_vars=True).items():
             parameter = self._pieces.get(id(value), value)
@@ -67,13 +69,13 @@ class Names:
 
 
 def name_among_all(model: nn.Module, name: str) -> str:
-    """A name in the model, of what is in an expert under a local number that among all."""
+    """A name in the model, with global instead of local numbers of experts."""
     return clean_name(global_name(model, name))
 
 
 def _handles_of(model: nn.Module) -> list[FlatParamHandle]:
     units = {id(unit): unit for m in model.modules() if (unit := get_unit(m)) is not None}
-    roots: dict[int, int] = {}  # parts that were wrapped by themselves, one after the other
+    roots: dict[int, int] = {}  # Numbers parts that were wrapped separately.
     for unit in units.values():
         roots.setdefault(id(unit.context), len(roots))
     ordered = sorted(units.values(), key=lambda unit: (roots[id(unit.context)], unit.index))
@@ -87,7 +89,7 @@ def _tensor_parallel_groups_of(model: nn.Module) -> tuple[ShardGroup, ...]:
 
 
 def extent_of(info: ParameterInfo) -> Extent:
-    """The whole tensor that a sharded parameter is a piece of, and the block that is local."""
+    """The original shape of a sharded parameter, and this rank's tensor-parallel block of it."""
     split = info.tensor_parallel
     if split is None:
         return Extent.whole(info.shape)

@@ -1,8 +1,8 @@
-"""What `state_dict()` of an optimizer of pieces gives, and `load_state_dict()` of it takes.
+"""Makes `state_dict()` of an optimizer of sharded parameters return shards, and load accept them.
 
-As for modules: entries of a parameter's shape are shards of the whole, so that whoever saves them
-knows what they are pieces of. What is loaded may be shards, full tensors or bare pieces; what does
-not fit is refused before anything changes.
+As for modules, entries with the shape of a parameter become `ParameterShard`s, which carry the
+original shape and range. `load_state_dict` accepts shards, full tensors or plain tensors of the
+sharded shape; it raises before anything changes if an entry does not fit.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ StateDict = dict[str, Any]
 @attach.on_pieces
 def install(optimizer: torch.optim.Optimizer) -> None:
     """Put the hooks on an optimizer."""
-    # First of all such hooks, and last of those before a load: what others see is what torch's
-    # own tools will see.
+    # The first hook after `state_dict` and the last before a load, so that other hooks see the same
+    # entries as torch's own tools.
     optimizer.register_state_dict_post_hook(_show_shards, prepend=True)
     optimizer.register_load_state_dict_pre_hook(_take_pieces)
 
@@ -42,7 +42,7 @@ def _show_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> Sta
 
 
 def shards_of_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> StateDict:
-    """State of a parameter with shards for what has the shape of its piece."""
+    """State of a parameter, in which tensors of its sharded shape become shards."""
     info = get_info(parameter)
     name = "an unsharded parameter" if info is None else info.fqn
     return {
@@ -66,11 +66,11 @@ def _shown(value: Any, parameter: nn.Parameter, what: str) -> Any:
 
 
 def _numbered(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, nn.Parameter]:
-    """The optimizer's parameters by what the state dict calls them; {} where it has others."""
+    """The optimizer's parameters by their keys in the state dict; {} if the groups do not match."""
     own = [group["params"] for group in optimizer.param_groups]
     theirs = [group["params"] for group in state_dict["param_groups"]]
     if [len(group) for group in own] != [len(group) for group in theirs]:
-        return {}  # torch says so
+        return {}  # torch's `load_state_dict` raises.
     return {
         number: parameter
         for numbers, parameters in zip(theirs, own, strict=True)
@@ -84,7 +84,7 @@ def _take_pieces(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> Sta
     given = {p: states[n] for n, p in parameters.items() if isinstance(states.get(n), dict)}
     refuse_other_class(optimizer, state_dict["param_groups"], given, _name_of)
     misfits: list[str] = []
-    # Of a parameter that is one number, state shaped like it looks like any other number.
+    # State shaped like a scalar parameter cannot be told from a plain number by its shape.
     is_number = any(
         info.shape == () for parameter in given if (info := get_info(parameter)) is not None
     )
@@ -117,7 +117,7 @@ def _taken(value: Any, parameter: nn.Parameter, is_shaped: bool) -> Any:
         if value.ndim == 0 and not (is_shaped or isinstance(value, ParameterShard)):
             return value
         taken = piece_of(value, parameter)
-        # A view would keep the whole alive, and the optimizer would write to it.
+        # A view would keep the full tensor alive, and the optimizer would write to it.
         return taken if taken.numel() == value.numel() else taken.clone()
     if isinstance(value, dict):
         return {key: _taken_inside(item, parameter) for key, item in value.items()}
@@ -127,6 +127,6 @@ def _taken(value: Any, parameter: nn.Parameter, is_shaped: bool) -> Any:
 
 
 def _taken_inside(value: Any, parameter: nn.Parameter) -> Any:
-    """Of a container nobody knows what its ordinary tensors should look like."""
+    """`_taken` inside a container, where plain tensors stay: their intended shape is unknown."""
     is_ours = isinstance(value, (RankLocal, ParameterShard, dict, list, tuple))
     return _taken(value, parameter, is_shaped=False) if is_ours else value

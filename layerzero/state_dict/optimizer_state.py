@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter, in and out; and what it looks like before the first step."""
+"""Loads optimizer state by parameter, and predicts the state that a first step creates."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def put_state(
     states: Mapping[nn.Parameter, Mapping[str, Any]],
     keeps_dtype: set[tuple[nn.Parameter, str]] | None = None,
 ) -> None:
-    """Load state through the optimizer's own `load_state_dict`: it knows devices and defaults.
+    """Load state through the optimizer's own `load_state_dict`, which handles devices and defaults.
 
     Args:
-        options: for each of its groups, what replaces the group's own.
-        states: of each parameter, tensors of the parameter's shape, scalars and plain values; what
-            is not named there loses its state.
-        keeps_dtype: state that must stay in its dtype, where torch would cast it to that of the
-            parameter.
+        options: for each of its groups, options that replace the group's own.
+        states: for each parameter, tensors of the parameter's shape, scalars and plain values;
+            parameters not in it lose their state.
+        keeps_dtype: (parameter, key) of state that must keep its dtype, where torch would cast it
+            to that of the parameter.
     """
     numbers: dict[nn.Parameter, int] = {}
     groups = []
@@ -45,10 +45,10 @@ def put_state(
 def state_template(
     optimizer: torch.optim.Optimizer,
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """State as the optimizer makes it at its first step, zeros in it; the optimizer is untouched.
+    """The state that the optimizer would create at its first step, filled with zeros.
 
-    A copy of it steps on stand-ins of one element, so no parameter is at risk and no memory is
-    needed but that of the result.
+    The optimizer does not change: a copy of it steps on parameters of one element each. So no real
+    parameter is written, and only the result needs memory.
     """
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
     groups = []
@@ -68,7 +68,7 @@ def state_template(
 
 
 def shaped_keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Keys of state that is shaped like the parameter: of a scalar one, that is a scalar too."""
+    """Keys of state with the shape of its parameter; for a scalar parameter, that is a scalar."""
     held: Any = optimizer.state
     states = dict(held) or state_template(optimizer)
     return {
@@ -85,20 +85,20 @@ def refuse_other_class(
     states: Mapping[nn.Parameter, Mapping[str, Any]],
     name_of: Callable[[nn.Parameter], str],
 ) -> None:
-    """Refuse state that the optimizer's class would not make: torch takes it, and goes on without.
+    """Refuse the state of another optimizer class, which torch would load and then not use.
 
-    A class may add state later than at its first step. So what is not known counts only where the
-    options of the groups are not those of this class, or where its own state is not there.
+    A class may add state later than at its first step, so different keys alone prove nothing.
+    Raises if there are both unknown and missing keys, or if the options of the groups differ, too.
 
     Args:
-        groups: options that are to replace those of each of its groups.
-        states: of some of its parameters, at least the keys.
+        groups: options that will replace those of each of its groups.
+        states: state of some of its parameters; only the keys are used.
 
     Raises:
         CheckpointError: it is the state of another class.
     """
     if len(groups) != len(optimizer.param_groups):
-        return  # torch says so
+        return  # torch's `load_state_dict` raises.
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         given = {p: set(states[p]) for p in group["params"] if states.get(p)}
         made = _keys_of_group(optimizer, group, options) if given else None
@@ -119,22 +119,22 @@ def refuse_other_class(
 
 
 def _option_names(group: Mapping[str, Any]) -> set[str]:
-    # Names of parameters, and what schedulers add, say nothing of the class.
+    # Without names of parameters and what schedulers add: these do not depend on the class.
     return set(group) - {"params", "param_names", "initial_lr"}
 
 
 def _keys_of_group(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any]
 ) -> set[str] | None:
-    """Keys of the state that a first step with these options makes; None: nobody knows."""
+    """Keys of the state that a first step with these options creates; None: unknown."""
     stand_in = _stand_in(group["params"][0])
     with_options = {**group, **options, "params": [stand_in]}
     if "capturable" in with_options:
-        with_options["capturable"] = False  # refused on some devices, and the keys are the same
+        with_options["capturable"] = False  # Fails on some devices; the keys are the same.
     try:
         return set(_state_of_twin(optimizer, [with_options]).get(stand_in, ()))
     except Exception:
-        return None  # one that needs a closure, sparse gradients, ...
+        return None  # The step needs a closure, sparse gradients, ...
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
@@ -152,7 +152,7 @@ def _state_of_twin(
     twin.param_groups = groups
     twin._optimizer_step_pre_hooks = collections.OrderedDict()
     twin._optimizer_step_post_hooks = collections.OrderedDict()
-    # Of the class: a scheduler may have put a counting `step` on the instance.
+    # `step` of the class: a scheduler may have put a counting one on the instance.
     type(optimizer).step(twin)
     made: Any = twin.state
     return dict(made)
@@ -172,16 +172,17 @@ def options_of_groups(
     strict: bool,
     where: str,
 ) -> list[Mapping[str, Any]]:
-    """The options that each group's parameters had; none for a group that is new.
+    """The saved options for each of the optimizer's groups; {} for a group of new parameters.
 
     Args:
-        groups: names of the parameters of each of the optimizer's groups, as they were saved.
-        saved: the options and the names of each saved group.
-        where: the names come from, for messages.
+        groups: saved names of the parameters of each of the optimizer's groups.
+        saved: (options, names) of each saved group.
+        strict: raise for parameters that were in no saved group.
+        where: source of the saved groups, for messages.
 
     Raises:
-        CheckpointError: parameters of one group were in groups with different options; or, with
-            `strict`, in none.
+        CheckpointError: parameters of one group were saved in groups with different options; or,
+            with `strict`, in none.
     """
     number_of = {name: number for number, (_, names) in enumerate(saved) for name in names}
     result: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Which unit a piece is of, where only the piece is at hand: in an entry of a state dict."""
+"""Finds the unit of a sharded parameter, for entries of state dicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layerzero.core.parameter_info import get_info
 from layerzero.runtime.unit import Unit
 
 _units = WeakIdKeyDictionary()
-"""By a piece, a weak reference to the unit that it is of."""
+"""Weak reference to the unit of each sharded parameter."""
 
 
 def remember(unit: Unit) -> None:
@@ -20,20 +20,20 @@ def remember(unit: Unit) -> None:
 
 
 def unit_of(piece: nn.Parameter) -> Unit | None:
-    """The unit that a piece is of; None once it is gone."""
+    """The unit of a sharded parameter; None if it is gone."""
     reference = _units.get(piece)
     unit: Unit | None = None if reference is None else reference()
     return unit
 
 
 def refuse_other_name(piece: nn.Parameter, key: str) -> None:
-    """Refuse an expert that only some ranks have under a key without its name: the key may stand
-    for another expert elsewhere, and files know keys alone.
+    """Refuse a key without the parameter's name for an expert that only some ranks have.
 
-    So it is with an optimizer's own state dict, which numbers parameters.
+    On other ranks the same key may mean another expert, and files store only keys. This happens
+    with an optimizer's own state dict, which numbers parameters.
 
     Raises:
-        NotImplementedError: it is one.
+        NotImplementedError: `piece` is of such an expert, and `key` lacks its name.
     """
     unit, info = unit_of(piece), get_info(piece)
     if unit is None or info is None or info.tensor_parallel is not None or info.fqn in key:

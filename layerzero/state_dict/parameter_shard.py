@@ -1,8 +1,8 @@
-"""ParameterShard: an entry of a sharded state dict: a whole tensor, of which this rank has a piece.
+"""ParameterShard: an entry of a sharded state dict, with the full shape and this rank's part.
 
-It has the shape of the whole, as a DTensor has, and what `torch.distributed.checkpoint` asks of
-an entry (its `_Checkpointable` protocol): which boxes of the whole this rank writes, and where
-those it reads go. So that library saves and loads it with no communication but its own planning.
+Like a DTensor it has the shape of the full tensor. It implements the `_Checkpointable` protocol of
+`torch.distributed.checkpoint`: which boxes of the full tensor this rank writes, and where those it
+reads go. So that library saves and loads it with no communication other than its own planning.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _SAME_SHAPE = (
     _aten.full_like.default,
     _aten._pin_memory.default,
 )
-"""What means the same on a piece as on the whole, beside element-wise operations."""
+"""Operations that work on a shard as on the full tensor, besides element-wise ones."""
 
 
 class ParameterShard(torch.Tensor):
     """A tensor of which this rank holds elements [start, stop) of the flattened block `extent`.
 
     Attributes:
-        local: [stop - start], this rank's piece. In a state dict it shares memory with the model or
-            the optimizer: writing to it changes them.
-        extent: the whole tensor's shape, and the block of it that tensor parallelism left here.
+        local: [stop - start], this rank's elements. In a state dict it shares memory with the model
+            or the optimizer: writing to it changes them.
+        extent: the full tensor's shape, and this rank's tensor-parallel block of it.
         range: (start, stop).
 
-    Copies, casts and element-wise operations work on the piece and give a shard again. Whatever
-    would need the other ranks' pieces raises NotImplementedError; `full_tensor()` gathers them.
+    Copies, casts and element-wise operations work on `local` and return a shard. Operations that
+    need elements of other ranks raise NotImplementedError; `full_tensor()` gathers them.
     """
 
     local: torch.Tensor
     extent: Extent
     range: tuple[int, int]
     piece: weakref.ref[nn.Parameter] | None = None
-    """The parameter, to find the ranks with the others; None once it went through a file."""
+    """The sharded parameter, which leads to the ranks to gather from; None if read from a file."""
 
     @staticmethod
     def __new__(
@@ -83,28 +83,28 @@ class ParameterShard(torch.Tensor):
         )
 
     def like(self, local: torch.Tensor) -> ParameterShard:
-        """A shard of the same place with another piece."""
+        """A shard of the same range with other elements."""
         return ParameterShard(local, self.extent, self.range, self.piece)
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, of this shard's shape and dtype, in memory of its own, on every rank.
+        """A new full tensor of this shard's shape and dtype, on every rank.
 
         Collective over the ranks that share the model, between steps.
 
         Raises:
-            ValueError: the shard came out of a file, or its model is gone.
-            CollectiveError: a rank died, or did not come.
+            ValueError: the shard was read from a file, or its model is gone.
+            CollectiveError: a rank died, or did not take part within the timeout.
         """
         ((_, full),) = gather(root_of(self), [self])
         return full.detach().clone()
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank has of an ordinary tensor of the whole's shape: [stop - start]."""
+        """This rank's elements of a plain tensor of the full shape: [stop - start]."""
         ends = zip(self.extent.offsets, self.extent.local_shape, strict=True)
         block = whole[tuple(slice(at, at + size) for at, size in ends)]
         return block.reshape(-1)[slice(*self.range)]
 
-    def storage(self) -> NoReturn:  # what safetensors asks for last
+    def storage(self) -> NoReturn:  # The last method that safetensors tries.
         self._refuse_bytes()
 
     def numpy(self, *, force: bool = False) -> NoReturn:
@@ -170,7 +170,7 @@ class ParameterShard(torch.Tensor):
     def _boxes(self) -> list[Box]:
         found = list(boxes(self.extent, *self.range))
         if not found and not self.numel():
-            # Nobody would write it, and then it could not be read.
+            # A tensor without elements still needs a box: one that no rank writes cannot be read.
             return [Box(0, self.extent.offsets, self.extent.local_shape)]
         return found
 
@@ -215,7 +215,7 @@ class ParameterShard(torch.Tensor):
 
 
 def _is_whole_for(shard: Any, value: Any) -> bool:
-    """Whether a plain tensor lies as the whole does: what `state_dict()[name].copy_()` is given."""
+    """Whether `value` is a plain tensor of the full shape: `state_dict()[name].copy_(value)`."""
     is_plain = type(value) in (torch.Tensor, nn.Parameter)
     return isinstance(shard, ParameterShard) and is_plain and value.shape == shard.shape
 
@@ -224,7 +224,7 @@ def _is_whole_for(shard: Any, value: Any) -> bool:
 torch.serialization.add_safe_globals(
     [
         *(ParameterShard, Extent),
-        # As files of version 0.1 call them.
+        # Names in files of version 0.1.
         (ParameterShard, "layerzero.checkpoint.parameter_shard.ParameterShard"),
         (Extent, "layerzero.checkpoint.runs.Extent"),
     ]

@@ -1,7 +1,7 @@
-"""The ranks that save or load together, and what they tell each other: names, sizes, checksums.
+"""Participants: the ranks that save or load together, and their exchange of names and checksums.
 
-They talk through a gloo group of their own, over the CPU: a save in the background then never
-meets the collectives of a training step, and parameters never travel this way.
+They communicate through a separate gloo group on the CPU, so that a background save never mixes
+with the collectives of a training step. Parameters are never sent this way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layerzero.runtime.root import RootState
 from layerzero.state_dict.errors import CheckpointError
 
 _SLOWEST_DISK = 10_000_000
-"""Bytes per second: a rank that writes or reads slower than that may be taken for dead."""
+"""Bytes per second; a rank that writes or reads more slowly may exceed the timeout."""
 
 
 _OK, _ERROR = b"+", b"-"
@@ -42,7 +42,7 @@ class SaveUnderWay(Protocol):
 
 
 class Participants:
-    """The ranks of one save or load, in the order of their global numbers."""
+    """The ranks of one save or load, in the order of their global ranks."""
 
     under_way: SaveUnderWay | None
     """A background save, which exchanges messages while it runs."""
@@ -50,14 +50,14 @@ class Participants:
     """Timeout of one exchange; set for each save or load."""
 
     def __init__(self, group: ShardGroup | None) -> None:
-        """`group`: on the CPU; None: this rank alone."""
+        """`group`: a group on the CPU; None: this rank alone."""
         self._group = group
         self._num_operations = 0
         self.under_way = None
         self.timeout = DEFAULT_TIMEOUT
 
     def finish(self) -> None:
-        """Wait for the save in the background, and raise what went wrong in it."""
+        """Block until the background save, if any, is done, and raise its error."""
         handle, self.under_way = self.under_way, None
         if handle is not None:
             handle.wait()
@@ -75,15 +75,15 @@ class Participants:
         return self.rank == 0
 
     def gather(self, what: str, own: bytes, nbytes_moved: int = 0) -> list[bytes]:
-        """Every rank's bytes, in rank order. Collective; blocks.
+        """Every rank's bytes, in rank order. Collective; blocks the host.
 
         Args:
-            what: of the exchange, for messages.
-            nbytes_moved: to or from the disk, since the last exchange, by the rank with the most:
-                the others wait longer.
+            what: name of the exchange, for messages.
+            nbytes_moved: bytes read or written since the last exchange by the rank with the most;
+                they extend the timeout.
 
         Raises:
-            CollectiveError: a rank is dead, or did not come in time.
+            CollectiveError: a rank is dead, or did not take part within the timeout.
         """
         if self._group is None:
             return [own]
@@ -104,10 +104,10 @@ class Participants:
         ]
 
     def exchange(self, what: str, make: Callable[[], bytes], nbytes_moved: int = 0) -> list[bytes]:
-        """What `make` returns on every rank, in rank order. Collective; blocks.
+        """What `make` returns on every rank, in rank order. Collective; blocks the host.
 
         Raises:
-            CheckpointError: on every rank alike, where `make` raised on one: naming it.
+            CheckpointError: on every rank, if `make` raised on any; names that rank.
             CollectiveError: as `gather`.
         """
         error: Exception | None = None
@@ -129,7 +129,7 @@ class Participants:
         return [answer.removeprefix(_OK) for answer in answers]
 
     def from_first(self, what: str, make: Callable[[], bytes], nbytes_moved: int = 0) -> bytes:
-        """What `make` returns on the first rank, where alone it runs. As `exchange`."""
+        """What `make` returns on the first rank; it runs only there. Otherwise as `exchange`."""
         return self.exchange(what, make if self.is_first else bytes, nbytes_moved)[0]
 
     def _operation(self, what: str) -> Operation:
@@ -145,17 +145,17 @@ def describe(error: Exception) -> str:
 
 _made: WeakKeyDictionary[dist.ProcessGroup | RootState, dict[tuple[int, ...], Participants]]
 _made = WeakKeyDictionary()
-"""By a group of the model's, so that they go with it."""
+"""Participants by process group or root, and ranks; dropped together with that group or root."""
 
 
 def participants_of(root: RootState, process_group: dist.ProcessGroup | None) -> Participants:
     """The ranks that share the model, or those of `process_group`. Collective the first time.
 
-    Models on the same ranks share them. A save that goes on among them is waited for, so that
-    whoever gets them talks alone.
+    Models on the same ranks share one object. Blocks the host until a background save among them is
+    done, so that the caller is the only user.
 
     Raises:
-        CheckpointError, CollectiveError: what went wrong in that save.
+        CheckpointError, CollectiveError: the background save failed.
     """
     together = _find_or_make(root, process_group)
     together.finish()
@@ -186,7 +186,7 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> P
 
 
 def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> timedelta:
-    """The longest of the model's, and one that the given group was made with."""
+    """The longest timeout of the model's groups and the given group."""
     timeouts = [handle.placement.shard_group.timeout for u in root.units for handle in u.handles]
     if process_group is not None:
         chosen = chosen_timeout(process_group, root.device)
@@ -195,7 +195,7 @@ def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> tim
 
 
 def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGroup]:
-    """Groups that lead from each rank to all that share the model."""
+    """Groups that together connect each rank with all ranks that share the model."""
     axes: dict[dist.ProcessGroup, ShardGroup] = {}
     for placement in placements:
         whole = placement.data_parallel or placement
@@ -209,7 +209,7 @@ def _make_group(ranks: tuple[int, ...]) -> ShardGroup | None:
         return None
     group = dist.new_group(
         list(ranks),
-        timeout=timedelta(days=1),  # waits have bounds of their own
+        timeout=timedelta(days=1),  # Each exchange has its own timeout.
         backend="gloo",
         use_local_synchronization=True,
     )
@@ -218,7 +218,7 @@ def _make_group(ranks: tuple[int, ...]) -> ShardGroup | None:
 
 
 def _sharing(root: RootState, members: set[int]) -> list[int]:
-    """Global numbers of all ranks that share the model: data-parallel and tensor-parallel ones."""
+    """Global ranks of all that share the model, data-parallel and tensor-parallel. Collective."""
     ranks = torch.tensor(sorted(members), device=root.device)
     for group in root.tensor_parallel_groups:
         operation = root.operations.next_tensor_parallel("checkpoint", "ranks", group)

@@ -1,4 +1,4 @@
-"""When a model may be saved, loaded, or shown as a state dict at all."""
+"""Checks that a model can be saved, loaded, or returned as a state dict."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from layerzero.runtime.unit import get_unit
 
 
 def refuse_experts(state: RootState, what: str) -> None:
-    """Where the first rank has, or gets, everything: it knows no experts of other names.
+    """Refuse operations where one rank has or gets everything: it lacks the experts of others.
 
     Raises:
-        NotImplementedError: ranks have experts of different names.
+        NotImplementedError: ranks have different experts.
     """
     for unit in state.units:
         experts = [h for h in unit.handles if h.placement.data_parallel is not None]
@@ -25,17 +25,20 @@ def refuse_experts(state: RootState, what: str) -> None:
 
 
 def root_state_of(model: nn.Module, verb: str) -> RootState:
-    """The root state of a model that is between steps: of the part with the most ranks.
+    """The root state of a model between steps; of several parts, that of the one with most ranks.
 
     Raises:
-        ValueError: nothing in it is wrapped, or parts are on ranks that no part has all of.
-        RuntimeError: it is in backward, or was changed since it was wrapped.
+        ValueError: nothing in it is wrapped, or no part is on the ranks of all other parts.
+        RuntimeError: it is in backward, or its parameters have changed since it was wrapped.
     """
     return root_states_of(model, verb)[0]
 
 
 def root_states_of(model: nn.Module, verb: str) -> list[RootState]:
-    """As `root_state_of`, of every part that was wrapped by itself."""
+    """The root states of all parts that were wrapped separately; most ranks first.
+
+    Raises as `root_state_of`.
+    """
     units = (get_unit(module) for module in model.modules())
     roots = [root_of(unit) for unit in units if unit is not None]
     states = list({id(root): root for root in roots}.values())

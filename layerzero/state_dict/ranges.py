@@ -1,13 +1,13 @@
-"""Runs and boxes: where a rank's piece of a parameter lies in the whole tensor. Integers only.
+"""Maps a rank's shard of a parameter to runs and boxes of the whole tensor. Integers only.
 
-A piece is a range of the flattened *local* tensor: the parameter itself, or the block of it that
-tensor parallelism left on this rank. It is cut in two ways:
+A shard is a range of the flattened *local* tensor: the parameter itself, or this rank's
+tensor-parallel block of it. It is cut in two ways:
 
-    runs    contiguous in the piece and in the flattened whole tensor: what files are written in
-    boxes   contiguous in the piece and a box of the whole tensor: what torch's distributed
-            checkpoints are written in
+    runs    contiguous in the shard and in the flattened whole tensor; our files use them
+    boxes   contiguous in the shard and a box of the whole tensor; torch's distributed checkpoints
+            use them
 
-    whole tensor [4, 5], not split, piece = elements 3 to 17:    one run, three boxes
+    whole tensor [4, 5], not split, shard = elements 3 to 17:    one run, three boxes
 
         . . . a a      a: rows 0 to 1, columns 3 to 5
         b b b b b      b: rows 1 to 3, all columns
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Elements [start, start + numel) of the flattened whole tensor, at `local` in the piece."""
+    """Elements [start, start + numel) of the flattened whole tensor, at `local` in the shard."""
 
     local: int
     start: int
@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
 
 class Box(NamedTuple):
-    """The box of `sizes` at `offsets` in the whole tensor, contiguous from `local` in the piece."""
+    """The box of `sizes` at `offsets` in the whole tensor, contiguous from `local` in the shard."""
 
     local: int
     offsets: tuple[int, ...]
@@ -39,13 +39,14 @@ class Box(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A block of a whole tensor: all of it, or what tensor parallelism left on this rank."""
+    """A block of a whole tensor: all of it, or this rank's tensor-parallel part."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     local_shape: tuple[int, ...]
+    """Shape of the block."""
     offsets: tuple[int, ...]
-    """Of the block in the whole tensor."""
+    """Offset of the block in the whole tensor, for each dimension."""
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Extent:
@@ -53,11 +54,11 @@ class Extent(NamedTuple):
 
 
 def runs(extent: Extent, start: int, stop: int) -> Iterator[Run]:
-    """Cut elements [start, stop) of the flattened block into runs, in rising order."""
+    """Cut elements [start, stop) of the flattened block into runs, in ascending order."""
     if stop <= start:
         return
     shape, local_shape, offsets = extent
-    # Beyond dimension `split` the block is as wide as the whole, so rows of it lie together.
+    # After dimension `split` the block is as wide as the whole, so its rows are contiguous.
     narrow = [dim for dim, size in enumerate(shape) if local_shape[dim] != size]
     split = narrow[-1] if narrow else 0
     row = math.prod(local_shape[split:])
@@ -73,7 +74,7 @@ def runs(extent: Extent, start: int, stop: int) -> Iterator[Run]:
 
 
 def boxes(extent: Extent, start: int, stop: int) -> Iterator[Box]:
-    """Cut elements [start, stop) of the flattened block into boxes, in rising order."""
+    """Cut elements [start, stop) of the flattened block into boxes, in ascending order."""
     for local, offsets, sizes in _boxes(extent.local_shape, start, stop):
         moved = tuple(a + b for a, b in zip(offsets, extent.offsets, strict=True))
         yield Box(local - start, moved, sizes)

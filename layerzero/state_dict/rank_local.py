@@ -1,4 +1,4 @@
-"""RankLocal: optimizer state that is of one rank's pieces together, and belongs to no parameter."""
+"""RankLocal: optimizer state of one rank that does not have the shape of a sharded parameter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class RankLocal(torch.Tensor):
-    """An ordinary tensor that `torch.distributed.checkpoint` must not take for the same on all.
+    """A plain tensor that `torch.distributed.checkpoint` must not treat as equal on all ranks.
 
-    Every rank has another one, and nobody knows how they would be cut for other ranks. It can be
-    used and copied as any tensor, and its rank may torch.save it.
+    It differs between ranks, and there is no rule to reshard it for other ranks. It can be used and
+    copied like any tensor, and its rank may torch.save it.
     """
 
     what: str = "a tensor of one rank's own"
@@ -43,7 +43,7 @@ class RankLocal(torch.Tensor):
 
 
 def rank_local(value: torch.Tensor, what: str) -> RankLocal:
-    """A view of `value`. `what`: of the error."""
+    """A view of `value`. `what` names it in the error."""
     marked = value.detach().as_subclass(RankLocal)
     marked.what = what
     return marked
@@ -51,6 +51,6 @@ def rank_local(value: torch.Tensor, what: str) -> RankLocal:
 
 # A rank may torch.save its own state dict, and load it with weights_only.
 torch.serialization.add_safe_globals(
-    # The second name is that of files of version 0.1.
+    # The second is its name in files of version 0.1.
     [rank_local, (rank_local, "layerzero.checkpoint.rank_local.rank_local")]
 )

@@ -1,4 +1,4 @@
-"""State dicts in, in the shape of `torch.distributed.checkpoint.state_dict`: sharded or full."""
+"""Loads state dicts, sharded or full, in the format that get_state_dict.py returns."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def set_model_state_dict(
     strict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> _IncompatibleKeys:
-    """Load a state dict that `get_model_state_dict`, or an unwrapped model, gave.
+    """Load a state dict from `get_model_state_dict` or from an unwrapped model.
 
     Args:
         model: a ZeRO3 module, between steps.
-        model_state_dict: by name, shards of the same sharding or full tensors; with
-            `broadcast_from_rank0` used on the first rank alone.
+        model_state_dict: shards of the same sharding, or full tensors, by name; with
+            `broadcast_from_rank0`, only that of the first rank is used.
         options: torch's `StateDictOptions`, for `strict` and `broadcast_from_rank0`.
         strict: raise for missing and unexpected names.
-        broadcast_from_rank0: only the first rank has the values; one full tensor at a time goes to
-            all. Collective then, otherwise not.
+        broadcast_from_rank0: only the first rank has the values, and broadcasts them one full
+            tensor at a time. Collective only then.
 
     Returns:
         `missing_keys` and `unexpected_keys`, as `load_state_dict` does.
 
     Raises:
         RuntimeError: names or shapes do not fit; the model is in backward.
-        CollectiveError: a rank died, or did not come.
+        CollectiveError: a rank died, or did not take part within the timeout.
     """
     if options is not None:
         strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
@@ -64,13 +64,13 @@ def set_model_state_dict(
         model_state_dict = _from_first(state, model_state_dict, pieces)
     own_names = _names_to_load(model)
     renamed = {own_names.get(name, name): value for name, value in model_state_dict.items()}
-    # Not the method that the model's class may have for its own names.
+    # Bypass an override of the model's class, which may rename entries.
     return nn.Module.load_state_dict(model, renamed, strict=strict)
 
 
 def _names_to_load(model: nn.Module) -> dict[str, str]:
-    """By names in `model.state_dict()`, which modules may choose, those that `load_state_dict`
-    of the wrapper looks for: where things are."""
+    """Maps names in `model.state_dict()`, which modules may change, to those that `load_state_dict`
+    of the wrapper expects: paths in the module tree."""
     places: dict[int, list[str]] = {}
     tensors = itertools.chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
@@ -93,21 +93,21 @@ def set_optimizer_state_dict(
     strict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a state dict that `get_optimizer_state_dict` gave, here or under `fully_shard`.
+    """Load a state dict from `get_optimizer_state_dict`, made here or under `fully_shard`.
 
-    Groups get the options that their parameters had, in whatever order the groups were.
+    Groups get the options that their parameters had, regardless of the order of groups.
 
     Args:
         model, optimizer: as for `get_optimizer_state_dict`.
-        optim_state_dict: {"state": ..., "param_groups": ...} by name, tensors sharded alike or
-            full; with `broadcast_from_rank0` used on the first rank alone.
+        optim_state_dict: {"state": ..., "param_groups": ...} by name, with tensors of the same
+            sharding or full ones; with `broadcast_from_rank0`, only that of the first rank is used.
         options, broadcast_from_rank0: as for `set_model_state_dict`.
         strict: raise for parameters that were in no group.
 
     Raises:
-        CheckpointError: it does not fit: which parameter, and why.
+        CheckpointError: it does not fit; names the parameter and the reason.
         RuntimeError: the model is in backward.
-        CollectiveError: a rank died, or did not come.
+        CollectiveError: a rank died, or did not take part within the timeout.
     """
     if options is not None:
         strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
@@ -142,13 +142,13 @@ def set_optimizer_state_dict(
 def _pieces(
     parameter: nn.Parameter, name: str, state: StateDict, elementwise: set[str]
 ) -> StateDict:
-    """Of each state the piece that this rank has of the parameter."""
+    """State of one parameter, with tensors cut to this rank's shard."""
     result = {}
     for key, value in state.items():
         is_shaped = isinstance(value, torch.Tensor) and (value.ndim or key in elementwise)
         if is_shaped and get_info(parameter) is not None:
             try:
-                # Not the caller's memory: the optimizer will write to it.
+                # A copy, because the optimizer will write to it.
                 value = piece_of(value, parameter).clone()
             except ValueError as error:
                 raise CheckpointError(f"optimizer state {key!r} of {name}: {error}") from error
@@ -162,10 +162,11 @@ _Path = tuple[Any, ...]
 def _from_first(
     root: RootState, state_dict: StateDict, pieces: dict[_Path, nn.Parameter]
 ) -> StateDict:
-    """The first rank's state dict on every rank, its tensors as shards. Collective.
+    """The first rank's state dict on every rank, with shards for its tensors. Collective.
 
     Args:
-        pieces: the parameter that tensors at a path, or one step below it, are shaped like.
+        pieces: maps paths to sharded parameters; tensors at a path, or one level below it, have the
+            original shape of that parameter.
     """
     refuse_experts(root, "broadcast_from_rank0")
     together = participants_of(root, None)
@@ -216,7 +217,7 @@ def _put(into: StateDict, path: _Path, value: Any) -> None:
 
 
 def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
-    """What the first of all ranks has, to all, in place."""
+    """Broadcast from the first of all ranks, tensor-parallel ones included, in place."""
     placements = [
         handle.placement.data_parallel or handle.placement
         for unit in root.units

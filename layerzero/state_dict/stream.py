@@ -1,10 +1,10 @@
-"""Full tensors, a bucket at a time: for export, and for state dicts that hold full tensors.
+"""Streams full tensors, gathered a bucket at a time, for export and for full state dicts.
 
     bucket 1: gather ====|                    a bucket: one flat parameter, or as many neighbouring
-    bucket 2:      gather ====| yield 1 ...   parameters of it as half the bytes allow
+    bucket 2:      gather ====| yield 1 ...   parameters of it as fit into half the bytes
     bucket 3:            gather ====| yield 2 ...
 
-Two buckets exist at a time: the one whose tensors are being used, and the next one on its way.
+Two buckets exist at a time: the one whose tensors are in use, and the next one being gathered.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class FlatSource:
 
     handle: FlatParamHandle
     label: str
-    """For messages."""
+    """Name in messages."""
     dtype: torch.dtype
-    """Of the full tensors."""
+    """Dtype of the full tensors."""
     shard: Callable[[], torch.Tensor]
-    """This rank's [shard_numel]; called when its gather begins."""
+    """Returns this rank's shard, [shard_numel]; called when its gather begins."""
     present: Sequence[int]
-    """Which parameters of the handle to yield."""
+    """Indices of the handle's parameters to yield."""
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Parameters `indices` of a source, which lie at [start, stop) of the flat tensor."""
+    """Parameters `indices` of a source, at elements [start, stop) of its flat tensor."""
 
     source: FlatSource
     indices: Sequence[int]
@@ -60,28 +60,28 @@ def stream_full(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor) of every parameter and persistent buffer, on every rank.
 
-    For handing weights to an inference engine or to a file. Collective over the ranks that share
-    the model: all must take every item, and none may train meanwhile. The next bucket is gathered
-    while the tensors of one are used. Does not block the host on a device with streams.
+    For passing weights to an inference engine or writing them to a file. Collective over the ranks
+    that share the model: all must take every item, and none may train meanwhile. The next bucket is
+    gathered while the tensors of one are in use. Does not block the host on a device with streams.
 
     Args:
         model: a ZeRO3 module, between steps.
-        bucket_bytes: bound on the memory of full tensors, an int or a string such as "512MB",
-            provided that the caller drops each tensor before it takes the next (they are views of
-            the bucket). Two of the largest parameter are needed in any case.
-        dtype: to cast floating-point parameters to, before they are gathered; None: that of the
-            main weights. Buffers stay as they are.
-        only: names to yield, the same on all ranks; None: all. What lies in a flat parameter with
-            none of them is not gathered.
+        bucket_bytes: bound on the memory of full tensors, an int or a string such as "512MB". It
+            holds if the caller drops each tensor before taking the next, since tensors are views of
+            the bucket. At least twice the largest parameter is needed.
+        dtype: dtype to cast floating-point parameters to before gathering; None: that of the main
+            shards. Buffers are not cast.
+        only: names to yield, the same on all ranks; None: all. Flat parameters with none of these
+            names are not gathered.
 
     Yields:
-        Names as in `named_parameters()`, a tied parameter under its first name; tensors of the
+        Names as in `named_parameters()`, a tied parameter under its first name, with tensors of the
         original shapes on the model's device, without gradient. Buffers come last.
 
     Raises:
         RuntimeError: the model is in backward.
         ValueError: a bad argument.
-        CollectiveError: a rank died, or did not come.
+        CollectiveError: a rank died, or did not take part within the timeout.
     """
     nbytes = parse_nbytes(bucket_bytes) if isinstance(bucket_bytes, str) else int(bucket_bytes)
     if nbytes < 1:
@@ -124,7 +124,7 @@ def _stream_model(
 
 
 def source_of_weights(handle: FlatParamHandle, dtype: torch.dtype | None = None) -> FlatSource:
-    """The main weights; floating-point ones cast to `dtype` if one is given."""
+    """The main shard of a handle; cast to `dtype`, if given and if the shard is floating-point."""
     own = handle.main_shard.dtype
     target = dtype if dtype is not None and own.is_floating_point else own
 
@@ -156,15 +156,15 @@ def stream_sources(
                 view = view.view(handle.shapes[index])
                 split = handle.splits[index]
                 if split is not None:
-                    view = split.wrap(view).full_tensor()  # collective over the mesh
+                    view = split.wrap(view).full_tensor()  # Collective over the mesh.
                 yield bucket.source, index, view
                 del view
-            # The next gather may be given this memory: it waits for this event.
+            # The next gather may reuse this memory, so it waits for this event.
             state.context.note_free()
             del full
     finally:
         if coming is not None:
-            coming[1].wait()  # stopped early: nobody may still write to memory that is freed
+            coming[1].wait()  # Stopped early: the gather must not write to freed memory.
 
 
 def _root_of(bucket: _Bucket) -> RootState:
@@ -198,11 +198,11 @@ def _neighbours(source: FlatSource, group: list[int]) -> _Bucket:
 
 @remembers_failure
 def _gather(state: RootState, bucket: _Bucket) -> tuple[torch.Tensor, Waitable]:
-    """Begin to gather a bucket: the flat tensor of its range, and what to wait for."""
+    """Start gathering a bucket; returns the flat tensor of its range, and a handle to wait for."""
     source, placement = bucket.source, bucket.source.handle.placement
     event = (
         state.streams.record_compute_event()
-    )  # what is read was written, and memory reused was read
+    )  # After writes of what is read here, and after reads of memory that is reused.
     with state.streams.unshard as stream:
         stream.wait(event)
         stream.wait(state.context.full_freed)
@@ -227,7 +227,7 @@ def _gather(state: RootState, bucket: _Bucket) -> tuple[torch.Tensor, Waitable]:
 def _broadcasts(
     state: RootState, bucket: _Bucket, shard: torch.Tensor, full: torch.Tensor
 ) -> list[Pending]:
-    """Every owner of a part of the bucket sends it to all, outer peers first."""
+    """Every owner of a part of the bucket broadcasts it, to its outer peers first."""
     placement, numel = bucket.source.handle.placement, shard.numel()
     pending = []
     for owner in range(bucket.start // numel, -(-bucket.stop // numel)):
@@ -242,7 +242,7 @@ def _broadcasts(
             is_last = number + 1 == len(hops)
             operation = state.operations.next("stream", bucket.source.label, group)
             if not is_last and placement.shard_group.rank != coordinates[-1]:
-                continue  # the owner's outer peers alone have a part in the first hop
+                continue  # Only the owner's outer peers take part in the first hop.
             sent = broadcast(part, group, operation, place)
             if is_last:
                 pending.append(sent)
@@ -252,7 +252,7 @@ def _broadcasts(
 
 
 def _coordinates(handle: FlatParamHandle, owner: int) -> tuple[int, ...]:
-    """The owner's place in each of the owner groups; see placement.py."""
+    """The owner's rank in each of the owner groups; see placement.py."""
     placement = handle.placement
     sizes = [group.size for group in placement.owner_groups]
     if len(sizes) == 2:
@@ -262,7 +262,7 @@ def _coordinates(handle: FlatParamHandle, owner: int) -> tuple[int, ...]:
 
 
 class _Several:
-    """Collectives under way, waited for together."""
+    """Several collectives to wait for together."""
 
     def __init__(self, pending: Sequence[Pending]) -> None:
         self._pending = pending

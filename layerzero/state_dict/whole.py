@@ -1,8 +1,8 @@
-"""Whole tensors for the shards in a state dict, here and in torch's `full_state_dict=True`.
+"""Replaces shards in a state dict by full tensors, also inside torch's `full_state_dict=True`.
 
-torch's `get_state_dict` takes what `state_dict()` gave, and gathers the tensors that it knows how
-to gather: DTensors and ShardedTensors. Any other tensor passes as it is. `teach_torch` puts a step
-before that, which gathers ours (docs/internals/decisions/0019-torch-gathers-our-shards.md).
+torch's `get_state_dict` gathers the DTensors and ShardedTensors of a `state_dict()`, and passes on
+any other tensor. `teach_torch` inserts a step before it that gathers our shards
+(docs/internals/decisions/0019-torch-gathers-our-shards.md).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _TAUGHT = "_gathers_layerzero_shards"
 def gather_shards(
     state_dict: dict[str, Any], *, cpu_offload: bool = False, ranks_only: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The same nesting of dicts and lists with full tensors in place of shards.
+    """The same nested dicts and lists, with full tensors in place of shards.
 
-    Collective over the ranks that share the model, where any shard is in it.
+    Collective over the ranks that share the model, if there is any shard.
 
     Args:
-        cpu_offload: full tensors go to the CPU, one by one.
-        ranks_only: None takes their place on all other ranks; (): all ranks get them.
+        cpu_offload: move each full tensor to the CPU once it is gathered.
+        ranks_only: ranks that get full tensors; the others get None instead. (): all ranks.
 
     Raises:
-        ValueError: a shard came out of a file, or its model is gone.
-        CheckpointError: ranks have different shards, on all of them.
-        NotImplementedError: optimizer state of one rank's own is among the values.
-        CollectiveError: a rank died, or did not come.
+        ValueError: a shard was read from a file, or its model is gone.
+        CheckpointError: on every rank, if ranks have different shards.
+        NotImplementedError: a value is optimizer state of one rank only (`RankLocal`).
+        CollectiveError: a rank died, or did not take part within the timeout.
     """
     by_root: dict[int, tuple[RootState, list[ParameterShard]]] = {}
     for value in _leaves(state_dict):
@@ -83,14 +83,14 @@ def _replace(value: Any, full: dict[int, torch.Tensor | None]) -> Any:
 
 
 def teach_torch() -> None:
-    """Have torch's `get_state_dict` and its like gather shards where they gather DTensors."""
-    from torch.distributed import _state_dict_utils  # loads more than `import layerzero` should
+    """Make torch's `get_state_dict` and its relatives gather shards where they gather DTensors."""
+    from torch.distributed import _state_dict_utils  # Not at import: it loads many modules.
 
     original = _state_dict_utils._gather_state_dict
     if not hasattr(original, _TAUGHT):
         _state_dict_utils._gather_state_dict = _taught(original)
     user = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if user is not None:  # else it will find the one above
+    if user is not None:  # Otherwise it imports the new one from the module above.
         user._gather_state_dict = _state_dict_utils._gather_state_dict  # type: ignore[attr-defined]
 
 
