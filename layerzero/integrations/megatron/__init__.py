@@ -1,7 +1,7 @@
-"""Megatron on layerzero: sharded model chunks and the optimizer of their parameters.
+"""Megatron on layerzero: sharded model chunks, and the optimizer for their parameters.
 
-See docs/reference/megatron.md. Megatron's schedules, models and `finalize_model_grads` run
-unchanged.
+Megatron's schedules, models and `finalize_model_grads` run unchanged. See
+docs/reference/megatron.md.
 """
 
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel

@@ -1,4 +1,4 @@
-"""What of Megatron's settings the adapter can do; anything else is refused, with what to use."""
+"""Checks Megatron's settings: the adapter raises for those it does not support, with advice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class _Refusal(NamedTuple):
-    """A setting, for which of its values it is refused, and what to use instead."""
+    """A setting, a test for its unsupported values, and what to use instead."""
 
     name: str
     is_refused: Callable[[Any], bool]
@@ -118,10 +118,12 @@ _OPTIMIZER = (
 
 
 def check_model_config(config: Any, ddp_config: Any) -> None:
-    """Refuse what `ZeRO3DataParallel` cannot do. The same on every rank; not collective.
+    """Raise for settings that `ZeRO3DataParallel` does not support. Not collective.
+
+    Settings are the same on every rank, so all ranks raise or none does.
 
     Raises:
-        ValueError: a setting of one of the two, named with what to use instead.
+        ValueError: names the setting, and what to use instead.
     """
     _refuse("DistributedDataParallelConfig", ddp_config, _DDP)
     _refuse("TransformerConfig", config, _MODEL)
@@ -151,23 +153,23 @@ def check_model_config(config: Any, ddp_config: Any) -> None:
 
 
 def check_optimizer_config(config: Any, has_own_optimizer: bool) -> None:
-    """Refuse what `get_zero3_optimizer` cannot do.
+    """Raise for settings that `get_zero3_optimizer` does not support.
 
     Args:
-        has_own_optimizer: `optimizer` is not looked at.
+        has_own_optimizer: whether `make_optimizer` is given; then `optimizer` is not checked.
 
     Raises:
-        ValueError: a setting, named with what to use instead.
+        ValueError: names the setting, and what to use instead.
     """
     refusals = [r for r in _OPTIMIZER if not (has_own_optimizer and r.name == "optimizer")]
     _refuse("OptimizerConfig", config, refusals)
 
 
 def check_chunks(config: Any, num_chunks: int) -> None:
-    """Refuse chunks that Megatron's schedule for this config would not run.
+    """Raise if Megatron's schedule for this config would not run all chunks.
 
     Raises:
-        ValueError: virtual stages without the interleaved schedule, or the other way round.
+        ValueError: the number of chunks differs from the number of virtual stages.
     """
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if num_chunks != (stages or 1):
@@ -181,6 +183,6 @@ def check_chunks(config: Any, num_chunks: int) -> None:
 
 def _refuse(kind: str, config: Any, refusals: Sequence[_Refusal]) -> None:
     for name, is_refused, instead in refusals:
-        # Older and newer versions of Megatron may not have all of them.
+        # Not every version of Megatron has every setting.
         if hasattr(config, name) and is_refused(getattr(config, name)):
             raise ValueError(f"{kind}.{name}={getattr(config, name)!r}: {instead}")

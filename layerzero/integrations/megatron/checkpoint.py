@@ -1,9 +1,9 @@
-"""Megatron's distributed checkpoints of a sharded model: each rank writes and reads its own pieces.
+"""Megatron's distributed checkpoints of a sharded model: each rank writes and reads its own shards.
 
-Names, global shapes and offsets are those that the unsharded model's `sharded_state_dict` gives, so
-`megatron.core.dist_checkpointing` writes one format for both: a checkpoint of Megatron's own
-data parallelism loads into a sharded model, the other way round too, and either at other sizes of
-data-parallel, shard, tensor-parallel and pipeline groups. megatron_pieces.py says how.
+Names, global shapes and offsets are those of the unsharded model's `sharded_state_dict`, so
+`megatron.core.dist_checkpointing` writes one format for both. A checkpoint of Megatron's own data
+parallelism loads into a sharded model and vice versa, at any sizes of data-parallel, shard,
+tensor-parallel and pipeline groups. pieces.py explains how.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ def sharded_state_dict(
     metadata: StateDict | None = None,
     tp_group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """What `megatron.core.dist_checkpointing` saves and loads of a model chunk. Not collective.
+    """A model chunk's state dict for `megatron.core.dist_checkpointing`. Not collective.
 
     Entries share memory with the parameters, so `dist_checkpointing.load` writes into them; then
     call `load_model_state_dict`. Parameters are in the dtype of the main shards.
 
     Args:
-        engine: a sharded module, between steps. One without a `sharded_state_dict` of its own is
-            described by Megatron's default: the same on all tensor-parallel ranks.
-        prefix, sharded_offsets, metadata: as of Megatron's `sharded_state_dict`.
+        engine: a sharded module, between steps. For a module without a `sharded_state_dict`,
+            Megatron's default applies: the same values on all tensor-parallel ranks.
+        prefix, sharded_offsets, metadata: as for Megatron's `sharded_state_dict`.
         tp_group: tensor-parallel ranks, for such modules; None: those of Megatron's global state.
 
     Raises:
         ValueError: the model is not sharded over Megatron's data-parallel ranks.
-        NotImplementedError: a parameter is a DTensor, or a module makes new tensors of parameters
-            for its sharded state dict, of which a rank with a piece cannot know its part.
+        NotImplementedError: a parameter is a DTensor, or a module derives new tensors from
+            parameters for its sharded state dict, so that a rank cannot find its shard in them.
         RuntimeError: the model is in backward, or inside `summon_full_params`.
     """
     root = root_state_of(engine, "sharded_state_dict")
@@ -87,30 +87,32 @@ def sharded_state_dict(
 def load_model_state_dict(
     engine: ZeRO3, state_dict: Mapping[str, Any], strict: bool = True
 ) -> None:
-    """Load what `dist_checkpointing.load` gave for `sharded_state_dict(engine)`. Not collective.
+    """Load what `dist_checkpointing.load` returned for `sharded_state_dict(engine)`.
+
+    Not collective.
 
     Args:
-        engine: the model that the sharded state dict was of.
-        state_dict: by the module's own names, pieces of this rank; or full tensors of the local
-            (tensor-parallel) shapes, as older checkpoints of Megatron have them.
+        engine: the model that the sharded state dict was made from.
+        state_dict: this rank's shards by the module's names; or full tensors of the local
+            (tensor-parallel) shapes, as in older checkpoints of Megatron.
         strict: raise for missing and unexpected names.
 
     Raises:
         RuntimeError: names or shapes do not fit.
     """
     root_state_of(engine, "load_model_state_dict")
-    # The module's own method: one around it (Float16Module) may drop its part of the names.
+    # Called on the module itself: wrappers such as Float16Module may drop a part of the names.
     engine.module.load_state_dict(under_global_names(engine.module, state_dict), strict=strict)
 
 
 def load_main_parameters(engine: ZeRO3, checkpoint_dir: str) -> bool:
-    """Load the float32 weights that Megatron's optimizers of 16-bit models save beside the model.
+    """Load the float32 weights that Megatron's optimizers for 16-bit models save with their state.
 
-    After `load_model_state_dict`, which of such a checkpoint gave 16-bit values alone. Collective
-    over all ranks, as `dist_checkpointing.load` is.
+    Call it after `load_model_state_dict`, which gets only 16-bit values from such a checkpoint.
+    Collective over all ranks, like `dist_checkpointing.load`.
 
     Returns:
-        Whether there are any; the model is as it was if not.
+        Whether the checkpoint has float32 weights; if not, the model is unchanged.
     """
     saved = dist_checkpointing.load_tensors_metadata(checkpoint_dir).keys()
     prefix = next((p for p in _MAIN if any(name.startswith(p) for name in saved)), None)
@@ -120,7 +122,7 @@ def load_main_parameters(engine: ZeRO3, checkpoint_dir: str) -> bool:
     for name, place in sharded_state_dict(engine).items():
         if isinstance(place, ShardedTensorFactory):
             key = prefix + place.key
-            if key in saved or f"{key}_w" in saved:  # of halves saved apart (gated layers)
+            if key in saved or f"{key}_w" in saved:  # _w: gated layers save two halves
                 wanted[name] = replace(place, key=key)
     loaded = dist_checkpointing.load({_WANTED: wanted}, checkpoint_dir)
     load_model_state_dict(engine, loaded.get(_WANTED, {}), strict=False)
@@ -128,13 +130,16 @@ def load_main_parameters(engine: ZeRO3, checkpoint_dir: str) -> bool:
 
 
 _MAIN = ("optimizer.state.fp32_param.", "optimizer.state.param.")
-"""Before the names of float32 weights: of Megatron's optimizer, of its distributed one."""
+"""Prefixes of float32 weights: of Megatron's plain and of its distributed optimizer."""
 _WANTED = "main_parameters"
-"""Apart from the common state, which a load gives as well."""
+"""Key that keeps the weights apart from the common state, which `load` returns as well."""
 
 
 def _check_group(engine: ZeRO3, group: dist.ProcessGroup) -> None:
-    """Pieces are of all data-parallel ranks together, or the checkpoint would have holes."""
+    """Raise ValueError if a unit is not sharded over exactly the ranks of `group`.
+
+    Otherwise the checkpoint would have holes.
+    """
     expected = sorted(dist.get_process_group_ranks(group))
     for unit in ordered_units(engine):
         for handle in unit.handles:

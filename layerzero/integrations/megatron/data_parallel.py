@@ -35,33 +35,34 @@ _OURS = {
 class ZeRO3DataParallel(_BaseDataParallel):
     """Shards one chunk of a model over its data- and context-parallel ranks.
 
-    Takes the place of Megatron's `DistributedDataParallel`. Collective over these ranks.
+    Replaces Megatron's `DistributedDataParallel`. Construction is collective over these ranks.
 
     Args:
-        config: of the chunk. Its `no_sync_func` becomes this wrapper's, or the list of those of all
-            virtual stages.
+        config: the chunk's TransformerConfig. Its `no_sync_func` is set to this wrapper's, or to
+            the list of those of all virtual stages.
         ddp_config: `grad_reduce_in_fp32`, `check_for_nan_in_grad` and
-            `reduce_scatter_with_fp32_accumulation` (sums in float32 and rank order) are followed;
-            buckets, and what decides when they are reduced, have no meaning here.
-        module: a GPTModel or another module, with Megatron's `Float16Module` around it or not; it
-            is changed in place.
+            `reduce_scatter_with_fp32_accumulation` (sums in float32 and rank order) apply; bucket
+            settings have no meaning here.
+        module: a GPTModel or another module, with or without Megatron's `Float16Module` around it;
+            changed in place.
         disable_bucketing: no effect; Megatron passes it.
         pg_collection: Megatron's process groups; None: those of its global state.
         auto_wrap_policy: as for `ZeRO3`; None: every TransformerLayer is a unit.
-        reshard_between_micro_batches: on pipeline stages, free units after each forward and
-            backward, too. Otherwise they stay full from the first forward to the last backward
-            of a step: each is gathered once, for the memory of the stage's parameters.
-        **zero3_options: of `ZeRO3` (`zero3_size`, `outer`, `forward_prefetch`, `offload`, ...).
-            `sync_module_states` is True unless said.
+        reshard_between_micro_batches: reshard units after each forward and backward on pipeline
+            stages as well. By default units stay unsharded from the first forward to the last
+            backward of a step: one all-gather for each unit, and memory for the stage's full
+            parameters.
+        **zero3_options: arguments of `ZeRO3` (`zero3_size`, `outer`, `forward_prefetch`, `offload`,
+            ...). `sync_module_states` defaults to True.
 
     Attributes:
-        module: the module, as it was given; its parameters are this rank's pieces.
+        module: the module that was given; its parameters are this rank's sharded parameters.
         engine: the `ZeRO3` around it.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: a setting or combination that is not supported,
-            with what to use instead.
-        RuntimeError: Megatron's process groups are not there.
+        ValueError, TypeError, NotImplementedError: a setting or combination is not supported; says
+            what to use instead.
+        RuntimeError: Megatron's process groups are not initialised.
     """
 
     force_all_reduce: bool
@@ -83,7 +84,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         check_model_config(config, ddp_config)
         _check_options(zero3_options)
         for name in zero3_options.keys() & {"ignored_modules", "ignored_parameters"}:
-            zero3_options[name] = tuple(zero3_options[name])  # it is looked at twice
+            zero3_options[name] = tuple(zero3_options[name])  # May be an iterator; read twice.
         ignored = _ignored(zero3_options)
         self.ddp_config = ddp_config
         self.force_all_reduce = False
@@ -99,7 +100,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
             "deterministic": getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
             **zero3_options,
         }
-        # Not as a child of its own: it shows the parameters of the module, which is one.
+        # Not registered as a child: `module` is one already, and has the same parameters.
         self.__dict__["engine"] = ZeRO3(
             module,
             self.ranks.data,
@@ -109,7 +110,8 @@ class ZeRO3DataParallel(_BaseDataParallel):
             **options,
         )
         if self.vp_stage is not None:
-            # Virtual stages are models of their own on one process group.
+            # Virtual stages are separate models on one process group, so the names of their
+            # collectives must differ.
             self.root.operations.set_prefix(f"virtual stage {self.vp_stage}: ")
         self._keeps_units = self.pp_group.size() > 1 and not reshard_between_micro_batches
         _install_no_sync(config, self)
@@ -120,14 +122,14 @@ class ZeRO3DataParallel(_BaseDataParallel):
 
     @property
     def root(self) -> RootState:
-        """What the engine's units share."""
+        """State that the engine's units share."""
         unit = get_unit(self.engine)
         assert unit is not None, "it is wrapped"
         return root_of(unit)
 
     @property
     def placement(self) -> Placement:
-        """Where the parts of its units are, other than those of experts."""
+        """Placement of the units that are not experts."""
         placements = (handle.placement for unit in self.root.units for handle in unit.handles)
         placement = next(placements)
         return placement.data_parallel or placement
@@ -136,7 +138,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add gradients up; see `ZeRO3.no_sync`."""
+        """A context in which backward passes accumulate gradients; see `ZeRO3.no_sync`."""
         root = self.root
         root.begin_micro_batches(keep_unsharded=self._keeps_units)
         try:
@@ -145,20 +147,20 @@ class ZeRO3DataParallel(_BaseDataParallel):
         finally:
             root.last_micro_batch()
             if self._keeps_units and not torch.is_grad_enabled():
-                root.end_micro_batches()  # There is none after an evaluation.
+                root.end_micro_batches()  # An evaluation has no backward that would end them.
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Reduce what the micro-batches in `no_sync` left, if anything waits. Collective."""
+        """Reduce gradients accumulated in `no_sync`, if there are any. Collective."""
         self.engine.reduce_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Gradients are complete after it. Collective.
+        """Complete all gradients. Collective; blocks the host with `check_for_nan_in_grad`.
 
         Args:
-            force_all_reduce: no effect: each rank has its part of the sum, whoever asks.
+            force_all_reduce: no effect: gradients are always reduce-scattered.
 
         Raises:
-            RuntimeError: with `check_for_nan_in_grad`, on every data-parallel rank: a gradient of
+            RuntimeError: on every data-parallel rank, with `check_for_nan_in_grad`: a gradient on
                 one of them is not finite.
         """
         self.engine.reduce_gradients()
@@ -168,10 +170,10 @@ class ZeRO3DataParallel(_BaseDataParallel):
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
-        """Nothing: units are gathered when they are used, and ahead of it."""
+        """Does nothing: units are unsharded on use and prefetched."""
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiply all gradients by a number or a tensor of one element. Not collective."""
+        """Multiply all gradients by a number or a one-element tensor. Not collective."""
         gradients = self._gradients()
         if gradients and isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.detach().reshape(()).to(gradients[0].device)
@@ -179,7 +181,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
             torch._foreach_mul_(gradients, scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Drop all gradients, and sums that an interrupted step left unreduced."""
+        """Drop all gradients, including unreduced sums of an interrupted step."""
         if self.root.reducer.adds_up:
             self.root.abort()
         self.engine.zero_grad()
@@ -209,10 +211,10 @@ class ZeRO3DataParallel(_BaseDataParallel):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Make what several ranks have of parameters and buffers that of the first. Collective.
+        """Broadcast parameters and buffers that several ranks have from the first. Collective.
 
-        Pieces that one rank alone has (all, unless `outer="replicate"`) are as they are: with
-        `sync_module_states` they came from the first rank's parameters.
+        Shards that only one rank has (all, unless `outer="replicate"`) are left unchanged; with
+        `sync_module_states` they were cut from the first rank's parameters.
         """
         root = self.root
         for unit in root.units:
@@ -228,11 +230,11 @@ class ZeRO3DataParallel(_BaseDataParallel):
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """What `DistributedDataParallel` gives: full tensors of this stage, under Megatron's names.
+        """Full tensors of this stage under Megatron's names, as `DistributedDataParallel` returns.
 
-        On the CPU, in the dtype of the pieces. Collective over the data-parallel ranks, where that
-        is not: Megatron's `torch` format calls it on one of them, `torch_dist` does not need it.
-        `state_dict` gives shards.
+        They are on the CPU, in the dtype of the main shards. Unlike `DistributedDataParallel`'s,
+        this is collective over the data-parallel ranks. Megatron's `torch` format calls it on one
+        of them only; `torch_dist` does not need it. `state_dict` returns shards.
 
         Args:
             keep_vars: no effect.
@@ -245,7 +247,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load full tensors or shards by the module's names. Not collective.
 
-        Experts of this rank may have Megatron's numbers, or those among all.
+        Experts may be named by Megatron's local numbers or by global ones.
         """
         self.module.load_state_dict(under_global_names(self.module, state_dict), strict=strict)
 
@@ -255,7 +257,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """For Megatron's distributed checkpoints, under the names of the module. Not collective."""
+        """State dict for Megatron's distributed checkpoints, by module names. Not collective."""
         own = {**(metadata or {}), "dp_cp_group": self.dp_cp_group}
         return sharded_state_dict(self.engine, prefix, sharded_offsets, own, self.tp_group)
 
@@ -278,7 +280,7 @@ def _ignored(options: Mapping[str, Any]) -> list[nn.Parameter]:
 
 
 def _attribute_inside(module: Any, name: str) -> Any:
-    """The attribute of the first of the nested wrappers' modules that has it; or None."""
+    """The attribute of the outermost of the nested modules that has it, or None."""
     while not hasattr(module, name) and hasattr(module, "module"):
         module = module.module
     return getattr(module, name, None)
@@ -300,10 +302,10 @@ def _check_no_sync_func(config: Any) -> None:
 
 
 def _install_no_sync(config: Any, chunk: ZeRO3DataParallel) -> None:
-    """Megatron's schedules enter `config.no_sync_func`, of all virtual stages at once."""
+    """Set `config.no_sync_func`; Megatron's schedules enter it for all virtual stages at once."""
     if not chunk.vp_stage:
         config.no_sync_func = chunk.no_sync if chunk.vp_stage is None else [chunk.no_sync]
         return
     before = config.no_sync_func if isinstance(config.no_sync_func, list) else []
-    # Of another model that had this config before, none stays.
+    # The list is cut at this stage, so that no entry of an earlier model with this config stays.
     config.no_sync_func = [*before[: chunk.vp_stage], chunk.no_sync]

@@ -47,25 +47,25 @@ def get_zero3_optimizer(
     *,
     make_optimizer: MakeOptimizer | None = None,
 ) -> ZeRO3Optimizer:
-    """What `get_megatron_optimizer` is for `DistributedDataParallel`. Collective over all ranks.
+    """Make the optimizer for `ZeRO3DataParallel` chunks, in place of `get_megatron_optimizer`.
+
+    Collective over all ranks.
 
     Args:
         config: Megatron's OptimizerConfig: 'adam' or 'sgd', clipping, loss scaling.
-        model_chunks: of this rank, in the order of virtual stages.
-        config_overrides: Megatron's, for parameters of its choice. They are matched with the
-            original parameters: their shapes, names and attributes. None: Megatron's standard
-            ones (no weight decay for vectors, `decoupled_lr` for embeddings and output).
-        use_gloo_process_groups: no effect: state is never gathered over Megatron's gloo groups, and
-            no option needs them.
-        pg_collection: Megatron's process groups; the chunks have theirs, and these must be the
-            same ranks.
-        dump_param_to_param_group_map: a folder that gets the number of each parameter's group by
-            its name, written by `torch.distributed.checkpoint`, as Megatron does.
-        make_optimizer: makes the optimizer of parameter groups instead; element-wise, as for
-            `ZeRO3`.
+        model_chunks: chunks of this rank, in the order of virtual stages.
+        config_overrides: Megatron's overrides for some parameters, matched with the shapes, names
+            and attributes of the original parameters. None: Megatron's standard ones (no weight
+            decay for vectors, `decoupled_lr` for embeddings and output).
+        use_gloo_process_groups: no effect: nothing here uses Megatron's gloo groups.
+        pg_collection: Megatron's process groups; must have the same ranks as those of the chunks.
+        dump_param_to_param_group_map: a folder to write the group number of each parameter to, with
+            `torch.distributed.checkpoint`, as Megatron does.
+        make_optimizer: called with the parameter groups to make the optimizer; it must be
+            element-wise, as for `ZeRO3`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: something is not supported, with what to use.
+        TypeError, ValueError, NotImplementedError: something is not supported; says what to use.
     """
     chunks = list(model_chunks)
     for chunk in chunks:
@@ -103,7 +103,7 @@ def _check_ranks(chunk: ZeRO3DataParallel, collection: Any) -> None:
 def _dump_groups(
     groups: Sequence[dict[str, Any]], chunks: Sequence[ZeRO3DataParallel], folder: str
 ) -> None:
-    """Numbers as Megatron has them, which makes an optimizer of the experts' groups after all."""
+    """Write each parameter's group number, in Megatron's order: groups of experts come last."""
     from megatron.core.transformer.fsdp_dtensor_checkpoint import get_global_unique_param_name
 
     ordered = sorted(groups, key=lambda group: bool(group["is_expert_parallel"]))
@@ -118,11 +118,11 @@ def _dump_groups(
 def parameter_groups(
     chunks: Sequence[ZeRO3DataParallel], config: Any, config_overrides: Any
 ) -> list[dict[str, Any]]:
-    """Megatron's own groups, decided on the original parameters. Collective over all ranks.
+    """Megatron's parameter groups, chosen by the original parameters. Collective over all ranks.
 
-    Every rank has the same groups, some of them empty, as Megatron's checkpoints need.
+    Every rank has the same groups, some of them empty, as Megatron's checkpoints require.
     """
-    if config_overrides is None:  # where it is filled in differs between versions of Megatron
+    if config_overrides is None:  # Only some versions of `_get_param_groups` fill in the default.
         config_overrides = get_standard_config_overrides(config)
     originals = [_Originals(chunk) for chunk in chunks]
     groups: list[dict[str, Any]] = _get_param_groups(originals, config, config_overrides)
@@ -133,7 +133,7 @@ def parameter_groups(
 
 
 class _Originals:
-    """A chunk as it was before sharding, without memory: names, shapes and attributes."""
+    """Names, shapes and attributes of a chunk's original parameters, on meta."""
 
     def __init__(self, chunk: ZeRO3DataParallel) -> None:
         self._named: list[tuple[str, nn.Parameter]] = []
@@ -179,7 +179,11 @@ def _make_grad_scaler(config: Any) -> MegatronGradScaler | None:
 
 
 def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Placement:
-    """Of the whole model: each of its parts, and of its experts', is once along its groups."""
+    """The placement of the whole model, whose groups visit each shard, experts' as well, once.
+
+    Raises:
+        NotImplementedError: chunks are sharded differently, or experts with outer="replicate".
+    """
     placements = {h.placement for c in chunks for u in c.root.units for h in u.handles}
     experts = {each for each in placements if each.data_parallel is not None}
     wholes = {each.data_parallel or each for each in placements}
@@ -197,11 +201,11 @@ def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Placement:
 
 
 class ZeRO3Optimizer(MegatronOptimizer):
-    """Steps the pieces of all chunks of a rank; made by `get_zero3_optimizer`.
+    """Updates the sharded parameters of a rank's chunks; made by `get_zero3_optimizer`.
 
     Attributes:
-        optimizer: torch's, over the pieces; None where the rank has nothing to train.
-        grad_scaler: Megatron's, or None.
+        optimizer: torch optimizer of the sharded parameters; None if the rank trains none.
+        grad_scaler: Megatron's grad scaler, or None.
         chunks: the wrapped chunks.
     """
 
@@ -226,10 +230,10 @@ class ZeRO3Optimizer(MegatronOptimizer):
         self._ranks = ranks
 
     def _gradients(self, of_copies: bool) -> list[list[torch.Tensor]]:
-        """Of the pieces it steps, those of one device (some may be offloaded) together.
+        """Gradients of the optimizer's parameters, grouped by device (some may be offloaded).
 
         Args:
-            of_copies: also where the same elements count on another rank.
+            of_copies: include gradients whose elements are counted on another rank.
         """
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for piece in self.get_parameters():
@@ -241,19 +245,23 @@ class ZeRO3Optimizer(MegatronOptimizer):
     # The step -------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of every piece."""
+        """Clear the gradients of all parameters of all chunks."""
         for chunk in self.chunks:
             chunk.engine.zero_grad(set_to_none)
 
     def get_loss_scale(self) -> torch.Tensor:
-        """[1], what losses are multiplied by."""
+        """The factor for losses, a tensor of shape [1]."""
         return self._one if self.grad_scaler is None else self.grad_scaler.scale
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Divide gradients by the loss scale; True if any is not finite. Collective with a scale.
+        """Divide gradients by the loss scale, and update the scale.
 
-        All ranks of the model get the same answer: data-, tensor-, pipeline- and context-parallel.
+        With a grad scaler, collective over all ranks of the model (data-, tensor-, pipeline- and
+        context-parallel), and blocks the host.
+
+        Returns:
+            Whether any gradient is not finite; the same on all ranks of the model.
         """
         if self.grad_scaler is None:
             return False
@@ -269,7 +277,10 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Of all gradients of the model, each element counted once. Collective; blocks the host."""
+        """L2 norm of all gradients of the model, each element counted once.
+
+        Collective over all ranks of the model; blocks the host.
+        """
         power = torch.zeros((), device=self._device)
         for gradients in self._gradients(of_copies=False):
             norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
@@ -278,7 +289,10 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Scale gradients to a norm of at most `clip_grad`. Collective. Returns the norm before."""
+        """Scale gradients to a norm of at most `clip_grad`; returns the norm before.
+
+        Collective over all ranks of the model; blocks the host.
+        """
         norm = self.get_grad_norm()
         scale = clip_factor(norm, clip_grad)
         if scale < 1.0:
@@ -288,7 +302,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def count_zeros(self) -> float:
-        """Elements of gradients that are zero, in the whole model. Collective; blocks the host."""
+        """Number of zero elements in all gradients of the model. Collective; blocks the host."""
         zeros = torch.zeros((), dtype=torch.int64, device=self._device)
         for gradients in self._gradients(of_copies=False):
             others = torch.stack([gradient.count_nonzero() for gradient in gradients]).sum()
@@ -297,7 +311,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step torch's optimizer. Not collective."""
+        """Step the torch optimizer. Not collective. Returns True."""
         if self.optimizer is not None:
             self.optimizer.step()
         return True
@@ -307,8 +321,9 @@ class ZeRO3Optimizer(MegatronOptimizer):
         """Unscale, clip, count zeros, step. Collective over all ranks of the model.
 
         Returns:
-            Whether the step was made (gradients were finite); the norm before clipping, None
-            without clipping; the number of zeros, None unless `log_num_zeros_in_grad`.
+            Whether the step was made (False if a gradient was not finite); the norm before
+            clipping, None without clipping; the number of zeros, None unless
+            `log_num_zeros_in_grad`.
         """
         if self.prepare_grads():
             return False, None, None
@@ -318,19 +333,19 @@ class ZeRO3Optimizer(MegatronOptimizer):
         return self.step_with_ready_grads(), norm, zeros
 
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Take main parameters from a state dict. Collective over all ranks of the model with one.
+        """Load main parameters from a state dict; collective over all ranks of the model.
 
-        Without one there is nothing to do: the pieces are the model's parameters and the
-        optimizer's, so whatever loaded the model has loaded them.
+        Without one it does nothing: model and optimizer share the sharded parameters, so loading
+        the model has loaded them.
 
         Args:
-            state_dict: of this rank's stage and tensor-parallel part, as a checkpoint has it: full
-                tensors or shards by name, under "model", or "model0", "model1", ... for several
-                chunks. Whatever it has beside the trained parameters is not looked at.
+            state_dict: state dict of this rank's stage and tensor-parallel part, as in a
+                checkpoint: full tensors or shards by name, under "model", or "model0", "model1",
+                ... for several chunks. Entries that are not trained parameters are ignored.
 
         Raises:
-            ValueError: on all ranks, and nothing is changed: on one of them a trained parameter is
-                missing, or has another shape.
+            ValueError: on all ranks, and nothing is changed: a trained parameter is missing on one
+                of them, or has another shape.
         """
         if state_dict is None:
             return
@@ -353,17 +368,19 @@ class ZeRO3Optimizer(MegatronOptimizer):
     # State ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank's pieces. Not collective; loads with the same ranks and units alone."""
+        """State of this rank's shards. Not collective; loads only with the same ranks and units."""
         state: dict[str, Any] = {}
         if self.optimizer is not None:
             state[_PIECES] = self.optimizer.state_dict()
         return {**state, **self._scaler_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave here, or what was loaded for `sharded_state_dict`.
+        """Load what `state_dict` returned, or what was loaded for `sharded_state_dict`.
+
+        Not collective.
 
         Raises:
-            ValueError: it is the state of other pieces.
+            ValueError: it is the state of other parameters, ranks or units.
         """
         if self.optimizer is not None and _PIECES in state_dict:
             self._check_state(state_dict[_PIECES])
@@ -388,7 +405,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
         metadata: dict[str, Any] | None = None,
         **_: Any,
     ) -> dict[str, Any]:
-        """For Megatron's distributed checkpoints, in its own format. Not collective."""
+        """State dict for Megatron's distributed checkpoints, in its format. Not collective."""
         from layerzero.integrations.megatron.checkpoint import optimizer_sharded_state_dict
 
         state = optimizer_sharded_state_dict(

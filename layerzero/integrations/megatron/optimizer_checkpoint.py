@@ -1,7 +1,7 @@
-"""An optimizer's state in Megatron's distributed checkpoints, by parameter, of pieces.
+"""Optimizer state of sharded parameters in Megatron's distributed checkpoints.
 
-Written in the format of Megatron's optimizer for float32 parameters; read from those of its others
-as well. They differ in where the step and the options of groups are.
+Writes the format of Megatron's optimizer for float32 parameters, and reads those of its other
+optimizers as well, which keep the step and the options of groups in other places.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ StateDict = dict[str, Any]
 _STEP = "step"
 _COMMON_STEP = "common_step"
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""By which Megatron tells parameter groups apart."""
+"""Options by which Megatron distinguishes parameter groups."""
 
 
 def optimizer_sharded_state_dict(
@@ -40,23 +40,23 @@ def optimizer_sharded_state_dict(
     is_loading: bool = False,
     metadata: StateDict | None = None,
 ) -> StateDict:
-    """What `dist_checkpointing` saves and loads of an element-wise optimizer. Not collective.
+    """State dict of an element-wise optimizer for `dist_checkpointing`. Not collective.
 
     In the format of Megatron's optimizer for float32 parameters: state by parameter under
     `optimizer.state.exp_avg.<name>` and so on, one step for all parameters, options of groups.
-    Entries share memory with the state. State that the optimizer has not made yet is zeros.
+    Entries share memory with the state. State that the optimizer has not created yet is zeros.
 
     Args:
         engines: the model chunks whose parameters `optimizer` has.
-        optimizer: None on a rank that has nothing to train.
-        model_sharded_state_dict: from `sharded_state_dict` of each, nested at will.
-        is_loading: make the state of an optimizer that has not stepped, to be read into.
-        metadata: as of Megatron's optimizers; nothing in it applies.
+        optimizer: None on a rank that trains nothing.
+        model_sharded_state_dict: results of `sharded_state_dict` of the chunks, in any nesting.
+        is_loading: create the state of an optimizer that has not stepped, to be read into.
+        metadata: as for Megatron's optimizers; nothing in it applies here.
 
     Raises:
-        CheckpointError: a parameter is none of the model's, or a state is neither shaped like its
-            parameter nor the step, or steps differ; or some layers have no state, and share their
-            names with others that have.
+        CheckpointError: a parameter does not belong to the model; a state is neither shaped like
+            its parameter nor the step; steps differ between parameters; or some layers have no
+            state while others that are saved in the same tensor have.
     """
     if optimizer is None:
         return {}
@@ -92,17 +92,17 @@ def optimizer_sharded_state_dict(
 def load_optimizer_state_dict(
     engines: Sequence[ZeRO3], optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
 ) -> None:
-    """Load what `dist_checkpointing.load` gave for `optimizer_sharded_state_dict`. Not collective.
+    """Load what `dist_checkpointing.load` returned for `optimizer_sharded_state_dict`.
 
-    Checkpoints of Megatron's own optimizers load as well: for float32 or 16-bit models, and the
-    distributed one in its "fully_reshardable" format.
+    Not collective. Checkpoints of Megatron's own optimizers load as well: for float32 or 16-bit
+    models, and the distributed one in its "fully_reshardable" format.
 
-    Groups get the options that the saved group of the same `wd_mult`, `lr_mult`,
-    `is_expert_parallel` and `is_decoupled_lr` had; of several that are the same, or have none of
-    these, in their order.
+    Each group gets the options of the saved group with the same `wd_mult`, `lr_mult`,
+    `is_expert_parallel` and `is_decoupled_lr`; groups with equal or without these are matched in
+    order.
 
     Raises:
-        CheckpointError: state of a parameter is missing, or a group fits no saved one.
+        CheckpointError: state of a parameter is missing, or no saved group matches a group.
     """
     if optimizer is None:
         return
@@ -129,11 +129,11 @@ def load_optimizer_state_dict(
 
 
 def _groups_and_step(state: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], Any]:
-    """Saved groups, and the step; where the several optimizers of Megatron put them."""
+    """The saved groups and the step, from the places where Megatron's optimizers keep them."""
     outer = state if "param_groups" in state else state["optimizer"]
     groups = outer["param_groups"]
     step = outer.get("state", {}).get(_COMMON_STEP)
-    if step is None:  # those of apex and Transformer Engine, and the distributed one
+    if step is None:  # Apex, Transformer Engine and the distributed optimizer: in the groups
         step = next((group[_STEP] for group in groups if _STEP in group), None)
     return groups, step
 
@@ -147,7 +147,7 @@ def _names(engines: Sequence[ZeRO3]) -> dict[int, str]:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """In the order of their numbers in a state dict."""
+    """Parameters in the order of their numbers in a state dict."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -166,7 +166,7 @@ _States = dict[nn.Parameter, dict[str, Any]]
 
 
 def _states(optimizer: torch.optim.Optimizer, is_loading: bool) -> tuple[_States, _States]:
-    """State as the optimizer has it, and zeros for what it will make at its first step."""
+    """State that the optimizer has, and zeros for state that its first step will create."""
     made = {p: dict(optimizer.state[p]) for p in _parameters(optimizer) if optimizer.state.get(p)}
     if all(p in made for p in _parameters(optimizer) if p.requires_grad):
         return made, {}
@@ -201,7 +201,7 @@ def _state_entry(
     if not parameter.numel():
         return LocalNonpersistentObject(value)
     changed: StateDict = {"key": f"optimizer.state.{key}.{place.key}", "data": value}
-    if isinstance(place, ShardedTensor):  # of a parameter that is not sharded
+    if isinstance(place, ShardedTensor):  # The parameter is not sharded.
         changed["dtype"] = value.dtype
     return replace(place, **changed)
 
@@ -209,7 +209,10 @@ def _state_entry(
 def _check_layers(
     places: Mapping[int, Any], with_state: set[int], names: Mapping[int, str]
 ) -> None:
-    """Megatron saves the layers of a model as one tensor, and takes none with holes."""
+    """Raise CheckpointError if only some layers of a parameter have state.
+
+    Megatron saves a parameter of all layers as one tensor, which must not have holes.
+    """
     keys = {places[number].key for number in with_state if number in places}
     others = [number for number in names if number in places and number not in with_state]
     frozen = [names[number] for number in others if places[number].key in keys]
@@ -245,7 +248,7 @@ def _as_step(like: Any, step: Any) -> Any:
 def _options(
     optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """For each of the optimizer's groups the options of the saved one that is the same."""
+    """For each of the optimizer's groups, the options of the matching saved group."""
     by_key = dict(zip(_group_keys(saved), saved, strict=True))
     options: list[Mapping[str, Any]] = []
     for number, key in enumerate(_group_keys(optimizer.param_groups)):
@@ -261,10 +264,10 @@ def _options(
 
 
 def _group_keys(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """What each group is, and how many of these came before it."""
+    """For each group, its `_GROUP_KEYS` and the number of equal groups before it."""
     keys: list[tuple[Any, ...]] = []
     for group in groups:
-        # Others spell them with a prefix (NeMo).
+        # NeMo writes these keys with the prefix "pre_".
         own = tuple(group.get(name, group.get(f"pre_{name}")) for name in _GROUP_KEYS)
         keys.append((*own, sum(key[:-1] == own for key in keys)))
     return keys

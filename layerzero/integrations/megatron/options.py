@@ -1,4 +1,4 @@
-"""Options of `ZeRO3` from a YAML file or a mapping, for models whose modules Megatron builds.
+"""Reads options of `ZeRO3` from a YAML file or a mapping, for models that Megatron builds.
 
     zero3_size: 8
     transformer_layers: [TransformerLayer]     # classes, or patterns of names: decoder.layers.{*}
@@ -8,8 +8,8 @@
     param_dtype: bf16
     ignored_modules: [vision_model]
 
-Keys are the arguments of `ZeRO3`, and, instead of a `mixed_precision`, its fields. What Megatron
-decides (groups, device, what becomes of gradients) is refused.
+Keys are arguments of `ZeRO3` and, instead of `mixed_precision`, its fields. Options that Megatron
+decides (groups, device, gradient reduction and others) raise ValueError.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ _REFUSED = {
 }
 _ENGINE = [name for name in ZERO3_OPTIONS if name not in (*_REFUSED, *_IGNORED)]
 OPTIONS = [*_ENGINE, *PRECISION_OPTIONS, "cpu_offload", _LAYERS, *_IGNORED]
-"""Every key that there is."""
+"""All valid keys."""
 _WRAPPER_PREFIX = "module."
-"""Of the names inside Megatron's Float16Module, which users do not write."""
+"""Prefix of names inside Megatron's Float16Module, which users do not write."""
 
 
 def read_options(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `ZeRO3` from a YAML file (needs PyYAML) or a mapping.
 
     `transformer_layers` becomes the `auto_wrap_policy`. `ignored_modules` and `ignored_parameters`
-    stay patterns, if given: `for_module` turns them into those of a model.
+    stay patterns; `for_module` replaces them by a model's modules and parameters.
 
     Raises:
         ImportError: PyYAML is not installed.
         OSError: the file cannot be read.
-        ValueError, TypeError: unknown keys, bad values: which file, which key, what was expected.
+        ValueError, TypeError: unknown keys or bad values; names the file and key.
     """
     if isinstance(source, Mapping):
         return _read("options", source)
     given = load(Path(source))
-    return _read(str(source), {} if given is None else given)  # an empty file says nothing
+    return _read(str(source), {} if given is None else given)  # None: the file is empty.
 
 
 def for_module(
@@ -67,13 +67,14 @@ def for_module(
 ) -> dict[str, Any]:
     """Keyword arguments of `ZeRO3(module, ...)`: patterns replaced by what they match.
 
-    Warns of names that match nothing, which on a pipeline stage may be as it should be.
+    Warns about patterns that match nothing, which may be correct on a pipeline stage.
 
     Args:
         options: from `read_options`.
-        module: a chunk of the model, not sharded yet; with Megatron's Float16Module around it or
-            not, names are those inside.
-        is_first: whether this rank warns, of those that have this chunk; None: the first of all.
+        module: a chunk of the model, not sharded yet. Names are those inside Megatron's
+            Float16Module, if there is one.
+        is_first: whether this rank warns for the ranks with this chunk; None: the first rank of
+            the world does.
     """
     resolved = dict(options)
     policy = options.get("auto_wrap_policy")
@@ -89,7 +90,7 @@ def for_module(
 
 
 class LayerPolicy:
-    """An `auto_wrap_policy`: modules whose class, or name, is among those given are units."""
+    """An `auto_wrap_policy` that chooses modules by class name or name pattern."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = tuple(texts)
@@ -103,11 +104,11 @@ class LayerPolicy:
 
     def _takes(self, pattern: NamePattern, module: nn.Module, fqn: str) -> bool:
         is_named = pattern.match(_short(fqn)) is not None
-        # What cannot be called would not be gathered: a pattern may match a list of layers, too.
+        # A pattern may match a ModuleList as well, which no call would unshard.
         return (is_named or pattern.text in _class_names(module)) and has_forward(module)
 
     def warn_of_unused(self, module: nn.Module, is_first: bool | None) -> None:
-        """Say what names nothing in this module."""
+        """Warn about each pattern that chooses nothing in this module."""
         inside = [(fqn, each) for fqn, each in module.named_modules() if each is not module]
         for pattern in self._patterns:
             if not any(self._takes(pattern, each, fqn) for fqn, each in inside):

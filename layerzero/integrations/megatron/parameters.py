@@ -1,4 +1,4 @@
-"""Main parameters from a state dict: what `reload_model_params` of Megatron's optimizers takes."""
+"""Loads main parameters from a state dict, for `reload_model_params` of Megatron's optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.runtime.states import ShardState
 
 Values = list[tuple[nn.Parameter, torch.Tensor]]
-"""A parameter of the optimizer's, and what it becomes."""
+"""Pairs of an optimizer's parameter and its new value."""
 
 
 def main_parameters(
@@ -22,10 +22,10 @@ def main_parameters(
     trained: Sequence[nn.Parameter],
     state_dict: Mapping[str, Any],
 ) -> Values:
-    """What each trained parameter has in a state dict. Changes nothing; not collective.
+    """Find this rank's part of each trained parameter. Changes nothing; not collective.
 
     Raises:
-        ValueError: one is missing, or does not fit; all that are wrong, by name.
+        ValueError: parameters are missing or do not fit; lists the first of them by name.
     """
     wanted = {id(parameter) for parameter in trained}
     values: Values = []
@@ -55,18 +55,18 @@ def main_parameters(
 
 
 def put_main_parameters(chunks: Sequence[ZeRO3DataParallel], values: Values) -> None:
-    """Write what `main_parameters` found. Not collective."""
+    """Write the values that `main_parameters` found. Not collective."""
     for chunk in chunks:
         for unit in chunk.root.units:
             if unit.state is not ShardState.SHARDED:
-                unit.reshard()  # What is full there is of the old weights.
+                unit.reshard()  # Unsharded parameters hold the old weights.
     with torch.no_grad():
         for parameter, value in values:
             parameter.copy_(value)
 
 
 def _entries_of(number: int, num_chunks: int, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of one chunk: under the keys of Megatron's checkpoints, or of NeMo's, or bare."""
+    """The entries of one chunk: under Megatron's keys, under NeMo's, or at the top level."""
     for prefix in ("model", "model_"):
         if f"{prefix}0" in state_dict:
             found = state_dict.get(f"{prefix}{number}")
@@ -86,7 +86,7 @@ def _entries_of(number: int, num_chunks: int, state_dict: Mapping[str, Any]) -> 
 
 
 def _bare(name: str) -> str:
-    """Without what wrappers such as Megatron's Float16Module put before it."""
+    """The name without the prefixes of wrappers such as Megatron's Float16Module."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

@@ -1,16 +1,16 @@
-"""A sharded model's pieces in Megatron's terms: which boxes of which named tensors they are.
+"""Expresses sharded parameters as boxes of Megatron's named tensors (`ShardedTensor`).
 
 Note [Boxes of named tensors]
-    A rank's piece is a range of the flattened parameter, which Megatron cannot name any more (a
-    `flattened_range` is refused). What it can name is a block at any offset, so the piece is cut
-    into boxes (state_dict/ranges.py), at most 2 n - 1 for n dimensions. A `ShardedTensorFactory`
-    does the cutting, and joins what was loaded to the piece again. Like Megatron's own factories it
-    serves optimizer state of the same shape, too.
+    A sharded parameter is a range of the flattened parameter, which Megatron no longer supports (it
+    refuses `flattened_range`). It does support blocks at any offset, so the range is split into
+    boxes (state_dict/ranges.py), at most 2 n - 1 for n dimensions. A `ShardedTensorFactory` splits
+    it, and joins the loaded boxes again. Like Megatron's own factories, it also serves optimizer
+    state of the same shape.
 
 Note [Stand-ins]
-    While the modules are asked for their sharded state dict they show stand-ins on the meta device,
-    of the original shapes. No parameter is gathered, and a tensor in the answer is known by the
-    storage it is a view of.
+    While the modules build their sharded state dicts, their parameters are replaced by stand-ins on
+    the meta device, of the original shapes. So nothing is all-gathered. A tensor in the result
+    belongs to the stand-in whose storage it views.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from layerzero.runtime.root import ordered_units
 
 @dataclass(frozen=True)
 class Piece:
-    """A stand-in, and what this rank has of the parameter it stands for."""
+    """A sharded parameter, with what is needed to find its range in the full one."""
 
     parameter: nn.Parameter
     info: ParameterInfo
@@ -51,11 +51,11 @@ class Piece:
 
 
 class NoPiece(LocalNonpersistentObject):
-    """In place of a parameter of which this rank has nothing: not saved, and loaded as it is.
+    """Stands for a parameter that this rank has no elements of: not saved, and loaded unchanged.
 
     Attributes:
-        key: what it is called where a rank has something of it.
-        data: the empty piece, as in entries of others.
+        key: the parameter's key on ranks that have elements of it.
+        data: the empty sharded parameter, as `data` in other entries.
     """
 
     def __init__(self, key: str, data: nn.Parameter) -> None:
@@ -65,12 +65,12 @@ class NoPiece(LocalNonpersistentObject):
 
 
 Pieces = dict[int, Piece]
-"""By the address of the stand-in's storage."""
+"""Keyed by the address of the stand-in's storage."""
 
 
 @contextmanager
 def stand_ins(engine: ZeRO3) -> Iterator[Pieces]:
-    """Let the modules show meta tensors of the original shapes; see Note [Stand-ins]."""
+    """Replace the modules' parameters by stand-ins inside the context; see Note [Stand-ins]."""
     pieces: Pieces = {}
     shown: dict[nn.Parameter, nn.Parameter] = {}
     own_units = ordered_units(engine)
@@ -113,7 +113,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def entry_of_piece(entry: Any, pieces: Pieces) -> Any:
-    """An entry of the module's sharded state dict, with this rank's piece as its data."""
+    """Convert an entry of the module's sharded state dict to one for this rank's shard.
+
+    Raises:
+        NotImplementedError: the module saves something that this rank cannot find its shard in.
+    """
     if not isinstance(entry, (ShardedTensor, ShardedTensorFactory)):
         return entry
     piece = pieces.get(_storage(entry.data))
@@ -123,13 +127,15 @@ def entry_of_piece(entry: Any, pieces: Pieces) -> Any:
                 f"sharded_state_dict: {entry.key}: its module makes a new tensor of parameters, "
                 "of which a rank with pieces does not know its part; use layerzero.checkpoint.save"
             )
-        return entry  # a buffer, or a parameter that is not sharded
+        return entry  # A buffer, or a parameter that is not sharded.
     build = _whole_of(entry, piece)
-    # On every rank, with a piece or not: one that failed alone, when it saves, would hang the rest.
+    # Checked on every rank, even without elements: if one raised later, while it saves, the others
+    # would hang.
     _parts(build, piece, entry.key, piece.parameter.dtype, entry.replica_id)
     if not piece.parameter.numel():
         return NoPiece(entry.key, piece.parameter)
-    # The last number tells data-parallel ranks apart, which here have different pieces.
+    # The last number distinguishes data-parallel ranks. Here they have different shards, so the
+    # index of the copy replaces it.
     others = entry.replica_id[:-1] if isinstance(entry.replica_id, tuple) else ()
     return ShardedTensorFactory(
         entry.key,
@@ -141,7 +147,8 @@ def entry_of_piece(entry: Any, pieces: Pieces) -> Any:
 
 
 _Whole = Callable[[str, torch.Tensor, Any], list[ShardedTensor]]
-"""From a key, a meta tensor of the local shape and a replica id: what an unsharded rank saves."""
+"""Called with a key, a meta tensor of the local shape and a replica id; returns the ShardedTensors
+that a rank of an unsharded model saves."""
 
 
 def _whole_of(entry: Any, piece: Piece) -> _Whole:
@@ -166,7 +173,11 @@ def _whole_of(entry: Any, piece: Piece) -> _Whole:
 def _parts(
     build_whole: _Whole, piece: Piece, key: str, dtype: torch.dtype, replica_id: Any
 ) -> list[tuple[int, ShardedTensor]]:
-    """What an unsharded rank saves of the parameter, and where in it flattened that begins."""
+    """What an unsharded rank saves of the parameter: (start in the flattened parameter, tensor).
+
+    Raises:
+        NotImplementedError: these are not contiguous parts that together cover the parameter once.
+    """
     whole = piece.meta(dtype)
     parts: list[tuple[int, ShardedTensor]] = []
     for tensor in build_whole(key, whole, replica_id):
@@ -199,12 +210,12 @@ def _build(
     replica_id: Any,
     flattened_range: slice | None,
 ) -> list[ShardedTensor]:
-    """Cut `data`, of the piece's shape, into boxes; see Note [Boxes of named tensors]."""
+    """Split `data`, of the shard's shape, into boxes; see Note [Boxes of named tensors]."""
     start, stop = piece.info.range
     found: list[ShardedTensor] = []
     for first, tensor in _parts(build_whole, piece, key, data.dtype, replica_id):
         begin, end = max(start, first), min(stop, first + tensor.data.numel())
-        # One dimension for each of the global tensor's, as for the layers of a model.
+        # Prepended axes, such as the layers of a model, count as dimensions of size 1.
         sizes = (1,) * tensor.prepend_axis_num + tuple(tensor.data.shape)
         extent = Extent(tuple(tensor.global_shape), sizes, tuple(tensor.global_offset))
         for box in boxes(extent, begin - first, end - first):
@@ -226,7 +237,7 @@ def _of_box(tensor: ShardedTensor, box: Box, data: torch.Tensor) -> ShardedTenso
 
 
 def _join(boxes_of_piece: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The piece again: without a copy where its own memory was read into."""
+    """Join boxes to a shard; without a copy if they were read into the shard's own memory."""
     first = boxes_of_piece[0]
     place = first.storage_offset()
     for each in boxes_of_piece:

@@ -1,8 +1,8 @@
-"""The axes of Megatron's ranks: which process groups there are, and sums over all of them.
+"""Megatron's process groups, and sums over all ranks of a model.
 
-One model's parameters are met once along the owners of its pieces (data- and context-parallel
-ranks) and the model-parallel ranks (tensor- and pipeline-parallel ones) together. On tensor-
-parallel ranks some parameters are copies of each other; they count on the first one alone.
+The data- and context-parallel ranks, which own shards, and the tensor- and pipeline-parallel ranks
+together visit each element of a model once. Parameters that tensor-parallel ranks have copies of
+count only on the first of these ranks.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class MegatronRanks:
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
     model: tuple[dist.ProcessGroup, ...]
-    """Groups that lead from each rank to all tensor- and pipeline-parallel ones: the one that
-    Megatron has of them together, or, where a collection lacks it, one axis after the other."""
+    """Groups that together reach all tensor- and pipeline-parallel ranks: Megatron's model-parallel
+    group, or, if a collection lacks it, the groups of both axes."""
     experts: dist.ProcessGroup | None = None
-    """Expert-parallel ranks, of which each has experts of its own; None: all have all."""
+    """Expert-parallel ranks, each with experts of its own; None: every rank has all experts."""
     expert_data: dist.ProcessGroup | None = None
-    """Data-parallel ranks that have the same experts."""
+    """Data-parallel ranks with the same experts."""
 
     @classmethod
     def of(cls, collection: Any, context_parallel_size: int) -> MegatronRanks:
-        """From Megatron's `ProcessGroupCollection`, or if None from its global state.
+        """The groups of Megatron's `ProcessGroupCollection`; None: those of its global state.
 
         Raises:
             ValueError: the collection lacks a group.
-            RuntimeError: there is no global state yet.
+            RuntimeError: the global state is not initialised.
         """
         if collection is None:
             if not parallel_state.model_parallel_is_initialized():
@@ -78,15 +78,15 @@ class MegatronRanks:
         )
 
     def is_same_as(self, other: MegatronRanks) -> bool:
-        """Whether the same ranks are on each axis."""
+        """Whether data, tensor and pipeline groups have the same ranks."""
         axes = ((each.data, each.tensor, each.pipeline) for each in (self, other))
         mine, theirs = ([dist.get_process_group_ranks(group) for group in own] for own in axes)
         return mine == theirs
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank, among the model-parallel ones, is where the parameter counts.
+        """Whether the parameter is counted on this one of the model-parallel ranks.
 
-        Not a copy on later tensor-parallel ranks, nor one that another stage has as well.
+        Copies on later tensor-parallel ranks, and weights that another stage counts, are not.
         """
         if getattr(parameter, "shared", False):
             return False
@@ -95,23 +95,23 @@ class MegatronRanks:
 
 
 class Totals:
-    """Sums of small tensors over every part of the model, the same on all of its ranks."""
+    """Sums small tensors over all ranks of the model, with the same result on each."""
 
     def __init__(self, placement: Placement, model_parallel: Sequence[ShardGroup]) -> None:
         """
         Args:
-            placement: of the whole model, in all chunks alike.
-            model_parallel: tensor- and pipeline-parallel ranks, in one group or by axes.
+            placement: placement of the whole model, the same for all chunks.
+            model_parallel: tensor- and pipeline-parallel ranks, as one group or one for each axis.
         """
         groups = (*placement.norm_groups, *model_parallel)
         self._groups = tuple(group for group in groups if group.size > 1)
         self._num_operations = 0
 
     def sum(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """The sum of what each rank has, in rank order. Collective over all ranks of the model.
+        """The sum of `own` over ranks, in rank order. Collective over all ranks of the model.
 
         Args:
-            name: of what is summed, for errors.
+            name: name of the operation in errors.
 
         Raises:
             CollectiveError: a rank did not take part within the timeout.

@@ -1,4 +1,4 @@
-"""setup_model_and_optimizer: the chunks of this rank and their optimizer, ready for a schedule."""
+"""setup_model_and_optimizer: builds and shards this rank's chunks, and makes their optimizer."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ def setup_model_and_optimizer(
     pg_collection: Any = None,
     **zero3_options: Any,
 ) -> tuple[list[ZeRO3DataParallel], ZeRO3Optimizer, OptimizerParamScheduler | None]:
-    """Make the chunks of this rank, shard them, make their optimizer; ready for a schedule.
+    """Build the chunks of this rank, shard them and make their optimizer, ready for a schedule.
 
-    Collective over all ranks. Afterwards `config` has what Megatron's schedules call:
+    Collective over all ranks. Sets the functions on `config` that Megatron's schedules call:
     `no_sync_func`, `grad_scale_func` and `finalize_model_grads_func`.
 
     Args:
         model_provider: called with `pre_process`, `post_process` and `vp_stage` for each chunk.
-        config: TransformerConfig, the same object the model provider uses.
+        config: the TransformerConfig object that the model provider uses.
         optimizer_config: Megatron's OptimizerConfig.
         ddp_config: DistributedDataParallelConfig; None: its defaults.
-        scheduler: arguments of Megatron's OptimizerParamScheduler. With one, `wd_mult` of a
-            parameter's group decides about weight decay (none for biases and norms); without one,
-            Megatron decays all parameters, and so does this.
+        scheduler: arguments of Megatron's OptimizerParamScheduler. With a scheduler, `wd_mult` of
+            each group decides its weight decay (none for biases and norms). Without one, Megatron
+            decays all parameters, and so does this.
         options: a YAML file or mapping with options of the engine (docs/reference/megatron.md).
-        config_overrides, make_optimizer: of `get_zero3_optimizer`.
-        pg_collection, **zero3_options: of `ZeRO3DataParallel`.
+        config_overrides, make_optimizer: as for `get_zero3_optimizer`.
+        pg_collection, **zero3_options: as for `ZeRO3DataParallel`.
 
     Returns:
         The chunks (one without virtual stages), the optimizer, the scheduler or None.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: something is not supported, with what to use.
+        ValueError, TypeError, NotImplementedError: something is not supported; says what to use.
     """
     read = _read(options, zero3_options)
     if ddp_config is None:
@@ -126,11 +126,11 @@ def _read(
 
 
 def _resolved(read: dict[str, Any], module: nn.Module, ranks: MegatronRanks) -> dict[str, Any]:
-    """With the modules and parameters of this chunk that options name."""
+    """The options, with patterns replaced by this chunk's modules and parameters."""
     if not read:
         return {}
     from layerzero.integrations.megatron.options import for_module
 
-    # Of each stage, since its chunks are its own.
+    # One rank of each pipeline stage warns, because each stage has other chunks.
     is_first = dist.get_rank(ranks.data) == 0 == dist.get_rank(ranks.tensor)
     return for_module(read, module, is_first=is_first)

@@ -1,8 +1,9 @@
-"""Which modules of a Megatron model are units, and in which dtypes their parameters are.
+"""Chooses the units of a Megatron model and the dtypes of their parameters.
 
 Note [Main parameters are the pieces]
-    Of a bf16 or fp16 model the pieces are float32 and the gathered parameters 16 bits wide. So the
-    optimizer works on the pieces themselves, and needs no copies as Megatron's own does.
+    In a bf16 or fp16 model, sharded parameters are float32 and unsharded parameters 16-bit. So the
+    optimizer updates the sharded parameters directly, without the float32 copies that Megatron's
+    own optimizer needs.
 
 Note [Experts of a rank]
     With expert parallelism each `local_experts` list is a unit, sharded over the ranks that hold
@@ -11,10 +12,10 @@ Note [Experts of a rank]
     Megatron asks for keep Megatron's local number.
 
 Note [Tied embeddings of a pipeline]
-    The first and the last stage have the same weight, and Megatron adds up what their ranks have of
-    its gradient. So that these are the same elements, the weight is alone in a unit on both. The
-    last stage's model takes the weight from the module before calling it: the unit is full as long
-    as the model runs.
+    The first and the last stage share a weight, and Megatron sums the gradients of their ranks. The
+    shards on both stages must therefore be the same elements, so the weight has a unit of its own
+    on each. The last stage's model reads the weight from the module before it calls the module, so
+    there the calls of the model unshard the unit (`hook_module`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from layerzero.integrations.megatron.ranks import MegatronRanks
 
 
 class MegatronPolicy:
-    """Which modules are units: the user's, or transformer layers; tied embeddings, and experts."""
+    """An auto-wrap policy: the user's or transformer layers, plus tied embeddings and experts."""
 
     def __init__(self, policy: WrapPolicy, module: nn.Module, ranks: MegatronRanks) -> None:
         self._choose = make_chooser({TransformerLayer} if policy is None else policy, module)
@@ -46,7 +47,7 @@ class MegatronPolicy:
 
 
 def _tied_embeddings(module: nn.Module) -> dict[int, Mapping[str, Any]]:
-    """By id, modules whose weight another stage has as well, with arguments of their unit."""
+    """Unit arguments of modules whose weight another stage shares, keyed by id(module)."""
     language = [m for m in module.modules() if hasattr(m, "shared_embedding_or_output_weight")]
     found: dict[int, Mapping[str, Any]] = {}
     for name, inner in module.named_modules():
@@ -65,11 +66,11 @@ def _tied_embeddings(module: nn.Module) -> dict[int, Mapping[str, Any]]:
 
 
 def _split_experts(module: nn.Module, ranks: MegatronRanks) -> dict[int, Mapping[str, Any]]:
-    """By id, modules whose `local_experts` other ranks do not have, with arguments of their unit.
+    """Unit arguments of modules whose `local_experts` differ between ranks, keyed by id(module).
 
     Raises:
-        NotImplementedError: experts that are no such list.
-        ValueError: the groups are missing.
+        NotImplementedError: such experts are not in a `local_experts` ModuleList.
+        ValueError: the expert process groups are missing.
     """
     found: dict[int, Mapping[str, Any]] = {}
     known: set[int] = set()
@@ -102,16 +103,17 @@ def widen(
     given: MixedPrecision | None,
     ignored: Collection[nn.Parameter],
 ) -> MixedPrecision | None:
-    """Widen 16-bit parameters, and say how they are used; Note [Main parameters are the pieces].
+    """Cast 16-bit parameters to float32, and return a MixedPrecision that computes in 16 bits.
 
-    Parameters that are float32 in a 16-bit model stay so.
+    See Note [Main parameters are the pieces]. Parameters that are float32 in a 16-bit model are
+    also used in float32.
 
     Args:
-        given: what the user says beside it; of a float32 model it is all there is.
-        ignored: parameters that are not sharded, and left as they are.
+        given: the user's settings, which are completed; returned unchanged for a float32 model.
+        ignored: parameters that are not sharded; left unchanged.
 
     Raises:
-        ValueError: the model has several 16-bit dtypes, or the user wants another one.
+        ValueError: the model has several 16-bit dtypes, or `given` has another `param_dtype`.
     """
     left = {id(parameter) for parameter in ignored}
     named = {name: p for name, p in module.named_parameters() if id(p) not in left}
@@ -135,7 +137,7 @@ def widen(
         param_dtype=narrow.pop(),
         reduce_dtype=given.reduce_dtype
         or (torch.float32 if ddp_config.grad_reduce_in_fp32 else None),
-        # Megatron's modules cast what they are given, and expect float32 of some.
+        # Megatron's modules cast their inputs themselves, and some expect float32 inputs.
         cast_forward_inputs=False,
         keep_parameters=lambda name: (
             _of_any_expert(name) in kept or bool(also_kept and also_kept(name))
@@ -144,5 +146,5 @@ def widen(
 
 
 def _of_any_expert(name: str) -> str:
-    """Experts are alike, and have other numbers among all than on their rank."""
+    """The name without the expert's number, because local and global numbers differ."""
     return re.sub(r"(?<=\blocal_experts\.)\d+", "", name)
