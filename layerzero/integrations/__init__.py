@@ -1,4 +1,4 @@
-"""Adapters to other frameworks, imported on demand.
+"""Adapters to other frameworks; import each by itself.
 
 See docs/reference/lightning.md, docs/reference/megatron.md and docs/reference/transformers.md.
 """

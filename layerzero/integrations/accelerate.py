@@ -1,4 +1,4 @@
-"""accelerate on layerzero: `prepare`. See docs/reference/transformers.md."""
+"""Accelerate on layerzero: `prepare`. See docs/reference/transformers.md."""
 
 from layerzero.integrations.transformers.accelerator import ZeRO3Accelerator, prepare
 

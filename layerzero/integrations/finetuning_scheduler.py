@@ -1,15 +1,15 @@
 """ZeRO3StrategyAdapter: scheduled fine-tuning of a sharded model. See docs/reference/lightning.md.
 
-Pieces have the original names and their own `requires_grad`, whatever unit they lie in, so phases,
-optimizer groups and checkpoints need no translation: what the scheduler does to an unsharded model
-is right here. Left to the adapter is the plan, which must be known before the model is sharded.
+Sharded parameters keep the original names and have their own `requires_grad`, so phases, optimizer
+groups and checkpoints need no translation: what the scheduler does to an unsharded model also works
+here. The adapter only passes on the plan, which is needed before the model is sharded.
 
 Note [What configure_model changes]
-    The scheduler reads names, and freezes, before `configure_model` runs. Wrappers that this puts
-    around layers (torch's checkpoint_wrapper, torch.compile) would change names, so that nothing
-    is thawed any more; and parameters that it makes anew, as some tensor-parallel styles do, would
-    be trained from the start. So names go without wrappers from then on, what was frozen is frozen
-    again, and a scheduled name that is gone is an error.
+    The scheduler reads names and freezes parameters before `configure_model` runs. Wrappers that
+    `configure_model` puts around layers (torch's checkpoint_wrapper, torch.compile) change names,
+    so that phases would thaw nothing; parameters that it replaces, as some tensor-parallel styles
+    do, would be trained from the start. So wrappers are left out of names from then on, frozen
+    parameters are frozen again, and a missing scheduled name is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from layerzero.plan.sharding_plan import ShardingPlan
 _WILDCARD = re.compile(r"\{(\*|\d+-\d+)\}")
 _OTHER_FIELDS = {each.name for each in fields(ShardingPlan)} - {"apply_modules", "defaults"}
 _OTHER_FIELDS -= set(MODULE_OPTIONS)
-"""Of a plan, that are no options: what `zero3_defaults` may hold besides."""
+"""Fields of a plan that are not options; `zero3_defaults` may have them as well."""
 
 
 _OF_OTHER_ADAPTERS = {
@@ -46,19 +46,19 @@ _OF_OTHER_ADAPTERS = {
 
 
 class ZeRO3StrategyAdapter(StrategyAdapter):
-    """Connects finetuning-scheduler with `ZeRO3Strategy`; found by its entry point.
+    """Connects finetuning-scheduler with `ZeRO3Strategy`; registered as an entry point.
 
     Args, given as `FinetuningScheduler(strategy_adapter_cfg={...})`:
-        zero3_plan: from names of modules, or regular expressions that match whole names, to options
-            of these modules, as in `apply_modules` of a `ShardingPlan`; the last one wins. Its
-            patterns (`layers.{*}`, `re:...`) are taken, too. None: the strategy's own policy.
+        zero3_plan: a mapping from module names, or regular expressions for whole names, to options
+            of these modules, as in `apply_modules` of a `ShardingPlan`; the last match wins. Its
+            patterns (`layers.{*}`, `re:...`) work as well. None: the strategy's own policy.
         zero3_defaults: options of the whole model, and the other fields of a `ShardingPlan`.
 
-    In both, `cpu_offload_policy` stands for `cpu_offload`: arguments of torch's `CPUOffloadPolicy`;
-    and `mp_policy`, `offload_policy` are taken as `fully_shard` takes them.
+    In both, `cpu_offload_policy` (arguments of torch's `CPUOffloadPolicy`) means `cpu_offload`, and
+    `mp_policy` and `offload_policy` are those of `fully_shard`.
 
     Raises:
-        ValueError, TypeError: a bad plan, or one beside that of the strategy.
+        ValueError, TypeError: a bad plan, or the strategy has one as well.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
         self._frozen: set[str] | None = None
 
     def on_before_init_fts(self) -> None:
-        """Hand the plan to the strategy, which has not sharded the model yet."""
+        """Pass the plan to the strategy, which has not sharded the model yet."""
         strategy = self.pls_handle
         if not isinstance(strategy, ZeRO3Strategy):
             raise TypeError(
@@ -102,16 +102,18 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
         strategy.use_plan(plan, "strategy_adapter_cfg")
 
     def on_after_init_fts(self) -> None:
-        """Remember what is not trained in the first phase."""
+        """Record the parameters that are frozen in the first phase."""
         super().on_after_init_fts()
         named = self.pl_module.named_parameters()
         self._frozen = {name for name, parameter in named if not parameter.requires_grad}
 
     def _follow_changes(self, module: nn.Module) -> None:
-        """Note [What configure_model changes].
+        """Undo what `configure_model` did to names and `requires_grad`.
+
+        See Note [What configure_model changes].
 
         Raises:
-            ValueError: it changed names that are scheduled.
+            ValueError: scheduled parameters no longer exist.
         """
         _leave_out_wrappers(module)
         if self._frozen is None:
@@ -129,16 +131,16 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
             parameters[name].requires_grad_(False)
 
     def _resume(self) -> None:
-        """Tell the scheduler that `fit(ckpt_path=...)` goes on.
+        """Mark the scheduler as resuming in `fit(ckpt_path=...)`.
 
-        It looks at `trainer.ckpt_path` in its setup, which Lightning sets after that.
+        It checks `trainer.ckpt_path` in its setup, before Lightning sets that.
         """
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.fts_handle._fts_state._resume_fit_from_ckpt = True
 
 
 class _WithoutWrappers(nn.Module):
-    """Names of modules, and so of parameters and buffers, without those of wrappers."""
+    """Mixin: names of modules, and so of parameters and buffers, without the parts of wrappers."""
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         for name, module in super().named_modules(*args, **kwargs):
@@ -146,7 +148,7 @@ class _WithoutWrappers(nn.Module):
 
 
 def _leave_out_wrappers(module: nn.Module) -> None:
-    """Give the module such names, if there are wrappers in it."""
+    """Change the module's class so that names omit wrappers, if it contains any."""
     cls = type(module)
     if issubclass(cls, _WithoutWrappers):
         return
@@ -157,7 +159,7 @@ def _leave_out_wrappers(module: nn.Module) -> None:
 
 
 def _pattern(key: str, modules: set[str]) -> str:
-    """A name, or a regular expression, as a pattern of a plan."""
+    """Convert a name or regular expression to a pattern of a plan."""
     if not isinstance(key, str):
         raise TypeError(f"zero3_plan: expected names or regular expressions, got {key!r}")
     if key in modules or key.startswith("re:") or _WILDCARD.search(key):
@@ -166,7 +168,7 @@ def _pattern(key: str, modules: set[str]) -> str:
 
 
 def _translated(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a plan has them: `cpu_offload_policy`, and an `act_ckpt` of an unknown mode."""
+    """Convert `cpu_offload_policy`, and an unknown `act_ckpt` mode, to options of a plan."""
     if not isinstance(options, Mapping):
         raise TypeError(f"{where}: expected a mapping of options, got {options!r}")
     own = dict(options)
@@ -184,7 +186,7 @@ def _translated(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known_mode(where: str, choice: Any) -> Any:
-    """`act_ckpt` with "composable" for a mode that does not exist, as the scheduler has it."""
+    """`act_ckpt`, with "composable" and a warning for an unknown mode, as in the scheduler."""
     try:
         mode, arguments = split_act_ckpt(choice)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""How many parameters a model has: in full, where frameworks add up `numel()` of what they see."""
+"""Counts the parameters of a sharded model in full; frameworks would count this rank's shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layerzero.core.parameter_info import get_info
 
 
 def numel_of(parameter: nn.Parameter) -> int:
-    """Elements of a parameter; of a piece, those of what it is a piece of."""
+    """Number of elements of a parameter; of a sharded one, those of the original parameter."""
     info = get_info(parameter)
     return parameter.numel() if info is None else math.prod(info.shape)
 
@@ -27,7 +27,7 @@ def count(parameters: Iterable[nn.Parameter], only_trainable: bool = False) -> i
 def num_parameters(
     module: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """As transformers' method of this name."""
+    """Like transformers' method of this name."""
     left_out: set[str] = set()
     if exclude_embeddings:
         left_out = {f"{n}.weight" for n, m in module.named_modules() if isinstance(m, nn.Embedding)}
@@ -36,5 +36,5 @@ def num_parameters(
 
 
 def trainable_and_all(module: nn.Module) -> tuple[int, int]:
-    """As peft's `get_nb_trainable_parameters`."""
+    """Like peft's `get_nb_trainable_parameters`."""
     return count(module.parameters(), only_trainable=True), count(module.parameters())

@@ -1,4 +1,4 @@
-"""What ZeRO3Strategy is given: checked, read, and refused with what to use instead."""
+"""Checks and converts the arguments of ZeRO3Strategy, and settings of the run it is used in."""
 
 from __future__ import annotations
 
@@ -92,10 +92,11 @@ def read_plan(plan: ShardingPlan | Mapping[str, Any] | str | Path | None) -> Sha
 
 
 def adapted(plugin: Precision) -> Precision:
-    """The plugin, whose scaler lets ranks agree.
+    """The precision plugin, with a grad scaler whose overflow check spans all ranks.
 
     Raises:
-        ValueError: it is another engine's, or makes parameters that cannot be flattened.
+        ValueError: it is for another engine, makes parameters that cannot be flattened, or has an
+            unknown scaler.
     """
     if isinstance(plugin, (FSDPPrecision, DeepSpeedPrecision, XLAPrecision, BitsandbytesPrecision)):
         raise ValueError(
@@ -122,10 +123,10 @@ def adapted(plugin: Precision) -> Precision:
 
 
 def check_run(trainer: Trainer, module: LightningModule, state_dict_type: StateDictType) -> None:
-    """Refuse what cannot go together with a sharded module, before it is one.
+    """Raise for settings that do not work with a sharded module, before it is sharded.
 
     Raises:
-        ValueError, RuntimeError: named, with what to use.
+        ValueError, CheckpointError: names the setting, and what to use instead.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
@@ -146,7 +147,7 @@ def check_run(trainer: Trainer, module: LightningModule, state_dict_type: StateD
                 f"ZeRO3Strategy: {type(checkpoint_io).__name__} has no part in sharded "
                 "checkpoints, which every rank writes to; use state_dict_type='full'"
             )
-        # At once, and not when the first checkpoint is due.
+        # Raises now for hyper-parameters that cannot be saved, not at the first checkpoint.
         for each in (module, trainer.datamodule):
             if each is not None:
                 encode(dict(each.hparams), f"hyper-parameters of {type(each).__name__}")

@@ -1,4 +1,4 @@
-"""Lightning's checkpoints: an optimizer's state by number, files read in place, folders opened."""
+"""Helpers for Lightning's checkpoints: optimizer state by number, mmapped files, folders."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.adapters import LATEST, Names, decode, name_in_group, open_source
 
 FOLDER = "layerzero_folder"
-"""Key of a checkpoint whose tensors are in a folder: its path."""
+"""Key for the path of the folder that has a checkpoint's tensors."""
 _COPIED_NBYTES = 1 << 20
-"""Tensors of a mapped file that are at most this large get memory of their own."""
+"""Tensors of an mmapped file up to this size are copied to their own memory."""
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
-    """As any strategy has it, of a module that was connected and is not set up.
+    """The state dict of a module that is not sharded yet, as other strategies return it.
 
     Raises:
-        RuntimeError: it has parameters or buffers without storage.
+        RuntimeError: it has parameters or buffers on the meta device.
     """
     state: dict[str, Any] = model.state_dict()
     unmade = next((n for n, value in state.items() if getattr(value, "is_meta", False)), None)
@@ -39,21 +39,22 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def is_mappable(path: Path) -> bool:
-    """A local file in torch's present format."""
+    """Whether it is a local file in torch's zip format, which can be mmapped."""
     return path.is_file() and zipfile.is_zipfile(path)
 
 
 def map_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read a file that `torch.save` wrote; large tensors stay in it until they are used."""
+    """Load a file that `torch.save` wrote by mmap; large tensors are read when they are used."""
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    # Who replaces the file must not pull memory from under what is kept of it.
+    # Small tensors outside the weights may be kept for long. They are copied, because the mapping
+    # becomes invalid if the file is overwritten.
     for name in checkpoint.keys() - {"state_dict"}:
         checkpoint[name] = apply_to_collection(checkpoint[name], torch.Tensor, _own_if_small)
     return checkpoint
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by name as `Optimizer.state_dict` has it: by number."""
+    """Convert optimizer state keyed by name to the form of `Optimizer.state_dict`: by number."""
     numbers: dict[str, int] = {}
     for group in state["param_groups"]:
         for name in group["params"]:
@@ -70,7 +71,11 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 def named(
     state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Names
 ) -> dict[str, Any]:
-    """The opposite, by the places of parameters in the groups, as torch itself loads it."""
+    """The inverse of `numbered`: matches parameters by position in the groups, as torch does.
+
+    Raises:
+        ValueError: the groups have other sizes.
+    """
     saved = [group["params"] for group in state["param_groups"]]
     own = [
         [name_in_group(names, parameter, number) for parameter in group["params"]]
@@ -108,7 +113,11 @@ def local_path(path: str | Path) -> Path:
 
 
 def make_way_for_file(path: Path) -> None:
-    """A folder of an earlier, sharded checkpoint of the same name goes."""
+    """Remove a folder with an earlier, sharded checkpoint of the same name.
+
+    Raises:
+        IsADirectoryError: it is a folder, but no checkpoint.
+    """
     if not path.is_dir():
         return
     if not (path / LATEST).is_file():
@@ -117,13 +126,17 @@ def make_way_for_file(path: Path) -> None:
 
 
 def make_way_for_folder(path: Path) -> None:
-    """A file of an earlier, full checkpoint of the same name goes."""
+    """Remove a file with an earlier, full checkpoint of the same name."""
     if path.is_file():
         path.unlink()
 
 
 def open_folder(path: Path) -> dict[str, Any]:
-    """All but the tensors: these are read once the model is sharded."""
+    """Open a sharded checkpoint without its tensors, which are read after sharding.
+
+    Raises:
+        CheckpointError: the Trainer did not write it.
+    """
     manifest = open_source(path, with_optimizer=False).manifest
     if manifest is None or not manifest.extras:
         raise CheckpointError(

@@ -1,11 +1,11 @@
 """MeshStrategy: data-parallel times tensor-parallel ranks under Lightning's Trainer.
 
     data_parallel_size 2, tensor_parallel_size 2      rank             0  1  2  3
-    device_mesh, axes of Lightning's names            data_parallel    0  0  1  1
+    device_mesh, with Lightning's axis names          data_parallel    0  0  1  1
                                                       tensor_parallel  0  1  0  1
 
-Ranks that differ along `tensor_parallel` alone hold parts of one model: they need the same batch,
-and count as one where samples are dealt and values reduced.
+Ranks that differ only along `tensor_parallel` hold parts of one model: they need the same batch,
+and count as one when samples are distributed and values reduced.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Size = int | Literal["auto"]
 
 
 def check_sizes(data_size: Size, tensor_size: Size, process_group: object) -> None:
-    """Refuse what cannot be a size, and sizes beside a group. Not collective.
+    """Check the sizes and the group. Not collective.
 
     Raises:
-        ValueError, TypeError: named, with what was expected.
+        ValueError, TypeError: a bad size or group, or both sizes and a group.
     """
     sizes = {"data_parallel_size": data_size, "tensor_parallel_size": tensor_size}
     for name, size in sizes.items():
@@ -58,7 +58,7 @@ def check_sizes(data_size: Size, tensor_size: Size, process_group: object) -> No
 
 
 class MeshStrategy(DDPStrategy):
-    """Knows which ranks share a model's data, and which its batch; shards nothing itself."""
+    """Makes the device mesh, and distributes samples and reduces values over it; shards nothing."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class MeshStrategy(DDPStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Axes "data_parallel" and "tensor_parallel"; with `process_group`, its own mesh.
+        """A mesh with axes "data_parallel" and "tensor_parallel"; or the root of `process_group`.
 
         Raises:
-            RuntimeError: the Trainer has not started, or `process_group` is no mesh.
+            RuntimeError: the Trainer has not started, or `process_group` is not a mesh.
         """
         if self._device_mesh is None:
             raise RuntimeError(
@@ -89,7 +89,7 @@ class MeshStrategy(DDPStrategy):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | DeviceMesh | None:
-        """The ranks a model is sharded over; None: all."""
+        """The ranks that the model is sharded over; None: all."""
         if self._given_group is not None:
             return self._given_group
         if self._device_mesh is None or self._device_mesh[TENSOR].size() == 1:
@@ -97,7 +97,7 @@ class MeshStrategy(DDPStrategy):
         return self._device_mesh[DATA]
 
     def _groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Along each axis of `data_parallel_group`; none where that is all ranks."""
+        """A group for each axis of `data_parallel_group`; none if that is all ranks."""
         group = self.data_parallel_group
         return () if group is None else resolve_process_groups(group)
 
@@ -105,7 +105,7 @@ class MeshStrategy(DDPStrategy):
         """Join the process group, and make the mesh. Collective.
 
         Raises:
-            ValueError: sizes that do not fill the world, the same on all ranks.
+            ValueError: on all ranks: the sizes do not fill the world.
         """
         super().setup_environment()
         if self._given_group is not None:
@@ -114,7 +114,7 @@ class MeshStrategy(DDPStrategy):
         elif self._device_mesh is None:
             self._device_mesh = self._make_mesh(*self._resolved_sizes())
         if self.lightning_module is not None:
-            # Where LightningModule.device_mesh looks, in configure_model.
+            # `LightningModule.device_mesh`, used in `configure_model`, reads this attribute.
             self.lightning_module._device_mesh = self._device_mesh
 
     def _resolved_sizes(self) -> tuple[int, int]:
@@ -122,7 +122,7 @@ class MeshStrategy(DDPStrategy):
         world = dist.get_world_size()
         if given_tensor != "auto":
             tensor = given_tensor
-        else:  # As Lightning has it: one tensor-parallel group a node.
+        else:  # As in Lightning: one tensor-parallel group for each node.
             tensor = self.num_processes if given_data == "auto" else max(world // given_data, 1)
         data = max(world // tensor, 1) if given_data == "auto" else given_data
         if data * tensor != world:
@@ -138,7 +138,8 @@ class MeshStrategy(DDPStrategy):
         device_type = self.root_device.type
         if tensor > 1:
             return init_device_mesh(device_type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
-        # Without a group for each rank of the world, of which each rank would have to know.
+        # `init_device_mesh` would make a group for each rank of the world on every rank. Here each
+        # rank makes only its own.
         (everyone,) = resolve_process_groups(None)
         alone = dist.new_group(
             [dist.get_rank()],
@@ -154,7 +155,7 @@ class MeshStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Tensor-parallel ranks get the same samples."""
+        """Arguments for the sampler; tensor-parallel ranks get the same samples."""
         groups = self._groups()
         if not groups:
             return super().distributed_sampler_kwargs
@@ -167,13 +168,13 @@ class MeshStrategy(DDPStrategy):
     def reduce(
         self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean"
     ) -> torch.Tensor:
-        """Over the data-parallel ranks, unless told otherwise. Collective."""
+        """Reduce over `group`; None: over the data-parallel ranks. Collective."""
         for each in (group,) if group is not None else self._groups() or (None,):
             tensor = super().reduce(tensor, each, reduce_op)
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Of all ranks, data-parallel or not. Collective."""
+        """Whether all ranks (or any rank) of the world decided True. Collective."""
         votes = torch.tensor(int(decision), device=self.root_device)
         votes = super().reduce(votes, dist.group.WORLD, "sum")
         return bool(votes == self.world_size) if all else bool(votes)
@@ -181,13 +182,13 @@ class MeshStrategy(DDPStrategy):
     # The model --------------------------------------------------------------------------------
 
     def prepare_mesh(self, model: nn.Module, equalize: bool) -> None:
-        """What tensor-parallel ranks need before a model is sharded. Collective over them.
+        """Prepare a model for sharding. Collective over the tensor-parallel ranks.
 
         Args:
-            equalize: what they all have gets the values of the first of them.
+            equalize: broadcast replicated parameters and buffers from the first of these ranks.
 
         Raises:
-            ValueError: parameters are split over ranks that share the model, too.
+            ValueError: parameters are split over ranks that the model is also sharded over.
         """
         groups = self._groups()
         if len(groups) == 1:
@@ -233,9 +234,9 @@ def _split_of(parameter: nn.Parameter) -> TensorParallelSplit | None:
 
 
 def _whole_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers with values that every tensor-parallel rank has all of.
+    """Parameters and buffers with values that are replicated on the tensor-parallel ranks.
 
-    Without pieces, which a ZeRO3 inside has equalized as it was told to.
+    Without sharded parameters: `sync_module_states` of the ZeRO3 inside decided about those.
     """
     own = [parameter for parameter in model.parameters() if get_info(parameter) is None]
     for tensor in (*own, *model.buffers()):

@@ -1,6 +1,6 @@
-"""What Lightning asks of parameters that a piece answers wrongly: whether two are one, how many.
+"""Patches functions of Lightning that are wrong for sharded parameters: identity and counts.
 
-Its functions are replaced, once, by ones that know pieces, and leave everything else to the former.
+The replacements handle sharded parameters, and call the original functions for all others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KNOWS = "_layerzero_knows_pieces"
 
 
 def know_pieces() -> None:
-    """Replace them; a second time changes nothing."""
+    """Patch Lightning's functions; a second call changes nothing."""
     if hasattr(BaseFinetuning.filter_on_optimizer, _KNOWS):
         return
     BaseFinetuning.filter_on_optimizer = staticmethod(
@@ -39,7 +39,7 @@ def know_pieces() -> None:
 def _by_identity(
     former: Callable[[torch.optim.Optimizer, Iterable[nn.Parameter]], list[nn.Parameter]],
 ) -> Callable[[torch.optim.Optimizer, Iterable[nn.Parameter]], list[nn.Parameter]]:
-    """Lightning compares values, and all pieces without elements are equal."""
+    """Compare by identity: Lightning compares values, by which all empty shards are equal."""
 
     @functools.wraps(former)
     def filter_on_optimizer(

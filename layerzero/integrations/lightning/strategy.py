@@ -1,14 +1,14 @@
 """ZeRO3Strategy: Lightning's Trainer on layerzero. See docs/reference/lightning.md.
 
 Note [Weights wait for the model]
-    Lightning restores a checkpoint before it sets the strategy up: callbacks need it that early (a
-    scheduler of phases rebuilds the optimizer's groups in `on_fit_start`). Then the model is not
-    sharded yet, perhaps even without storage, so weights wait until it is. The optimizer's state
-    comes when Lightning restores it, after `on_fit_start`.
+    Lightning restores a checkpoint before it sets up the strategy, because callbacks need it that
+    early (finetuning-scheduler rebuilds the optimizer's groups in `on_fit_start`). The model is not
+    sharded yet then, and may be on meta, so weights are kept until it is sharded. Optimizer state
+    is loaded when Lightning restores it, after `on_fit_start`.
 
 Note [One wrapper for the life of a model]
-    Sharding changes a LightningModule in place and for good. Where it comes again (`test` after
-    `fit`, another Trainer) its wrapper is found in its `__dict__`.
+    Sharding changes a LightningModule in place and permanently. When the module is used again
+    (`test` after `fit`, another Trainer), its wrapper is found in its `__dict__`.
 """
 
 from __future__ import annotations
@@ -87,24 +87,26 @@ _WRITTEN_BY_ENGINE = ("state_dict", "optimizer_states")
 class ZeRO3Strategy(MeshStrategy):
     """Shards the LightningModule with `ZeRO3`. Also `Trainer(strategy="layerzero")`.
 
-    From DDP's strategy it has processes, process group and small collectives; none of its wrapper.
-    `device_mesh`, in `configure_model` of the module, too, has the axes of Lightning's
-    ModelParallelStrategy, "data_parallel" and "tensor_parallel".
+    Processes, process group and small collectives come from Lightning's DDPStrategy, but not its
+    DDP wrapper. `device_mesh`, also available in the module's `configure_model`, has the axes of
+    Lightning's ModelParallelStrategy, "data_parallel" and "tensor_parallel".
 
     Args:
         auto_wrap_policy: as for `ZeRO3`; names are those of the LightningModule.
-        plan: instead of it a `ShardingPlan`, a mapping of its fields, or the path of a YAML file.
+        plan: replaces `auto_wrap_policy`: a `ShardingPlan`, a mapping of its fields, or the path of
+            a YAML file.
         state_dict_type: "full": checkpoints are ordinary Lightning files, gathered on rank 0.
-            "sharded": folders, to which every rank writes its part.
-        data_parallel_size, tensor_parallel_size: ranks along each axis of `device_mesh`. "auto":
-            what the other leaves; both: a tensor-parallel group for each node.
-        process_group: as for `ZeRO3`, instead of sizes: this rank's data-parallel ranks, of a mesh
-            of yours.
+            "sharded": checkpoints are folders, which every rank writes its shards to.
+        data_parallel_size, tensor_parallel_size: number of ranks along each axis of `device_mesh`.
+            "auto": the world divided by the other; both "auto": one tensor-parallel group for each
+            node.
+        process_group: as for `ZeRO3`, in place of sizes: this rank's data-parallel ranks, from your
+            own mesh.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend: as for Lightning's own strategies.
-        timeout: of the process group and of every collective of the engine. None: Lightning's
-            default for the one, the engine's for the other.
-        **zero3_options: arguments of `ZeRO3`. `sync_module_states` is True unless said.
+        timeout: for the process group and for every collective of the engine. None: Lightning's
+            default for the former, the engine's for the latter.
+        **zero3_options: arguments of `ZeRO3`. `sync_module_states` defaults to True.
 
     Raises:
         ValueError, TypeError: a bad argument, or arguments that exclude each other.
@@ -115,9 +117,9 @@ class ZeRO3Strategy(MeshStrategy):
     plan: ShardingPlan | None
     """How the model is sharded, if not by `auto_wrap_policy`."""
     before_restore: Callable[[], None] | None
-    """Called when a run goes on from a checkpoint, before callbacks get their state of it."""
+    """Called when a run resumes from a checkpoint, before callbacks restore their state."""
     before_sharding: Callable[[nn.Module], None] | None
-    """Called with the module that `configure_model` made, before it is sharded."""
+    """Called with the module after `configure_model`, before it is sharded."""
 
     def __init__(
         self,
@@ -161,15 +163,18 @@ class ZeRO3Strategy(MeshStrategy):
         self._pending: tuple[Mapping[str, Any], bool] | None = None
 
     def use_plan(self, plan: ShardingPlan, giver: str) -> None:
-        """Shard by this plan, which `giver` has, together with the strategy's own options.
+        """Shard by this plan, together with the strategy's own options.
+
+        Args:
+            giver: where the plan comes from, for error messages.
 
         Raises:
-            ValueError: the strategy has a plan or policy, or an option that the plan has, too.
+            ValueError: the strategy has a plan or policy already, or both set the same option.
         """
         twice = self._zero3_options.keys() & (plan.defaults.keys() - {"sync_module_states"})
         said = [name for name in ("plan", "auto_wrap_policy") if getattr(self, name) is not None]
         said += [name for name in sorted(twice) if self._zero3_options[name] is not None]
-        if said and self.plan != plan:  # equal when the same model is fitted again
+        if said and self.plan != plan:  # They are equal if the same model is fitted again.
             raise ValueError(
                 f"ZeRO3Strategy: {said[0]} is given, and {giver} has a plan; say it in one of them"
             )
@@ -181,14 +186,14 @@ class ZeRO3Strategy(MeshStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else adapted(plugin)
         if plugin is not None:
-            # On the instance, since the class is the user's choice.
+            # Set on the instance, because users choose the plugin's class.
             plugin.clip_grad_by_norm = self.clip_grad_by_norm
 
     def setup_environment(self) -> None:
         """Join the process group. Collective.
 
         Raises:
-            ValueError, RuntimeError: devices, backend or group do not fit together.
+            ValueError, RuntimeError: devices, backend or process group do not fit together.
         """
         check_devices(self.parallel_devices)
         backend, device = self._get_process_group_backend(), self.root_device
@@ -210,13 +215,13 @@ class ZeRO3Strategy(MeshStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Modules are made in host memory, with `empty_init` on the meta device."""
+        """A context in which modules are made in host memory; with `empty_init`, on meta."""
         where: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
         with where, self.precision_plugin.tensor_init_context():
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, load weights that wait, then make optimizers. Collective."""
+        """Shard the model, load pending weights, then make optimizers. Collective."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
         check_run(trainer, module, self._state_dict_type)
@@ -240,7 +245,7 @@ class ZeRO3Strategy(MeshStrategy):
         for module in model.modules():
             if isinstance(module, Metric):
                 module.to(self.root_device)
-        # What self.device says; moving the module itself would undo offloading.
+        # Sets `self.device` of the module. Moving the module itself would undo offloading.
         _update_properties(model, device=self.root_device)
         return wrapped
 
@@ -269,13 +274,13 @@ class ZeRO3Strategy(MeshStrategy):
         return self.model
 
     def model_to_device(self) -> None:
-        """`ZeRO3` does it, unit by unit."""
+        """Does nothing: `ZeRO3` moves the model, unit by unit."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's `training_step`, as a forward of the root unit.
+        """Run the module's `training_step` as a forward of the root unit.
 
-        With manual optimization it is called as it is, because backward and the optimizer run
-        inside it: there each call of the module, or of one inside, is a forward of its own.
+        With manual optimization, backward and the optimizer run inside the step, so it is called
+        directly: each call of the module, or of one inside, is then a forward of its own.
         """
         if self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
@@ -283,11 +288,11 @@ class ZeRO3Strategy(MeshStrategy):
             return self.lightning_module.training_step(*args, **kwargs)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """`no_sync` of the model, around all micro-batches but the last."""
+        """`no_sync` of the model; Lightning enters it for all micro-batches but the last."""
         return self._sharded.no_sync()
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clip by the norm, over all ranks, of the gradients of this optimizer. Collective."""
+        """Clip this optimizer's gradients by their norm over all ranks. Collective."""
         own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         root_unit = get_unit(self.model)
         assert root_unit is not None, "setup has sharded it"
@@ -296,7 +301,7 @@ class ZeRO3Strategy(MeshStrategy):
         clip_grad_norm_(clipped(root, root.units, whole, only=own), clip_val, 2.0)
 
     def teardown(self) -> None:
-        """Leave the model sharded where it is (Note [One wrapper for the life of a model])."""
+        """Tear down; the model stays sharded (Note [One wrapper for the life of a model])."""
         self._is_set_up, self._pending = False, None
         for each in (self.cluster_environment, self.precision_plugin, self.accelerator):
             each.teardown()
@@ -305,10 +310,10 @@ class ZeRO3Strategy(MeshStrategy):
     # Checkpoints out ------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Full tensors on rank 0 ({} elsewhere), or this rank's shards. Collective.
+        """Full tensors on rank 0 ({} on others), or this rank's shards. Collective.
 
         Raises:
-            RuntimeError: the model is not sharded yet, and has parameters without storage.
+            RuntimeError: the model is not sharded yet, and has parameters on the meta device.
         """
         model = self._known
         if not isinstance(model, ZeRO3):
@@ -320,16 +325,16 @@ class ZeRO3Strategy(MeshStrategy):
 
     @property
     def _known(self) -> nn.Module:
-        """The wrapper, also of a module that another Trainer sharded; without one the module."""
+        """The wrapper of the module, which another Trainer may have made; else the module."""
         model = self.model
         assert model is not None, "connect() comes first"
         wrapped: nn.Module = model.__dict__.get(_WRAPPER, model)
         return wrapped
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As the same optimizer, unsharded, would have it, on rank 0. Collective.
+        """Full state on rank 0, as an unsharded optimizer's `state_dict`. Collective.
 
-        Sharded checkpoints take the state from the optimizer itself; {} then.
+        {} on other ranks, and for sharded checkpoints, which read the optimizer directly.
         """
         if self._state_dict_type == "sharded":
             return {}
@@ -345,10 +350,10 @@ class ZeRO3Strategy(MeshStrategy):
     ) -> None:
         """Write a file (rank 0), or a folder (all ranks). Collective.
 
-        A model that is not sharded yet goes into a file, whatever `state_dict_type` is.
+        A model that is not sharded yet is written to a file, regardless of `state_dict_type`.
 
         Raises:
-            RuntimeError, CheckpointError: on all ranks, also where only one failed.
+            RuntimeError, CheckpointError: on all ranks, even if only one failed.
         """
         filepath = self.broadcast(filepath)
         if self._state_dict_type == "sharded" and isinstance(self._known, ZeRO3):
@@ -364,7 +369,7 @@ class ZeRO3Strategy(MeshStrategy):
         self._on_first_rank(write, filepath)
 
     def _on_first_rank(self, action: Callable[[], None], path: str | Path) -> None:
-        """Where it fails, all ranks raise: none waits for rank 0. Collective."""
+        """Run `action` on rank 0; if it fails, all ranks raise RuntimeError. Collective."""
         error = None
         if self.is_global_zero:
             try:
@@ -405,10 +410,10 @@ class ZeRO3Strategy(MeshStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file, or of a folder all but its tensors. On all ranks.
+        """Load a file, or a folder without its tensors. Collective; every rank gets the result.
 
-        A local file is mapped, so that ranks of one machine share its pages and touch those of
-        their own pieces.
+        A local file is mmapped, so that ranks on one machine share its pages, and read only those
+        of their own shards.
         """
         path = self.broadcast(checkpoint_path)
         if Path(path).is_dir():
@@ -418,7 +423,10 @@ class ZeRO3Strategy(MeshStrategy):
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Now, or once the model is sharded: Note [Weights wait for the model]. Collective."""
+        """Load weights, or keep them until the model is sharded. Collective if it is sharded.
+
+        See Note [Weights wait for the model].
+        """
         if not self._is_set_up:
             if self.before_restore is not None:
                 self.before_restore()
@@ -431,13 +439,13 @@ class ZeRO3Strategy(MeshStrategy):
             set_model_state_dict(self.model, checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Of this strategy's checkpoints, and of a plain one. Collective.
+        """Load optimizer state from a checkpoint of this or another strategy. Collective.
 
         Raises:
-            ValueError, CheckpointError: it is of another optimizer.
+            ValueError, CheckpointError: it is the state of another optimizer.
         """
         if FOLDER in checkpoint:
-            # With the weights, which are there already: they come in one checked read.
+            # This loads the weights again: `load` reads and verifies a checkpoint as a whole.
             strict = self.lightning_module.strict_loading
             load(checkpoint[FOLDER], self.model, self._only_optimizer(), strict=strict)
             return
@@ -453,7 +461,7 @@ class ZeRO3Strategy(MeshStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: importing this file registers the name."""
+        """Does nothing: importing this file registers the name."""
 
 
 know_pieces()

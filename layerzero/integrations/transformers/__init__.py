@@ -1,4 +1,4 @@
-"""transformers on layerzero: a Trainer; models from and to folders.
+"""Transformers on layerzero: a Trainer, and loading and saving of pretrained models.
 
 See docs/reference/transformers.md.
 """
@@ -17,7 +17,7 @@ __all__ = ["ZeRO3Trainer", "load_pretrained", "prepare", "save_pretrained", "sha
 
 
 def __getattr__(name: str) -> Any:
-    # accelerator.py is for those who have accelerate alone, too.
+    # Imported on demand, because accelerator.py must work without transformers.
     if name in __all__:
         from layerzero.integrations.transformers import trainer
 

@@ -1,8 +1,8 @@
-"""An Accelerator that knows sharded models: `prepare(accelerator, model, optimizer, ...)`.
+"""An Accelerator for sharded models: `prepare(accelerator, model, optimizer, ...)`.
 
-accelerate has no place for another engine: which one it calls is an enum of its own. So the
-accelerator in hand gets a subclass of its class, in which the methods that would wrap a sharded
-model in DistributedDataParallel, or take a shard for the whole, ask the engine instead.
+accelerate selects its engines by an enum, so it cannot be extended by another one. Instead, the
+class of the given accelerator is replaced by a subclass. It overrides the methods that would wrap a
+sharded model in DistributedDataParallel, or would treat a shard as the full parameter.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ _OTHER_ENGINES = (
 def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options: Any) -> Any:
     """Shard `model` with ZeRO3 and prepare everything else as `accelerator.prepare`. Collective.
 
-    From then on the accelerator's `accumulate`, `no_sync`, `backward`, `clip_grad_norm_`,
-    `unwrap_model`, `get_state_dict` (full, on the first rank; {} on others), `save_state` and
-    `load_state` (layerzero's checkpoints: any world size, nothing pickled) do what they should.
+    Afterwards these methods of the accelerator work with the sharded model: `accumulate`,
+    `no_sync`, `backward`, `clip_grad_norm_`, `unwrap_model`, `get_state_dict` (full on the first
+    rank, {} on others), `save_state` and `load_state` (layerzero's checkpoints: any world size,
+    nothing pickled).
 
     Args:
-        accelerator: changed in place: its class becomes a subclass of what it was.
-        model: a module, or a ZeRO3 module, which is taken as it is.
-        others: optimizers, data loaders, schedulers. An optimizer over the unsharded parameters
-            that has not stepped yet gets this rank's pieces in their place.
-        options: of `ZeRO3`; transformers' models also get what `pretrained.shard` adds.
+        accelerator: changed in place: its class is replaced by a subclass.
+        model: a module, or a ZeRO3 module, which is used as it is.
+        others: optimizers, data loaders, schedulers. An optimizer of the original parameters that
+            has not stepped yet gets this rank's sharded parameters instead.
+        options: arguments of `ZeRO3`; models of transformers also get the defaults of
+            `pretrained.shard`.
 
     Returns:
         The ZeRO3 module, or a tuple of it and the others in order.
 
     Raises:
-        ValueError: another engine is configured; ranks were not started by a launcher; an optimizer
-            has other parameters, or has stepped already.
+        ValueError: another engine is configured, ranks were not started by a launcher, or an
+            optimizer has other parameters or has stepped already.
         NotImplementedError: mixed precision with a scaler (fp16, fp8), or `dynamo_backend`.
     """
     check_accelerator(accelerator)
@@ -86,11 +88,11 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
 
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-"""What takes the place of bfloat16 autocast."""
+"""Mixed precision that replaces bfloat16 autocast."""
 
 
 def _shard(model: nn.Module, options: dict[str, Any]) -> ZeRO3:
-    # Where there is a model of transformers, it is imported.
+    # If the model is one of transformers, transformers has been imported.
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
     if any(isinstance(part, base) for part in model.modules()):
         from layerzero.integrations.transformers.pretrained import shard
@@ -100,7 +102,7 @@ def _shard(model: nn.Module, options: dict[str, Any]) -> ZeRO3:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Refuse what cannot go together, before anything is changed."""
+    """Raise for a configuration that does not work with sharded models. Changes nothing."""
     kind = accelerator.distributed_type
     if kind in _OTHER_ENGINES:
         raise ValueError(
@@ -117,7 +119,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_launched(state: Any) -> None:
-    """Refuse where accelerate does not know of the other ranks: all would get the same batches.
+    """Raise ValueError if accelerate does not see all ranks; they would get the same batches.
 
     Args:
         state: an Accelerator, or a PartialState.
@@ -125,7 +127,7 @@ def check_launched(state: Any) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     seen = state.num_processes if state.use_distributed else 1
     if launched > 1 and seen == 1 and not torch.accelerator.is_available():
-        # Of a machine without an accelerator accelerate takes part when it is told to.
+        # Without an accelerator in the machine, accelerate is distributed only if use_cpu is set.
         raise ValueError(
             f"a launcher started {launched} processes on a machine without an accelerator, and "
             "accelerate sees one: ranks would all get the same batches. Pass use_cpu=True to "
@@ -166,7 +168,10 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Mod
 
 @contextmanager
 def _handed_over(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
-    """Optimizers hold nothing inside, and the pieces of what they held after it."""
+    """Empty the optimizers inside the context; afterwards they hold the sharded parameters.
+
+    If the body raises, they get their original parameters back.
+    """
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = [group["params"] for group in groups]
@@ -187,20 +192,20 @@ def _handed_over(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) 
 
 
 def adopt(accelerator: Accelerator) -> None:
-    """Teach an accelerator about sharded models; a second time changes nothing."""
+    """Replace an accelerator's class by a ZeRO3Accelerator; a second call changes nothing."""
     if not isinstance(accelerator, ZeRO3Accelerator):
         own = type(accelerator)
         accelerator.__class__ = type(own.__name__, (ZeRO3Accelerator, own), {})
 
 
 class ZeRO3Accelerator(Accelerator):
-    """What is different with sharded models. Every other model is treated as ever."""
+    """Overrides for sharded models; other models are handled by the base class."""
 
     def _sharded(self) -> list[ZeRO3]:
         return [model for model in self._models if isinstance(model, ZeRO3)]
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A ZeRO3 module is ready as it is."""
+        """Register the model; a ZeRO3 module needs no wrapper."""
         if not isinstance(model, ZeRO3):
             return super().prepare_model(model, *args, **kwargs)
         if not any(each is model for each in self._models):
@@ -208,16 +213,16 @@ class ZeRO3Accelerator(Accelerator):
         return model
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The module inside; its parameters are this rank's pieces."""
+        """The module inside; its parameters are this rank's sharded parameters."""
         return super().unwrap_model(
             model.module if isinstance(model, ZeRO3) else model, *args, **kwargs
         )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Over all ranks, for all parameters of a sharded model. Collective.
+        """Clip all gradients of a sharded model by their norm over all ranks. Collective.
 
         Raises:
-            ValueError: some of its parameters that have gradients are missing, or others are there.
+            ValueError: `parameters` are not all trainable parameters of one sharded model.
         """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         given = {id(parameter) for parameter in parameters}
@@ -236,9 +241,10 @@ class ZeRO3Accelerator(Accelerator):
         return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Of a sharded model: full tensors on the CPU of the first rank, {} on others. Collective.
+        """Full tensors of a sharded model on the first rank's CPU, {} on others. Collective.
 
-        `layerzero.integrations.transformers.save_pretrained` writes them without holding them all.
+        `layerzero.integrations.transformers.save_pretrained` saves them without the whole model in
+        memory.
         """
         for each in self._sharded():
             if model is each or model is each.module:
@@ -246,22 +252,23 @@ class ZeRO3Accelerator(Accelerator):
         return super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """Saves a layerzero checkpoint in `output_dir`. Collective.
+        """Save a layerzero checkpoint (docs/reference/checkpoint_format.md) in `output_dir`.
 
-        The files are those of docs/reference/checkpoint_format.md.
+        Collective. Saves model, optimizer, scheduler, random states, the state of shuffling data
+        loaders, registered objects and the accelerator's step.
 
-        With `automatic_checkpoint_naming` it is `project_dir/checkpoints/checkpoint_N`; once it is
-        complete, the oldest beyond `total_limit` are removed.
+        With `automatic_checkpoint_naming` the folder is `project_dir/checkpoints/checkpoint_N`;
+        when it is complete, the oldest beyond `total_limit` are removed.
 
-        Model, optimizer, scheduler, random states, what decides how loaders shuffle the next
-        epoch, registered objects, the accelerator's step. Returns the folder.
-
-        To go on inside an epoch, shuffle with `use_seedable_sampler` and call
+        To resume inside an epoch, shuffle with `use_seedable_sampler` and call
         `accelerator.skip_first_batches`.
+
+        Returns:
+            The folder.
 
         Raises:
             NotImplementedError: several models, optimizers or schedulers; hooks of save_state.
-            ValueError: no folder, or the next automatic name is taken.
+            ValueError: no folder, or the next automatic name exists.
         """
         parts = self._parts()
         if parts is None:
@@ -282,10 +289,10 @@ class ZeRO3Accelerator(Accelerator):
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` wrote, at any world size. Collective.
 
-        With `automatic_checkpoint_naming` and no folder: the newest one that is complete.
+        Without a folder, with `automatic_checkpoint_naming`, it loads the newest complete one.
 
         Raises:
-            ValueError: no such folder; other objects were registered when it was saved.
+            ValueError: no such folder, or other objects were registered when it was saved.
         """
         parts = self._parts()
         if parts is None:
@@ -314,7 +321,7 @@ class ZeRO3Accelerator(Accelerator):
         set_random_states(extra["random"], self.device)
 
     def _parts(self) -> tuple[ZeRO3, Any, Any] | None:
-        """The model, its optimizer and its scheduler; None where no model is sharded."""
+        """The model, its optimizer and its scheduler; None if no model is sharded."""
         if not self._sharded():
             return None
         for what, found in (
@@ -340,10 +347,10 @@ class ZeRO3Accelerator(Accelerator):
             )
 
     def _shuffling(self) -> Iterator[tuple[Any, Any]]:
-        """Data loaders that shuffle, and by what."""
+        """Data loaders that shuffle, each with its sampler."""
         for loader in self._dataloaders:
             batches = loader.batch_sampler
-            while hasattr(batches, "batch_sampler"):  # one that gives ranks their part
+            while hasattr(batches, "batch_sampler"):  # A wrapper that splits batches over ranks.
                 batches = batches.batch_sampler
             sampler = getattr(batches, "sampler", None)
             if isinstance(sampler, RandomSampler):
@@ -351,7 +358,7 @@ class ZeRO3Accelerator(Accelerator):
 
 
 def _place(loader: Any, sampler: Any) -> dict[str, Any]:
-    """What decides the order of the next epoch."""
+    """State that decides the order of the next epoch."""
     generator = None if sampler.generator is None else sampler.generator.get_state()
     place = {"iteration": loader.iteration, "generator": generator}
     if isinstance(sampler, SeedableRandomSampler):
@@ -380,7 +387,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """What `random_states` returned; of a device of another kind nothing is known."""
+    """Restore what `random_states` returned; skips the state of another device type."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])

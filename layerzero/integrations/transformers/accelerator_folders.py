@@ -1,7 +1,7 @@
-"""Folders of an Accelerator that names its checkpoints: project_dir/checkpoints/checkpoint_N.
+"""Automatic checkpoint folders of an Accelerator: project_dir/checkpoints/checkpoint_N.
 
-The first rank looks and removes, and tells the others: a folder that one rank has begun to write
-must not look like an old one to another.
+Only the first rank lists and removes folders, and sends the result to the others. Otherwise a rank
+could mistake a folder that another has just begun to write for an old one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NAME = re.compile(r"checkpoint_(\d+)")
 
 
 def folder_to_save(accelerator: Any, folder: str | os.PathLike[str] | None) -> Path:
-    """Where `save_state` writes. Collective with `automatic_checkpoint_naming`.
+    """The folder for `save_state`. Collective with `automatic_checkpoint_naming`.
 
     Raises:
-        ValueError: no folder, and no automatic names; or the next name is taken.
+        ValueError: no folder and no automatic naming, or the next name exists.
     """
     if not is_automatic(accelerator):
         if folder is None:
@@ -49,10 +49,10 @@ def folder_to_save(accelerator: Any, folder: str | os.PathLike[str] | None) -> P
 
 
 def folder_to_load(accelerator: Any, folder: str | os.PathLike[str] | None) -> Path:
-    """What `load_state` reads; of automatic names the newest that is complete. Collective.
+    """The folder for `load_state`; with automatic naming, the newest complete one. Collective.
 
     Raises:
-        ValueError: no such folder.
+        ValueError: on all ranks: there is no such folder.
     """
 
     def look() -> str:
@@ -78,7 +78,7 @@ def folder_to_load(accelerator: Any, folder: str | os.PathLike[str] | None) -> P
 
 
 def after_save(accelerator: Any) -> None:
-    """Count, and remove what is beyond `total_limit`: after the newest is complete. Collective."""
+    """Count a complete checkpoint, and remove the oldest beyond `total_limit`. Collective."""
     if not is_automatic(accelerator):
         return
     configuration = accelerator.project_configuration
@@ -118,7 +118,11 @@ def _prune(accelerator: Any, limit: int) -> str:
 
 
 def _on_first(action: Callable[[], str]) -> str:
-    """What the first rank finds, on all ranks; its error, too."""
+    """Run `action` on the first rank; all ranks return its result or raise its error. Collective.
+
+    Raises:
+        ValueError: on all ranks: `action` raised ValueError or OSError.
+    """
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

@@ -1,6 +1,6 @@
-"""transformers' models: how they are sharded, and loaded from a folder straight into shards.
+"""Shards models of transformers, and loads them from a folder straight into shards.
 
-What a folder calls a tensor need not be what the model calls it: transformers' own functions tell.
+Names of tensors in a folder may differ from the model's; transformers' own functions convert them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 def shard(module: nn.Module, **options: Any) -> ZeRO3:
-    """`ZeRO3(module, **options)` with what transformers knows of the model. Collective.
+    """`ZeRO3(module, **options)` with defaults from the transformers model. Collective.
 
-    Units are the classes in the model's `_no_split_modules`, unless `auto_wrap_policy` says
-    otherwise. What is on the meta device is initialised as transformers would, buffers included,
-    unless there is a `param_init_fn`. `generate` keeps ranks together that finish at other times.
+    Without an `auto_wrap_policy`, units are the classes in the model's `_no_split_modules`. Without
+    a `param_init_fn`, meta tensors, buffers included, are initialised as transformers would.
+    `generate` keeps running forwards on a rank that has finished until all ranks have.
 
     Raises:
-        ValueError: the model names no such classes, or is quantized; or as `ZeRO3`.
+        ValueError: the model has no `_no_split_modules`, is quantized or sharded by another
+            library; or as `ZeRO3`.
     """
     check_model(module)
     given = dict(options)
@@ -60,28 +61,28 @@ class Sharded(NamedTuple):
 
     model: ZeRO3
     options: Mapping[str, Any] | None
-    """What `shard` was given; None where the model came sharded."""
+    """Options that `shard` was called with; None if the model was sharded by other means."""
 
 
 _SHARDED = "_layerzero_sharded"
 
 
 def sharded_before(module: nn.Module) -> Sharded | None:
-    """The wrapper that `shard` put around this module, or that `make_ready` was given."""
+    """The wrapper of this module that `shard` made or `make_ready` was given, if any."""
     return module.__dict__.get(_SHARDED)
 
 
 def make_ready(model: ZeRO3, options: Mapping[str, Any] | None = None) -> None:
-    """What `shard` does to a model once it is sharded: methods that would take a piece for all.
+    """Adapt methods of a sharded model that would treat shards as full parameters.
 
-    `generate`, `save_pretrained`, and those that count parameters. The module keeps its wrapper, as
-    it keeps itself by these methods: sharding is for good, and the next trainer needs it.
+    These are `generate`, `save_pretrained`, and methods that count parameters. The module also
+    stores its wrapper: sharding is permanent, and the next trainer needs it.
     """
     module = model.module
     module.__dict__.setdefault(_SHARDED, Sharded(model, options))
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
-            # What `generate` asks for, to go on with forwards that other ranks still need.
+            # `generate` reads this flag, and then continues forwards that other ranks still need.
             part._is_fsdp_managed_module = True
             part.__dict__["num_parameters"] = functools.partial(num_parameters, part)
         if hasattr(type(part), "get_nb_trainable_parameters"):  # of peft
@@ -101,11 +102,11 @@ _AS_EVER = {
     "save_peft_format": True,
     "distributed_checkpoint": False,
 }
-"""Options of `save_pretrained` at these values change nothing."""
+"""Options of `save_pretrained` that have no effect at these values."""
 
 
 def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
-    """The model's `save_pretrained`, which without a state dict would find shards alone."""
+    """A `save_pretrained` for the module that saves full tensors if no state dict is given."""
     own = functools.partial(type(module).save_pretrained, module)
 
     @functools.wraps(type(module).save_pretrained)
@@ -123,7 +124,7 @@ def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
         sizes = {}
         if (largest := options.pop("max_shard_size", None)) is not None:
             sizes["max_file_size"] = f"{largest}B" if isinstance(largest, int) else largest
-        options.pop("save_function", None)  # Files are written as they are here in any case.
+        options.pop("save_function", None)  # Ignored: files are always written in our way.
         options = {k: v for k, v in options.items() if k not in _AS_EVER or v != _AS_EVER[k]}
         if options:
             raise NotImplementedError(
@@ -137,7 +138,7 @@ def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
 
 
 def check_model(module: nn.Module) -> None:
-    """Refuse what another library has sharded or quantized."""
+    """Raise ValueError for a model that another library has sharded or quantized."""
     for part in module.modules():
         if not isinstance(part, PreTrainedModel):
             continue
@@ -159,7 +160,11 @@ def check_model(module: nn.Module) -> None:
 
 
 def wrap_classes(module: nn.Module) -> set[type[nn.Module]]:
-    """Classes of the modules that `_no_split_modules` names, transformers' word for a layer."""
+    """Classes that `_no_split_modules` names; transformers lists classes of layers there.
+
+    Raises:
+        ValueError: the model has no modules of such classes.
+    """
     names = {
         name
         for part in module.modules()
@@ -176,7 +181,7 @@ def wrap_classes(module: nn.Module) -> set[type[nn.Module]]:
 
 
 class Initialiser:
-    """Gives values to modules from the meta device, as the model that contains them would."""
+    """A `param_init_fn` that initialises modules as the transformers model around them would."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners: dict[int, PreTrainedModel] = {}
@@ -189,7 +194,7 @@ class Initialiser:
         """Initialise parameters and buffers of `module`, which have storage but no values.
 
         Raises:
-            ValueError: a buffer that no file holds would have no value.
+            ValueError: a non-persistent buffer gets no value, or there is no initialiser.
         """
         owner = self._owners.get(id(module))
         if owner is None:
@@ -203,7 +208,7 @@ class Initialiser:
             return
         first = self._initialised(owner, module, 0)
         if first:
-            # A value that depends on what was there before is none.
+            # A buffer that differs between runs over different fills was not written.
             second = self._initialised(owner, module, 1)
             for name, value in first.items():
                 if not torch.equal(value, second[name]):
@@ -214,7 +219,7 @@ class Initialiser:
                     )
 
     def _initialised(self, owner: PreTrainedModel, module: nn.Module, fill: int) -> Tensors:
-        """Values of the buffers that are not saved, after an initialisation over `fill`."""
+        """Values of non-persistent buffers after they are filled with `fill`, then initialised."""
         buffers = {
             name: buffer
             for name, buffer in module._buffers.items()
@@ -238,26 +243,27 @@ def load_pretrained(
     strict: bool = True,
     **options: Any,
 ) -> ZeRO3:
-    """As `model_class.from_pretrained(folder)`, straight into shards. Collective.
+    """Like `model_class.from_pretrained(folder)`, straight into shards. Collective.
 
-    The model is built on the meta device; every rank reads its own pieces from the files and holds
-    at most one unit in full besides.
+    The model is built on the meta device. Every rank reads its own shards from the files, and holds
+    at most one full unit in addition.
 
     Args:
-        model_class: a transformers model, or an Auto class such as `AutoModelForCausalLM`.
-        folder: such as `save_pretrained` writes, on a file system that all ranks see.
-        config: of the model; None: the folder's.
-        dtype: of the main weights; None: the config's.
-        strict: False: what the folder lacks, such as a new head, is initialised, with a warning.
-        options: of `ZeRO3`, see `shard`.
+        model_class: a transformers model class, or an Auto class such as `AutoModelForCausalLM`.
+        folder: a folder as `save_pretrained` writes it, on a file system that all ranks share.
+        config: configuration of the model; None: the folder's.
+        dtype: dtype of the main weights; None: the config's.
+        strict: False: tensors missing in the folder, such as a new head, are initialised, with a
+            warning.
+        options: arguments of `ZeRO3`; see `shard`.
 
     Returns:
-        The model in eval mode, as from_pretrained.
+        The model in eval mode, as from `from_pretrained`.
 
     Raises:
-        ValueError: no such folder, or a model that cannot be sharded.
-        NotImplementedError: the model merges or splits tensors of the folder when it is loaded.
-        CheckpointError: the folder's tensors are not the model's, or damaged.
+        ValueError: there is no such folder, or the model cannot be sharded.
+        NotImplementedError: the model merges or splits tensors of the folder on loading.
+        CheckpointError: the folder's tensors do not fit the model, or are damaged.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -282,12 +288,18 @@ def load_pretrained(
 
 
 def load_weights(model: ZeRO3, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
-    """Load a folder of `save_pretrained` into a sharded model. Collective; raises as above."""
+    """Load a folder of `save_pretrained` into a sharded model. Collective.
+
+    Raises as `load_pretrained`.
+    """
     load(folder, model, strict=strict, rename=_names_in_model(model.module))
 
 
 def _names_in_model(module: nn.Module) -> Callable[[str], str | None] | None:
-    """What the model calls a tensor of a folder; None for one that it wants to be ignored."""
+    """A function from names in a folder to names in the model; None for tensors to ignore.
+
+    None instead of a function if the module is not a PreTrainedModel.
+    """
     if not isinstance(module, PreTrainedModel):
         return None
     conversions = get_model_conversion_mapping(module)

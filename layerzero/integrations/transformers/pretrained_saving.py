@@ -1,9 +1,9 @@
-"""save_pretrained of a sharded model: what its own would write, while no rank holds the whole.
+"""save_pretrained for a sharded model, without the whole model on any rank.
 
-    pieces -> stream of full tensors, a gigabyte at a time -> first rank -> places in the files
+    shards -> stream of full tensors, a gigabyte at a time -> first rank -> places in the files
 
-Which tensors are saved, under which names, and what becomes of tied ones is what transformers' own
-functions make of stand-ins without memory, before the first byte moves.
+transformers' own functions decide which tensors are saved, under which names, and how ties are
+handled. They are run on stand-ins without memory before any data moves.
 """
 
 from __future__ import annotations
@@ -56,22 +56,23 @@ def save_pretrained(
 ) -> None:
     """Write what the model's own `save_pretrained` would, for `from_pretrained`. Collective.
 
-    Full tensors are gathered a gigabyte at a time, and the first rank writes each to its place. Of
-    a model with adapters (peft) only these are written, and only they are gathered.
-    Files take their names once all are complete.
+    Full tensors are gathered a gigabyte at a time, and the first rank writes each to its place. For
+    a model with adapters (peft), only these are gathered and written. Files get their final names
+    when all are complete.
 
     Args:
         model: a ZeRO3 module around any model, between steps.
-        folder: made if it is not there; only the first rank's matters.
-        max_file_size: of one file of weights; a larger tensor has one of its own.
-        weights_from: a checkpoint's folder that `layerzero.checkpoint.save` has just written of
-            this model. Where the model and the folder have the same names for all weights, and the
-            file system allows it, its files are linked, and nothing is gathered or written.
+        folder: created if missing; only the first rank's is used.
+        max_file_size: largest size of a file of weights; a larger tensor gets a file of its own.
+        weights_from: a checkpoint's folder that `layerzero.checkpoint.save` has just written from
+            this model. If it has all weights under the names that `from_pretrained` expects, and
+            the file system supports hard links, its files are linked instead of gathering and
+            writing.
 
     Raises:
-        CheckpointError: on all ranks: the first one could not write, and why.
-        CollectiveError: a rank died, or did not come.
-        NotImplementedError: ranks have experts of different names.
+        CheckpointError: on all ranks: the first rank could not write; says why.
+        CollectiveError: a rank died or did not take part.
+        NotImplementedError: ranks have experts of different names, or adapters of another kind.
     """
     nbytes = parse_nbytes(max_file_size)
     state = root_state_of(model, "save_pretrained")
@@ -93,7 +94,7 @@ def save_pretrained(
     def write() -> bytes:
         failure: Exception | None = None
         for name, tensor in stream_full(model, only=writer.wanted):
-            # To the end in any case: the other ranks gather along.
+            # The stream is consumed to its end even after a failure, because it is collective.
             if together.is_first and failure is None:
                 try:
                     writer.put(name, tensor)
@@ -112,23 +113,23 @@ def save_pretrained(
 
 
 def is_peft_model(module: nn.Module) -> bool:
-    """Whether adapters were put on it by peft, which is imported then."""
+    """Whether it is a model of peft; does not import peft."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(module, peft.PeftModel)
 
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """What the model's own `save_pretrained` would write, and of what. Not collective."""
+    """The tensors that the model's own `save_pretrained` would write. Not collective."""
 
     as_is: Mapping[str, str]
-    """Name in the folder of each tensor that goes there as it is."""
+    """Tensors that are written unchanged: name in the model to name in the folder."""
     groups: list[tuple[str, ...]]
-    """The other tensors; those that become tensors of the folder together."""
+    """Names of the other tensors, in groups that are converted together."""
     targets: Mapping[str, torch.Tensor]
     """The folder's tensors, on the meta device."""
     names: Mapping[str, str]
-    """Under which name a tensor of `stream_full` is in `as_is` or `groups`."""
+    """Name in `stream_full` to name in `as_is` or `groups`; "" for a tensor that is not saved."""
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +137,7 @@ class FolderPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the folder's tensors are the model's own, under its own names."""
+        """Whether the folder has the model's tensors unchanged, under the model's names."""
         return not self.groups and all(
             self.as_is.get(name) == streamed for streamed, name in self.names.items()
         )
@@ -168,7 +169,7 @@ class FolderPlan:
 
 
 def _stand_ins(model: ZeRO3) -> list[tuple[torch.Tensor, tuple[str, ...]]]:
-    """For each tensor of the state dict one of its shape and dtype, in next to no memory."""
+    """A tensor of one element's memory for each in the state dict, of its full shape and dtype."""
     found = [*Names(model).parameters, *named_buffers(model)]
     stand_ins = []
     for tensor, names in found:
@@ -188,7 +189,7 @@ def _in_folder(module: nn.Module, tensors: Tensors) -> Tensors:
 def _groups(
     module: nn.Module, rest: Tensors, targets: Tensors, as_is: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
-    """The smallest groups of tensors that are converted by themselves: one each, or all."""
+    """Groups of tensors that can be converted independently: single tensors, or all together."""
     if not rest:
         return []
     wanted = {name: t.shape for name, t in targets.items() if name not in set(as_is.values())}
@@ -196,13 +197,13 @@ def _groups(
     try:
         for name, tensor in rest.items():
             found |= {n: t.shape for n, t in _in_folder(module, {name: tensor}).items()}
-    except Exception:  # a conversion that misses a tensor fails in its own way
+    except Exception:  # Conversions that need other tensors fail with different errors.
         found = {}
     return [(name,) for name in rest] if found == wanted else [tuple(rest)]
 
 
 class _FolderWriter:
-    """The first rank's part: files at their full length, then tensors to their places."""
+    """Runs on the first rank: creates files at full length, then writes tensors to their places."""
 
     def __init__(
         self, folder: Path, module: nn.Module, plan: FolderPlan, nbytes: int, weights: Path | None
@@ -231,7 +232,7 @@ class _FolderWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._folder))
         if isinstance(self._module, PreTrainedModel):
-            # Config, generation config, code of the model; and weights of nothing.
+            # Writes the config, generation config and code of the model, and empty weights.
             type(self._module).save_pretrained(self._module, self._temporary, state_dict={})
             for path in self._temporary.glob("*.safetensors"):
                 path.unlink()
@@ -248,7 +249,7 @@ class _FolderWriter:
         try:
             for path in weights.glob(f"{MODEL}*.safetensors*"):
                 os.link(path, self._temporary / path.name)
-        except OSError:  # not on every file system
+        except OSError:  # Not every file system has hard links.
             return False
         return True
 
@@ -277,7 +278,7 @@ class _FolderWriter:
                 view = view[opened.write(view) or 0 :]
 
     def commit(self) -> bytes:
-        """Everything takes its place; weights in files that an earlier save had go."""
+        """Move files to their final names, and remove other weight files of an earlier save."""
         assert self._temporary is not None
         for path in self._temporary.iterdir():
             with path.open("rb") as opened:
@@ -299,7 +300,7 @@ class _FolderWriter:
 
 
 class _AdapterWriter:
-    """The same for a model of peft: its adapters, small enough to be held by one rank."""
+    """The same for a model of peft: its adapters, which the first rank collects in memory."""
 
     def __init__(self, folder: Path, model: ZeRO3) -> None:
         self._folder = folder

@@ -1,12 +1,12 @@
-"""ZeRO3Trainer: transformers' Trainer with the engine inside; and what goes with it.
+"""ZeRO3Trainer: transformers' Trainer for sharded models.
 
-The Trainer's `model` is the wrapped model, so that whatever looks at its class, its config or its
-names sees what it knows; `model_wrapped` is the ZeRO3 module, through which it trains. Both gather.
+The Trainer's `model` is the module inside the wrapper, so that code that inspects its class, config
+or names works; `model_wrapped` is the ZeRO3 module that it trains. Calls of either unshard units.
 
     checkpoint-N/
-      config.json, model.safetensors, ...   as save_pretrained writes: from_pretrained loads it
-      layerzero/step-N/                     model, optimizer, scheduler, random states: resumes
-      trainer_state.json                    written last: a folder without it is not resumed from
+      config.json, model.safetensors, ...   as from save_pretrained, for from_pretrained
+      layerzero/step-N/                     model, optimizer, scheduler, random states, to resume
+      trainer_state.json                    written last; a folder without it is incomplete
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ class ZeRO3Trainer(Trainer):
     """A `Trainer` whose model, gradients and optimizer state are sharded by ZeRO3.
 
     Start it with a launcher, as for DistributedDataParallel. Every method that trains, evaluates,
-    predicts or saves is collective, `save_model` included: call it on all ranks.
+    predicts or saves, including `save_model`, is collective: call it on all ranks.
 
     Args:
-        model: a model, on any device or on the meta device; or a ZeRO3 module around one, such as
-            `load_pretrained` and `shard_with_plan` return.
-        args: `bf16=True` computes in bfloat16 with float32 main weights and gradient sums, in place
+        model: a model on any device, including meta; or a ZeRO3 module around one, as returned by
+            `load_pretrained` and `shard_with_plan`.
+        args: `bf16=True` computes in bfloat16 with float32 main weights and gradient sums, instead
             of autocast; `torch_compile=True` compiles each unit.
-        positional, named: of `Trainer`.
+        positional, named: arguments of `Trainer`.
         zero3: options of `ZeRO3`. Units default to the model's `_no_split_modules`.
 
     Raises:
-        ValueError, NotImplementedError: an argument that does not go with a sharded model, and what
+        ValueError, NotImplementedError: an argument does not work with a sharded model; says what
             to use instead.
     """
 
     sharded_model: ZeRO3
-    """The ZeRO3 module; `model` is what it wraps."""
+    """The ZeRO3 module; `model` is the module inside it."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ZeRO3Trainer(Trainer):
         return module
 
     def _check_same(self, before: Sharded) -> None:
-        """A model that an earlier trainer sharded stays as it is."""
+        """Raise ValueError if an earlier trainer sharded the model with other options."""
         options = before.options or {}
         other = [k for k, v in self._options.items() if k not in options or options[k] != v]
         if other:
@@ -152,14 +152,14 @@ class ZeRO3Trainer(Trainer):
         adopt(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """It is where ZeRO3 put it."""
+        """Does nothing: ZeRO3 has moved the model."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> ZeRO3:
         prepared: ZeRO3 = self.accelerator.prepare_model(self.sharded_model)
         return prepared
 
     def get_num_trainable_parameters(self) -> int:
-        """In full, of all ranks."""
+        """Number of trainable elements in the full parameters."""
         return count(self.sharded_model.parameters(), only_trainable=True)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -175,7 +175,7 @@ class ZeRO3Trainer(Trainer):
     # Saving -------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model for `from_pretrained`. Collective: call it on all ranks."""
+        """Write the model for `from_pretrained`. Collective; call it on all ranks."""
         folder = Path(output_dir or self.args.output_dir)
         own = None
         if self._in_checkpoint and not self.args.save_only_model:
@@ -209,20 +209,20 @@ class ZeRO3Trainer(Trainer):
         ).wait()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """They are in the checkpoint that `save_model` wrote."""
+        """Does nothing: they are in the checkpoint that `save_model` wrote."""
 
     def _save_scaler(self, output_dir: str) -> None:
-        """There is none: float16 is refused."""
+        """Does nothing: float16, which needs a scaler, is not supported."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """It is in the checkpoint that `save_model` wrote."""
+        """Does nothing: it is in the checkpoint that `save_model` wrote."""
 
     # Resuming -----------------------------------------------------------------------------------
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As `Trainer.train`. With True it resumes from the newest checkpoint that is complete."""
+        """Like `Trainer.train`; True resumes from the newest complete checkpoint. Collective."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_checkpoint(self.args.output_dir))
         if resume_from_checkpoint:
@@ -230,7 +230,7 @@ class ZeRO3Trainer(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights are loaded together with the optimizer, which does not exist yet."""
+        """Does nothing: weights are loaded with the optimizer, which does not exist yet."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -243,7 +243,7 @@ class ZeRO3Trainer(Trainer):
         )
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """There is none: float16 is refused."""
+        """Does nothing: float16, which needs a scaler, is not supported."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -264,7 +264,7 @@ class ZeRO3Trainer(Trainer):
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> Path:
-    """The checkpoint-N of the highest N that was written to its end.
+    """The complete checkpoint-N with the highest N.
 
     Raises:
         ValueError: there is none.
@@ -302,5 +302,5 @@ def _count_in_full(model: Any, trainable_only: bool = False) -> int:
     return int(_count(model, trainable_only))
 
 
-# What `train` logs before its first step.
+# `Trainer.train` logs this count before its first step; without the patch, it counts shards.
 trainer_module.get_model_param_count = _count_in_full

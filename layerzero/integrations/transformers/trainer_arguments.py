@@ -1,4 +1,4 @@
-"""Which TrainingArguments do not go with a sharded model, and what to use instead."""
+"""Checks TrainingArguments and optimizers for use with sharded models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ELEMENTWISE = (
     "schedule_free_adamw",
     "schedule_free_sgd",
 )
-"""Optimizers that treat each element by itself, as pieces of parameters need."""
+"""Element-wise optimizers, which work on shards."""
 
 _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
     (
@@ -66,10 +66,10 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse arguments, before the model is touched.
+    """Check the arguments before the model is changed.
 
     Raises:
-        ValueError: what was set, why it does not go, and what to use instead.
+        ValueError: names the argument, the reason, and what to use instead.
     """
     for name, is_set, instead in _REFUSED:
         if is_set(args):
@@ -88,10 +88,10 @@ def check_arguments(args: Any) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: ZeRO3) -> None:
-    """Refuse an optimizer that was made before the model was sharded.
+    """Check that the optimizer was made from the sharded model.
 
     Raises:
-        ValueError: it has parameters that are not the model's pieces.
+        ValueError: it has parameters that are not the sharded model's.
     """
     own = {id(parameter) for parameter in model.parameters()}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
