@@ -265,7 +265,7 @@ def _class_for(cls: type[W], wrapped: type[nn.Module]) -> type[W]:
     for name in _EXTRA_STATE:
         if getattr(wrapped, name) is not getattr(nn.Module, name):
             members[name] = _delegating(name)
-    if cls.forward is ModuleWrapper.forward:
+    if cls.forward is ModuleWrapper.forward:  # A subclass's own forward keeps its signature.
 
         def forward(self: ModuleWrapper, *args: Any, **kwargs: Any) -> Any:
             return ModuleWrapper.forward(self, *args, **kwargs)

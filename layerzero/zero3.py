@@ -151,6 +151,7 @@ class ZeRO3(ModuleWrapper):
         topology = agree_on_topology(plan, arguments)
         root = build(plan, topology, arguments)
         self._become(module, root)
+        # Through `__dict__`, because `__setattr__` would set them on the wrapped module.
         self.__dict__["_given"] = given
         self.__dict__["_kept_whole"] = [p for p in module.parameters() if get_info(p) is None]
         advice.warn(module, arguments, plan, topology.placement)
@@ -163,6 +164,7 @@ class ZeRO3(ModuleWrapper):
         surroundings.install(module)
 
     def _become(self, module: nn.Module, root: RootState) -> None:
+        # Only the outermost module holds root state; drop those of ZeRO3 modules inside it.
         for unit in root.units:
             unit.module.__dict__.pop(_ROOT, None)
         module.__dict__[_ROOT] = root

@@ -34,6 +34,7 @@ from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
 from layerzero.ops import ordered_sum_
 
+# Backends whose reductions can average (ReduceOp.AVG), which saves the scaling afterwards.
 _AVERAGING_BACKENDS = ("nccl", "fake")
 # Methods of the process group; torch 2.13 introduced the first name of each pair. They are called
 # directly because the wrappers in torch.distributed (checks, complex views, coalescing) cost more
@@ -132,6 +133,8 @@ class Pending:
             finish()
 
     def _await(self) -> None:
+        # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
+        # watchdog bound the wait.
         timed = self.group.backend == "gloo"
         lookout = self.operation.lookout
         if lookout is not None and self.works:
@@ -370,6 +373,7 @@ def _start(
 
 
 def _issue_all_gather(full: torch.Tensor, shard: torch.Tensor, group: ShardGroup) -> dist.Work:
+    # Backends have no complex dtypes; torch.distributed's own functions do this as well.
     if full.is_complex():
         full, shard = torch.view_as_real(full), torch.view_as_real(shard)
     options = AllgatherOptions()

@@ -292,7 +292,7 @@ class FlatParam:
     def write_compute_slice(self) -> None:
         """Cast this rank's main shard into its slice of the compute shard.
 
-        Runs on the current stream; does not block the host.
+        Runs on the current stream; does not block the host unless offloaded memory is not pinned.
         """
         self.post_forward_shard = None
         if self.has_compute_shard:
@@ -309,7 +309,8 @@ class FlatParam:
         Raises:
             ValueError: the new tensor's shape, dtype or device is not the sharded parameter's.
         """
-        # Runs often, so it compares addresses. Empty parameters have none: `_empty`.
+        # Addresses are compared, because this runs before most gathers. Empty parameters have no
+        # address to compare: `_empty`.
         adopted = False
         for parameter, pointer, numel in self._expected:
             if parameter.data_ptr() != pointer or parameter.numel() != numel:

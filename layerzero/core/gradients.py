@@ -322,6 +322,8 @@ class GradientBuffer:
             if index < 0 or index not in present:
                 continue
             sharded = self._sharded_params[index]
+            # Autograd refuses a parameter that does not require grad (frozen meanwhile), so its
+            # hooks cannot run; its gradient is added here.
             if (
                 sharded._post_accumulate_grad_hooks
                 or sharded._backward_hooks

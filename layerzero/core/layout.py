@@ -5,7 +5,7 @@
         rank 0 | a a a a a - - - b b b b b b b b |   a: parameter 0, starts at 0
         rank 1 | b b b b b b b b b b b b c c c . |   b: parameter 1, starts at 8 (aligned)
                                                      c: parameter 2, starts at 28
-        -  gap: a start is moved to its alignment;  .  padding: completes the last shard
+        - gap before an aligned start    . padding that completes the last shard
 
 Offsets and ranges count elements. A parameter's range on a rank is (start, stop) in the
 flattened original; (0, 0) if the rank owns nothing of it.
