@@ -61,6 +61,7 @@ class Backward:
 
     def clear_abandoned(self) -> None:
         """Reset what a backward pass that failed left behind."""
+        # Outside autograd no pass can be running, even if its final callback still exists.
         if self._passes and (
             self._passes[0].is_abandoned or torch._C._current_graph_task_id() == -1
         ):
@@ -79,6 +80,7 @@ class Backward:
         unit = call.unit
         self._enter_backward(current, unit, call.forward_pass.first_start.get(unit, call.start))
         if unit.handles:
+            # BACKWARD_POST prefetches when a unit is done, in `_finish_unit`.
             prefetches = self._scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             self._scheduler.ensure_unsharded(unit, prefetches, in_backward=True)
 
@@ -173,7 +175,7 @@ class Backward:
         unit.show_sharded()
         if self._scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             # After the free, to reuse its memory. Before the reduction, to go first on a shared
-            # connection: the next unit waits for the gather, and nobody yet for the reduction.
+            # connection: the next unit waits for the gather, and nothing yet for the reduction.
             self._scheduler.prefetch_after(unit, in_backward=True, behind_reductions=False)
         if unit.is_trainable:
             self._reducer.reduce(unit)

@@ -88,6 +88,7 @@ class GradientReducer:
     def end_accumulation(self) -> None:
         """The sum over micro-batches is delivered."""
         if self._num_waiting > 1:
+            # "auto" expects as many micro-batches in the next step.
             self._num_micro_batches = self._num_waiting
         self._num_waiting = 0
 

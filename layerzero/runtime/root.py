@@ -310,6 +310,7 @@ class RootState:
         if first_forward is not None and call.unit.depth == 1 and not self.context.in_backward:
             first_forward.end_call(call.unit)
         self._leave(call)
+        # A recomputed unit stays in BACKWARD, and is freed when its backward is done.
         if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
             self.scheduler.free_after_forward(call.unit, grad_enabled)
             if call.in_autocast and not call.forward_pass.keeps_casts:
@@ -321,6 +322,7 @@ class RootState:
             if not self.context.in_backward:
                 call.unit.open_starts.add(call.start)
         if self._call_depth == 0 and not self.context.in_backward:
+            # The user may write main shards on the host after a forward.
             self.context.wait_for_uploads()
             self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
             error = self._leaf_checks.after_forward()
@@ -369,6 +371,7 @@ class RootState:
         syncs = self.reducer.requires_sync
         self.reducer.set_requires_sync(True)
         try:
+            # A fixed order, because no backward gives one that all ranks share.
             for unit in reversed(self.units):
                 if unit.is_trainable:
                     self.reducer.reduce(unit)

@@ -41,7 +41,10 @@ class TrainingState(enum.Enum):
 
 
 class Hold(enum.IntFlag):
-    """Reasons to keep a unit unsharded, shown as `.holds` of `layerzero.units`."""
+    """Reasons to keep a unit unsharded, shown as `.holds` of `layerzero.units`.
+
+    A unit with none is freed after its use.
+    """
 
     LAST_OF_FORWARD = 1
     """It ran last; see Note [One unit stays] in unshard_scheduler.py."""

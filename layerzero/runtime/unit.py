@@ -276,7 +276,8 @@ class Unit:
         if self._shard_state is not ShardState.SHARDED:
             return
         context = self.context
-        # A list, not a generator, which would stop at the first True: all handles must be called.
+        # Takes over data that the user assigned to sharded parameters; weights do not change in
+        # backward. A list, not a generator, which would stop at the first True.
         if not context.in_backward and any(
             [h.reset_sharded_params(self.label) for h in self.handles]
         ):
@@ -354,7 +355,8 @@ class Unit:
         """Make module attributes the unsharded parameters (valid after `wait_for_unshard`)."""
         if self.shows_unsharded:
             return
-        # A list, not a generator, which would stop at the first True: all handles must be called.
+        # The user may have changed `requires_grad`. A list, not a generator, which would stop at
+        # the first True: all handles must be called.
         if not self.context.in_backward and any([h.update_requires_grad() for h in self.handles]):
             self._follow_trainable()
         self.views.show_unsharded(self.label)

@@ -261,7 +261,7 @@ class UnshardScheduler:
         is collective. So ranks record, predict and prefetch alike.
         """
         if self._last is unit:
-            # Its use begins again, and whoever ends that use decides whether it stays.
+            # Its use begins again; `free_after_forward` or `free_in_backward` decides anew.
             self._last = None
             unit.end_hold(_LAST)
         # GATHERING counts as a visit: a correct prefetch must not drop the unit from the order.
