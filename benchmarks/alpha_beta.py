@@ -1,17 +1,17 @@
-"""What should a step of layered ZeRO take? An alpha-beta model: pure arithmetic, seconds and bytes.
+"""Predicts the step time of layered ZeRO by an alpha-beta model: arithmetic on seconds and bytes.
 
-A collective over k ranks in which each of them sends b bytes takes
+A collective over k ranks in which each rank sends b bytes takes
 
     alpha * (k - 1) + b / bandwidth        seconds
 
-A ring, or messages between all pairs one after the other: k - 1 of them, each with alpha seconds
-that do not depend on its size, and b bytes through the one link that a rank has. The inner link
-joins ranks of a shard group (a node), the outer link ranks of different ones. A collective over all
-ranks crosses nodes, so all of it goes at the speed of the outer link.
+This is a ring, or messages between all pairs in sequence: k - 1 messages, each with a latency of
+alpha seconds, and b bytes through a rank's only link. The inner link joins ranks of a shard group
+(a node), the outer link ranks of different groups. A collective over all ranks crosses nodes, so it
+runs at the speed of the outer link.
 
-Letters as in docs/reference/layered.md: P bytes of parameters that are gathered, G of gradients
-that are reduced, n ranks in a shard group, K in an outer group, N = n K; g P is gathered in a step.
-Each hop is one collective a unit. Bytes that a rank sends:
+Letters as in docs/reference/layered.md: P bytes of parameters are all-gathered, G bytes of
+gradients reduced; n ranks in a shard group, K in an outer group, N = n K; a step gathers g P. Each
+hop is one collective for each unit. Bytes that a rank sends:
 
                 forward                                    backward
     zero1       inner  P (n - 1) / n                       inner  ((g - 1) P + G) (n - 1) / n
@@ -20,14 +20,15 @@ Each hop is one collective a unit. Bytes that a rank sends:
                                                            outer  2 G / n (K - 1) / K
     shard       all    P (N - 1) / N                       all    ((g - 1) P + G) (N - 1) / N
 
-Gathers of the forward overlap with its compute, and gathers and reductions of the backward with
-its own, perfectly; inner and outer hops of one phase add up. The optimizer overlaps with nothing:
+All-gathers of the forward overlap perfectly with its compute, as do all-gathers and reductions of
+the backward with its own; inner and outer hops of one phase add up. The optimizer overlaps with
+nothing:
 
     step = max(compute, communication) of the forward + the same of the backward + optimizer
 
-Left out: sums, copies and casts around a collective, the first gather and the last reduction (which
-have nothing to hide behind), units of unequal size, ranks that wait for each other, congestion, and
-collectives that use a node's links better than one a rank: see `through_all_links`.
+Not modelled: sums, copies and casts around a collective; the first all-gather and the last
+reduction, which nothing can hide; units of unequal size; ranks that wait for each other;
+congestion; collectives that use all links of a node (see `through_all_links`).
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ Axis = Literal["inner", "outer", "all"]
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two ranks."""
+    """The connection between two ranks."""
 
     alpha_s: float
-    """Seconds of a message of no bytes."""
+    """Latency: seconds for an empty message."""
     bandwidth: float
     """Bytes per second that one rank sends."""
 
     def time_s(self, ranks: int, sent_nbytes: float, calls: int = 1) -> float:
-        """Seconds of `calls` collectives in which a rank sends `sent_nbytes` together."""
+        """Seconds for `calls` collectives in which a rank sends `sent_nbytes` in total."""
         return calls * self.alpha_s * (ranks - 1) + sent_nbytes / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Links:
-    """The link that serves each axis."""
+    """The link along each axis."""
 
     inner: Link
     outer: Link
@@ -67,11 +68,11 @@ class Links:
 
 
 def through_all_links(inner: Link, outer: Link, node_size: int) -> Link:
-    """The link of one hop over all ranks by `node_size` rings, each with a part of the bytes.
+    """The effective link of one hop over all ranks that uses `node_size` rings in parallel.
 
-    A ring passes all ranks of a node before the next one, so one message of `node_size` crosses
-    nodes, and of each ring through another rank's link. NCCL does this where every GPU has a
-    network card.
+    A ring visits all ranks of a node before the next node, so one of `node_size` messages crosses
+    nodes, for each ring through another rank's link. NCCL does this if every GPU has a network
+    card.
     """
     return Link(
         alpha_s=((node_size - 1) * inner.alpha_s + outer.alpha_s) / node_size,
@@ -98,17 +99,17 @@ class Workload:
     """One step of one micro-batch on each rank."""
 
     gathered_nbytes: float
-    """P, of all units."""
+    """P, the total over units."""
     regathered_nbytes: float
-    """(g - 1) P: gathered again in the backward, which is all but the last unit of the forward."""
+    """(g - 1) P: gathered again in the backward, for every unit but the forward's last."""
     gradient_nbytes: float
-    """G, of all units."""
+    """G, the total over units."""
     num_units: int
     forward_s: float
     """Seconds of compute on a rank."""
     backward_s: float
     optimizer_s: float = 0.0
-    """Seconds of the optimizer over the whole model; a rank takes its share of them."""
+    """Seconds of the optimizer over the whole model; each rank takes its share."""
 
     @classmethod
     def of_model(
@@ -120,11 +121,13 @@ class Workload:
         gradient_itemsize: int,
         parameter_itemsize: int = 2,
     ) -> Workload:
-        """Units of equal size; 6 floating-point operations a parameter and token, a third of them
-        in the forward, nothing recomputed; the optimizer takes no time.
+        """The workload of a transformer with units of equal size.
+
+        Assumes 6 floating-point operations for each parameter and token, a third of them in the
+        forward, no recomputation, and an optimizer that takes no time.
 
         Args:
-            num_tokens: of one rank in a step.
+            num_tokens: tokens of one rank in a step.
             flops: operations per second that a rank achieves.
         """
         gathered = num_parameters * parameter_itemsize
@@ -146,24 +149,24 @@ class Hop:
     axis: Axis
     ranks: int
     sent_nbytes: float
-    """By one rank, in all of them."""
+    """Bytes that one rank sends in all of them."""
     calls: int
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step."""
+    """The prediction for one step."""
 
     step_s: float
     serial_s: float
     """The step if nothing overlapped."""
     communication_s: float
     sent_nbytes: dict[Axis, float]
-    """By one rank, over the groups of each axis."""
+    """Bytes that one rank sends along each axis."""
 
 
 def predict(mode: Mode, work: Workload, split: Split, links: Links) -> Prediction:
-    """One step; see the module's docstring for what is assumed."""
+    """Predict one step; the module's docstring lists the assumptions."""
     forward, backward = forward_hops(mode, work, split), backward_hops(mode, work, split)
     sent: dict[Axis, float] = {"inner": 0.0, "outer": 0.0, "all": 0.0}
     for hop in (*forward, *backward):
@@ -180,7 +183,7 @@ def predict(mode: Mode, work: Workload, split: Split, links: Links) -> Predictio
 
 
 def forward_hops(mode: Mode, work: Workload, split: Split) -> list[Hop]:
-    """Gathers, and with zero1 those that bring compute shards up to date."""
+    """All-gathers of units; with zero1 also those that update compute shards."""
     gathered = work.gathered_nbytes
     if mode == "shard":
         return _hops(_hop("all", split.ranks, gathered, work.num_units))
@@ -191,7 +194,7 @@ def forward_hops(mode: Mode, work: Workload, split: Split) -> list[Hop]:
 
 
 def backward_hops(mode: Mode, work: Workload, split: Split) -> list[Hop]:
-    """Gathers of all units but the last of the forward, and reductions."""
+    """All-gathers of all units but the forward's last, and reductions."""
     axis, ranks = ("all", split.ranks) if mode == "shard" else ("inner", split.inner)
     gathers = _hop(axis, ranks, work.regathered_nbytes, work.num_units - 1)
     reductions = _hop(axis, ranks, work.gradient_nbytes, work.num_units)
@@ -205,7 +208,7 @@ def backward_hops(mode: Mode, work: Workload, split: Split) -> list[Hop]:
 
 
 def num_owners(mode: Mode, split: Split) -> int:
-    """Parts that the optimizer's state is split into."""
+    """Number of shards of the optimizer state."""
     return split.inner if mode == "replicate" else split.ranks
 
 
@@ -215,9 +218,9 @@ def resident_nbytes(
     """Bytes on a rank between backward and optimizer step, with Adam (docs/reference/layered.md).
 
     Args:
-        main_nbytes: M, of the whole model in the dtype of the optimizer; also of its gradients.
+        main_nbytes: M, bytes of the model in the optimizer's dtype; gradients take as many.
         compute_nbytes: P.
-        casts: whether parameters are gathered in another dtype than that of the optimizer.
+        casts: whether parameters are gathered in another dtype than the optimizer's.
     """
     state = 4 * main_nbytes / num_owners(mode, split)
     if not casts and (mode != "zero1" or split.outer == 1):
@@ -226,7 +229,7 @@ def resident_nbytes(
 
 
 def _hop(axis: Axis, ranks: int, nbytes: float, calls: int) -> Hop:
-    """A gather of `nbytes` in all, or a reduce-scatter of them: one part stays where it is."""
+    """An all-gather or reduce-scatter of `nbytes` in total; a rank's own part is not sent."""
     return Hop(axis, ranks, nbytes * (ranks - 1) / ranks, calls)
 
 

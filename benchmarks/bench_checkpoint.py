@@ -1,14 +1,14 @@
-"""How fast is a checkpoint written and read, beside the disk itself and torch's own?
+"""How fast is a checkpoint written and read, compared with the disk and with torch's DCP?
 
-A transformer and its AdamW state on gloo ranks of this machine, saved and loaded by
+A transformer and its AdamW state on gloo ranks of this machine are saved and loaded by
 `layerzero.checkpoint`, and by `torch.distributed.checkpoint` (DCP) for the same sharded model and
-for a `fully_shard` one. Beside them, what moves as many bytes and does nothing else: `dd`, one
-process between memory and the same disk; `disk`, the same by all ranks at once, past the page cache
-and with memory that is there already, below which no checkpoint can get; and for a load `memory`,
-which touches as much fresh memory as the values take.
-All bring what they write to the disk before the clock stops, and before a read the files are
-dropped from the page cache. A load is that of a resumed run: the model is there, the optimizer is
-new. They take turns in each round, so a ratio is within one round; the slowest rank counts.
+for a `fully_shard` one. Baselines move the same number of bytes and do nothing else: `dd`, one
+process between memory and the same disk; `disk`, all ranks at once with O_DIRECT and memory that is
+allocated already, a lower bound for any checkpoint; and, for a load, `memory`, which touches as
+much fresh memory as the values take.
+Every contender fsyncs before the clock stops, and files are dropped from the page cache before a
+read. A load is that of a resumed run: the model exists, the optimizer is new. The contenders take
+turns in each round, so a ratio is within one round; the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ def measure(config: Config) -> dict[str, Any]:
             os.sync()
         took = []
         for work in (contenders[name].save, contenders[name].load):
-            # A virtual machine's host takes back memory that was not used for a while, and to get
-            # it again may be slower than the disk: all shall find as much at hand, in all pages.
+            # The host of a virtual machine reclaims memory that was not used for a while, and
+            # getting it back may be slower than the disk. So every contender starts with memory
+            # that was just touched, on small and huge pages.
             touch_memory(nbytes)
             pages(nbytes // dist.get_world_size()).fill_(1)
             dist.barrier()
@@ -134,7 +135,7 @@ def measure(config: Config) -> dict[str, Any]:
 def build(
     config: Config, wrap: Callable[[nn.Module], nn.Module]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and an optimizer that has made a step."""
+    """A wrapped model, and an optimizer that has made one step."""
     model = wrap(make_transformer(config))
     optimizer = new_optimizer(model)
     for parameter in model.parameters():
@@ -161,7 +162,7 @@ def fully_sharded(model: nn.Module) -> nn.Module:
 
 
 def dcp_contender(model: nn.Module, optimizer: torch.optim.Optimizer, helpers: Any) -> Contender:
-    """DCP as its users call it: `helpers` are torch's functions, or ours of the same names."""
+    """DCP as users call it; `helpers` has torch's state dict functions, or ours of equal names."""
 
     def state(of: torch.optim.Optimizer) -> dict[str, Any]:
         return {
@@ -170,7 +171,7 @@ def dcp_contender(model: nn.Module, optimizer: torch.optim.Optimizer, helpers: A
         }
 
     def save(path: str) -> None:
-        # Its file writer brings files to the disk by default.
+        # DCP's file writer fsyncs by default.
         dcp.save(state(optimizer), checkpoint_id=path)
 
     def load(path: str) -> None:
@@ -188,7 +189,7 @@ _DD = ("dd", "bs=8M", "status=none")
 
 
 def dd_write(path: str, nbytes: int) -> None:
-    """One process writes all, as the disk's ceiling; the others wait."""
+    """One process writes all bytes; the others wait."""
     if dist.get_rank() == 0:
         os.makedirs(path)
         count = f"count={nbytes}"
@@ -204,7 +205,7 @@ def dd_read(path: str) -> None:
 
 
 def disk_contender(nbytes: int) -> Contender:
-    """Each rank moves its bytes to and from a file of its own, several requests at once."""
+    """Each rank moves its bytes to and from its own file, with several requests at once."""
     memory = pages(nbytes // PAGE_NBYTES * PAGE_NBYTES).fill_(1)
     data = bytes_of(memory)
     windows = range(0, len(data), _REQUEST_NBYTES)
@@ -231,14 +232,14 @@ def disk_contender(nbytes: int) -> Contender:
 
 
 def touch_memory(nbytes: int) -> None:
-    """Each rank touches its share of fresh memory, as whoever loads into new tensors must."""
+    """Each rank touches its share of fresh memory, as any load into new tensors must."""
     fresh = torch.empty(nbytes // dist.get_world_size(), dtype=torch.uint8)
     for part in fresh.split(8 << 20):
         part.fill_(1)
 
 
 def drop_from_cache(path: str) -> None:
-    """What is on the disk already leaves memory, so that the next read is of the disk."""
+    """Drop files from the page cache, so that the next read comes from the disk."""
     for file in Path(path).rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)

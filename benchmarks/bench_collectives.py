@@ -1,8 +1,8 @@
 """Which calls move a unit's bytes fastest on gloo: its own collectives, or point-to-point?
 
-All-gather and reduce-scatter of several sizes on 2 ranks of this machine, the engine's verbs beside
-gloo's own and beside an all-to-all with a local sum. The variants take turns in each round; the
-slowest rank counts. A memory copy of the same bytes is the ceiling of any of them.
+All-gather and reduce-scatter of several sizes on 2 ranks of this machine: the engine's verbs,
+gloo's own, and an all-to-all with a local sum. The variants take turns in each round; the slowest
+rank counts. A memory copy of the same bytes is the upper bound.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def measure(sizes_kb: list[int], rounds: int) -> dict[int, dict[str, Any]]:
-    """One rank's part: the times of every variant at every size."""
+    """Run on each rank: times of every variant at every size."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     return {size: _measure_size(size * 1024 // 4, rounds) for size in sizes_kb}
 

@@ -1,11 +1,11 @@
 """What does it cost to wrap a model, and does the cost grow with the number of ranks?
 
 Wraps a model of many small units under torch's fake process group, as rank 0 of `--ranks` ranks.
-Every construction has a process of its own, which has wrapped a model of two units before, so that
-imports and caches that are made once do not count. Memory is the most that the process had resident
-while it wrapped, above what it had just before: the model itself does not count.
+Every construction runs in its own process, which has wrapped a model of two units before, so that
+imports and one-time caches do not count. Memory is the peak resident size while wrapping minus that
+just before, so the model itself does not count.
 
-Model parallelism and files take no part; agreement between ranks costs what the fake collectives
+Model parallelism and files are not covered; agreement between ranks costs what the fake collectives
 cost.
 """
 
@@ -80,7 +80,7 @@ def measure(engine: str, ranks: int, args: argparse.Namespace) -> dict[str, floa
     model = _model(args.units, args)
     gc.collect()
     before = _resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc(5)
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak (VmHWM); see proc(5).
     start, start_cpu = time.perf_counter(), time.process_time()
     model = wrap(model, Unit)
     result = {
@@ -95,7 +95,7 @@ def measure(engine: str, ranks: int, args: argparse.Namespace) -> dict[str, floa
 
 
 class Unit(nn.Module):
-    """Nine parameters of several sizes, as a decoder layer has them."""
+    """Nine parameters of different sizes, like a decoder layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def _model(units: int, args: argparse.Namespace) -> nn.Module:
 
 
 def _resident_bytes(field: str) -> int:
-    """`VmRSS`: now; `VmHWM`: the peak."""
+    """Resident bytes of this process: `VmRSS` now, `VmHWM` at the peak."""
     found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
     if found is None:
         raise NotImplementedError("this benchmark reads /proc/self/status of Linux")

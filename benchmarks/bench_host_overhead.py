@@ -1,14 +1,14 @@
 """How much host time does an engine add to each unit in a step?
 
-Forward, backward and `zero_grad` of a model whose units are so small that they cost nearly nothing,
-under torch's fake process group, which moves no bytes; the bare model's time is subtracted. Process
-time, so that other processes and waiting do not count. The optimizer is left out for all alike
-(`--optimizer` takes it in).
+Forward, backward and `zero_grad` of a model with units so small that their compute costs nearly
+nothing, under torch's fake process group, which moves no bytes; the bare model's time is
+subtracted. Times are process time, so other processes and waiting do not count. The optimizer is
+left out for every engine (`--optimizer` includes it).
 
 One correction: a fake all-gather copies the input once for each rank, and a fake reduce-scatter
-cuts its input into one view a rank, which at 512 ranks takes as long as an engine's own work. So
-the calls are timed as they happen, and each counts with what it takes in a group of two ranks; the
-column "as run" has them at their full cost.
+splits its input into one view for each rank, which at 512 ranks takes as long as an engine's own
+work. So these calls are timed, and each counts with its cost in a group of two ranks; the column
+"as run" has them at full cost.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All engines in this process, as rank 0 of `args.measure` ranks."""
+    """Measure all engines in this process, as rank 0 of `args.measure` ranks."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=args.measure, store=FakeStore())
@@ -140,7 +140,7 @@ def _make_step(name: str, args: argparse.Namespace) -> Callable[[], None]:
 
 
 class Unit(nn.Module):
-    """Eight parameters, next to no compute."""
+    """Eight parameters and almost no compute."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Unit(nn.Module):
 
 
 class _CollectiveClock:
-    """Times the process group's own calls of the verbs whose fake grows with the group."""
+    """Times those fake collectives whose cost grows with the group."""
 
     VERBS = (
         *("all_gather_single", "_allgather_base", "allgather"),
@@ -168,7 +168,7 @@ class _CollectiveClock:
         self._ms.clear()
 
     def calibrate(self, pair: dist.ProcessGroup) -> dict[str, float]:
-        """What each verb takes in a group of two ranks."""
+        """Milliseconds of each verb in a group of two ranks."""
         self.reset()
         one, both = torch.zeros(64), torch.zeros(128)
         for _ in range(200):
@@ -178,7 +178,7 @@ class _CollectiveClock:
         return {verb: Spread.of(times).median for verb, times in self._ms.items()}
 
     def surplus_ms(self, pair_ms: dict[str, float]) -> float:
-        """What the calls since `reset` took beyond what they take in a group of two."""
+        """Milliseconds that the calls since `reset` took beyond their cost in a group of two."""
         return sum(sum(times) - len(times) * pair_ms[verb] for verb, times in self._ms.items())
 
     def _timed(self, verb: str) -> Callable[..., Any]:

@@ -6,15 +6,15 @@ over all ranks and over a 2-D mesh (HSDP). The engines take turns in each round,
 within one round; the slowest rank counts. "zero1/2" has zero3_size=2; "shard" is one hop over all.
 
 Predicted: the step of a large model on up to 4096 ranks, by the alpha-beta model of alpha_beta.py
-with the figures of the flags, as a table and a picture.
+with the figures from the flags, as a table and a plot.
 
-Both, side by side: the same model with the links and the compute of this machine, measured in the
-same run with all ranks busy, and nothing fitted to the step times. It cannot be close here, and is
-not meant to be: "links" of one machine are its cores, which also compute, copy and sum, so a byte
-that "overlaps" still takes its time from the compute. So the table has two predictions, with the
-overlap that the formula assumes and with none. Besides, links are measured while nobody computes,
-compute while nobody communicates, and sums, copies and waits for the slowest rank are in neither.
-With more processes than cores, the alpha of a link is mostly a wait for the scheduler.
+Both, side by side: predictions for the measured model with this machine's links and compute,
+measured in the same run with all ranks busy; nothing is fitted to the step times. Close agreement
+is not expected: the "links" of one machine are its cores, which also compute, copy and sum, so a
+byte that "overlaps" still takes time from compute. The table therefore has two predictions, with
+perfect overlap and with none. In addition, links are measured without compute and compute without
+communication, and neither includes sums, copies and waits for the slowest rank. With more
+processes than cores, alpha is mostly the latency of the scheduler.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _parse() -> argparse.Namespace:
 
 
 def predict_measured(result: dict[str, Any], world_size: int) -> dict[str, dict[str, Any]]:
-    """For each engine that the model knows: its prediction for this machine, and the ratios."""
+    """For each engine that can be predicted: its prediction for this machine, and the ratios."""
     links = {name: Link(**link) for name, link in result["links"].items()}
     inner, outer = links.get("inner", links["outer"]), links["outer"]
     work = Workload(**result["workload"])
@@ -127,7 +127,10 @@ def predict_measured(result: dict[str, Any], world_size: int) -> dict[str, dict[
 
 
 def _summary(ranks: list[dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """Times are those of the slowest rank already; bytes are those of the rank with the most."""
+    """Combine the ranks' results: bytes of the rank with the most.
+
+    Times are those of the slowest rank already.
+    """
     first = ranks[0]
     times = first["times"]
     half = world_size // 2

@@ -1,15 +1,15 @@
-"""How near is the pad-copy to a plain copy of the same bytes, and how far ahead of plain torch?
+"""How fast is the fused pad-copy, compared with a plain copy of the same bytes and plain torch?
 
-Per case: the kernel through `layerzero.ops`, a memory copy that moves the same number of bytes
-(half of them read, half written: the ceiling), and the best way there is in plain torch. All three
-take turns in each round; ratios are medians of the ratios within a round.
+For each case: the kernel through `layerzero.ops`, a memory copy that moves the same number of bytes
+(half read, half written: the upper bound), and the fastest way in plain torch. All three take turns
+in each round; ratios are medians of the ratios within a round.
 
     L   a layer of a 1 B Llama: 9 tensors, 60.8 M elements
     S   2000 tensors of 4 KB, where the allocator puts them; with --gap, that many bytes between
         the end of one and the start of the next: the time depends on them
         (docs/internals/pad_copy.md)
 
-On a GPU times are CUDA events, with 20 rounds to warm up and 100 that count.
+On a GPU, times come from CUDA events, with 20 warm-up rounds and 100 that count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
 @dataclass(frozen=True)
 class Target:
-    """What a case must reach on a CPU; None: no bar."""
+    """Ratios that a case must reach on a CPU; None: no target."""
 
     memcpy_ratio: float | None = None
     torch_speedup: float | None = None
@@ -49,7 +49,7 @@ class Case:
     kernel: Callable[[], object]
     torch_way: Callable[[], object]
     nbytes: int
-    """Read and written, each once."""
+    """Bytes moved: those read plus those written."""
     target: Target = Target()
 
 
@@ -74,7 +74,7 @@ def main() -> None:
         case = make(device)
         if args.only in case.name:
             results.append(measure(case, device, args.rounds))
-        # A layer's buffers are several 100 MB: one case at a time.
+        # A layer's buffers take several 100 MB, so only one case is kept at a time.
         del case
     print_table(
         ["case", "ms", "memcpy ms", "/ memcpy", "bar", "torch / kernel", "bar"],
@@ -114,7 +114,7 @@ def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
         "memcpy": lambda: target.copy_(source),
         "torch": case.torch_way,
     }
-    # Short cases repeat within a round, so that the clock and the host's wake-ups do not count.
+    # Short cases repeat within a round, so that timer overhead and wake-ups do not dominate.
     repeats = 10 if case.nbytes < 64 << 20 and device.type == "cpu" else 1
     timed = _event_ms if device.type == "cuda" else _wall_ms
     times = interleave(
@@ -210,7 +210,7 @@ def _pack_case(
     target: Target = Target(),
     gap_nbytes: int | None = None,
 ) -> Case:
-    """Each source is an allocation of its own, as parameters are, unless a gap is asked for."""
+    """Each source tensor is a separate allocation, like parameters, unless a gap is given."""
     segs = Segments.concatenate(numels, ALIGNMENT, RANKS * ALIGNMENT)
     out = torch.zeros(segs.numel, dtype=dtype, device=device)
     if gap_nbytes is None:

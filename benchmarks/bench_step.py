@@ -1,9 +1,9 @@
 """How long is a training step, and how much memory does it take, under each engine?
 
-A transformer on gloo ranks of this machine, AdamW included; every engine trains the same model on
-the same data with its defaults, the bare model without any communication. The engines take turns
-in each round, so a ratio is within one round; the slowest rank counts. Peak bytes come from a run
-of their own, untimed (memory.py tells how they are counted).
+A transformer on gloo ranks of this machine, AdamW included. Every engine trains the same model on
+the same data with its defaults; the bare model trains without communication. The engines take turns
+in each round, so a ratio is within one round; the slowest rank counts. Peak bytes come from a
+separate untimed run (memory.py explains how they are counted).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def measure_time(config: Config, names: list[str]) -> dict[str, Any]:
-    """One rank's part: step times of every engine, of the slowest rank, and first losses."""
+    """Run on each rank: step times of every engine (slowest rank), and first losses."""
     steps = {name: make_step(name, config) for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
 
@@ -114,9 +114,9 @@ def measure_time(config: Config, names: list[str]) -> dict[str, Any]:
 
 
 def measure_peak(config: Config, name: str) -> int:
-    """One rank's part: peak bytes of one engine."""
-    # Modules an engine imports and workspaces of the math library are not its memory: first once
-    # at the smallest size.
+    """Run on each rank: peak bytes of one engine."""
+    # A first step at the smallest size, so that imports of the engine and workspaces of the math
+    # library do not count.
     width, layers = SIZES["tiny"]
     make_step(name, replace(config, width=width, layers=layers))()
     return peak_bytes(lambda: make_step(name, config))

@@ -1,4 +1,4 @@
-"""What every benchmark needs: interleaved rounds, medians with spread, ranks, environment."""
+"""Shared by all benchmarks: interleaved rounds, medians with spread, ranks, environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import torch.multiprocessing
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with the quartiles around it."""
+    """A median and its quartiles."""
 
     median: float
     low: float
@@ -47,7 +47,7 @@ class Spread:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """The spread of the ratio within each round, where both saw the same disturbances."""
+    """The spread of the ratios within rounds, in which both saw the same disturbances."""
     return Spread.of([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
@@ -59,12 +59,12 @@ def difference(left: Sequence[float], right: Sequence[float]) -> list[float]:
 def interleave(
     names: Sequence[str], measure: Callable[[str], float], rounds: int, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Measure each name once a round, each round in another order; the same order on every rank.
+    """Measure each name once in each round, in an order that changes but is equal on all ranks.
 
-    A disturbance that lasts then meets every name, and no name always follows the same other.
+    So a lasting disturbance affects every name, and no name always follows the same other one.
 
     Returns:
-        For each name a value a round, without the `warmup` rounds.
+        For each name, one value for each round, without the `warmup` rounds.
     """
     results: dict[str, list[float]] = {name: [] for name in names}
     generator = random.Random(0)
@@ -79,14 +79,14 @@ def interleave(
 
 
 def max_over_ranks(value: float) -> float:
-    """Collective over the default group."""
+    """The largest value of all ranks. Collective over the default group."""
     values = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values.item()
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what a number was measured."""
+    """The machine and the versions that a number was measured with."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -115,14 +115,15 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_json(result: Mapping[str, Any]) -> None:
-    """The last line of a benchmark's output."""
+    """Print the result as JSON, the last line of a benchmark's output."""
     print(json.dumps(result), flush=True)
 
 
 def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `fn(*args)` on gloo ranks with one thread each; what each returned, in rank order.
+    """Call `fn(*args)` on gloo ranks with one thread each; returns the results in rank order.
 
-    `fn` is a function of a module. Where a rank fails, the others are ended and its error raised.
+    `fn` must be a module-level function. If a rank fails, the others are ended and its error is
+    raised.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         torch.multiprocessing.spawn(_rank_main, (world_size, folder, fn, args), nprocs=world_size)
@@ -147,7 +148,7 @@ def _rank_main(
 
 @contextlib.contextmanager
 def loopback() -> Iterator[None]:
-    """gloo over the loopback interface, where there is one and no other was asked for."""
+    """Make gloo use the loopback interface, if there is one and no other was requested."""
     interfaces = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if interfaces:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces.pop())
@@ -172,7 +173,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout this file is in; with "+" where files differ from it."""
+    """Commit of the checkout that this file is in; with "+" if files differ from it."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         folder = Path(__file__).parent

@@ -13,7 +13,7 @@ UnitType = type[nn.Module]
 
 
 def bare(model: nn.Module, unit: UnitType) -> nn.Module:
-    """No engine at all: what each rank would cost alone."""
+    """No engine: each rank trains alone."""
     return model
 
 
@@ -27,7 +27,7 @@ def fully_shard(model: nn.Module, unit: UnitType) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as shard
 
-    # The mesh's device decides where parameters go; the default would be an accelerator.
+    # The mesh's device type decides where parameters go; the default would be an accelerator.
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for module in model.modules():
         if isinstance(module, unit):

@@ -1,4 +1,4 @@
-"""One rank's part of bench_layered.py: engines that train side by side, and what is measured."""
+"""The part of bench_layered.py that runs on each rank: trains all engines, and measures them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,15 @@ class Config:
 class Engine:
     make: Callable[[nn.Module], nn.Module]
     mode: Mode | None = None
-    """That is predicted for it."""
+    """The mode to predict it with; None: no prediction."""
     zero3_size: int = 0
 
 
 def engines_of(world_size: int, accumulation: str) -> dict[str, Engine]:
-    """What is measured on so many ranks; shard groups are never all of them, `shard` is."""
+    """The engines to measure on `world_size` ranks.
+
+    Shard groups never have all ranks, except for `shard`.
+    """
     half = world_size // 2
 
     def zero(mode: Mode, zero3_size: int, deterministic: bool = False) -> Engine:
@@ -96,7 +99,10 @@ class Trainer:
         self._micro_batches = config.micro_batches
 
     def step(self) -> float:
-        """Train on the next micro-batches; returns the last loss. Gradients stay until the next."""
+        """Train on the next micro-batches; returns the last loss.
+
+        Gradients stay until the next step.
+        """
         self.optimizer.zero_grad()
         for left in reversed(range(self._micro_batches)):
             self.model.set_requires_gradient_sync(left == 0)
@@ -106,7 +112,7 @@ class Trainer:
         return loss.item()
 
     def resident_nbytes(self) -> dict[str, int]:
-        """Bytes of storage that stay on this rank between steps, by what they hold."""
+        """Bytes of storage on this rank between steps, by content."""
         parameters = [_local(p) for p in self.model.parameters()]
         gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         states = [
@@ -141,7 +147,7 @@ def build(config: Config) -> Transformer:
 
 
 def measure(config: Config) -> dict[str, Any]:
-    """One rank's part."""
+    """Run on each rank: train, and measure."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     engines = engines_of(dist.get_world_size(), config.accumulation)
     trainers = {name: Trainer(engine, config) for name, engine in engines.items()}
@@ -168,7 +174,7 @@ def measure(config: Config) -> dict[str, Any]:
 
 
 def sent_nbytes(trainer: Trainer) -> dict[str, float]:
-    """Bytes this rank sends in a step, over all ranks, inside a shard group and between two."""
+    """Bytes that this rank sends in a step: over all ranks, inside and between shard groups."""
     world_size = dist.get_world_size()
     sent = {"inner": 0.0, "outer": 0.0, "all": 0.0}
     with SentBytes() as traffic:
@@ -182,7 +188,7 @@ def sent_nbytes(trainer: Trainer) -> dict[str, float]:
 
 
 def measure_workload(config: Config) -> Workload:
-    """The bare model's compute with all ranks at it at once, and what its units weigh."""
+    """The bare model's compute time with all ranks busy, and the size of its units."""
     model = build(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     data = Batches(config)
@@ -205,7 +211,7 @@ def measure_workload(config: Config) -> Workload:
     in_blocks = sum(p.nbytes for p in model.blocks.parameters())
     return Workload(
         gathered_nbytes=nbytes,
-        # The root is the last of the forward: it stays for its backward.
+        # The root is the forward's last unit, so it stays unsharded for its backward.
         regathered_nbytes=in_blocks,
         gradient_nbytes=nbytes,
         num_units=config.layers + 1,

@@ -1,8 +1,8 @@
 """Alpha and bandwidth of the links between ranks on this machine, for `alpha_beta`.
 
-Each rank swaps a message with a peer, point to point as the engine does on gloo, in two sizes; a
-line through both times gives the two figures. On one machine a link is the memory and the cores,
-so it is slower when all ranks use it at once: that is what a step does.
+Each rank swaps messages of two sizes with a peer, point to point as the engine does on gloo; a line
+through both times gives the two figures. On one machine a link consists of memory and cores, so it
+is slower when all ranks use it at once, as they do in a step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ SMALL_NBYTES, LARGE_NBYTES = 4 << 10, 8 << 20
 
 
 def measure_links(inner_size: int, rounds: int) -> dict[str, Link]:
-    """Collective over all ranks, of which there are two shard groups.
+    """Measure the links. Collective over all ranks, which form two shard groups.
 
     Returns:
-        "alone": the first two ranks while the others wait; with all ranks at once, "inner": with
-        the neighbour of the shard group, where it has one; "outer": with the outer peer.
+        "alone": between the first two ranks while the others wait. With all ranks at once: "inner",
+        with a neighbour in the shard group, if there is one; "outer", with the outer peer.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     links = {"alone": _fit(1 - rank if rank < 2 else None, rounds)}
@@ -41,7 +41,7 @@ def _fit(peer: int | None, rounds: int) -> Link:
 
 
 def _swap_s(peer: int | None, nbytes: int, rounds: int, repeats: int = 8) -> float:
-    """Median seconds of one swap, of the slowest rank; a rank without a peer waits."""
+    """Median seconds of one swap on the slowest rank; a rank without a peer waits."""
     given = torch.ones(nbytes, dtype=torch.uint8)
     received = torch.empty_like(given)
     times = []

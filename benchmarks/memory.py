@@ -1,8 +1,8 @@
-"""The peak of live bytes in this process, counted alike for every engine.
+"""Measures the peak of live bytes in this process, in the same way for every engine.
 
-torch keeps no statistic of its CPU memory, and its profiler misses what other threads release, such
-as gloo's. So the C library is asked how many bytes it has given out and not got back, by a thread
-that samples often enough to meet every large buffer, which takes longer to fill than a sample.
+torch has no statistics of CPU memory, and its profiler misses memory released by other threads,
+such as gloo's. So a thread samples the C library's count of allocated bytes. It samples often
+enough to catch every large buffer, which takes longer to fill than the sampling interval.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def peak_bytes(prepare: Callable[[], Callable[[], object]], warmup: int = 2, ste
     """Peak of the live bytes in a step, above those before `prepare()`.
 
     Args:
-        prepare: builds what is measured and returns one step of it.
-        warmup: steps before those that count, e.g. for the optimizer to make its state.
-        steps: that count. More than one, because threads free their buffers when they get to it.
+        prepare: builds the object to measure, and returns a function that runs one step of it.
+        warmup: steps that do not count, e.g. for the optimizer to create its state.
+        steps: steps that count; more than one, because threads free their buffers late.
     """
     gc.collect()
     before = live_bytes()
     step = prepare()
     for _ in range(warmup):
         step()
-    gc.collect()  # a model that only cycles keep alive is not the engine's
+    gc.collect()  # The original model, if only reference cycles keep it alive, must not count.
     with _Sampler() as sampler:
         for _ in range(steps):
             step()
@@ -57,7 +57,7 @@ def peak_bytes(prepare: Callable[[], Callable[[], object]], warmup: int = 2, ste
 
 
 def self_check() -> None:
-    """Measure a known peak, so that a C library that counts otherwise is noticed."""
+    """Measure a known peak, to detect a C library that counts differently."""
     megabyte = 1 << 20
 
     def prepare() -> Callable[[], None]:
@@ -79,7 +79,7 @@ def self_check() -> None:
 
 
 class _Sampler:
-    """Notes the most live bytes while it is entered."""
+    """Records the peak of live bytes while it is entered."""
 
     def __init__(self) -> None:
         self.peak = 0

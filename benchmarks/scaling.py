@@ -1,4 +1,4 @@
-"""The alpha-beta model of layered ZeRO at scale: flags, predictions, their table and picture."""
+"""The alpha-beta model of layered ZeRO at scale: flags, predictions, table and plot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CURVES: dict[str, tuple[Mode, str]] = {
 }
 
 Predictions = dict[str, list[dict[str, Any]]]
-"""For each curve, in the order of RANKS."""
+"""Predictions of each curve, in the order of RANKS."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse what would otherwise fail after minutes."""
+    """Reject flags that would otherwise fail after minutes."""
     if args.node_size < 1 or args.node_size & (args.node_size - 1):
         parser.error("--node-size: expected a power of two, as the numbers of ranks are")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
@@ -99,7 +99,7 @@ def show(predictions: Predictions) -> None:
 
 
 def plot(predictions: Predictions, args: argparse.Namespace) -> None:
-    """Step time, and what of it is communication, over the number of ranks, as a PNG."""
+    """Plot step time and its communication part over the number of ranks, as a PNG."""
     from matplotlib.figure import Figure
 
     styles = {

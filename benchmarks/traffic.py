@@ -1,8 +1,8 @@
-"""What a rank sends, counted below every engine, at torch's process group.
+"""Counts the bytes that a rank sends, at torch's process group, below every engine.
 
-A send counts as it is. What a collective sends depends on how the backend does it, so it counts as
-the least any of them can: with n ranks and b bytes given, an all-gather (n - 1) b, a
-reduce-scatter or an all-to-all b (n - 1) / n, an all-reduce twice that.
+A send counts its bytes. What a collective sends depends on the backend's algorithm, so it counts
+the minimum of all algorithms: with n ranks and an input of b bytes, (n - 1) b for an all-gather,
+b (n - 1) / n for a reduce-scatter or all-to-all, and twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 class _Verb(NamedTuple):
     argument: int
-    """Place of the tensor, or list of them, that a rank gives."""
+    """Index of the argument with the input tensor, or list of tensors."""
     sent: Callable[[int, int], float]
-    """Bytes sent, of the bytes given and the number of ranks."""
+    """Bytes sent, as a function of input bytes and number of ranks."""
 
 
 def _part(nbytes: int, ranks: int) -> float:
@@ -30,7 +30,7 @@ def _to_each(nbytes: int, ranks: int) -> float:
     return float(nbytes * (ranks - 1))
 
 
-# torch 2.13 renamed the calls on single tensors; both names are here.
+# torch 2.13 renamed the calls on single tensors; both names are listed.
 _VERBS = {
     "send": _Verb(0, lambda nbytes, ranks: float(nbytes)),
     "allreduce": _Verb(0, lambda nbytes, ranks: 2 * _part(nbytes, ranks)),
@@ -49,14 +49,15 @@ class SentBytes:
 
     def __init__(self) -> None:
         self.by_group: dict[tuple[int, ...], float] = {}
-        """Keyed by the group's global ranks, rising."""
+        """Bytes sent, keyed by the group's global ranks in ascending order."""
         self._lock = threading.Lock()
         self._originals: dict[str, Any] = {}
 
     def __enter__(self) -> SentBytes:
         for name, verb in _VERBS.items():
             if name in vars(dist.ProcessGroup):
-                # From the dict, because reading it off the class strips the binding to self.
+                # Read from the class's dict: attribute access would not return the original
+                # descriptor to restore.
                 self._originals[name] = vars(dist.ProcessGroup)[name]
                 original = getattr(dist.ProcessGroup, name)
                 setattr(dist.ProcessGroup, name, self._counting(original, verb))
