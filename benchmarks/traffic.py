@@ -56,8 +56,8 @@ class SentBytes:
     def __enter__(self) -> SentBytes:
         for name, verb in _VERBS.items():
             if name in vars(dist.ProcessGroup):
-                # Read from the class's dict: attribute access would not return the original
-                # descriptor to restore.
+                # Read from the class's dict: attribute access returns a bare function, which would
+                # not bind self when it is restored.
                 self._originals[name] = vars(dist.ProcessGroup)[name]
                 original = getattr(dist.ProcessGroup, name)
                 setattr(dist.ProcessGroup, name, self._counting(original, verb))

@@ -1,18 +1,18 @@
-"""Which bytes the example trains on. Standard library only, like the check of the flags."""
+"""Collects the bytes that the example trains on. Uses the standard library only."""
 
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-# Other people's packages, tests (many machines lack them, and all should train on like data) and
-# the two large packages of tables, which read as noise.
+# Third-party packages, tests (which many machines lack, and all should train on similar data) and
+# two large packages of tables, which look like noise.
 SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
 )
 
 
 def stdlib_sources() -> Iterator[Path]:
-    """The Python standard library's own modules."""
+    """The source files of the Python standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     for file in root.rglob("*.py"):
         if SKIPPED_FOLDERS.isdisjoint(file.relative_to(root).parts):

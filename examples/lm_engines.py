@@ -1,4 +1,4 @@
-"""The same model under three engines; the only lines in which their training differs."""
+"""Wraps the same model by one of three engines; training differs only in these lines."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,11 +12,14 @@ from torch import Tensor, nn
 class Wrapped(NamedTuple):
     model: nn.Module
     clip_grad_norm: Callable[[float], Tensor]
-    """Scales gradients to a norm over all parameters of all ranks; returns the norm before."""
+    """Clips gradients to a norm over all parameters of all ranks; returns the norm before."""
 
 
 def wrap(engine: str, model: ByteTransformer, device: torch.device) -> Wrapped:
-    """Shard (or replicate) `model`, equal on all ranks, over the default group. Collective."""
+    """Shard (or replicate) `model` over the default group. Collective.
+
+    The model must have equal values on all ranks.
+    """
     return {"layerzero": wrap_layerzero, "fully_shard": wrap_fully_shard, "ddp": wrap_ddp}[engine](
         model, device
     )

@@ -1,4 +1,4 @@
-"""What a rank does when torchrun is killed outright."""
+"""Ends a rank when torchrun is killed."""
 
 import os
 import threading
@@ -8,10 +8,10 @@ POLL_S = 0.2
 
 
 def leave_with_launcher() -> None:
-    """End this process, at once, as soon as torchrun is gone.
+    """Make this process end as soon as torchrun is gone.
 
-    After `kill -9` it cannot take its ranks along. They would train on, unseen, and write the very
-    log and checkpoints that a resumed run reads and writes.
+    After `kill -9`, torchrun cannot end its ranks. They would train on unnoticed, and write the log
+    and checkpoints that a resumed run uses.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return

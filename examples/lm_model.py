@@ -9,19 +9,19 @@ ROTARY_BASE = 10_000.0
 
 
 def head_dim_of(width: int) -> int:
-    """The widest of the usual head sizes that divides `width`."""
+    """The largest of the usual head sizes that divides `width`."""
     return next(size for size in (64, 32, 16, 8) if width % size == 0)
 
 
 def rotary_tables(seq: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each [seq, head_dim / 2], of the angle a pair turns by at a position."""
+    """Cosines and sines, each [seq, head_dim / 2], of the rotation of each pair at a position."""
     frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2).float() / head_dim)
     angle = torch.outer(torch.arange(seq).float(), frequency)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of `x` [batch, heads, seq, head_dim] by position."""
+    """Rotate the pairs (i, i + head_dim / 2) of `x` [batch, heads, seq, head_dim] by position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         batch, seq, width = x.shape
         heads = self.qkv(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.chunk(3, dim=1)
-        # Queries and keys of one length bound the scores, which spares the gradients their spikes.
+        # Normalised queries and keys bound the scores, which avoids spikes in the gradients.
         q = rotate(F.rms_norm(q, (self.head_dim,)), cos, sin)
         k = rotate(F.rms_norm(k, (self.head_dim,)), cos, sin)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -58,7 +58,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; also the unit every engine shards by."""
+    """One layer; the unit that every engine shards by."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The example's flags and every check that can be made before a process group exists.
+"""The example's flags, and every check that is possible before a process group exists.
 
-Standard library only. Run as a program it checks its flags and stops, which is how `make train`
-refuses bad ones in one line before it starts any rank.
+Uses the standard library only. Run as a program, it checks its flags and exits, so that `make
+train` reports bad flags in one line before it starts any rank.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from typing import NoReturn
 from lm_data import read_corpus
 
 ENGINES = ("layerzero", "fully_shard", "ddp")
-# A launcher kills the other ranks once one has exited. The others let rank 0 be that one, since
-# its message is the only one.
+# A launcher kills the other ranks when one exits. Ranks other than 0 wait this long, so that rank
+# 0, the only one that prints the reason, exits first.
 SILENT_EXIT_DELAY_S = 10.0
 
 
@@ -44,7 +44,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This process among the ranks, as a launcher such as torchrun says it; alone without one."""
+    """This process's rank, from a launcher such as torchrun; a single rank without one."""
 
     rank: int
     local_rank: int
@@ -171,7 +171,7 @@ def load_options(argv: Sequence[str], world_size: int) -> tuple[Options, bytearr
 
 
 def check_checkpoint_flags(options: Options) -> None:
-    """Refuse flags that do not go together, and make the folder of checkpoints."""
+    """Reject checkpoint flags that exclude each other, and create the folder of checkpoints."""
     folder = options.checkpoint_dir
     if folder is None:
         for flag in ("checkpoint_every", "keep", "resume"):
@@ -203,7 +203,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def load_options_on_rank(argv: Sequence[str], place: Place) -> tuple[Options, bytearray]:
-    """`load_options` that speaks on rank 0 only; all ranks see the same flags and refuse alike."""
+    """`load_options` on every rank; only rank 0 prints. All ranks have the same flags."""
     if place.rank == 0:
         return load_options(argv, place.world_size)
     silence = io.StringIO()
@@ -217,7 +217,7 @@ def load_options_on_rank(argv: Sequence[str], place: Place) -> tuple[Options, by
 
 
 def refuse_on_rank(message: str, place: Place) -> NoReturn:
-    """`refuse` on all ranks, where only rank 0 speaks."""
+    """`refuse` on all ranks; only rank 0 prints the message."""
     if place.rank:
         time.sleep(SILENT_EXIT_DELAY_S)
         raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""What a run tells its user: memory, the progress bar, the log, the loss curve."""
+"""Reports a run to its user: memory, progress bar, log and loss curve."""
 
 import json
 import os
@@ -16,7 +16,7 @@ CURVE_WINDOW = 10
 
 
 class MemoryMeter:
-    """Peak bytes of this rank since the meter was made, measured alike for every engine."""
+    """Peak bytes of this rank since the meter was made, measured the same for every engine."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -26,7 +26,7 @@ class MemoryMeter:
     def peak_nbytes(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        # The kernel's count is a few pages loose from one reading to the next; a peak never falls.
+        # The kernel's counters vary by a few pages between readings; `max` keeps a peak a peak.
         self._peak = max(self._peak, resident_nbytes("VmHWM") - self._resident_at_start)
         return self._peak
 
@@ -34,8 +34,8 @@ class MemoryMeter:
 def resident_nbytes(field: str) -> int:
     """`VmRSS` (resident now) or `VmHWM` (its peak).
 
-    From Linux where possible: getrusage's ru_maxrss also counts the launcher that forked this
-    process, and cannot tell what is resident now.
+    Read from /proc on Linux: getrusage's ru_maxrss includes the launcher that forked this process,
+    and does not have the current value.
     """
     if PROC_STATUS.exists():
         for line in PROC_STATUS.read_text().splitlines():
@@ -55,20 +55,20 @@ class StepRecord(NamedTuple):
     rank_losses: list[float]
     """Nats per byte, each rank's float32 value unrounded."""
     tokens_per_s: float
-    """Of all ranks together."""
+    """Total of all ranks."""
     bytes_per_rank: int
-    """Peak so far of the fullest rank."""
+    """Largest peak of any rank so far."""
 
 
 class StepReport:
-    """Progress bar on a terminal, and one JSON object a step in a log. For one rank only."""
+    """A progress bar on a terminal, and a log with one JSON object for each step. For one rank."""
 
     def __init__(self, num_steps: int, log: Path | None, num_done: int = 0) -> None:
-        """`num_done`: steps of a resumed run; what the log has of them stays."""
+        """`num_done`: steps that a resumed run has done; the log is then appended to."""
         if log is not None and num_done:
             forget_steps_after(num_done, log)
         self._log: TextIO | None = None if log is None else log.open("a" if num_done else "w")
-        # A bar in a file is one line per refresh, so refresh rarely there.
+        # In a file, each refresh of the bar is a line, so it refreshes rarely there.
         self._bar = tqdm(
             total=num_steps,
             initial=num_done,
@@ -80,7 +80,7 @@ class StepReport:
     def add(self, record: StepRecord) -> None:
         if self._log is not None:
             self._log.write(json.dumps(record._asdict()) + "\n")
-            # A run that is killed leaves the steps it made.
+            # Flushed, so that a killed run leaves all its steps.
             self._log.flush()
         self._bar.set_postfix_str(
             f"loss {record.loss:.3f}, {record.tokens_per_s:,.0f} tokens/s,"
@@ -96,9 +96,9 @@ class StepReport:
 
 
 def forget_steps_after(step: int, log: Path) -> None:
-    """Cut a log behind its line of `step`: later ones are of steps that are made anew.
+    """Truncate a log after the line of `step`, because later steps are repeated.
 
-    Says so where lines of earlier steps are missing, as in a new file.
+    Prints a note if lines of earlier steps are missing, as in a new file.
     """
     if not log.is_file():
         return
@@ -114,7 +114,7 @@ def forget_steps_after(step: int, log: Path) -> None:
 
 
 def step_of(line: bytes) -> int | None:
-    """The step of a line of the log; None for the torn last one of a run that was killed."""
+    """The step of a line of the log; None for the incomplete last line of a killed run."""
     try:
         step: int = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -123,8 +123,8 @@ def step_of(line: bytes) -> int | None:
 
 
 def save_loss_curve(losses: Sequence[float], title: str, path: Path) -> None:
-    """The loss of each step, pale, under the mean of the last steps."""
-    # Here and not above: loading matplotlib would count as memory of the training.
+    """Plot the loss of each step, in a pale colour, and its moving average."""
+    # Imported here, because importing matplotlib would count as memory of the training.
     from matplotlib.figure import Figure
 
     recent = [losses[max(0, end - CURVE_WINDOW) : end] for end in range(1, len(losses) + 1)]

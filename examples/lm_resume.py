@@ -1,8 +1,8 @@
-"""Saving a run as it goes, and going on with it as if it had never stopped.
+"""Saves a run while it trains, and resumes it as if it had never stopped.
 
-At the same number of ranks every loss is, bit for bit, that of a run without a break. What that
-takes beside weights, optimizer and schedule is in `extra`: the place in the data, the states of
-random generators, and the losses so far, for the curve.
+At the same number of ranks, every loss is bit for bit that of a run without interruption. For this,
+`extra` holds what is needed besides weights, optimizer and schedule: the position in the data, the
+states of random generators, and the losses so far, for the curve.
 """
 
 import random
@@ -23,7 +23,7 @@ class HasState(Protocol):
 
 
 class Run(NamedTuple):
-    """All that changes from step to step."""
+    """Everything that changes from step to step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -33,17 +33,17 @@ class Run(NamedTuple):
 
 
 def identity(options: Options, corpus: bytearray) -> dict[str, Any]:
-    """What a run cannot change on its way without being another one.
+    """Options that must not change when a run is resumed.
 
-    Not the model's shape, which loading compares itself; not `--batch`, which may change with the
-    number of ranks; not `--steps`, which may grow.
+    Without the model's shape, which loading compares itself, `--batch`, which may change with the
+    number of ranks, and `--steps`, which may grow.
     """
     data = f"{len(corpus)} bytes with CRC-32 {zlib.crc32(corpus):08x}"
     return {"seq": options.seq, "seed": options.seed, "lr": options.lr, "data": data}
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Of this rank's generators. A run that uses numpy's adds them here."""
+    """States of this rank's random generators. A run that uses numpy's adds them here."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"torch": torch.get_rng_state(), "device": on_device, "python": random.getstate()}
 
@@ -65,7 +65,7 @@ class Checkpoints:
         self._run = run
 
     def resume(self) -> list[float]:
-        """Put the run where the latest checkpoint left it; returns the losses up to there."""
+        """Restore the run from the latest checkpoint; returns the losses up to there."""
         from layerzero.checkpoint import CheckpointError, load
 
         folder, run = self._options.checkpoint_dir, self._run
@@ -89,7 +89,7 @@ class Checkpoints:
         return losses
 
     def save_if_due(self, losses: Sequence[float]) -> None:
-        """After a step. Training goes on while the files are written."""
+        """Call it after each step. Training continues while files are written."""
         from layerzero.checkpoint import save
 
         options, run = self._options, self._run
@@ -118,7 +118,7 @@ class Checkpoints:
             handle.wait()
 
     def _check(self, extra: Any) -> None:
-        """Refuse to go on with another run than this one."""
+        """Exit if the checkpoint belongs to another run."""
         if not isinstance(extra, dict) or "identity" not in extra:
             reason = "was not written by this program"
         elif extra["identity"] != self._identity:

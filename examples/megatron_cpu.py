@@ -1,7 +1,7 @@
-"""megatron-core on CPU ranks: what it asks of CUDA is answered by the CPU inside `emulation()`.
+"""Runs megatron-core on CPU ranks: inside `emulation()`, its CUDA calls use the CPU.
 
-For trying things out and for tests; nothing of it is part of the package, and nothing of torch or
-Megatron stays changed outside the context.
+For experiments and tests. It is not part of the package, and torch and Megatron are unchanged
+outside the context.
 """
 
 import copy
@@ -20,7 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
-# Modules of megatron that make a norm from the class by another name for it.
+# Several modules of Megatron import this class under other names, so `__new__` is patched.
 _NORM = torch_norm.WrappedTorchNorm
 
 PLAIN_TORCH: dict[str, Any] = dict(
@@ -34,11 +34,11 @@ PLAIN_TORCH: dict[str, Any] = dict(
     apply_rope_fusion=False,
     transformer_impl="local",
 )
-"""Options of a TransformerConfig that needs neither apex nor Transformer Engine; no randomness."""
+"""Options of a TransformerConfig without apex, Transformer Engine or dropout."""
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Tensors asked for on CUDA are made on the CPU; those there call themselves CUDA tensors."""
+    """Makes tensors requested on CUDA on the CPU; CPU tensors report CUDA types."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -50,13 +50,13 @@ class _CpuForCuda(TorchFunctionMode):
             return args[0]
         result = function(*args, **kwargs)
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's own optimizers accept 'torch.cuda.FloatTensor' alone.
+            # Megatron's own optimizers accept only types such as 'torch.cuda.FloatTensor'.
             result = result.replace("torch.", "torch.cuda.", 1)
         return result
 
 
 class _Stream:
-    """A stream, or an event: on the CPU everything is in order already."""
+    """A stream or event; does nothing, because the CPU runs operations in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -81,7 +81,7 @@ _CUDA = {
 
 
 def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-    """What `WrappedTorchNorm` makes, for sequence-parallel models too."""
+    """Like `WrappedTorchNorm`, which does not support sequence-parallel models."""
     made = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
     norm = made(hidden_size, eps=eps)
     for parameter in norm.parameters():
@@ -91,9 +91,9 @@ def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) 
 
 @contextmanager
 def emulation() -> Iterator[None]:
-    """Inside it, Megatron's models, schedules and optimizers run on the CPU."""
+    """A context in which Megatron's models, schedules and optimizers run on the CPU."""
     with ExitStack() as stack:
-        # Megatron compiles small functions.
+        # Megatron decorates small functions with torch.compile.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         stack.enter_context(mock.patch.multiple(torch.cuda, **_CUDA))
         states = {
@@ -102,17 +102,17 @@ def emulation() -> Iterator[None]:
         }
         stack.enter_context(mock.patch.multiple(megatron_random, **states))
         stack.enter_context(mock.patch.object(_NORM, "__new__", _norm))
-        # Of Transformer Engine, without which its name is not even defined.
+        # This function of Transformer Engine is undefined if that is not installed.
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         stack.enter_context(_CpuForCuda())
         yield
 
 
 class ContextParallelAttention(DotProductAttention):  # type: ignore[misc]
-    """Megatron's attention in plain torch, whose keys and values come from all ranks.
+    """Megatron's attention in plain torch, with keys and values gathered from all ranks.
 
-    Each context-parallel rank has a contiguous part of the sequence; the mask is that of its
-    queries [1, 1, local, whole]. (Megatron's own way needs Transformer Engine.)
+    Each context-parallel rank has a contiguous part of the sequence. The mask is that of its
+    queries, [1, 1, local, whole]. (Megatron's own context parallelism needs Transformer Engine.)
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -2,8 +2,9 @@
 
     python examples/train_finetuning.py
 
-Needs the extra: pip install layerzero[lightning]. First the head is trained, then the blocks as
-well, then everything; the model is that of train_lightning.py. On two GPUs: `--accelerator cuda`.
+Needs the extra: pip install layerzero[lightning]. The first phase trains the head, the second the
+blocks as well, the third everything; the model is that of train_lightning.py. On two GPUs:
+`--accelerator cuda`.
 """
 
 import argparse
@@ -24,13 +25,13 @@ PHASES = {
     1: {"params": [r"blocks\..*"], "max_transition_epoch": 6, "lr": 3e-3},
     2: {"params": [r"embed\..*"], "max_transition_epoch": 9, "lr": 3e-3},
 }
-# By name, which modules are units, and what else holds for them.
+# Patterns of the modules that become units, with their options.
 PLAN: dict[str, Any] = {r"blocks\.\d+": {"act_ckpt": "wrapped"}, "head": {}}
 ADAPTER = "layerzero.integrations.finetuning_scheduler:ZeRO3StrategyAdapter"
 
 
 class Pretrained(NextNumber):
-    """Its layers are there from the start: the scheduler looks at them before they are sharded."""
+    """Makes its layers in __init__, because the scheduler reads names before sharding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,10 +56,10 @@ def main(arguments: list[str] | None = None) -> None:
         ft_schedule=PHASES,
         epoch_transitions_only=True,
         restore_best=False,
-        allow_untested=True,  # for every strategy that is not in its own list
+        allow_untested=True,  # Required for strategies that are not in its own list.
         custom_strategy_adapters={
             "layerzero": ADAPTER
-        },  # found without where layerzero is installed
+        },  # Not needed if layerzero is installed: it has an entry point.
         strategy_adapter_cfg={"zero3_plan": PLAN},
     )
     trainer = pl.Trainer(

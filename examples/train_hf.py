@@ -1,10 +1,10 @@
-"""A transformers model, its Trainer, and layerzero inside; nothing is downloaded.
+"""Train a transformers model with its Trainer, sharded by layerzero; nothing is downloaded.
 
     pip install layerzero[hf]
     torchrun --standalone --nproc-per-node 2 examples/train_hf.py
 
 A tiny Llama learns to count. It trains in two halves, the second resumed from the checkpoint of
-the first, is evaluated, writes its folder, and is loaded again from it, straight into shards.
+the first, is evaluated, saved to a folder, and loaded from it again, straight into shards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VOCAB = 64
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Sentences that count on from some number, in steps of one, two or three."""
+    """Sequences that count up from a number in steps of one, two or three."""
 
     def __len__(self) -> int:
         return 3 * VOCAB
@@ -36,7 +36,7 @@ class Counting(Dataset[dict[str, torch.Tensor]]):
 
 
 def make_model() -> LlamaForCausalLM:
-    """On the meta device: every rank draws what it needs, unit by unit."""
+    """A model on the meta device; every rank initialises it unit by unit."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,

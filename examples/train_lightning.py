@@ -1,4 +1,4 @@
-"""Train under Lightning's Trainer, sharded over two ranks, then go on from a sharded checkpoint.
+"""Train under Lightning's Trainer, sharded over two ranks, and resume from a sharded checkpoint.
 
     python examples/train_lightning.py
 
@@ -34,7 +34,7 @@ class Counting(Dataset[Tensor]):
 
 
 class Block(nn.Module):
-    """Residual MLP; the unit that is sharded."""
+    """Residual MLP; each block is a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class NextNumber(pl.LightningModule):
-    """Its layers are made without storage: each rank fills in what it keeps."""
+    """Makes its layers on the meta device; sharding initialises them unit by unit."""
 
     def configure_model(self) -> None:
         if hasattr(self, "head"):

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 -- examples/train_lm.py --steps 50
 
-Also runs alone, `python examples/train_lm.py`. Model, data, optimizer and clipping are the same for
-every `--engine`, so their loss, speed and memory can be compared line by line. With
-`--checkpoint-dir` a run may be killed at any time and goes on with `--resume`.
+Also runs as a single process, `python examples/train_lm.py`. Model, data, optimizer and clipping
+are the same for every `--engine`, so loss, speed and memory can be compared line by line. With
+`--checkpoint-dir`, a run may be killed at any time and resumed with `--resume`.
 """
 
 import json
@@ -25,8 +25,8 @@ from lm_report import MemoryMeter, StepRecord, StepReport, save_loss_curve
 from lm_resume import Checkpoints, Run
 from torch import Tensor, nn
 
-# Above what ordinary steps reach. Each engine adds up the norm in an order of its own, so losses
-# stay equal bit for bit on two CPU ranks only while nothing is clipped.
+# Higher than ordinary steps reach. Engines sum the norm in different orders, so losses are bit for
+# bit equal on two CPU ranks only while nothing is clipped.
 MAX_GRAD_NORM = 100.0
 WEIGHT_DECAY = 0.1
 WARMUP_FRACTION = 0.25
@@ -34,7 +34,7 @@ FINAL_LR_FRACTION = 0.1
 SAMPLE_PROMPT = b"\n    def "
 SAMPLE_NUM_BYTES = 160
 SAMPLE_TEMPERATURE = 0.8
-# No step of this example comes near; a rank waiting this long waits for a dead one.
+# Far longer than any step of this example: a rank that waits this long waits for a dead rank.
 COLLECTIVE_TIMEOUT = timedelta(minutes=2)
 
 
@@ -48,7 +48,7 @@ def join_group(place: Place) -> torch.device:
     if place.world_size > 1:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     else:
-        # Alone there may be no launcher, so no address to meet at.
+        # A single process may have no launcher, and so no address for a rendezvous.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
 
@@ -56,11 +56,11 @@ def join_group(place: Place) -> torch.device:
 class Batches:
     """Random windows of the text.
 
-    Every rank draws the offsets of the whole global batch and keeps its own slice, so what a step
-    sees depends on the seed and the global batch, not on how many ranks share it. Hence the place
-    in the data is one for all ranks: how far the generator has come. A run that goes on at another
-    number of ranks sees the same windows if ranks x batch is the same, and else the ones that would
-    have come next, in batches of another size.
+    Every rank draws the offsets of the whole global batch and keeps its own slice, so the data of a
+    step depends on the seed and the global batch, not on the number of ranks. The position in the
+    data is therefore the same on all ranks: the generator's state. A run resumed at another number
+    of ranks gets the same windows if ranks x batch is the same, otherwise the next windows in
+    batches of another size.
     """
 
     def __init__(self, corpus: bytearray, options: Options, place: Place) -> None:
@@ -85,7 +85,10 @@ class Batches:
 
 
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices. By name, because a sharded parameter may show another shape."""
+    """AdamW with weight decay for matrices.
+
+    Matrices are found by name, because a sharded parameter may have another shape.
+    """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -122,16 +125,16 @@ def gather_over_ranks(loss: Tensor, peak_nbytes: int) -> Gathered:
 
 class Outcome(NamedTuple):
     losses: list[float]
-    """Of all steps, those before a resume included."""
+    """Loss of each step, including those before a resume."""
     tokens_per_s: float | None
-    """Of this process, as is the peak; None: it had no step left to do."""
+    """Speed of all ranks in this process's steps; None if a resumed run had none left to do."""
     peak_nbytes: int | None
 
 
 def train(
     wrapped: Wrapped, corpus: bytearray, meter: MemoryMeter, options: Options, place: Place
 ) -> Outcome:
-    """Run all steps; only rank 0 reports, though every rank knows the figures."""
+    """Run all steps; only rank 0 reports. Collective over the default group."""
     model = wrapped.model.train()
     batches = Batches(corpus, options, place)
     optimizer = build_optimizer(model, options.lr)
@@ -183,7 +186,7 @@ def sample(model: nn.Module, options: Options, device: torch.device) -> str:
 
 
 def publish(outcome: Outcome, sampled: str, options: Options) -> None:
-    """The curve and the results into `--out`; the sample, then the results, on stdout."""
+    """Write the curve and the results to `--out`; print the sample and the results."""
     save_loss_curve(
         outcome.losses, f"Byte-level transformer under {options.engine}", options.out / "loss.png"
     )
@@ -222,8 +225,8 @@ def main() -> None:
         leave_with_launcher()
     device = join_group(place)
     outcome, sampled = train_and_sample(options, corpus, place, device)
-    # Not in a `finally`: a rank that failed must end at once, and leaving a group can wait for the
-    # other ranks.
+    # Not in a `finally`: a failed rank must end at once, but destroying a group may wait for other
+    # ranks.
     dist.destroy_process_group()
     if place.rank == 0:
         publish(outcome, sampled, options)

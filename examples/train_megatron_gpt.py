@@ -4,8 +4,8 @@
     ... --nproc-per-node 4 -- examples/train_megatron_gpt.py --tensor 2 --sequence-parallel
     ... --nproc-per-node 4 -- examples/train_megatron_gpt.py --pipeline 2 --micro-batches 4
 
-On GPUs if there are any, else on CPU ranks (megatron_cpu.py). `--engine ddp` trains the same with
-Megatron's DistributedDataParallel: the same losses and gradient norms. Needs the extra:
+Runs on GPUs if there are any, else on CPU ranks (megatron_cpu.py). `--engine ddp` trains with
+Megatron's DistributedDataParallel instead: the same losses and gradient norms. Needs the extra:
 pip install layerzero[megatron].
 """
 
@@ -41,11 +41,11 @@ from layerzero.integrations.megatron import setup_model_and_optimizer  # noqa: E
 
 HEADS = 4
 ENGINE: dict[str, Any] = {}
-"""Options of ZeRO3DataParallel beside those of the command line."""
+"""Options of ZeRO3DataParallel in addition to those of the command line."""
 
 
 class Step(NamedTuple):
-    """What a step reports on the last stage of the pipeline; None elsewhere."""
+    """Figures of a step; only the last pipeline stage has the loss."""
 
     loss: float | None
     grad_norm: float | None
@@ -91,7 +91,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def transformer_config(options: argparse.Namespace) -> TransformerConfig:
-    """With everything fused switched off, so that no GPU is needed."""
+    """A TransformerConfig without fused kernels, so that no GPU is needed."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
     return TransformerConfig(
         num_layers=options.layers,
@@ -107,7 +107,8 @@ def transformer_config(options: argparse.Namespace) -> TransformerConfig:
         sequence_parallel=options.sequence_parallel,
         pipeline_model_parallel_size=options.pipeline,
         virtual_pipeline_model_parallel_size=options.virtual,
-        # Two stages exchange several messages at a time, which a batch of them would mix up.
+        # With virtual stages on two ranks, both neighbours are one rank, and batched messages would
+        # take each other's place.
         overlap_p2p_comm=options.virtual is not None,
         batch_p2p_comm=options.virtual is None,
         context_parallel_size=options.context,
@@ -125,7 +126,7 @@ def transformer_config(options: argparse.Namespace) -> TransformerConfig:
 
 
 class MakeModel:
-    """Makes one chunk of the model, as Megatron's model providers do."""
+    """Builds one chunk of the model, like Megatron's model providers."""
 
     def __init__(self, options: argparse.Namespace, config: TransformerConfig) -> None:
         self.options = options
@@ -216,7 +217,7 @@ def ddp_config(options: argparse.Namespace) -> DistributedDataParallelConfig:
 
 
 def with_ddp(options: argparse.Namespace, config: TransformerConfig) -> tuple[Any, Any, Any]:
-    """What Megatron's own training script does."""
+    """The setup with Megatron's own DistributedDataParallel, as in its training script."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     make, chunks = MakeModel(options, config), []
@@ -241,7 +242,7 @@ def with_ddp(options: argparse.Namespace, config: TransformerConfig) -> tuple[An
 
 
 def batches(options: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """Random tokens, of which every second one repeats the one before."""
+    """Random tokens; every second one repeats the one before."""
     generator = torch.Generator().manual_seed(100 + parallel_state.get_data_parallel_rank())
     while True:
         tokens = torch.randint(
@@ -280,13 +281,13 @@ class ForwardStep:
 
 
 def train(options: argparse.Namespace, device: torch.device) -> list[Step]:
-    """Train on these ranks, whose parallel groups are there; returns what each step reported."""
+    """Train on ranks whose parallel groups are initialised; returns the figures of each step."""
     config = transformer_config(options)
     engine = with_ddp if options.engine == "ddp" else with_layerzero
     chunks, optimizer, scheduler = engine(options, config)
     for chunk in chunks:
         chunk.train()
-    # Each chunk of a stage sees the same micro-batches.
+    # Each chunk of a stage gets the same micro-batches.
     data = [batches(options) for _ in chunks]
     forward_step = ForwardStep(options, device)
     steps = []
@@ -310,7 +311,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[Step]:
         loss = None
         if reports:
             loss = sum(float(report["loss"]) for report in reports) / len(reports)
-        seconds = time.perf_counter() - begin  # the norm was waited for
+        seconds = time.perf_counter() - begin  # Complete: computing the norm blocked the host.
         steps.append(Step(loss, grad_norm, num_zeros, succeeded, seconds))
     return steps
 
@@ -339,7 +340,7 @@ def main(arguments: list[str] | None = None) -> None:
     with context:
         join_groups(options)
         steps = train(options, device)
-    if dist.get_rank() == dist.get_world_size() - 1:  # of the last stage
+    if dist.get_rank() == dist.get_world_size() - 1:  # A rank of the last stage.
         for number, step in enumerate(steps):
             norm = "none" if step.grad_norm is None else f"{float(step.grad_norm):.6f}"
             figures = f"loss {step.loss:.6f} gradient norm {norm} {1000 * step.seconds:.0f} ms"

@@ -3,8 +3,8 @@
     pip install layerzero[ray]
     python examples/train_ray.py --workers 2 --steps 20 --storage /tmp/ray-run
 
-Ray starts the workers and their process group; what a worker does is `train_worker`. The storage
-must be a folder that all machines see.
+Ray starts the workers and their process group; each worker runs `train_worker`. The storage must be
+a folder that all machines share.
 """
 
 import argparse
@@ -35,14 +35,14 @@ class Block(nn.Module):
 
 
 def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Rows to reverse; others on each rank and in each step."""
+    """Rows and their reversals; different on each rank and in each step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     rows = torch.randn(16, WIDTH, generator=generator)
     return rows, rows.flip(1)
 
 
 def train_worker(config: dict[str, Any]) -> None:
-    """One rank. Ray calls this on every worker, and again on all of them after a failure."""
+    """Train on one rank. Ray calls it on every worker, and again on all after a failure."""
     device = train.torch.get_device()
     torch.manual_seed(0)
     layers = nn.Sequential(*(Block() for _ in range(4)))
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             failure_config=train.FailureConfig(max_failures=1),
         ),
     )
-    trainer.fit()  # raises what a worker raised; its metrics come with Ray's checkpoints alone
+    trainer.fit()  # Raises a worker's error. Returns metrics only with Ray's own checkpoints.
     metrics: dict[str, Any] = json.loads((storage / "metrics.json").read_text())
     return metrics
 
