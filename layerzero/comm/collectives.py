@@ -187,6 +187,7 @@ def reduce_scatter(
     scale: float = 1.0,
     deterministic: bool = False,
     order: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Pending]:
     """Sum chunk r of every rank's `chunks` on rank r. Collective; does not block the host.
 
@@ -196,6 +197,7 @@ def reduce_scatter(
         scale: factor on the sum (1 / group_size makes a mean).
         deterministic: sum in rank order, in float32 at least, on every backend; gloo always does.
         order: rank r receives chunk order[r] instead of r; used only where the engine sums.
+        out: [chunk_numel] memory for the sum, in the dtype of what is returned; None: new memory.
 
     Returns:
         ([chunk_numel] scaled sum, valid after `wait()` of the handle; the handle). The sum is
@@ -210,7 +212,7 @@ def reduce_scatter(
             # Scale first: an unscaled sum may exceed the largest float16, 65504.
             chunks.mul_(scale)
             scale = 1.0
-        summed = chunks.new_empty(chunk_numel)
+        summed = chunks.new_empty(chunk_numel) if out is None else out
         pending = _start(
             operation, chunks, group, lambda: _issue_reduce_scatter(summed, chunks, op, group)
         )
@@ -219,7 +221,9 @@ def reduce_scatter(
         return summed, pending
     dtype = torch.promote_types(chunks.dtype, torch.float32)
     parts, pending = _all_to_all(chunks, group, operation, order)
-    if dtype == chunks.dtype and messages_carry_names(group, chunks.device) and group.size > 1:
+    if out is not None:
+        summed = out
+    elif dtype == chunks.dtype and messages_carry_names(group, chunks.device) and group.size > 1:
         # The first received part is memory of ours in the right dtype: sum into it.
         summed = parts[0 if group.rank else 1]
     else:

@@ -194,6 +194,7 @@ class DeviceStream:
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
+        self._device = device
         self._stream = self._module.Stream(device=device)
         self._entered: list[Any] = []
 
@@ -235,7 +236,11 @@ class DeviceStream:
 
     def drain_handle(self) -> Waitable:
         """Handle that orders the current stream after all work queued on this one so far."""
-        return _OnStream(self._module, self.record_event(), None)
+        return _OnStream(self._current_stream, self.record_event(), None)
+
+    def _current_stream(self) -> Any:
+        # Of the model's device: the current one may be another, without `set_device`.
+        return self._module.current_stream(self._device)
 
     def enqueue_wait(
         self, pending: Waitable, on_done: Callable[[], None] | None = None
@@ -245,19 +250,24 @@ class DeviceStream:
         `on_done` is not called: the host does not learn when the device is done.
         """
         pending.wait()
-        return _OnStream(self._module, self.record_event(), pending)
+        return _OnStream(self._current_stream, self.record_event(), pending)
 
 
 class _OnStream:
     """A collective queued on a side stream; waiting orders the current stream after it."""
 
-    def __init__(self, module: Any, event: Event, pending_keepalive: Waitable | None) -> None:
-        self._module = module
+    def __init__(
+        self,
+        current_stream: Callable[[], Any],
+        event: Event,
+        pending_keepalive: Waitable | None,
+    ) -> None:
+        self._current_stream = current_stream
         self._event = event
         self._pending_keepalive = pending_keepalive
 
     def wait(self) -> None:
-        self._module.current_stream().wait_event(self._event)
+        self._current_stream().wait_event(self._event)
 
 
 CommStream = InlineStream | DeviceStream
@@ -278,6 +288,7 @@ class Streams:
         """`finishing_thread`: on CPU, give the unshard and reduce streams a thread; for backends
         on which the engine does the sums itself (gloo)."""
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device = device
         self.pre_unshard: CommStream
         self.unshard: CommStream
         self.reduce: CommStream
@@ -291,11 +302,16 @@ class Streams:
             self.pre_unshard, self.unshard = DeviceStream(device), DeviceStream(device)
             self.reduce, self.offload = DeviceStream(device), DeviceStream(device)
 
+    @property
+    def are_apart(self) -> bool:
+        """Whether memory belongs to the stream that it was allocated on."""
+        return self._module is not None
+
     def record_compute_event(self) -> Event:
         """Record an event on the compute stream, after all work queued there; None on CPU."""
         if self._module is None:
             return None
-        return self._module.current_stream().record_event()
+        return self._module.current_stream(self._device).record_event()
 
     def wait_on_host(self, event: Event) -> None:
         """Block the host until the device has reached `event`."""

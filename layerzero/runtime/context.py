@@ -1,6 +1,6 @@
 """RuntimeContext: the state that all units of one model share.
 
-It holds the streams, the names of collectives, the rate limiter, and the four events that order one
+It holds the streams, the names of collectives, the rate limiter, and the events that order one
 unit's memory traffic after another's. It lies below the unit, so code that works on a unit through
 it depends neither on the root nor on other units.
 """
@@ -39,10 +39,6 @@ class RuntimeContext:
     """Whether autograd is running a backward pass of this model."""
     weights_written: Event
     """Event after the last change of main shards on the compute stream."""
-    full_freed: Event
-    """Event after the last use of any freed full buffer."""
-    chunk_offloaded: Event
-    """Event after the last copy of a gradient chunk between device and host."""
     shard_uploaded: Event
     """Event after the last copy of a main shard from the host; None once the host waited for it."""
 
@@ -64,8 +60,6 @@ class RuntimeContext:
         self.replaced = []
         self.in_backward = False
         self.weights_written = None
-        self.full_freed = None
-        self.chunk_offloaded = None
         self.shard_uploaded = None
         self._profiling = torch.autograd._profiler_enabled
         self._logs = False
@@ -93,13 +87,14 @@ class RuntimeContext:
         self.weights_written = self.streams.record_compute_event()
         self._look_at_level()
 
-    def note_free(self) -> None:
-        """Full buffers are about to be freed, and the next gather may reuse their memory."""
-        self.full_freed = self.streams.record_compute_event()
+    def before_free(self) -> None:
+        """Order the unshard stream, which owns full buffers, after their last use on compute.
 
-    def note_offload(self, copied: Event) -> None:
-        """`copied` follows a copy of a chunk, whose memory the next reduction may reuse."""
-        self.chunk_offloaded = copied
+        Before they are freed, and not only before the next all-gather: memory that leaves the pool
+        of its stream (`empty_cache`, a retry after out of memory, expandable segments,
+        `cudaMallocAsync`) is given back as soon as *that* stream is done with it.
+        """
+        self.streams.unshard.wait(self.streams.record_compute_event())
 
     def note_upload(self, copied: Event) -> None:
         """`copied` follows a copy of a main shard, which the optimizer may overwrite next."""

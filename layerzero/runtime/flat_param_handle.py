@@ -110,9 +110,8 @@ class FlatParamHandle(FlatParam):
     ) -> Waitable:
         with context.streams.unshard as stream:
             self.allocate_full()
-            # The allocator may have returned memory that compute still reads; and the shard has to
-            # be written before it is sent.
-            stream.wait(context.full_freed)
+            # The shard has to be written before it is sent. That compute has read what was in this
+            # memory before, the stream has waited for when that was freed (`before_free`).
             stream.wait(written)
             return stream.enqueue_wait(all_gather(self.full.data, shard, group, operation))
 
@@ -122,6 +121,6 @@ class FlatParamHandle(FlatParam):
             gather.wait()
 
     def reshard(self) -> None:
-        """Free the full buffer. The caller has recorded its last use (`context.note_free`)."""
+        """Free the full buffer, after `RuntimeContext.before_free`."""
         self._gathers = []
         self.free_full()

@@ -101,12 +101,10 @@ class Reduction:
             return  # `GradientBuffer.deliver` takes the gradients as they are.
         if comes_back:
             gradients.allocate_buffer()
+        result = self._allocate_chunk(in_shards)
         collected = context.streams.record_compute_event()
         with context.streams.reduce as stream:
-            # The buffers were allocated and filled on the compute stream. And the new chunk may
-            # reuse the memory of an earlier one that is still being copied to the host.
-            stream.wait(collected)
-            stream.wait(context.chunk_offloaded)
+            stream.wait(collected)  # The buffers are allocated and filled on the compute stream.
             if comes_back:
                 # Added in the dtype of sums (float32 at least), then cast into the buffer to send.
                 with context.streams.offload as offload:
@@ -115,7 +113,28 @@ class Reduction:
                     stream.wait(offload.record_event())
                 gradients.drop_host_sum()
                 gradients.fill_buffer()
-            self.pending = self._send(stream)
+            self.pending = self._send(stream, result)
+
+    def _allocate_chunk(self, in_shards: bool) -> torch.Tensor | None:
+        """[chunk_numel] memory of the compute stream for what the last hop leaves.
+
+        Compute reads it, as `.grad`, and whoever drops `.grad` frees it: in the pool of another
+        stream the memory could be given back while compute still reads it.
+
+        Returns:
+            None where memory has no stream (CPU), and where the chunk goes elsewhere: to a sum, or
+            to the host.
+        """
+        handle, gradients = self.handle, self.handle.gradients
+        if self.is_partial or handle.params_on is not None or not self._context.streams.are_apart:
+            return None
+        dtype = gradients.buffer.dtype
+        adds_up = in_shards and gradients.is_waiting_after_first_hop
+        if adds_up and len(handle.placement.reduce_groups) == 1:
+            dtype = gradients.sum.dtype
+        elif self.unit.options.deterministic:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return torch.empty(gradients.layout.chunk_numel, dtype=dtype, device=gradients.device)
 
     def start_offload(self) -> None:
         """Start copying the incomplete unsharded sum to the host. Not collective."""
@@ -126,7 +145,7 @@ class Reduction:
             gradients.send_to_host(gradients.sum)
             self.pending = offload.drain_handle()
 
-    def _send(self, stream: CommStream) -> Waitable:
+    def _send(self, stream: CommStream, result: torch.Tensor | None) -> Waitable:
         """Start the hops: reduce-scatter, outer reduce-scatter, and an all-gather to replicas."""
         context, unit, handle = self._context, self.unit, self.handle
         gradients, placement, options = handle.gradients, handle.placement, unit.options
@@ -142,6 +161,12 @@ class Reduction:
         # float16, where a sum that is not scaled yet could overflow: scale in the first hop.
         scales = [1.0] * len(placement.reduce_groups)
         scales[0 if gradients.buffer.dtype == torch.float16 else -1] = options.gradient_scale
+        # Sums that wait in shards: this chunk is added to them, or is the first of them.
+        adds_up = self.is_partial or gradients.is_waiting_after_first_hop
+        # With `outer="replicate"` several ranks own this shard. Each reduces one slice of it and
+        # then needs the others: reduce-scatter plus all-gather, instead of an all-reduce.
+        copies = placement.owned_slices > 1 and not self.is_partial
+        is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
         chunk, started = reduce_scatter(
             gradients.buffer,
             groups[0],
@@ -149,13 +174,9 @@ class Reduction:
             scale=scales[0],
             deterministic=options.deterministic,
             order=None if placement.world is None else placement.world_slices,
+            out=result if is_only_hop else None,
         )
-        # Sums that wait in shards: this chunk is added to them, or is the first of them.
-        adds_up = self.is_partial or gradients.is_waiting_after_first_hop
-        # With `outer="replicate"` several ranks own this shard. Each reduces one slice of it and
-        # then needs the others: reduce-scatter plus all-gather, instead of an all-reduce.
-        copies = placement.owned_slices > 1 and not self.is_partial
-        if len(groups) == 1 and not copies and not adds_up and handle.params_on is None:
+        if is_only_hop:
             # The ordinary case: no work depends on the result of the only hop. `stream.run` would
             # block the host until it is done, where there are neither streams nor a thread.
             self.chunk = chunk
@@ -187,7 +208,7 @@ class Reduction:
                 assert outer is not None
                 own, chunk = chunk, chunk.new_empty(chunk.numel() * placement.owned_slices)
                 all_gather(chunk, own, outer, operations[-1]).wait()
-            self.chunk = chunk
+            self.chunk = chunk if result is None else result.copy_(chunk)
             if handle.params_on is not None:
                 self._download(chunk, stream)
 
@@ -212,10 +233,16 @@ class Reduction:
                 # The last micro-batch: the sum is needed on the device, not on the host.
                 gradients.add_host_sum_to(chunk)
                 gradients.drop_host_sum()
-            context.note_offload(offload.record_event())
-        if not self.is_partial:
-            stream.wait(context.chunk_offloaded)  # The next hop reads the sum.
+            # The next hop reads the sum; or the chunk is freed, whose memory is the stream's.
+            self._wait_for_offload(stream, offload)
         return chunk
+
+    @staticmethod
+    def _wait_for_offload(stream: CommStream, offload: CommStream) -> Event:
+        """Order `stream`, which owns the chunk, after the copies that `offload` makes of it."""
+        copied = offload.record_event()
+        stream.wait(copied)
+        return copied
 
     def _download(self, chunk: torch.Tensor, stream: CommStream) -> None:
         """Start copying the reduced chunk to the host memory that holds the main shard."""
@@ -227,5 +254,4 @@ class Reduction:
             offload.wait(ready)
             self.chunk = self.handle.params_on.empty(chunk.numel(), chunk.dtype)
             self.chunk.copy_(chunk, non_blocking=True)
-            self.landed = offload.record_event()
-        self._context.note_offload(self.landed)
+            self.landed = self._wait_for_offload(stream, offload)

@@ -314,7 +314,7 @@ class Unit:
             if regathered_this_step and self.options.reshard_after_forward == "compute_shard":
                 for handle in self.handles:
                     handle.keep_shard()
-            context.note_free()
+            context.before_free()
             for handle in self.handles:
                 handle.reshard()
             if self.saved_casts:

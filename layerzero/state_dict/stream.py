@@ -159,12 +159,12 @@ def stream_sources(
                     view = split.wrap(view).full_tensor()  # Collective over the mesh.
                 yield bucket.source, index, view
                 del view
-            # The next gather may reuse this memory, so it waits for this event.
-            state.context.note_free()
+            state.context.before_free()
             del full
     finally:
         if coming is not None:
             coming[1].wait()  # Stopped early: the gather must not write to freed memory.
+            _root_of(buckets[0]).context.before_free()
 
 
 def _root_of(bucket: _Bucket) -> RootState:
@@ -200,12 +200,10 @@ def _neighbours(source: FlatSource, group: list[int]) -> _Bucket:
 def _gather(state: RootState, bucket: _Bucket) -> tuple[torch.Tensor, Waitable]:
     """Start gathering a bucket; returns the flat tensor of its range, and a handle to wait for."""
     source, placement = bucket.source, bucket.source.handle.placement
-    event = (
-        state.streams.record_compute_event()
-    )  # After writes of what is read here, and after reads of memory that is reused.
+    # After writes of what is read here, and after reads of memory that is reused.
+    event = state.streams.record_compute_event()
     with state.streams.unshard as stream:
         stream.wait(event)
-        stream.wait(state.context.full_freed)
         shard = source.shard().to(state.device, non_blocking=True)
         full = shard.new_empty(bucket.stop - bucket.start)
         if bucket.stop - bucket.start != source.handle.layout.padded_numel:

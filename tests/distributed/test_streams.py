@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, pregather, units
+from layerzero.comm.collectives import Pending
 from layerzero.comm.streams import DeviceStream, Streams, _OnStream
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.reducer import GradientReducer
+from layerzero.runtime.reduction import Reduction
 from layerzero.runtime.unit import Unit
 from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block, Mlp
@@ -245,7 +247,7 @@ def _races_with_host(settings: dict, uses: list) -> dict[str, list[str]]:
     for use in uses:
         with simulated_device() as device:
             use(wrapped(**settings))
-        found[use.__name__] = sorted(set(device.races))
+        found[use.__name__] = sorted({*device.races, *device.early_frees})
     return found
 
 
@@ -260,7 +262,7 @@ def _races(settings: dict) -> dict[str, list[str]]:
     for use in USES:
         with simulated_device() as device:
             use(wrapped(**settings))
-        found[use.__name__] = sorted(set(device.races))
+        found[use.__name__] = sorted({*device.races, *device.early_frees})
     return found
 
 
@@ -298,7 +300,7 @@ def test_no_operation_of_a_step_blocks_the_host() -> None:
 def _waits_for_the_reduction_before(mode: BackwardPrefetch | None) -> list[bool]:
     """For each block in backward, whether it waits for the reduction that was queued last."""
     waits: list[bool] = []
-    last = 0
+    last: dict[int, int] = {}
     with simulated_device() as device:
         model = wrapped(backward_prefetch=mode)
         train(model, 2, torch.optim.SGD)
@@ -313,7 +315,7 @@ def _waits_for_the_reduction_before(mode: BackwardPrefetch | None) -> list[bool]
         def showing(unit: Unit) -> None:
             show(unit)
             if last and unit.fqn:
-                waits.append(device.collectives_before_compute >= last)
+                waits.append(device.compute_waits_for(last))
 
         with (
             mock.patch.object(GradientReducer, "reduce", reducing),
@@ -389,15 +391,47 @@ def without_the_event_of_weights() -> object:
     return mock.patch.object(RuntimeContext, "weights_written", _Never(), create=True)
 
 
-def without_the_event_of_frees() -> object:
-    return mock.patch.object(RuntimeContext, "full_freed", _Never(), create=True)
+def without_waiting_before_frees() -> object:
+    return mock.patch.object(RuntimeContext, "before_free", lambda _: None)
+
+
+def without_memory_of_compute_for_chunks() -> object:
+    return mock.patch.object(Reduction, "_allocate_chunk", lambda *_: None)
+
+
+def with_the_current_device() -> object:
+    """Not the model's: the stream of another device, where nothing is queued."""
+
+    def record_compute_event(streams: Streams) -> object:
+        return streams._module.current_stream().record_event()
+
+    return mock.patch.object(Streams, "record_compute_event", record_compute_event)
+
+
+def _without_waiting_for(verb: str) -> object:
+    """For a collective's end, before its result is used on the stream that started it."""
+    original = Pending._await
+
+    def skipping(pending: Pending) -> None:
+        if pending.operation.verb != verb:
+            original(pending)
+
+    return mock.patch.object(Pending, "_await", skipping)
+
+
+def without_waiting_for_the_first_hop() -> object:
+    return _without_waiting_for("reduce-scatter")
+
+
+def without_waiting_for_the_outer_gather() -> object:
+    return _without_waiting_for("outer all-gather")
 
 
 def without_the_streams_event() -> object:
     """The stream is never ordered after the collective."""
 
     def enqueue_wait(stream: DeviceStream, pending: object, on_done: object = None) -> object:
-        return _OnStream(stream._module, stream.record_event(), pending)
+        return _OnStream(stream._current_stream, stream.record_event(), pending)
 
     return mock.patch.object(DeviceStream, "enqueue_wait", enqueue_wait)
 
@@ -429,7 +463,11 @@ def without_the_event_of_uploads() -> object:
 
 
 def without_the_event_of_offloaded_chunks() -> object:
-    return mock.patch.object(RuntimeContext, "chunk_offloaded", _Never(), create=True)
+
+    def only_recorded(_: object, offload: DeviceStream) -> object:
+        return offload.record_event()
+
+    return mock.patch.object(Reduction, "_wait_for_offload", staticmethod(only_recorded))
 
 
 def without_waiting_on_the_offload_stream() -> object:
@@ -441,11 +479,14 @@ MISSING: list[tuple[Callable[[], object], str]] = [
     (without_waiting_for_gathers, "default"),
     (without_the_event_of_weights, "default"),
     (without_the_event_of_weights, "bfloat16"),
-    (without_the_event_of_frees, "default"),
-    (without_the_event_of_frees, "bfloat16"),
+    (without_waiting_before_frees, "default"),
+    (without_waiting_before_frees, "bfloat16"),
     (without_the_streams_event, "default"),
     (without_the_event_of_the_cast, "bfloat16"),
     (without_the_event_of_collected_gradients, "default"),
+    (without_memory_of_compute_for_chunks, "default"),
+    (without_memory_of_compute_for_chunks, "bfloat16"),
+    (with_the_current_device, "default"),
 ]
 MISSING_IN_LAYERS: list[tuple[Callable[[], object], str]] = [
     (without_waiting_for_marks, "zero1"),
@@ -458,6 +499,10 @@ MISSING_IN_LAYERS: list[tuple[Callable[[], object], str]] = [
     (without_the_event_of_the_cast, "zero1"),
     (without_the_event_of_the_cast, "replicate, bfloat16"),
     (without_the_event_of_collected_gradients, "zero1"),
+    (without_waiting_for_the_first_hop, "zero1"),
+    (without_waiting_for_the_first_hop, "replicate, bfloat16"),
+    (without_waiting_for_the_outer_gather, "zero1"),
+    (without_memory_of_compute_for_chunks, "zero1"),
 ]
 
 
@@ -481,7 +526,7 @@ def _found_without(each: list[Missing]) -> list[list[str]]:
     for missing, settings, use in each:
         with missing(), simulated_device() as device:  # type: ignore[attr-defined]
             use(wrapped(**settings))
-        found.append(device.races)
+        found.append(device.races + device.early_frees)
     return found
 
 
@@ -505,20 +550,21 @@ def test_a_missing_wait_of_an_outer_axis_is_found() -> None:
     _assert_found(4, [(m, s, plain_steps) for m, s in MISSING_IN_LAYERS], LAYERED)
 
 
-def _reuses_memory_too_early() -> list[str]:
+def _reuses_memory_too_early() -> tuple[list[str], list[str]]:
     with simulated_device() as device:
         assert isinstance(device, SimulatedDevice)
         side = device.Stream()
         with device.stream(side):
             first = torch.ones(4)
-        device.current_stream().wait_event(side.record_event())
+        device._compute.wait_event(side.record_event())
         first.add(1)
         del first
         with device.stream(side):
             torch.ones(4)
-    return device.races
+    return device.races, device.early_frees
 
 
 def test_memory_handed_out_again_too_early_is_found() -> None:
-    (race,) = run_ranks(1, _reuses_memory_too_early)[0]
+    (race,), (early,) = run_ranks(1, _reuses_memory_too_early)[0]
+    assert "is freed before it waits for add on compute" in early
     assert "does not wait for what was used by add on compute, in memory freed since" in race

@@ -137,16 +137,22 @@ class SimulatedDevice(TorchDispatchMode):
 
     races: list[str]
     """Accesses in no order, in words."""
+    early_frees: list[str]
+    """Memory that was freed before the stream that owns it comes after all uses, in words. It
+    could leave the pool of that stream (`empty_cache`, a retry after out of memory)."""
     host_waits: list[str]
     """Operations that block the host until the device has come to them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.races = []
+        self.early_frees = []
         self.host_waits = []
         self._host = Stream(name="the host")
         self._compute = Stream(self._host, "compute")
-        self._comm = Stream(self._host, "the backend's stream")
+        self._comms: dict[Any, Stream] = {}
+        """By process group, as NCCL has a communicator for each."""
+        self._elsewhere = Stream(self._host, "the compute stream of another device")
         self._current = [self._compute]
         self._memories: dict[int, _Memory] = {}
         self._alive: dict[int, int] = {}  # the same keys -> `_Memory.alive.cdata`
@@ -155,14 +161,13 @@ class SimulatedDevice(TorchDispatchMode):
         self._is_paused = False
 
     @property
-    def queued_collectives(self) -> int:
-        """How many actions were queued on the backend's stream."""
-        return self._comm.clock[self._comm.id]
+    def queued_collectives(self) -> Clock:
+        """By stream of a process group, how many collectives were queued there."""
+        return {comm.id: comm.clock[comm.id] for comm in self._comms.values()}
 
-    @property
-    def collectives_before_compute(self) -> int:
-        """How many of them compute waits for before what is queued on it next."""
-        return self._compute.clock.get(self._comm.id, 0)
+    def compute_waits_for(self, queued: Clock) -> bool:
+        """Whether what is queued on compute next comes after all of these collectives."""
+        return all(self._compute.clock.get(comm, 0) >= number for comm, number in queued.items())
 
     # The device module -----------------------------------------------------------------------
 
@@ -173,8 +178,9 @@ class SimulatedDevice(TorchDispatchMode):
         """For others than the engine who ask: torch's checkpoint does in builds for a device."""
         return False
 
-    def current_stream(self) -> Stream:
-        return self._current[-1]
+    def current_stream(self, device: object = None) -> Stream:
+        """Of the model's device; without one of the current device, which is another."""
+        return self._elsewhere if device is None else self._current[-1]
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -210,7 +216,7 @@ class SimulatedDevice(TorchDispatchMode):
         gone = [key for key, weak in self._alive.items() if _expired(weak)]
         for key in gone:
             self._free(key)
-        home = self.current_stream()
+        home = self._current[-1]
         before = dict(self._freed.get(home.id, {}))
         last = dict(self._freed_last.get(home.id, {}))
         return self._remember(storage, home, before, last)
@@ -220,6 +226,12 @@ class SimulatedDevice(TorchDispatchMode):
         del self._alive[key]
         if memory.home is self._host:
             return
+        for stream, time in (*memory.written.items(), *memory.read.items()):
+            if memory.home.clock.get(stream, 0) < time:
+                self.early_frees.append(
+                    f"memory of {memory.home.name} is freed before it waits for "
+                    f"{memory.last.get(stream, 'an earlier operation')}"
+                )
         pool = self._freed.setdefault(memory.home.id, {})
         _merge(pool, memory.written)
         _merge(pool, memory.read)
@@ -282,7 +294,7 @@ class SimulatedDevice(TorchDispatchMode):
             self.host_waits.append(name)
         if facts.is_view:
             return
-        stream = self._host if on_host else self.current_stream()
+        stream = self._host if on_host else self._current[-1]
         stream.tick()
         seen = set()
         for position, (argument, writes) in enumerate(facts.arguments):
@@ -317,11 +329,12 @@ class SimulatedDevice(TorchDispatchMode):
         """`verb(output, input, ...)`, or `verb(tensor, ...)`, queued as NCCL does."""
 
         def queued(*args: Any, **kwargs: Any) -> _Queued:
-            self._comm.wait_event(self.current_stream().record_event())
-            self._comm.tick()
+            comm = self._comm_of(args, kwargs)
+            comm.wait_event(self._current[-1].record_event())
+            comm.tick()
             output, given = args[0], args[0 if in_place else 1]
-            self._access(given, self._comm, verb.__name__, writes=False)
-            self._access(output, self._comm, verb.__name__, writes=True)
+            self._access(given, comm, verb.__name__, writes=False)
+            self._access(output, comm, verb.__name__, writes=True)
             self._is_paused = True
             try:
                 work = verb(*args, **kwargs)
@@ -329,9 +342,17 @@ class SimulatedDevice(TorchDispatchMode):
                     work.wait()
             finally:
                 self._is_paused = False
-            return _Queued(self, self._comm.record_event())
+            return _Queued(self, comm.record_event())
 
         return queued
+
+    def _comm_of(self, args: Any, kwargs: dict[str, Any]) -> Stream:
+        given = (*args, *kwargs.values())
+        groups = (getattr(each, "process_group", each) for each in given)
+        group = next(each for each in groups if isinstance(each, dist.ProcessGroup))
+        return self._comms.setdefault(
+            group, Stream(self._host, f"the stream of group {len(self._comms)}")
+        )
 
 
 class _Queued:
@@ -342,7 +363,7 @@ class _Queued:
         self._done = done
 
     def wait(self, timeout: object = None) -> None:
-        self._device.current_stream().wait_event(self._done)
+        self._device._current[-1].wait_event(self._done)
 
     def is_completed(self) -> bool:
         return True
