@@ -1,4 +1,4 @@
-"""What does layered ZeRO save: step time, bytes on the wire, bytes resident; measured, predicted?
+"""What does layered ZeRO save? Step time, bytes sent and bytes resident, measured and predicted.
 
 Measured: gloo ranks of this machine, in two shard groups ("nodes") of neighbours, train one
 transformer with AdamW on the same data under each engine: every mode of layerzero, `fully_shard`

@@ -108,7 +108,7 @@ class ZeRO3PipelineStage(PipelineStage):
         """Reshard all units. Not collective."""
         self._root.end_micro_batches()
 
-    # What a schedule calls ------------------------------------------------------------------
+    # Called by schedules --------------------------------------------------------------------
 
     def clear_runtime_states(self) -> None:
         """Begin a step of the schedule; discard one that was interrupted."""

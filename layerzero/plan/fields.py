@@ -97,7 +97,7 @@ class PlanFields:
                     f"{self.defaults[default]!r} are both given; say it in one of them"
                 )
 
-    # What fields mean -----------------------------------------------------------------------
+    # Derived settings -----------------------------------------------------------------------
 
     @property
     def patterns(self) -> list[tuple[NamePattern, Mapping[str, Any]]]:

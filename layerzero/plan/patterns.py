@@ -45,7 +45,7 @@ class NamePattern:
     """One pattern on dotted names."""
 
     text: str
-    """As the user wrote it."""
+    """The pattern as the user wrote it."""
     is_regex: bool
     has_number: bool
     """Whether it names members of a series, such as layers."""

@@ -47,7 +47,7 @@ class ResolvedUnit:
 
 @dataclass
 class Row:
-    """What one pattern matched."""
+    """The matches of one pattern."""
 
     key: str
     """The plan's field that has the pattern."""
@@ -64,10 +64,10 @@ class Row:
 
 @dataclass
 class Resolved:
-    """What a plan means for one model."""
+    """The result of matching a plan with a model."""
 
     units: list[ResolvedUnit] = field(default_factory=list)
-    """In the order of the module tree, without the root."""
+    """Units in the order of the module tree, without the root."""
     ignored_modules: list[nn.Module] = field(default_factory=list)
     ignored_parameters: list[nn.Parameter] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)

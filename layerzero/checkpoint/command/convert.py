@@ -44,7 +44,7 @@ class _Weight:
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written."""
+    """The result of a conversion."""
 
     num_tensors: int
     num_cast: int

@@ -141,7 +141,7 @@ class ZeRO3Trainer(Trainer):
                 "a model of its own"
             )
 
-    # What the Trainer does to a model -----------------------------------------------------------
+    # Preparing the model ------------------------------------------------------------------------
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         return self._shard(super().call_model_init(trial), self.args)
