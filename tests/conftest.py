@@ -29,7 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
 
 
+LONGEST = ("test_several_machines.py", "test_cuda_build.py", "test_wheel.py")
+"""Begun first, while other workers have something to do: each of their tests takes up to a minute
+or two, and mostly waits."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="no accelerator on this machine")
