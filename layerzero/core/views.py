@@ -15,6 +15,16 @@ class Slot(NamedTuple):
     name: str
 
 
+class _Entry(NamedTuple):
+    """One slot: `parameters[name]` shows `sharded` or `full`."""
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+    sharded: nn.Parameter
+    full: nn.Parameter
+    fqn: str
+
+
 class ParameterViews:
     """Swaps the parameters in the slots of one unit: one dict write per slot, no allocation."""
 
@@ -24,24 +34,20 @@ class ParameterViews:
 
     def __init__(self) -> None:
         self.shows_stand_ins = False
-        self._entries: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-        self._full: list[nn.Parameter] = []
-        self._names: list[str] = []
+        self._entries: list[_Entry] = []
 
     def add(
         self, fqn: str, slots: Iterable[Slot], sharded: nn.Parameter, full: nn.Parameter
     ) -> None:
         for module, name in slots:
-            self._entries.append((module._parameters, name, sharded))
-            self._full.append(full)
-            self._names.append(fqn)
+            self._entries.append(_Entry(module._parameters, name, sharded, full, fqn))
 
     def rename(self, prefix: str) -> None:
         """Put `prefix` before every name."""
-        self._names = [f"{prefix}.{name}" for name in self._names]
+        self._entries = [each._replace(fqn=f"{prefix}.{each.fqn}") for each in self._entries]
 
     def show_sharded(self) -> None:
-        for parameters, name, sharded in self._entries:
+        for parameters, name, sharded, _, _ in self._entries:
             parameters[name] = sharded
 
     def show_unsharded(self, where: str) -> None:
@@ -51,7 +57,7 @@ class ParameterViews:
             RuntimeError: another parameter was put in a slot after wrapping. All slots then show
                 the sharded parameters.
         """
-        for (parameters, name, sharded), full in zip(self._entries, self._full, strict=True):
+        for parameters, name, sharded, full, _ in self._entries:
             if parameters.get(name) is not sharded:
                 self._refuse_replaced(where)
             parameters[name] = full
@@ -63,33 +69,31 @@ class ParameterViews:
             FQNs of parameters whose slot held another parameter, which is now dropped.
         """
         replaced = []
-        for index, (parameters, name, sharded) in enumerate(self._entries):
-            if parameters.get(name) is not self._full[index]:
-                replaced.append(self._names[index])
+        for parameters, name, sharded, full, fqn in self._entries:
+            if parameters.get(name) is not full:
+                replaced.append(fqn)
             parameters[name] = sharded
         return replaced
 
     def show(self, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Show other parameters, given by a map from sharded ones."""
-        for parameters, name, sharded in self._entries:
+        for parameters, name, sharded, _, _ in self._entries:
             parameters[name] = shown[sharded]
 
     def shown_for(self, sharded: nn.Parameter) -> list[nn.Parameter | None]:
         """Parameter that each slot of `sharded` shows now; None if it was removed."""
-        return [parameters.get(name) for parameters, name, each in self._entries if each is sharded]
+        return [e.parameters.get(e.name) for e in self._entries if e.sharded is sharded]
 
     def give_back(self, sharded: nn.Parameter, parameter: nn.Parameter) -> None:
         """Put `parameter` in every slot that still shows `sharded`."""
-        for parameters, name, each in self._entries:
+        for parameters, name, each, _, _ in self._entries:
             if each is sharded and parameters.get(name) is sharded:
                 parameters[name] = parameter
 
     def _refuse_replaced(self, where: str) -> None:
         names = [
             fqn
-            for (parameters, name, sharded), full, fqn in zip(
-                self._entries, self._full, self._names, strict=True
-            )
+            for parameters, name, sharded, full, fqn in self._entries
             if parameters.get(name) is not sharded and parameters.get(name) is not full
         ]
         self.show_sharded()
