@@ -1,7 +1,7 @@
 """Train a small model under Ray Train, sharded by layerzero, with checkpoints that a retry resumes.
 
     pip install layerzero[ray]
-    python examples/train_ray.py --workers 2 --steps 20 --storage /tmp/ray-run
+    python examples/train_ray.py --workers 2 --steps 20 --storage out/ray
 
 Ray starts the workers and their process group; each worker runs `train_worker`. The storage must be
 a folder that all machines share.
@@ -97,7 +97,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpoint-every", type=int, default=5)
-    parser.add_argument("--storage", default="/tmp/layerzero-ray", help="a folder that all see")
+    parser.add_argument("--storage", default="out/ray", help="a folder that all see")
     parser.add_argument("--fail-at", type=int, help="fail once at this step, to see it resume")
     return parser.parse_args(arguments)
 

@@ -134,16 +134,15 @@ def keeping_units(model: ZeRO3) -> None:
     """What a stage of a pipeline does, gathered by itself or by the schedule."""
     root = root_state(model)
     for by_schedule in (False, True):
-        root.begin_micro_batches()
-        if by_schedule:
-            root.unshard_all()
-        outputs = [model(torch.randn(3, WIDTH)) for _ in range(3)]
-        for index, output in enumerate(outputs):
-            if index == 2:
-                root.last_micro_batch()
-            with nullcontext() if index == 2 else model.no_sync():
-                output.sum().backward()
-        root.end_micro_batches()
+        with root.micro_batches() as last_is_next:
+            if by_schedule:
+                root.unshard_all()
+            outputs = [model(torch.randn(3, WIDTH)) for _ in range(3)]
+            for index, output in enumerate(outputs):
+                if index == 2:
+                    last_is_next()
+                with nullcontext() if index == 2 else model.no_sync():
+                    output.sum().backward()
         train(model, 1)
 
 
