@@ -17,6 +17,7 @@ from layerzero.construct.wrap import UnitPlan, Visit
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
 from layerzero.notices import outside, warn_once
+from layerzero.ops import missing_kernels
 
 
 def warn(module: nn.Module, given: Arguments, plan: WrapPlan, placement: Placement) -> None:
@@ -26,6 +27,9 @@ def warn(module: nn.Module, given: Arguments, plan: WrapPlan, placement: Placeme
         placement: placement of the whole model.
     """
     is_first = placement.is_first
+    missing = missing_kernels(plan.device)
+    if missing is not None:
+        warn_once(f"kernels: {plan.device.type}", missing, is_first=is_first, stacklevel=outside())
     _warn_about_policy(given.auto_wrap_policy, plan.units, plan.visits, is_first)
     precisions = [each.mixed_precision for each in plan.arguments.values()]
     _warn_about_precision(precisions, plan.visits, is_first)

@@ -12,10 +12,19 @@ from pathlib import Path
 import torch
 
 from layerzero.ops import reference, schema
-from layerzero.ops.native import NativeStatus, load
+from layerzero.ops.native import NativeStatus, has_kernel, load
 from layerzero.ops.segments import ZEROS, Segments
 
-__all__ = ["ZEROS", "NativeStatus", "Segments", "crc32", "native_status", "ordered_sum_", "pack_"]
+__all__ = [
+    "ZEROS",
+    "NativeStatus",
+    "Segments",
+    "crc32",
+    "missing_kernels",
+    "native_status",
+    "ordered_sum_",
+    "pack_",
+]
 
 STREAMING_NBYTES = 32 << 20
 """Outputs of this size and above are written with non-temporal stores: they would not stay in the
@@ -29,6 +38,31 @@ _status = load(Path(__file__).parents[1])
 def native_status() -> NativeStatus:
     """Return whether the native kernels run, and if not, why."""
     return _status
+
+
+def missing_kernels(device: torch.device) -> str | None:
+    """Why `pack_` and `ordered_sum_` run in plain torch on this device, and what to do about it.
+
+    None if there is nothing to say: the device has kernels, or is the CPU, where installing without
+    a compiler is a choice.
+    """
+    if device.type == "cpu" or has_kernel(device.type):
+        return None
+    if device.type == "cuda":
+        remedy = (
+            _status.reason
+            if not _status.native
+            else (
+                f"{_status.reason}; install nvcc or set CUDA_HOME, and build again with "
+                "`pip install -v --no-build-isolation`"
+            )
+        )
+    else:
+        remedy = "there are none to install; nothing needs to be done"
+    return (
+        f"no kernels of layerzero for device type {device.type!r}: {remedy}. Gradients and casts "
+        "are packed in plain torch, with the same results and more kernel launches for each unit"
+    )
 
 
 def pack_(
@@ -60,7 +94,7 @@ def pack_(
         ValueError: the arguments do not fit together; nothing was written.
     """
     if out.dtype not in reference.DTYPES:
-        reference.move_(out, srcs, segs.on(out.device), scale)
+        reference.move_(out, srcs, segs.table, scale)
         return out
     if out.numel() != segs.numel:
         raise ValueError(f"pack_: segs cover {segs.numel} elements, out has {out.numel()}")
@@ -68,7 +102,9 @@ def pack_(
         segs.check_sources([src.numel() for src in srcs])
     if nt is None:
         nt = out.nbytes >= STREAMING_NBYTES
-    torch.ops.layerzero.pack_.default(out, srcs, segs.on(out.device), scale, nt)
+    # Plain torch reads the table on the host: a copy on the device would block it.
+    table = segs.on(out.device) if has_kernel(out.device.type) else segs.table
+    torch.ops.layerzero.pack_.default(out, srcs, table, scale, nt)
     _note_written(out)
     return out
 

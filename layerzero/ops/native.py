@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,3 +45,9 @@ def load(folder: Path) -> NativeStatus:
 
 def _has_kernel(key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("layerzero::pack_", key)
+
+
+@functools.cache
+def has_kernel(device_type: str) -> bool:
+    """Whether `pack_` has a kernel for this type of device. Elsewhere plain torch runs."""
+    return _has_kernel(torch._C._dispatch_key_for_device(device_type))

@@ -6,7 +6,7 @@
 
 compute is float64 for float64 and float32 for the other dtypes. The result is rounded once to out's
 dtype, at the end. (torch casts float64 to a 16-bit dtype through float32, and so do we.) With a
-scale of 1 nothing is multiplied.
+scale of 1 nothing is multiplied. Nothing here blocks the host, except for crc32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def pack_(
     scale: float,
     nt: bool = False,
 ) -> None:
-    """See `layerzero.ops.pack_`. Reads `segs` on the host, so it blocks until a device is done."""
+    """See `layerzero.ops.pack_`. `segs` are on the CPU, whatever the device of the others, so that
+    reading them does not block the host."""
     check_pack(out, srcs, segs)
     _fill(out, srcs, segs, scale)
 
@@ -52,6 +53,11 @@ def _fill(
     out: torch.Tensor, srcs: Sequence[torch.Tensor], segs: torch.Tensor, scale: float
 ) -> None:
     _check_memory("pack_", "source", out, srcs)
+    if segs.device.type != "cpu":
+        raise ValueError(
+            f"pack_: segs are on {segs.device}, where reading them would block the host; pass "
+            "`Segments.table`"
+        )
     table = segs.tolist()
     _check_table(table, [src.numel() for src in srcs], out.numel())
     flat = out.detach().view(-1)
@@ -130,7 +136,7 @@ def check_pack(
         raise ValueError(
             f"pack_: segs must be contiguous int64 [S + 1, 3], got {segs.dtype} {list(segs.shape)}"
         )
-    if segs.device != out.device:
+    if segs.device != out.device and segs.device.type != "cpu":
         raise ValueError(
             f"pack_: segs are on {segs.device}, out is on {out.device}; move them first"
         )

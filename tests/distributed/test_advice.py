@@ -6,6 +6,7 @@ import functools
 import linecache
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.fsdp.wrap import (
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
+from layerzero.construct import advice
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
@@ -65,6 +67,10 @@ def _warned() -> dict[str, list[str]]:
             ignored_modules=[Block()], ignored_parameters=[*Block().parameters()]
         ),
     }
+    missing = functools.partial(advice.missing_kernels, torch.device("xpu"))
+    with mock.patch.object(advice, "missing_kernels", lambda _: missing()):
+        told["kernels"] = _warnings_of(auto_wrap_policy={Block})
+        told["kernels again"] = _warnings_of(auto_wrap_policy={Block})
     model = Mlp()
     told["trained"] = _warnings_of(model=model, ignored_modules=[model.blocks[1]])
     model = Mlp()
@@ -85,7 +91,8 @@ def test_a_choice_without_effect_is_told_once_by_the_first_rank() -> None:
     assert "keep_float32: no module is a Blok; the model has" in first["float32"][0]
     assert "Block, a parameter (7, 5)" in first["elsewhere"][0]
     assert "'blocks.1.up.weight' first (4 in all): nobody reduces" in first["trained"][0]
-    silent = ("again", "batch norm by default", "itself", "frozen")
+    assert "no kernels of layerzero for device type 'xpu'" in first["kernels"][0]
+    silent = ("again", "kernels again", "batch norm by default", "itself", "frozen")
     assert {name: len(each) for name, each in first.items()} == {
         name: int(name not in silent) for name in first
     }
