@@ -9,7 +9,7 @@ Callbacks are registered once, at import:
     def _warn(optimizer): ...             # its param groups are complete
 
 It wraps two methods of `torch.optim.Optimizer`. For the reasons and alternatives see
-docs/internals/decisions/0018-optimizers-are-met-where-they-get-parameters.md.
+docs/internals/decisions/0018-optimizers-are-recognised-by-their-parameters.md.
 """
 
 from __future__ import annotations
