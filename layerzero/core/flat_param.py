@@ -28,7 +28,7 @@ from torch import nn
 
 from layerzero.core.gradients import GradientBuffer
 from layerzero.core.host import HostMemory
-from layerzero.core.layout import ALIGNMENT_NBYTES, FlatLayout
+from layerzero.core.layout import FlatLayout, alignment_of
 from layerzero.core.parameter_info import (
     ParameterInfo,
     copy_attributes,
@@ -116,7 +116,7 @@ class FlatParam:
         self.layout = FlatLayout.build(
             [value.numel() for value in values],
             placement.num_main_shards,
-            alignment=max(1, ALIGNMENT_NBYTES // min(dtype.itemsize, compute_dtype.itemsize)),
+            alignment=alignment_of(device.type, min(dtype.itemsize, compute_dtype.itemsize)),
             slices=placement.owned_slices,
         )
         self.version = -1

@@ -17,9 +17,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-ALIGNMENT_NBYTES = 64
-"""Alignment of every parameter and shard: one cache line. Vector loads are then aligned, and BLAS
-takes the same path, and so returns the same bits, as for an ordinary allocation."""
+CPU_ALIGNMENT_NBYTES = 64
+"""One cache line, as in an ordinary allocation on the CPU."""
+DEVICE_ALIGNMENT_NBYTES = 256
+"""The largest alignment that vendors' matrix libraries distinguish (cublasLt: up to 256 bytes);
+torch's allocators for devices give more."""
+
+
+def alignment_of(device_type: str, itemsize: int) -> int:
+    """Alignment in elements of every parameter and shard in a buffer of elements of `itemsize`.
+
+    Vector loads are then aligned, and matrix products take the same path, and so return the same
+    bits, as for a tensor with an allocation of its own. Files do not depend on it: they hold ranges
+    of the original parameters.
+    """
+    nbytes = CPU_ALIGNMENT_NBYTES if device_type == "cpu" else DEVICE_ALIGNMENT_NBYTES
+    return max(1, nbytes // itemsize)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,10 @@ from layerzero.checkpoint import (
     load,
     save,
     saving,
+    set_optimizer_state_dict,
 )
+from layerzero.core import layout
+from layerzero.core.layout import CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.models import (
     CASES,
@@ -603,6 +607,34 @@ def _offloaded(root: str) -> None:
 
 def test_offloaded_and_resident_weights_share_checkpoints(tmp_path: Path) -> None:
     run_ranks(2, _offloaded, str(tmp_path))
+
+
+def _aligned_as_on_a_device(root: str) -> None:
+    """Saved with each alignment, loaded with the other."""
+    runs, ranges = [], []
+    for number, nbytes in enumerate((CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES)):
+        with mock.patch.object(layout, "CPU_ALIGNMENT_NBYTES", nbytes):
+            model, optimizer = _wrapped(Mlp, number, wrap=False)
+        _train(model, optimizer)
+        save(root, model, optimizer, step=number)
+        runs.append((model, optimizer, _everything(model, optimizer)))
+        ranges.append([parameter.layerzero.range for parameter in model.parameters()])
+    assert ranges[0] != ranges[1], "else this shows nothing"
+    for number, (model, optimizer, _) in enumerate(runs):
+        saved = runs[1 - number][2]
+        load(f"{root}/step-{1 - number:08d}", model, optimizer)
+        _assert_same(_everything(model, optimizer), saved, f"step {1 - number}")
+        set_optimizer_state_dict(model, optimizer, saved["optimizer"])
+        _assert_same(_everything(model, optimizer), saved, f"set from step {1 - number}")
+
+
+def test_files_do_not_depend_on_the_alignment(tmp_path: Path) -> None:
+    run_ranks(2, _aligned_as_on_a_device, str(tmp_path))
+    sizes = [
+        {each.name: each.stat().st_size for each in folder.glob("*.safetensors")}
+        for folder in sorted(tmp_path.glob("step-*"))
+    ]
+    assert sizes[0] == sizes[1] and sizes[0]
 
 
 def _refusals(root: str) -> None:

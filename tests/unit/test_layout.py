@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from layerzero.core.layout import FlatLayout, GradientLayout, Piece, round_up
+from layerzero.core.layout import FlatLayout, GradientLayout, Piece, alignment_of, round_up
 
 SIZES = {
     "even": ([64, 64], 2),
@@ -46,6 +46,12 @@ def test_the_drawing_in_the_module_is_right() -> None:
     assert layout.owned_range(1, 0) == (0, 8)
     assert layout.owned_range(1, 1) == (8, 20)
     assert layout.owned_range(2, 0) == (0, 0)
+
+
+def test_alignment_is_in_elements_and_wider_on_devices() -> None:
+    assert [alignment_of("cpu", itemsize) for itemsize in (1, 2, 4, 8, 16)] == [64, 32, 16, 8, 4]
+    for device_type in ("cuda", "xpu", "npu"):
+        assert [alignment_of(device_type, size) for size in (1, 2, 4, 8)] == [256, 128, 64, 32]
 
 
 @pytest.mark.parametrize("layout", layouts())
