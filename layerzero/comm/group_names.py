@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.core.groups import ShardGroup
+from layerzero.core.new_groups import new_group
 
 
 def agree_on_group_names(groups: Sequence[ShardGroup], device: torch.device) -> None:
@@ -36,12 +37,7 @@ def agree_on_group_names(groups: Sequence[ShardGroup], device: torch.device) -> 
             operation = Operation("agreement", "the number of process groups", 0)
             number = gather_small(number, group, operation).max().view(1)
     for _ in range(int(number) - _num_known_groups()):
-        dist.new_group(
-            [dist.get_rank()],
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="layerzero: counts only",
-        )
+        new_group([dist.get_rank()], "gloo", description="layerzero: counts only")
 
 
 def _num_known_groups() -> int:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.core.groups import ShardGroup, make_shard_group, make_shard_groups
+from layerzero.core.new_groups import new_group, options_like
 from layerzero.core.placement import Outer, Placement
 
 
@@ -85,13 +86,11 @@ def _group_of(ranks: list[int], groups: list[ShardGroup], device: torch.device) 
     parent = groups[0]
     made = _made.setdefault(parent.process_group, {})
     if wanted not in made:
-        process_group = dist.new_group(
-            list(wanted),
-            timeout=parent.timeout,
-            backend=dist.get_backend_config(parent.process_group),
-            use_local_synchronization=True,
+        made[wanted] = new_group(
+            wanted,
+            dist.get_backend_config(parent.process_group),
+            parent.timeout,
+            options_like(parent.process_group, device),
         )
-        assert process_group is not None, "local synchronization makes a group for members alone"
-        made[wanted] = process_group
     # Its own timeout is that of the first model it was made for.
     return make_shard_group(made[wanted], device, parent.timeout)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from layerzero.comm.group_names import agree_on_group_names
 from layerzero.core.groups import describe_group, resolve_process_groups
+from layerzero.core.new_groups import new_group, options_like
 from layerzero.parallel.sizes import AXES, DATA_AXIS, EXPERT_AXES, MeshSizes
 
 
@@ -43,7 +44,7 @@ def make_meshes(sizes: MeshSizes, backend: str | None) -> Meshes:
     if sizes.cp == 1 or sizes.dp == 1:
         data_group = everyone.get_group("dp" if sizes.cp == 1 else "cp")
     else:
-        data_group = _new_group(sizes.data_ranks(dist.get_rank()), backend)
+        data_group = _new_group(sizes.data_ranks(dist.get_rank()), device_type, backend)
     data = DeviceMesh.from_group(data_group, device_type, mesh_dim_names=(DATA_AXIS,))
     return Meshes(everyone, data, _expert_mesh(sizes, data_group, device_type, backend))
 
@@ -54,7 +55,7 @@ def _expert_mesh(
     rank = dist.get_rank()
     table = torch.tensor(sizes.data_ranks(rank)).view(sizes.edp, sizes.ep)
     groups = [
-        data_group if size == sizes.data else _new_group(ranks.tolist(), backend)
+        data_group if size == sizes.data else _new_group(ranks.tolist(), device_type, backend)
         for size, ranks in (
             (sizes.edp, table[:, sizes.rank_of("ep", rank)]),
             (sizes.ep, table[sizes.rank_of("edp", rank)]),
@@ -74,15 +75,13 @@ def _agree_on_group_names(device_type: str) -> None:
     agree_on_group_names([describe_group(world, device, None)], device)
 
 
-def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], device_type: str, backend: str | None) -> dist.ProcessGroup:
     """Make a group. Collective over `ranks` only, so a rank's work does not grow with the world."""
-    group = dist.new_group(
-        ranks,
-        backend=backend or dist.get_backend_config(),
-        use_local_synchronization=True,
-    )
-    assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
-    return group
+    if backend is not None:
+        return new_group(ranks, backend)
+    (world,) = resolve_process_groups(None)
+    options = options_like(world, torch.device(device_type))
+    return new_group(ranks, dist.get_backend_config(world), options=options)
 
 
 def device_type_of(backend: str) -> str:

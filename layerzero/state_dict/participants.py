@@ -23,6 +23,7 @@ from layerzero.core.groups import (
     chosen_timeout,
     describe_group,
 )
+from layerzero.core.new_groups import new_group
 from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState
 from layerzero.state_dict.errors import CheckpointError
@@ -207,13 +208,8 @@ def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGrou
 def _make_group(ranks: tuple[int, ...]) -> ShardGroup | None:
     if len(ranks) == 1:
         return None
-    group = dist.new_group(
-        list(ranks),
-        timeout=timedelta(days=1),  # Each exchange has its own timeout.
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    assert group is not None, "local synchronization makes a group for members alone"
+    # Each exchange has its own timeout.
+    group = new_group(ranks, "gloo", timedelta(days=1))
     return describe_group(group, torch.device("cpu"), None)
 
 

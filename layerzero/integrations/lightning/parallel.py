@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from layerzero.core.groups import resolve_process_groups
+from layerzero.core.new_groups import new_group
 from layerzero.core.parameter_info import get_info
 from layerzero.core.tensor_parallel import TensorParallelSplit, local_of, split_of
 from layerzero.notices import warn_once
@@ -141,12 +142,7 @@ class MeshStrategy(DDPStrategy):
         # `init_device_mesh` would make a group for each rank of the world on every rank. Here each
         # rank makes only its own.
         (everyone,) = resolve_process_groups(None)
-        alone = dist.new_group(
-            [dist.get_rank()],
-            backend=dist.get_backend_config(),
-            use_local_synchronization=True,
-        )
-        assert isinstance(alone, dist.ProcessGroup), "this rank is in it"
+        alone = new_group([dist.get_rank()], dist.get_backend_config())
         ranks = torch.arange(data).view(data, 1)
         groups = [everyone, alone]
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, TENSOR))
