@@ -31,10 +31,10 @@ def log_units(module: nn.Module, root: RootState, is_first: bool) -> None:
 def _summary(module: nn.Module, root: RootState) -> str:
     units = root.units
     frozen = sum(
-        unit.pieces[index].layerzero.shape.numel()  # type: ignore[attr-defined]
+        unit.sharded_params[index].layerzero.shape.numel()  # type: ignore[attr-defined]
         for unit in units
-        for index, piece in enumerate(unit.pieces)
-        if not piece.requires_grad
+        for index, sharded_param in enumerate(unit.sharded_params)
+        if not sharded_param.requires_grad
     )
     total = sum(unit.num_parameters for unit in units)
     shards = sum(handle.main_shard.nbytes for unit in units for handle in unit.handles)

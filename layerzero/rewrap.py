@@ -63,11 +63,16 @@ def rewrap(model: ZeRO3) -> list[str]:
             "rewrap: the optimizer of step_in_backward has pieces that may go; call "
             "step_in_backward(None) before, and step_in_backward(a new optimizer) after"
         )
-    pieces = {id(piece): piece for each in root.units for piece in each.pieces}
+    sharded_params = {
+        id(sharded_param): sharded_param
+        for each in root.units
+        for sharded_param in each.sharded_params
+    }
     hooked = {
-        id(piece): info.fqn
-        for piece in pieces.values()
-        if kind_of_hooks(piece) is not None and (info := get_info(piece)) is not None
+        id(sharded_param): info.fqn
+        for sharded_param in sharded_params.values()
+        if kind_of_hooks(sharded_param) is not None
+        and (info := get_info(sharded_param)) is not None
     }
     ignored = root.structure.ignored_now()
     given: dict[str, object] = dict(model.__dict__["_given"])
@@ -91,5 +96,5 @@ def rewrap(model: ZeRO3) -> list[str]:
     return [
         name
         for name, parameter in model.named_parameters()
-        if get_info(parameter) is not None and id(parameter) not in pieces
+        if get_info(parameter) is not None and id(parameter) not in sharded_params
     ]

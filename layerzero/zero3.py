@@ -34,16 +34,16 @@ from layerzero.core.parameter_info import get_info
 from layerzero.log import log_units
 from layerzero.optim import attach
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
-from layerzero.optim.earlier import hand_over_pieces
+from layerzero.optim.earlier import replace_in_optimizers
 from layerzero.optim.in_backward import StepInBackward
 from layerzero.runtime import surroundings
 from layerzero.runtime.misuse import explain_uncaught
-from layerzero.runtime.pieces import remember_root
 from layerzero.runtime.root import RootState, UnshardHandle, root_of
+from layerzero.runtime.sharded_params import remember_root
 from layerzero.runtime.summon import SummonOptions, summon
 from layerzero.runtime.unit import Unit, get_unit, set_unit
 from layerzero.runtime.unit_view import UnitView
-from layerzero.state_dict.whole import teach_torch
+from layerzero.state_dict.whole import patch_torch
 from layerzero.wrapper import ModuleWrapper
 
 _ROOT = "_layerzero_root"
@@ -159,8 +159,8 @@ class ZeRO3(ModuleWrapper):
         log_units(module, root, topology.placement.is_first)
         attach.watch()
         explain_uncaught()
-        hand_over_pieces(root.units)
-        teach_torch()
+        replace_in_optimizers(root.units)
+        patch_torch()
         surroundings.install(module)
 
     def _become(self, module: nn.Module, root: RootState) -> None:

@@ -5,10 +5,10 @@ A change to one of these names affects every adapter; everything else in `checkp
 
     names       `Names`, `named_buffers`, `name_in_group`, `global_name`, `under_global_names`:
                 names of parameters and buffers in checkpoints
-    shards      `piece_of`: this rank's part of a full tensor; `Extent`, `boxes`, `Box`: where a
+    shards      `local_part`: this rank's part of a full tensor; `Extent`, `boxes`, `Box`: where a
                 sharded parameter lies in the full one
     optimizers  `state_template`, `put_state`: get and set state by parameter
-    ranks       `root_state_of`, `refuse_experts`: checks before a save; `participants_of`: the
+    ranks       `root_state_of`, `refuse_experts`: checks before a save; `checkpoint_group_of`: the
                 ranks that exchange messages
     values      `encode`, `decode`: Python values as JSON
     files       `committed_steps`, `LATEST`, `open_source`: find and open checkpoints;
@@ -24,13 +24,13 @@ from layerzero.checkpoint.format.file_plan import Announcement, plan_files
 from layerzero.checkpoint.format.folder import LATEST, committed_steps, sync_folder, write_durably
 from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.source import open_source
+from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.errors import some
 from layerzero.state_dict.expert_names import global_name, under_global_names
 from layerzero.state_dict.json_codec import decode, encode
-from layerzero.state_dict.module_state import piece_of
+from layerzero.state_dict.module_state import local_part
 from layerzero.state_dict.names import Names, name_in_group, named_buffers
 from layerzero.state_dict.optimizer_state import put_state, state_template
-from layerzero.state_dict.participants import participants_of
 from layerzero.state_dict.preconditions import refuse_experts, root_state_of
 from layerzero.state_dict.ranges import Box, Extent, boxes
 
@@ -43,15 +43,15 @@ __all__ = [
     "Names",
     "boxes",
     "bytes_of",
+    "checkpoint_group_of",
     "committed_steps",
     "decode",
     "encode",
     "global_name",
+    "local_part",
     "name_in_group",
     "named_buffers",
     "open_source",
-    "participants_of",
-    "piece_of",
     "plan_files",
     "put_state",
     "refuse_experts",

@@ -24,16 +24,16 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero.checkpoint.file_io.aligned_memory import in_memory
-from layerzero.checkpoint.file_io.transfer import Tally, pack_tallies, read_pieces, sum_tallies
+from layerzero.checkpoint.file_io.transfer import Tally, pack_tallies, read_ranges, sum_tallies
 from layerzero.checkpoint.format.inventory import MODEL
-from layerzero.checkpoint.match import Match, Matcher
+from layerzero.checkpoint.load_plan import LoadPlan, LoadPlanner
 from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
 from layerzero.checkpoint.save_plan import Stateful
 from layerzero.checkpoint.source import Source, open_source
+from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.errors import CheckpointError, some
 from layerzero.state_dict.json_codec import decode
 from layerzero.state_dict.optimizer_state import put_state
-from layerzero.state_dict.participants import Participants, participants_of
 from layerzero.state_dict.preconditions import root_states_of
 
 _OWN_NBYTES = 64 << 10
@@ -88,7 +88,7 @@ def load(
     if rename is not None and optimizer is not None:
         raise ValueError("rename: expected no optimizer with it; only weights get other names")
     roots = root_states_of(model, "load")
-    together = participants_of(roots[0], process_group)
+    together = checkpoint_group_of(roots[0], process_group)
     source = Source.from_bytes(
         together.from_first(
             f"opening of {path}",
@@ -97,16 +97,16 @@ def load(
     )
     if rename is not None:
         source = source.renamed(rename)
-    matcher = Matcher(source, model, strict)
-    match = matcher.match
+    planner = LoadPlanner(source, model, strict)
+    plan = planner.plan
 
     def find() -> bytes:
-        matcher.match_model()
+        planner.match_model()
         if optimizer is not None:
-            matcher.match_optimizer(optimizer)
+            planner.match_optimizer(optimizer)
         if scheduler is not None:
-            matcher.match_scheduler()
-        told = {"wanted": sorted(match.wanted), "missing": match.missing, "nbytes": match.nbytes}
+            planner.match_scheduler()
+        told = {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": plan.nbytes}
         return json.dumps(told).encode()
 
     told = [json.loads(answer) for answer in together.exchange("match", find)]
@@ -114,24 +114,24 @@ def load(
     tallies: list[Tally] = []
 
     def read() -> bytes:
-        match.transfers = in_memory(match.transfers, match.lives)
-        tallies.extend(read_pieces(source.folder, match.transfers, report))
-        pieces = zip(tallies, match.transfers, strict=True)
-        return pack_tallies([tally for tally, t in pieces if not t.entry.is_whole])
+        plan.transfers = in_memory(plan.transfers, plan.lives)
+        tallies.extend(read_ranges(source.folder, plan.transfers, report))
+        read = zip(tallies, plan.transfers, strict=True)
+        return pack_tallies([tally for tally, t in read if not t.entry.is_whole])
 
     shown = progress if together.is_first or callable(progress) else False
-    with ProgressReport(shown, source.folder.name, match.nbytes) as report:
+    with ProgressReport(shown, source.folder.name, plan.nbytes) as report:
         most = max(each["nbytes"] for each in told)
         packed = together.exchange(f"reading of {source.folder.name}", read, most)
-    together.exchange("verification", lambda: _verify(source, match, tallies, packed))
+    together.exchange("verification", lambda: _verify(source, plan, tallies, packed))
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.reshard()  # Unsharded parameters hold the old weights.
-    together.exchange("application", lambda: _apply(match, optimizer, scheduler))
+    together.exchange("application", lambda: _apply(plan, optimizer, scheduler))
     return _extra_of(source, together)
 
 
 def _settle(
-    source: Source, told: Sequence[dict[str, Any]], strict: bool, together: Participants
+    source: Source, told: Sequence[dict[str, Any]], strict: bool, together: CheckpointGroup
 ) -> None:
     """Raise, or warn unless `strict`, about names missing on any rank or unexpected on all."""
     missing = sorted({name for each in told for name in each["missing"]})
@@ -150,7 +150,7 @@ def _settle(
 
 
 def _verify(
-    source: Source, match: Match, tallies: Sequence[Tally], packed: Sequence[bytes]
+    source: Source, plan: LoadPlan, tallies: Sequence[Tally], packed: Sequence[bytes]
 ) -> bytes:
     """Compare the bytes that were read with the checksums. Not collective.
 
@@ -164,7 +164,7 @@ def _verify(
         (name, place) for tensors in source.tensors.values() for name, place in tensors.items()
     ]
     sums = sum_tallies(packed)
-    for tally, transfer in zip(tallies, match.transfers, strict=True):
+    for tally, transfer in zip(tallies, plan.transfers, strict=True):
         if transfer.entry.is_whole:
             sums[tally.number, tally.replica] = (tally.nbytes, tally.crc)
     for (number, _), (nbytes, crc) in sorted(sums.items()):
@@ -184,29 +184,29 @@ def _verify(
 
 
 def _apply(
-    match: Match, optimizer: torch.optim.Optimizer | None, scheduler: Stateful | None
+    plan: LoadPlan, optimizer: torch.optim.Optimizer | None, scheduler: Stateful | None
 ) -> bytes:
     with torch.no_grad():
-        for part in match.model_parts:
-            part.target.copy_(match.memory(part.transfer).view(part.target.shape))
-    for module, value in match.extra_states:
+        for part in plan.model_parts:
+            part.target.copy_(plan.memory(part.transfer).view(part.target.shape))
+    for module, value in plan.extra_states:
         module.set_extra_state(value)
-    if optimizer is not None and match.options is not None:
-        _apply_to_optimizer(match, optimizer, match.options)
-    if scheduler is not None and match.scheduler is not None:
-        scheduler.load_state_dict(match.scheduler)
+    if optimizer is not None and plan.options is not None:
+        _apply_to_optimizer(plan, optimizer, plan.options)
+    if scheduler is not None and plan.scheduler is not None:
+        scheduler.load_state_dict(plan.scheduler)
     return b""
 
 
 def _apply_to_optimizer(
-    match: Match, optimizer: torch.optim.Optimizer, options: Sequence[dict[str, Any]]
+    plan: LoadPlan, optimizer: torch.optim.Optimizer, options: Sequence[dict[str, Any]]
 ) -> None:
     states: dict[nn.Parameter, dict[str, Any]] = {}
     keeps_dtype: set[tuple[nn.Parameter, str]] = set()
-    for parameter, values in match.state_values:
+    for parameter, values in plan.state_values:
         states.setdefault(parameter, {}).update(values)
-    for part in match.state_parts:
-        memory = match.memory(part.transfer).view(part.shape)
+    for part in plan.state_parts:
+        memory = plan.memory(part.transfer).view(part.shape)
         if memory.nbytes < _OWN_NBYTES:
             memory = memory.clone()
         states.setdefault(part.parameter, {})[part.key] = memory
@@ -216,7 +216,7 @@ def _apply_to_optimizer(
     put_state(optimizer, options, states, keeps_dtype)
 
 
-def _extra_of(source: Source, together: Participants) -> Any:
+def _extra_of(source: Source, together: CheckpointGroup) -> Any:
     manifest = source.manifest
     if manifest is None or not manifest.extras:
         return None

@@ -25,10 +25,10 @@ from layerzero.checkpoint.format.inventory import (
     optimizer_parts,
 )
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest
+from layerzero.state_dict.checkpoint_group import CheckpointGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
 from layerzero.state_dict.names import Names
-from layerzero.state_dict.participants import Participants
 
 
 class Stateful(Protocol):
@@ -95,7 +95,7 @@ class SavePlan:
         self,
         answers: Sequence[bytes],
         content: Content,
-        together: Participants,
+        together: CheckpointGroup,
         max_file_nbytes: int,
     ) -> None:
         told = [json.loads(answer) for answer in answers]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.checkpoint.file_io.transfer import Transfer, pack_tallies, write_pieces
+from layerzero.checkpoint.file_io.transfer import Transfer, pack_tallies, write_ranges
 from layerzero.checkpoint.format import folder as folders
 from layerzero.checkpoint.format.file_plan import FilePlan
 from layerzero.checkpoint.format.root_lock import RootLock
@@ -31,7 +31,7 @@ from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_
 from layerzero.checkpoint.save_handle import SaveHandle
 from layerzero.checkpoint.save_plan import Content, SavePlan, Stateful
 from layerzero.config import parse_nbytes
-from layerzero.state_dict.participants import Participants, participants_of
+from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.preconditions import root_state_of
 
 
@@ -95,7 +95,7 @@ def save(
     max_file_nbytes = parse_nbytes(max_file_size)
     check_progress(progress)
     state = root_state_of(model, "save")
-    together = participants_of(state, process_group)
+    together = checkpoint_group_of(state, process_group)
 
     content = Content()
     answers = together.exchange(
@@ -177,7 +177,7 @@ class _Work:
     partial: Path
     plan: SavePlan
     transfers: Sequence[Transfer]
-    together: Participants
+    together: CheckpointGroup
     report: ProgressReport
     step: int
     keep: int | None
@@ -188,7 +188,7 @@ class _Work:
             with self.report:
                 packed = self.together.exchange(
                     f"writing of {self.partial.name}",
-                    lambda: pack_tallies(write_pieces(self.partial, self.transfers, self.report)),
+                    lambda: pack_tallies(write_ranges(self.partial, self.transfers, self.report)),
                     self.plan.nbytes_moved,
                 )
             self.together.from_first("commit", lambda: self._commit(packed))

@@ -29,7 +29,7 @@ from layerzero.state_dict.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """The file and entry of a tensor, and the CRC-32 of its bytes, if known."""
 
     file: str
@@ -42,12 +42,12 @@ class Source:
     """The tensors of a checkpoint, by kind and name, and its manifest."""
 
     folder: Path
-    tensors: dict[str, dict[str, Place]]
+    tensors: dict[str, dict[str, Location]]
     aliases: dict[str, str]
     manifest: Manifest | None
     """None: weights from another source."""
 
-    def find(self, kind: str, names: Sequence[str]) -> tuple[str, Place] | None:
+    def find(self, kind: str, names: Sequence[str]) -> tuple[str, Location] | None:
         """Find a tensor under any of `names`, or under a name that one was tied to when saved."""
         tensors = self.tensors.get(kind, {})
         for name in (*names, *(self.aliases.get(name, name) for name in names)):
@@ -61,7 +61,7 @@ class Source:
         Raises:
             CheckpointError: two tensors would get the same name.
         """
-        places: dict[str, Place] = {}
+        places: dict[str, Location] = {}
         for old, place in self.tensors[MODEL].items():
             new = rename(old)
             if new is None:
@@ -89,7 +89,7 @@ class Source:
         folder, tensors, aliases, manifest = json.loads(text)
         found = {
             kind: {
-                name: Place(file, TensorEntry(DTYPES[dtype], tuple(shape), begin), crc)
+                name: Location(file, TensorEntry(DTYPES[dtype], tuple(shape), begin), crc)
                 for name, file, dtype, shape, begin, crc in rows
             }
             for kind, rows in tensors.items()
@@ -123,7 +123,7 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
                 f"{path}: the files of the {kind} hold other tensors than {MANIFEST} says"
             )
         by_kind[kind] = {
-            name: Place(p.file, p.entry, manifest.tensors[kind][name])
+            name: Location(p.file, p.entry, manifest.tensors[kind][name])
             for name, p in tensors.items()
         }
     return Source(path, by_kind, manifest.aliases, manifest)
@@ -181,8 +181,8 @@ def check_size(path: Path, record: FileRecord) -> None:
 
 def _tensors_of(
     folder: Path, names: Sequence[str], manifest: Manifest | None
-) -> tuple[dict[str, Place], dict[str, str]]:
-    tensors: dict[str, Place] = {}
+) -> tuple[dict[str, Location], dict[str, str]]:
+    tensors: dict[str, Location] = {}
     metadata: dict[str, str] = {}
     for name in names:
         path = folder / name
@@ -196,7 +196,7 @@ def _tensors_of(
                 raise CheckpointError(
                     f"{path}: has {tensor!r}, which {tensors[tensor].file} has too"
                 )
-            tensors[tensor] = Place(name, entry, None)
+            tensors[tensor] = Location(name, entry, None)
         metadata |= metadata_of(head)
     # When the safetensors library drops a duplicate tensor, it stores dropped name -> kept name in
     # the metadata.

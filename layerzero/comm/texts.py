@@ -28,7 +28,9 @@ def gather_texts(
         what: the subject, which the error names if a rank does not take part.
     """
     flags = _gather(torch.tensor([rank, text is not None], device=device), groups, what)
-    speakers = sorted(number for number, speaks in flags.view(-1, 2).tolist() if speaks)
+    speakers = sorted(
+        number for number, issues_warnings in flags.view(-1, 2).tolist() if issues_warnings
+    )
     if not speakers:
         return {}
     data = (text or "").encode()[:MAX_NBYTES]

@@ -40,8 +40,8 @@ class _Guard:
         assert module is not None, "it is called through the module"
         own = getattr(type(module), _METHOD)
         arguments = inspect.signature(own).bind_partial(module, *args, **kwargs).arguments
-        pieces = any(get_info(parameter) is not None for parameter in module.parameters())
-        if not pieces or arguments.get("state_dict") is not None:
+        is_sharded = any(get_info(parameter) is not None for parameter in module.parameters())
+        if not is_sharded or arguments.get("state_dict") is not None:
             return own(module, *args, **kwargs)
         what, why = type(module).__name__, "has this rank's pieces, expected whole parameters"
         if self._name:

@@ -35,7 +35,7 @@ from layerzero.core.parameter_info import (
     get_info,
     rename,
     set_info,
-    take_kept_piece,
+    take_kept_sharded_param,
 )
 from layerzero.core.placement import Placement
 from layerzero.core.tensor_parallel import TensorParallelSplit, split_of
@@ -75,7 +75,7 @@ class FlatParam:
     """Host memory that holds the main shard; None: it is on the device."""
     sharded_params: list[nn.Parameter]
     """One 1-D sharded parameter per original one; the user and the optimizer see these."""
-    full_params: list[nn.Parameter]
+    unsharded_params: list[nn.Parameter]
     """One unsharded parameter per original one; see Note [Views outlive storage]."""
     is_whole: bool
     """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
@@ -126,7 +126,7 @@ class FlatParam:
             self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
         else:
             self.main_shard = params_on.empty(self.layout.shard_numel, dtype)
-        self._pieces = self.layout.pieces(placement.main_shard_index)
+        self._shard_ranges = self.layout.shard_ranges(placement.main_shard_index)
         self._flatten(values)
         self.sharded_params = [
             self._make_sharded(original, index) for index, original in enumerate(originals)
@@ -158,29 +158,31 @@ class FlatParam:
         """Fill the main shard from `values`; gaps and padding become zero."""
         device = self.main_shard.device
         sources = [
-            value.reshape(-1)[piece.start : piece.stop].to(device)
-            for value, piece in zip(values, self._pieces, strict=True)
+            value.reshape(-1)[owned.start : owned.stop].to(device)
+            for value, owned in zip(values, self._shard_ranges, strict=True)
         ]
-        # `pack_` wants rising destinations; empty pieces have offset 0 and would break the order.
+        # `pack_` wants rising destinations; empty ranges have offset 0 and would break the order.
         rows = (
-            (piece.param, 0, piece.offset, piece.numel) for piece in self._pieces if piece.numel
+            (owned.param, 0, owned.offset, owned.numel)
+            for owned in self._shard_ranges
+            if owned.numel
         )
         pack_(self.main_shard, sources, Segments.build(rows, self.layout.shard_numel))
 
     def _make_sharded(self, original: OriginalParameter, index: int) -> nn.Parameter:
-        _, start, stop, offset = self._pieces[index]
-        piece = self.main_shard[offset : offset + stop - start]
+        _, start, stop, offset = self._shard_ranges[index]
+        part = self.main_shard[offset : offset + stop - start]
         shape, split = original.parameter.shape, self.splits[index]
         # After `rewrap`, reuse the former Parameter object if its range did not change.
-        kept = take_kept_piece(original.parameter)
+        kept = take_kept_sharded_param(original.parameter)
         info = None if kept is None else get_info(kept)
         is_same = info is not None and (info.shape, info.range) == (shape, (start, stop))
-        lies_alike = kept is not None and (kept.dtype, kept.device) == (piece.dtype, piece.device)
+        lies_alike = kept is not None and (kept.dtype, kept.device) == (part.dtype, part.device)
         if kept is not None and is_same and lies_alike:
             sharded = kept  # An optimizer may hold it, with state of this range.
-            sharded.data = piece
+            sharded.data = part
         else:
-            sharded = nn.Parameter(piece, requires_grad=original.parameter.requires_grad)
+            sharded = nn.Parameter(part, requires_grad=original.parameter.requires_grad)
         copy_attributes(original.parameter, sharded)
         set_info(sharded, ParameterInfo(original.fqn, shape, (start, stop), split))
         return sharded
@@ -199,14 +201,14 @@ class FlatParam:
             make = torch.zeros if self.is_whole else torch.empty
             self.full = make(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self._storage = self.full.untyped_storage()
-        self.full_params = []
+        self.unsharded_params = []
         for index, original in enumerate(originals):
-            leaf = nn.Parameter(
+            unsharded = nn.Parameter(
                 self.view_of(self.full.data, index),
                 requires_grad=original.parameter.requires_grad,
             )
-            copy_attributes(original.parameter, leaf)
-            self.full_params.append(leaf)
+            copy_attributes(original.parameter, unsharded)
+            self.unsharded_params.append(unsharded)
         if not self.is_whole:
             self._storage.resize_(0)
 
@@ -324,8 +326,8 @@ class FlatParam:
 
     def _adopt(self, parameter: nn.Parameter, unit: str) -> None:
         index = next(i for i, own in enumerate(self.sharded_params) if own is parameter)
-        piece = self._pieces[index]
-        own = self.main_shard[piece.offset : piece.offset + piece.numel]
+        owned = self._shard_ranges[index]
+        own = self.main_shard[owned.offset : owned.offset + owned.numel]
         new = parameter.data
         if new.shape != own.shape or new.dtype != own.dtype or new.device != own.device:
             raise ValueError(
@@ -341,12 +343,12 @@ class FlatParam:
     def update_requires_grad(self) -> bool:
         """Copy `requires_grad` from sharded to unsharded parameters; True if any changed."""
         changed = False
-        for sharded, leaf in zip(self.sharded_params, self.full_params, strict=True):
-            if sharded.requires_grad != leaf.requires_grad:
-                leaf.requires_grad_(sharded.requires_grad)
+        for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
+            if sharded.requires_grad != unsharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
                 changed = True
         return changed
 
     def trainable(self) -> list[int]:
         """Indices of the parameters that require grad now."""
-        return [i for i, leaf in enumerate(self.full_params) if leaf.requires_grad]
+        return [i for i, unsharded in enumerate(self.unsharded_params) if unsharded.requires_grad]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from layerzero.core.host import HostMemory
-from layerzero.core.layout import FlatLayout, GradientLayout, Piece
+from layerzero.core.layout import FlatLayout, GradientLayout, ShardRange
 from layerzero.core.parameter_hooks import stepped_by_torch
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
@@ -108,7 +108,9 @@ class GradientBuffer:
         self._whole = Segments.concatenate([self.layout.numel])
         self._split_sizes, self._split_indices = self._plan_split()
 
-    def place(self, buffer: torch.Tensor, segment: Piece) -> tuple[int, slice | None, torch.Tensor]:
+    def place(
+        self, buffer: torch.Tensor, segment: ShardRange
+    ) -> tuple[int, slice | None, torch.Tensor]:
         """Return (parameter index, slice of its flattened gradient, target view in `buffer`).
 
         The slice is None for a whole gradient, and the target then has the gradient's shape.
@@ -122,13 +124,13 @@ class GradientBuffer:
         """Sizes that split this rank's chunk into pieces and gaps; parameter of each, -1: a gap."""
         sizes, indices, end = [], [], 0
         own = self.layout.chunk(self._placement.main_shard_index)
-        for piece in sorted(own, key=lambda piece: piece.offset):
-            if piece.numel and piece.offset > end:
-                sizes.append(piece.offset - end)
+        for owned in sorted(own, key=lambda owned: owned.offset):
+            if owned.numel and owned.offset > end:
+                sizes.append(owned.offset - end)
                 indices.append(-1)
-            sizes.append(piece.numel)
-            indices.append(piece.param)
-            end = max(end, piece.offset + piece.numel)
+            sizes.append(owned.numel)
+            indices.append(owned.param)
+            end = max(end, owned.offset + owned.numel)
         sizes.append(self.layout.chunk_numel - end)
         indices.append(-1)
         return sizes, indices
@@ -183,7 +185,9 @@ class GradientBuffer:
     def allocate_buffer(self) -> None:
         self._outgoing.allocate()
 
-    def collect(self, leaves: Sequence[nn.Parameter], keep_accumulating: bool = False) -> None:
+    def collect(
+        self, unsharded_params: Sequence[nn.Parameter], keep_accumulating: bool = False
+    ) -> None:
         """Move the leaves' gradients here, add them to those that wait unsharded, and free them.
 
         A parameter without a gradient contributes zeros.
@@ -193,9 +197,9 @@ class GradientBuffer:
                 it ends in `buffer`, ready to be sent.
         """
         if self._placement.num_ranks == 1:
-            self._collect_local(leaves)
+            self._collect_local(unsharded_params)
             return
-        gradients = self._take(leaves)
+        gradients = self._take(unsharded_params)
         if not self.holds_sum:
             area = self._sum if keep_accumulating else self._outgoing
             area.allocate()
@@ -208,7 +212,7 @@ class GradientBuffer:
             self.fill_buffer()
             self._sum.free()
 
-    def _take(self, leaves: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    def _take(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """Take the gradients of the trainable leaves: record them in `present`, clear `.grad`.
 
         Of DTensors, take the local tensors; this is collective over tensor-parallel ranks if a
@@ -216,12 +220,12 @@ class GradientBuffer:
         """
         gradients = []
         for index in self.layout.trainable:
-            leaf = leaves[index]
-            gradient = leaf.grad
+            unsharded = unsharded_params[index]
+            gradient = unsharded.grad
             if gradient is None:
                 gradients.append(_MISSING)
                 continue
-            leaf.grad = None
+            unsharded.grad = None
             self.present.add(index)
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()  # `nn.Embedding(sparse=True)` makes sparse ones.
@@ -246,9 +250,11 @@ class GradientBuffer:
         if targets:
             torch._foreach_add_(targets, sources)
 
-    def _collect_local(self, leaves: Sequence[nn.Parameter]) -> None:
+    def _collect_local(self, unsharded_params: Sequence[nn.Parameter]) -> None:
         # With one rank nothing is sent, so gradients need no buffer.
-        for index, gradient in zip(self.layout.trainable, self._take(leaves), strict=True):
+        for index, gradient in zip(
+            self.layout.trainable, self._take(unsharded_params), strict=True
+        ):
             if gradient is not _MISSING:
                 gradient = gradient.to(self._dtype)
                 waiting = self._local.get(index)
@@ -318,7 +324,7 @@ class GradientBuffer:
         """
         hooked: list[tuple[int, torch.Tensor]] = []
         stepped = stepped_by_torch()
-        for index, gradient in self._pieces_of(chunk, scale):
+        for index, gradient in self._parts_of(chunk, scale):
             if index < 0 or index not in present:
                 continue
             sharded = self._sharded_params[index]
@@ -337,7 +343,7 @@ class GradientBuffer:
         hooked.sort(key=itemgetter(0))  # Pieces come in the order of this rank's chunk.
         return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
-    def _pieces_of(
+    def _parts_of(
         self, chunk: torch.Tensor | None, scale: float
     ) -> Iterator[tuple[int, torch.Tensor]]:
         dtype, device = self._sharded_params[0].dtype, self._sharded_params[0].device

@@ -39,7 +39,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-class Piece(NamedTuple):
+class ShardRange(NamedTuple):
     """Elements [start, stop) of the flattened parameter `param`, at `offset` in a buffer."""
 
     param: int
@@ -98,14 +98,14 @@ class FlatLayout:
         stop = min((rank + 1) * self.shard_numel - self.starts[index], self.numels[index])
         return (start, stop) if start < stop else (0, 0)
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """One piece per parameter, in order, with offsets in the shard of `rank`; may be empty."""
-        pieces = []
+    def shard_ranges(self, rank: int) -> tuple[ShardRange, ...]:
+        """One range per parameter, in order, with offsets in the shard of `rank`; may be empty."""
+        ranges = []
         for index, numel_start in enumerate(self.starts):
             start, stop = self.owned_range(index, rank)
             offset = numel_start + start - rank * self.shard_numel if stop > start else 0
-            pieces.append(Piece(index, start, stop, offset))
-        return tuple(pieces)
+            ranges.append(ShardRange(index, start, stop, offset))
+        return tuple(ranges)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class GradientLayout:
     """
 
     trainable: tuple[int, ...]
-    segments: tuple[Piece, ...]
+    segments: tuple[ShardRange, ...]
     """Position of the gradients in the whole buffer: non-empty, in rising order of offset."""
     chunk_numel: int
     num_chunks: int
@@ -132,7 +132,7 @@ class GradientLayout:
         if len(trainable) == len(layout.numels):
             chunk_numel = layout.shard_numel
             runs = [
-                Piece(index, 0, numel, start)
+                ShardRange(index, 0, numel, start)
                 for index, (numel, start) in enumerate(
                     zip(layout.numels, layout.starts, strict=True)
                 )
@@ -146,8 +146,8 @@ class GradientLayout:
     def numel(self) -> int:
         return self.num_chunks * self.chunk_numel
 
-    def chunk(self, rank: int) -> tuple[Piece, ...]:
-        """One piece per trainable parameter, in order, with offsets in the chunk of `rank`.
+    def chunk(self, rank: int) -> tuple[ShardRange, ...]:
+        """One range per trainable parameter, in order, with offsets in the chunk of `rank`.
 
         (index, 0, 0, 0) if the rank owns nothing of it.
         """
@@ -157,11 +157,13 @@ class GradientLayout:
             first = max(begin - offset, 0)
             last = min(begin + self.chunk_numel - offset, stop - start)
             if first < last:
-                owned[param] = Piece(param, start + first, start + last, offset + first - begin)
-        return tuple(owned.get(index, Piece(index, 0, 0, 0)) for index in self.trainable)
+                owned[param] = ShardRange(
+                    param, start + first, start + last, offset + first - begin
+                )
+        return tuple(owned.get(index, ShardRange(index, 0, 0, 0)) for index in self.trainable)
 
 
-def _pack(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[Piece]]:
+def _pack(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[ShardRange]]:
     """Return (chunk_numel, segments) without the frozen parameters.
 
     A parameter has at most three runs: the end of one shard, the shards that it fills, and the
@@ -169,7 +171,7 @@ def _pack(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[Piece
     chunks it fills are adjacent, and one run covers any number of them.
     """
     shard_numel = layout.shard_numel
-    runs: list[tuple[int, Piece]] = []  # (rank of the first chunk, run with its offset there)
+    runs: list[tuple[int, ShardRange]] = []  # (rank of the first chunk, run with its offset there)
     longest = 0
     last_rank, end = -1, 0
     for index in trainable:
@@ -179,7 +181,7 @@ def _pack(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[Piece
             offset = round_up(end, layout.alignment) if rank == last_rank else 0
             filled = 0 if place else (stop - position) // shard_numel
             numel = filled * shard_numel or min(stop - position, shard_numel - place)
-            runs.append((rank, Piece(index, position, position + numel, offset)))
+            runs.append((rank, ShardRange(index, position, position + numel, offset)))
             position += numel
             last_rank = rank + max(filled, 1) - 1
             end = shard_numel if filled else offset + numel

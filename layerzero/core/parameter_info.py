@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.core.tensor_parallel import TensorParallelSplit
 
 _ATTRIBUTE = "layerzero"
-_PIECE = "_layerzero_piece"
+_SHARDED_PARAM = "_layerzero_piece"
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ def rename(parameter: nn.Parameter, fqn: str) -> None:
     set_info(parameter, replace(info, fqn=fqn))
 
 
-def keep_piece(parameter: nn.Parameter, piece: nn.Parameter) -> None:
-    """Record that `parameter` was gathered from `piece`, which may be reused when it is sharded."""
-    setattr(parameter, _PIECE, piece)
+def keep_sharded_param(parameter: nn.Parameter, sharded_param: nn.Parameter) -> None:
+    """Record what `parameter` was gathered from, to reuse it when `parameter` is sharded again."""
+    setattr(parameter, _SHARDED_PARAM, sharded_param)
 
 
-def take_kept_piece(parameter: nn.Parameter) -> nn.Parameter | None:
-    """Return and forget the sharded parameter that `keep_piece` recorded; None if there is none."""
-    piece: nn.Parameter | None = parameter.__dict__.pop(_PIECE, None)
-    return piece
+def take_kept_sharded_param(parameter: nn.Parameter) -> nn.Parameter | None:
+    """Return and forget what `keep_sharded_param` recorded; None if there is nothing."""
+    sharded_param: nn.Parameter | None = parameter.__dict__.pop(_SHARDED_PARAM, None)
+    return sharded_param
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -27,17 +27,17 @@ _Function = Callable[[torch.optim.Optimizer], None]
 _ATTACHED = "_layerzero_attached"
 """Mark on an optimizer. Copies (`copy`, `pickle`) lose their hooks, and this mark with them."""
 
-_on_pieces: list[_Function] = []
+_on_sharded_params: list[_Function] = []
 _on_first_step: list[_Function] = []
 
 
-def on_pieces(function: _Function) -> _Function:
+def on_sharded_params(function: _Function) -> _Function:
     """Call `function(optimizer)` when an optimizer is given its first sharded parameter.
 
     At that time its hook dicts exist, its state is empty, and further groups may follow. A copy or
     an unpickled optimizer counts as a new one.
     """
-    _on_pieces.append(function)
+    _on_sharded_params.append(function)
     return function
 
 
@@ -47,9 +47,9 @@ def on_first_step(function: _Function) -> _Function:
     return function
 
 
-def holds_pieces(optimizer: torch.optim.Optimizer) -> bool:
+def holds_sharded_params(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any of its parameters is a sharded parameter of a wrapped model."""
-    return any(_has_piece(group) for group in optimizer.param_groups)
+    return any(_has_sharded_param(group) for group in optimizer.param_groups)
 
 
 def watch() -> None:
@@ -61,7 +61,7 @@ def watch() -> None:
 
 def look_at(optimizer: torch.optim.Optimizer) -> None:
     """Attach to an optimizer whose sharded parameters did not come through `add_param_group`."""
-    if holds_pieces(optimizer):
+    if holds_sharded_params(optimizer):
         _attach(optimizer)
 
 
@@ -74,14 +74,14 @@ def _look_after(method: str) -> None:
         original(self, *args, **kwargs)
         # Only the newest group: checking all of them for each new one would take quadratic time.
         newest = self.param_groups[-1:] if method == "add_param_group" else self.param_groups
-        if any(_has_piece(group) for group in newest):
+        if any(_has_sharded_param(group) for group in newest):
             _attach(self)
 
     setattr(wrapped, _ATTACHED, True)
     setattr(torch.optim.Optimizer, method, wrapped)
 
 
-def _has_piece(group: dict[str, Any]) -> bool:
+def _has_sharded_param(group: dict[str, Any]) -> bool:
     return any(get_info(parameter) is not None for parameter in group["params"])
 
 
@@ -89,7 +89,7 @@ def _attach(optimizer: torch.optim.Optimizer) -> None:
     if _ATTACHED in optimizer.__dict__:
         return
     setattr(optimizer, _ATTACHED, True)
-    for function in _on_pieces:
+    for function in _on_sharded_params:
         function(optimizer)
     waiting = list(_on_first_step)
 

@@ -13,26 +13,28 @@ from layerzero.optim import attach
 from layerzero.runtime.unit import Unit
 
 
-def hand_over_pieces(built: Sequence[Unit]) -> None:
+def replace_in_optimizers(built: Sequence[Unit]) -> None:
     """Replace original parameters by sharded ones in every optimizer that has them.
 
     Groups, their options and their order stay. State has the original shapes and cannot be kept, so
     an optimizer with state for these parameters is left unchanged, with a warning.
     """
-    pieces: dict[int, tuple[str, nn.Parameter]] = {}
+    sharded_params: dict[int, tuple[str, nn.Parameter]] = {}
     for unit in built:
-        for (fqn, reference), piece in zip(unit.originals, unit.pieces, strict=True):
+        for (fqn, reference), sharded_param in zip(
+            unit.originals, unit.sharded_params, strict=True
+        ):
             original = reference()
-            if original is not None and original is not piece:
-                pieces[id(original)] = (fqn, piece)
-    if not pieces:
+            if original is not None and original is not sharded_param:
+                sharded_params[id(original)] = (fqn, sharded_param)
+    if not sharded_params:
         return
     for optimizer in _optimizers():
-        held = [p for g in optimizer.param_groups for p in g["params"] if id(p) in pieces]
+        held = [p for g in optimizer.param_groups for p in g["params"] if id(p) in sharded_params]
         if not held:
             continue
         if any(parameter in optimizer.state for parameter in held):
-            first = pieces[id(held[0])][0]
+            first = sharded_params[id(held[0])][0]
             warn_once(
                 f"an optimizer was built before wrapping: {first}",
                 f"an optimizer ({type(optimizer).__name__}) was built before wrapping, and has "
@@ -44,7 +46,7 @@ def hand_over_pieces(built: Sequence[Unit]) -> None:
             continue
         for group in optimizer.param_groups:
             # In place: the optimizer may have other references to the list.
-            group["params"][:] = [pieces.get(id(p), ("", p))[1] for p in group["params"]]
+            group["params"][:] = [sharded_params.get(id(p), ("", p))[1] for p in group["params"]]
         attach.look_at(optimizer)
 
 

@@ -20,8 +20,8 @@ from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.decay import original_ndim
 from layerzero.optim.in_backward import is_narrowed
-from layerzero.optim.probe import differs_on_pieces
-from layerzero.runtime.pieces import Owner, owner_of_each
+from layerzero.optim.probe import differs_on_parts
+from layerzero.runtime.sharded_params import Owner, owner_of_each
 
 _ELEMENT_WISE = (
     torch.optim.Adadelta,
@@ -70,7 +70,7 @@ _perturbing: WeakSet[torch.optim.Optimizer] = WeakSet()
 """Sharpness-aware optimizers: wrappers whose own `step` may never be called."""
 
 
-class _Pieces(NamedTuple):
+class _ShardedParams(NamedTuple):
     """The sharded parameters that an optimizer has of one model."""
 
     owner: Owner
@@ -87,14 +87,14 @@ class _Pieces(NamedTuple):
         return self.are_parts or self.ndim != 1
 
 
-@attach.on_pieces
+@attach.on_sharded_params
 def _note(optimizer: torch.optim.Optimizer) -> None:
     if _PERTURBS.search(type(optimizer).__name__):
         _perturbing.add(optimizer)
 
 
 @attach.on_first_step
-def _tell(optimizer: torch.optim.Optimizer) -> None:
+def _check(optimizer: torch.optim.Optimizer) -> None:
     """Check an optimizer before its first step, and warn if needed.
 
     Raises:
@@ -104,33 +104,35 @@ def _tell(optimizer: torch.optim.Optimizer) -> None:
     groups_are_full = all(group["params"] for group in optimizer.param_groups)
     if uses is None and groups_are_full and not _perturbing and _is_known(type(optimizer)):
         return  # Early: with one optimizer per parameter, the search below would be quadratic.
-    pieces = _pieces_of(optimizer)
-    if pieces is None:
+    sharded_params = _sharded_params_of(optimizer)
+    if sharded_params is None:
         return
     for cls, why in _REFUSED.items():
-        if isinstance(optimizer, cls) and pieces.are_parts:
+        if isinstance(optimizer, cls) and sharded_params.are_parts:
             raise NotImplementedError(
                 f"{cls.__name__} {why}, got this rank's pieces of a sharded model. {_INSTEAD}; or "
                 "leave the model unsharded (DistributedDataParallel)"
             )
     if not is_narrowed(optimizer):
-        _tell_of_decay(optimizer, pieces)
+        _warn_of_decay(optimizer, sharded_params)
     held = {id(parameter) for parameter in _parameters(optimizer)}
     for each in list(_perturbing):
-        if pieces.are_parts and any(id(parameter) in held for parameter in _parameters(each)):
+        if sharded_params.are_parts and any(
+            id(parameter) in held for parameter in _parameters(each)
+        ):
             name = type(each).__name__
             warn_once(
                 f"not element-wise: {name}",
                 f"{name} perturbs weights by the norm of all gradients, and gets this rank's "
                 "pieces: take the norm over all ranks, layerzero.global_norm(model), in its place",
-                is_first=pieces.owner.speaks,
+                is_first=sharded_params.owner.issues_warnings,
                 stacklevel=5,
             )
-    if optimizer in _perturbing or not pieces.change_anything:
+    if optimizer in _perturbing or not sharded_params.change_anything:
         return
-    if uses is None and pieces.owner.speaks and not _is_known(type(optimizer)):
-        ndim = 2 if pieces.ndim > 1 else 1
-        if differs_on_pieces(optimizer, ndim, 2 if pieces.are_parts else 1):
+    if uses is None and sharded_params.owner.issues_warnings and not _is_known(type(optimizer)):
+        ndim = 2 if sharded_params.ndim > 1 else 1
+        if differs_on_parts(optimizer, ndim, 2 if sharded_params.are_parts else 1):
             uses = "more than one element at a time (a step on stand-ins shows it)"
     if uses is not None:
         name = type(optimizer).__name__
@@ -138,7 +140,7 @@ def _tell(optimizer: torch.optim.Optimizer) -> None:
             f"not element-wise: {name}",
             f"{name} uses {uses}: over the pieces of a sharded model, each 1-D and a part, it "
             f"trains otherwise than over whole parameters. {_INSTEAD}",
-            is_first=pieces.owner.speaks,
+            is_first=sharded_params.owner.issues_warnings,
             stacklevel=5,
         )
 
@@ -156,7 +158,7 @@ def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
     return next(each for each in cls.__mro__ if "step" in vars(each)) in _ELEMENT_WISE
 
 
-def _tell_of_decay(optimizer: torch.optim.Optimizer, pieces: _Pieces) -> None:
+def _warn_of_decay(optimizer: torch.optim.Optimizer, sharded_params: _ShardedParams) -> None:
     """Warn if groups were made by `parameter.ndim`: one has all shapes, and another is empty."""
     groups = optimizer.param_groups
     empty = {group.get("weight_decay") for group in groups if not group["params"]}
@@ -173,7 +175,7 @@ def _tell_of_decay(optimizer: torch.optim.Optimizer, pieces: _Pieces) -> None:
         f"with weight_decay={empty.pop()} is empty. Pieces of a sharded model are 1-D, so "
         "parameter.ndim tells no matrix from a vector: use layerzero.optim.decay_groups(model, "
         f"weight_decay={decay}), or len(parameter.layerzero.shape)",
-        is_first=pieces.owner.speaks,
+        is_first=sharded_params.owner.issues_warnings,
         stacklevel=6,
     )
 
@@ -183,10 +185,10 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
         yield from group["params"]
 
 
-def _pieces_of(optimizer: torch.optim.Optimizer) -> _Pieces | None:
+def _sharded_params_of(optimizer: torch.optim.Optimizer) -> _ShardedParams | None:
     marked = [each for each in _parameters(optimizer) if get_info(each) is not None]
     known = owner_of_each()
-    owners = [known[id(piece)] for piece in marked if id(piece) in known]
+    owners = [known[id(sharded_param)] for sharded_param in marked if id(sharded_param) in known]
     if not owners:
         return None
-    return _Pieces(owners[0], max(original_ndim(piece) for piece in marked))
+    return _ShardedParams(owners[0], max(original_ndim(sharded_param) for sharded_param in marked))

@@ -16,12 +16,12 @@ from torch.nn.utils import clip_grad
 
 from layerzero.notices import warn_once
 from layerzero.optim import attach
-from layerzero.runtime.pieces import Owner, owner_of_each
+from layerzero.runtime.sharded_params import Owner, owner_of_each
 
 _LOOKS = "_layerzero_looks"
 
 
-@attach.on_pieces
+@attach.on_sharded_params
 def look(optimizer: torch.optim.Optimizer | None = None) -> None:
     """Install the check. Few clip gradients before an optimizer has sharded parameters."""
     for owner, name, caller, instead in (
@@ -48,7 +48,7 @@ def _looking(
                     f"torch.nn.utils.{caller} was given pieces of a sharded model: its norm is "
                     f"that of this rank's part, another one on each rank. Use {instead}, which is "
                     "the same on all ranks; every rank calls it",
-                    is_first=owner.speaks,
+                    is_first=owner.issues_warnings,
                     stacklevel=4,
                 )
         return former(tensors, *args, **kwargs)
@@ -62,6 +62,6 @@ def _owner_of_any(tensors: list[Any]) -> Owner | None:
     given = {id(tensor) for tensor in tensors}
     for owner in owner_of_each().values():
         is_part = owner.placement.num_main_shards > 1 or owner.is_tensor_parallel
-        if is_part and (id(owner.piece) in given or id(owner.piece.grad) in given):
+        if is_part and (id(owner.sharded_param) in given or id(owner.sharded_param.grad) in given):
             return owner
     return None

@@ -30,14 +30,16 @@ class StepInBackward:
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         """`units`: all units of the model."""
         self.optimizer = optimizer
-        self._pieces = [piece for unit in units for piece in unit.pieces]
+        self._sharded_params = [
+            sharded_param for unit in units for sharded_param in unit.sharded_params
+        ]
 
     def step_unit(self, unit: Unit | None) -> None:
         """Step the parameters of a unit; None, at the end: those that belong to no unit."""
         if unit is not None:
-            self.step(unit.pieces)
+            self.step(unit.sharded_params)
         else:
-            self.step_others(self._pieces)
+            self.step_others(self._sharded_params)
 
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Run one step on those of `parameters` that the optimizer has."""

@@ -19,8 +19,8 @@ from layerzero.comm.collectives import gather_small
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
 from layerzero.runtime.operations import remembers_failure
-from layerzero.runtime.pieces import Owner, owner_of_each, owners
 from layerzero.runtime.root import RootState
+from layerzero.runtime.sharded_params import Owner, owner_of_each, owners
 
 
 class Part(NamedTuple):
@@ -92,10 +92,10 @@ def global_norm(
         tensor_of = {id(part.parameter): part.tensor for part in parts}
         # All placements of the model, also without a tensor: every rank runs the same gathers.
         by_placement: dict[int, tuple[Placement, list[Part]]] = {}
-        for _, placement, piece in owners(root):
+        for _, placement, sharded_param in owners(root):
             _, own = by_placement.setdefault(id(placement), (placement, []))
-            if id(piece) in tensor_of:
-                own.append(Part(piece, tensor_of[id(piece)]))
+            if id(sharded_param) in tensor_of:
+                own.append(Part(sharded_param, tensor_of[id(sharded_param)]))
         power = global_power(root, [*by_placement.values()], whole, norm_type, dtype, "norm")
         total = power if total is None else _sum(total, power.to(total.device), norm_type)
         whole = []
@@ -130,9 +130,9 @@ def _entries(
             )
         return [*zip(parameters, tensors, strict=True)]
     of_gradient = {
-        id(gradient): owner.piece
+        id(gradient): owner.sharded_param
         for owner in known.values()
-        if (gradient := owner.piece.grad) is not None
+        if (gradient := owner.sharded_param.grad) is not None
     }
     return [(_parameter_of(tensor, of_gradient), tensor) for tensor in tensors]
 

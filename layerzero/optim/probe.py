@@ -30,7 +30,7 @@ class _NoAnswer(Exception):
     pass
 
 
-def differs_on_pieces(optimizer: torch.optim.Optimizer, ndim: int, num_pieces: int) -> bool | None:
+def differs_on_parts(optimizer: torch.optim.Optimizer, ndim: int, num_parts: int) -> bool | None:
     """Whether it updates 1-D parts of a parameter differently from the whole; None: unknown.
 
     Args:
@@ -46,7 +46,7 @@ def differs_on_pieces(optimizer: torch.optim.Optimizer, ndim: int, num_pieces: i
             expected = _steps(optimizer, step, whole, 1, seed=0)
             if not torch.equal(expected, _steps(optimizer, step, whole, 1, seed=1)):
                 return None  # It draws random numbers.
-            got = _steps(optimizer, step, (_ROWS * _COLUMNS // num_pieces,), num_pieces, seed=0)
+            got = _steps(optimizer, step, (_ROWS * _COLUMNS // num_parts,), num_parts, seed=0)
     except Exception:
         return None
     if not expected.isfinite().all():

@@ -15,7 +15,7 @@ _NAMES = {
 }
 
 
-@attach.on_pieces
+@attach.on_sharded_params
 def refuse(optimizer: torch.optim.Optimizer) -> None:
     """Check an optimizer while it is constructed.
 

@@ -63,7 +63,7 @@ class PlanFields:
             "hook_modules": _read_hook_modules(self.hook_modules),
             "ep_plan": _read_ep_plan(self.ep_plan),
             "defaults": read_options("defaults", self.defaults, [*ZERO3_OPTIONS, *MODULE_OPTIONS]),
-            **read_options("plan", self._said, _SHORTHANDS),
+            **read_options("plan", self._given_shorthands, _SHORTHANDS),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -72,19 +72,19 @@ class PlanFields:
         read_bool("local_experts", self.local_experts)
         for name in ("num_to_forward_prefetch", "num_to_backward_prefetch"):
             _check_number(name, getattr(self, name))
-        self._check_said_once()
+        self._refuse_given_twice()
 
     @property
-    def _said(self) -> dict[str, Any]:
+    def _given_shorthands(self) -> dict[str, Any]:
         """Fields that are options of the whole model, where they were given."""
         given = {name: getattr(self, name) for name in _SHORTHANDS}
         return {name: value for name, value in given.items() if value is not None}
 
-    def _check_said_once(self) -> None:
-        said = self._said
-        pairs = [(name, name) for name in said]
-        pairs += [(name, "mixed_precision") for name in said if name in PRECISION_OPTIONS]
-        if "cpu_offload" in said:
+    def _refuse_given_twice(self) -> None:
+        given = self._given_shorthands
+        pairs = [(name, name) for name in given]
+        pairs += [(name, "mixed_precision") for name in given if name in PRECISION_OPTIONS]
+        if "cpu_offload" in given:
             pairs.append(("cpu_offload", "offload"))
         if self.num_to_forward_prefetch is not None:
             pairs.append(("num_to_forward_prefetch", "forward_prefetch"))
@@ -108,7 +108,7 @@ class PlanFields:
     @property
     def options(self) -> dict[str, Any]:
         """Options of the whole model."""
-        return {**self._said, **self.defaults}
+        return {**self._given_shorthands, **self.defaults}
 
     @property
     def mixed_precision(self) -> MixedPrecision:

@@ -75,7 +75,7 @@ def shard_with_plan(
     only_ignores = replace(plan, apply_modules=(), hook_modules=(), ep_plan=())
     if callable(getattr(model, "fully_shard", None)):
         resolve(only_ignores, model).raise_errors()
-    own = _ask(model, "fully_shard", plan, mesh=mesh, expert_mesh=expert_mesh)
+    own = _call_optional(model, "fully_shard", plan, mesh=mesh, expert_mesh=expert_mesh)
     if own:
         resolved = resolve(only_ignores, model)
     resolved.raise_errors()
@@ -87,7 +87,7 @@ def shard_with_plan(
         root_of(root_unit).scheduler.unshard_all_before_forward()
     numbers = plan.num_forward, plan.num_backward
     expected = None
-    if not _ask(root_unit.module, "set_modules_to_prefetch", plan, *numbers):
+    if not _call_optional(root_unit.module, "set_modules_to_prefetch", plan, *numbers):
         expected = expect(plan, root_unit.module, resolved)
         _expect_order(root_unit, expected)
     if _is_first(mesh, root_unit.module) and logger.isEnabledFor(logging.INFO):
@@ -129,7 +129,7 @@ def _expert_arguments(plan: ShardingPlan, expert_mesh: Mesh) -> dict[str, Any]:
     return arguments
 
 
-def _ask(model: nn.Module, name: str, *args: Any, **optional: Any) -> Any:
+def _call_optional(model: nn.Module, name: str, *args: Any, **optional: Any) -> Any:
     """Call a method that the model may define; None if it does not.
 
     Args:

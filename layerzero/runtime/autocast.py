@@ -42,7 +42,7 @@ class CastCache:
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type
         with torch.inference_mode(False):
-            self._leaf = torch.zeros(0, 0, device=device).requires_grad_()
+            self._probe = torch.zeros(0, 0, device=device).requires_grad_()
             self._factor = torch.zeros(0, 0, device=device)
         self._cast: torch.autograd.graph.Node | None = None
         self._since = 0
@@ -73,12 +73,12 @@ class CastCache:
 
     def _is_cleared(self) -> bool:
         """Whether the cache was cleared since the last call."""
-        cast = self._cast_of_leaf()
+        cast = self._cast_of_probe()
         is_cleared = cast is not self._cast
         self._cast = cast
         return is_cleared
 
-    def _cast_of_leaf(self) -> torch.autograd.graph.Node:
+    def _cast_of_probe(self) -> torch.autograd.graph.Node:
         """The autograd node of the cached cast of our own leaf; makes the cast if there is none.
 
         The product has no elements, is hidden from dispatch modes (selective checkpointing counts
@@ -91,7 +91,7 @@ class CastCache:
             torch.enable_grad(),
             torch.autocast(self._device_type, dtype, cache_enabled=True),
         ):
-            product = torch.addmm(self._leaf, self._factor, self._factor)
+            product = torch.addmm(self._probe, self._factor, self._factor)
         assert product.grad_fn is not None
         node = product.grad_fn.next_functions[0][0]
         assert node is not None, "the leaf requires grad"

@@ -64,8 +64,8 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
 def _missing(units: Sequence[Unit]) -> Iterator[str]:
     for unit in units:
         for handle in unit.handles:
-            for fqn, piece in zip(handle.fqns, handle.sharded_params, strict=True):
-                if canary.is_left(piece.detach()):
+            for fqn, sharded_param in zip(handle.fqns, handle.sharded_params, strict=True):
+                if canary.is_left(sharded_param.detach()):
                     yield f"parameter {fqn!r}"
         for fqn, module_ref, name in unit.awaited_buffers:
             module = module_ref()

@@ -183,7 +183,7 @@ class Backward:
         unit.set_training_state(TrainingState.IDLE)
 
     @remembers_failure
-    def on_leaf_gradient(self, unit: Unit) -> None:
+    def on_unsharded_gradient(self, unit: Unit) -> None:
         """An unsharded parameter of an explicitly unsharded unit got its gradient.
 
         If it was used outside the unit's forward, no output hook has reported the unit.

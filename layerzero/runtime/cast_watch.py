@@ -54,10 +54,10 @@ class CastWatch:
     def _prepare(self) -> None:
         handles = [(unit, handle) for unit in self._units for handle in unit.handles]
         self._owners = {
-            id(leaf): (leaf, unit)
+            id(unsharded): (unsharded, unit)
             for unit, handle in handles
             if not handle.is_whole and handle.full.dtype == torch.float32
-            for leaf, split in zip(handle.full_params, handle.splits, strict=True)
+            for unsharded, split in zip(handle.unsharded_params, handle.splits, strict=True)
             if split is None
         }
         self._count_own_references()
@@ -80,15 +80,19 @@ class CastWatch:
         self._is_counting = True
         with outside_modes(), torch.inference_mode(False), torch.enable_grad():
             factor = torch.zeros(1, 1, 1, device=device, requires_grad=True)
-            leaves = [nn.Parameter(torch.zeros([1] * ndim, device=device)) for ndim in (2, 3)]
-            self._owners |= {id(leaf): (leaf, self._units[0]) for leaf in leaves}
+            unsharded_params = [
+                nn.Parameter(torch.zeros([1] * ndim, device=device)) for ndim in (2, 3)
+            ]
+            self._owners |= {
+                id(unsharded): (unsharded, self._units[0]) for unsharded in unsharded_params
+            }
             dtype = torch.get_autocast_dtype(device.type)
             hooks = saved_tensors_hooks(_Pack(self, None), _unpack)
             with hooks, torch.autocast(device.type, dtype, cache_enabled=False):
-                torch.nn.functional.linear(factor, leaves[0])
-                torch.bmm(factor, leaves[1])
-        for leaf in leaves:
-            del self._owners[id(leaf)]
+                torch.nn.functional.linear(factor, unsharded_params[0])
+                torch.bmm(factor, unsharded_params[1])
+        for unsharded in unsharded_params:
+            del self._owners[id(unsharded)]
         self._is_counting = False
 
     def note(self, saved: torch.Tensor) -> None:
@@ -104,13 +108,13 @@ class CastWatch:
         if self._is_counting:
             self._fresh[is_view] = sys.getrefcount(cast)
             return
-        leaf, unit = owner
+        unsharded, unit = owner
         known = unit.saved_casts.get(id(cast))
         if known is not None and known.is_of(cast):
             return
         if sys.getrefcount(cast) <= self._fresh.get(is_view, 0):
             # Otherwise the user's code holds it, and may read it while the unit is sharded.
-            unit.saved_casts[id(cast)] = SavedCast(cast, leaf)
+            unit.saved_casts[id(cast)] = SavedCast(cast, unsharded)
 
 
 class _Pack:

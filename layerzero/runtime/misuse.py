@@ -35,8 +35,8 @@ def explain(error: BaseException) -> None:
     found: dict[str, str] = {}
     traceback = error.__traceback__
     while traceback is not None:
-        for piece in _pieces_used_at(traceback):
-            info = get_info(piece)
+        for sharded_param in _sharded_params_used_at(traceback):
+            info = get_info(sharded_param)
             if info is not None:
                 start, stop = info.range
                 found[info.fqn] = f"elements {start} to {stop} of shape {tuple(info.shape)}"
@@ -69,7 +69,7 @@ def explain_uncaught() -> None:
     sys.excepthook = hook
 
 
-def _pieces_used_at(traceback: TracebackType) -> Iterator[nn.Parameter]:
+def _sharded_params_used_at(traceback: TracebackType) -> Iterator[nn.Parameter]:
     frame = traceback.tb_frame
     names = {**frame.f_globals, **frame.f_locals}
     for number in _lines(frame.f_code, traceback):

@@ -194,14 +194,14 @@ class GradientReducer:
             ]
             own = flags_tensor(flags, self._context.device)
             first, *others = members[0].handle.placement.groups
-            started.append((members, all(flags), others, *self._ask(own, first)))
+            started.append((members, all(flags), others, *self._gather_flags(own, first)))
 
         def answer() -> list[tuple[Reduction, set[int]]]:
             answers = {id(reduction): reduction.present for reduction in reductions}
             for members, has_all, others, table, pending in started:
                 pending.wait()
                 for group in others:
-                    table, pending = self._ask(table.amax(dim=0), group)
+                    table, pending = self._gather_flags(table.amax(dim=0), group)
                     pending.wait()
                 if has_all:
                     continue  # All are present; reading the table would block the host.
@@ -213,6 +213,6 @@ class GradientReducer:
 
         return answer
 
-    def _ask(self, flags: torch.Tensor, group: ShardGroup) -> tuple[torch.Tensor, Pending]:
+    def _gather_flags(self, flags: torch.Tensor, group: ShardGroup) -> tuple[torch.Tensor, Pending]:
         operation = self._context.operations.next("gradient presence", "the model", group)
         return gather_flags(flags, group, operation)

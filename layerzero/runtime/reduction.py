@@ -46,7 +46,7 @@ def reduce_unit(
             reductions.append(reduction)
         else:
             # The sum stays unsharded, and nothing is sent; on the host, if it is to wait there.
-            gradients.collect(handle.full_params, keep_accumulating=True)
+            gradients.collect(handle.unsharded_params, keep_accumulating=True)
             if gradients.sums_on is not None and placement.num_ranks > 1:
                 reduction = Reduction(context, unit, handle, is_partial=True)
                 reduction.start_offload()
@@ -95,7 +95,7 @@ class Reduction:
         # An unsharded sum on the host is added here, before the first hop. A sharded one has the
         # size of a chunk, and is added after it (`hops` in `_send`).
         comes_back = gradients.host_sum is not None and not in_shards
-        gradients.collect(handle.full_params, keep_accumulating=comes_back)
+        gradients.collect(handle.unsharded_params, keep_accumulating=comes_back)
         self.present = gradients.present
         if handle.placement.num_ranks == 1:
             return  # `GradientBuffer.deliver` takes the gradients as they are.

@@ -28,7 +28,6 @@ from layerzero.runtime.backward import Backward
 from layerzero.runtime.cast_watch import CastWatch
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.guards import refuse_export
-from layerzero.runtime.leaf_checks import LeafChecks
 from layerzero.runtime.operations import Operations, remembers_failure
 from layerzero.runtime.passes import ForwardCall, ForwardPass
 from layerzero.runtime.rate_limiter import RateLimiter
@@ -38,6 +37,7 @@ from layerzero.runtime.structure import Ignored, Structure
 from layerzero.runtime.surroundings import check_surroundings
 from layerzero.runtime.unit import Unit, get_unit
 from layerzero.runtime.unshard_scheduler import UnshardScheduler
+from layerzero.runtime.unsharded_checks import UnshardedChecks
 
 _EXPLICIT = int(Hold.EXPLICIT)
 _is_tracing = torch._C._is_tracing
@@ -106,7 +106,7 @@ class RootState:
         self.reducer = GradientReducer(self.context, self.units, accumulation)
         self._casts = CastCache(device)
         self.cast_watch = CastWatch(self.units, device)
-        self._leaf_checks = LeafChecks(self.context, self.units)
+        self._unsharded_checks = UnshardedChecks(self.context, self.units)
         self._clock = 0
         self._call_depth = 0
         self._forward_pass = ForwardPass(0)
@@ -184,7 +184,7 @@ class RootState:
         unit.unshard()
         unit.hold(_EXPLICIT)
         self.context.wait_for_uploads()
-        unit.watch_leaves(self._leaf_hook(unit))
+        unit.watch_gradients(self._gradient_hook(unit))
         if async_op:
             return UnshardHandle(self, unit)
         self.finish_unshard(unit)
@@ -266,7 +266,7 @@ class RootState:
         except BaseException as error:
             self.abandon_call(call, error)
             raise
-        first_forward = self._leaf_checks.first_forward
+        first_forward = self._unsharded_checks.first_forward
         if first_forward is not None and unit.depth == 1 and not self.context.in_backward:
             first_forward.begin_call(unit)
         return call
@@ -284,8 +284,10 @@ class RootState:
         if self.context.in_backward:
             return  # A recomputation: its visits belong to the backward pass.
         self.structure.check("forward")
-        check_surroundings(piece for each in self.units for piece in each.pieces)
-        self._leaf_checks.before_forward()
+        check_surroundings(
+            sharded_param for each in self.units for sharded_param in each.sharded_params
+        )
+        self._unsharded_checks.before_forward()
         self.context.note_weights()
         self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.adds_up)
 
@@ -306,7 +308,7 @@ class RootState:
     def end_call(self, call: ForwardCall) -> None:
         """The forward of `call` has returned."""
         grad_enabled = torch.is_grad_enabled()
-        first_forward = self._leaf_checks.first_forward
+        first_forward = self._unsharded_checks.first_forward
         if first_forward is not None and call.unit.depth == 1 and not self.context.in_backward:
             first_forward.end_call(call.unit)
         self._leave(call)
@@ -325,7 +327,7 @@ class RootState:
             # The user may write main shards on the host after a forward.
             self.context.wait_for_uploads()
             self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
-            error = self._leaf_checks.after_forward()
+            error = self._unsharded_checks.after_forward()
             if error is not None:
                 self.abort(error)
                 raise error
@@ -346,13 +348,15 @@ class RootState:
 
     # Backward: see backward.py ----------------------------------------------------------------
 
-    def _leaf_hook(self, unit: Unit) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, unit: Unit) -> Callable[[torch.Tensor], None]:
         unit_ref = weakref.ref(unit)
 
         def on_gradient(_: torch.Tensor) -> None:
             unit = unit_ref()
             if unit is not None:
-                root_of(unit).backward.on_leaf_gradient(unit)  # It may have another root by now.
+                root_of(unit).backward.on_unsharded_gradient(
+                    unit
+                )  # It may have another root by now.
 
         return on_gradient
 

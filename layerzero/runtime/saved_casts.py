@@ -17,9 +17,9 @@ from torch.utils.weak import TensorWeakRef
 class SavedCast:
     """A cast of one unsharded parameter, referenced weakly."""
 
-    def __init__(self, cast: torch.Tensor, leaf: nn.Parameter) -> None:
+    def __init__(self, cast: torch.Tensor, source: nn.Parameter) -> None:
         self._ref = TensorWeakRef(cast)
-        self._leaf = leaf
+        self._source = source
         self._nbytes = cast.untyped_storage().nbytes()
 
     def is_of(self, cast: torch.Tensor) -> bool:
@@ -39,7 +39,7 @@ class SavedCast:
             cast.untyped_storage().resize_(self._nbytes)
             # Through `.data`: otherwise autograd would count it as a change of a saved tensor.
             with torch.no_grad(), torch.inference_mode(False):
-                cast.data.copy_(self._leaf)
+                cast.data.copy_(self._source)
         return True
 
 

@@ -104,8 +104,10 @@ class Structure:
         self._children = [dict(_children_of(each)) for each in dicts]
         self._parameter_dicts = [_parameters_of(each) for each in dicts]
         shown = chain.from_iterable(each.values() for each in self._parameter_dicts)
-        pieces = {id(leaf): piece for piece, leaf in self._shown_full()}
-        self._parameters = [pieces.get(id(each), each) for each in shown]
+        sharded_params = {
+            id(unsharded): sharded_param for sharded_param, unsharded in self._shown_full()
+        }
+        self._parameters = [sharded_params.get(id(each), each) for each in shown]
         self._parameters.append(None)
 
     def _is_same(self) -> bool:
@@ -113,9 +115,11 @@ class Structure:
         assert root is not None, "whoever asks has it"
         dicts = [root.__dict__, *self._dicts]
         expected = self._parameters
-        leaves = {id(piece): leaf for piece, leaf in self._shown_full()}
-        if leaves:
-            expected = [leaves.get(id(each), each) for each in expected]
+        unsharded_params = {
+            id(sharded_param): unsharded for sharded_param, unsharded in self._shown_full()
+        }
+        if unsharded_params:
+            expected = [unsharded_params.get(id(each), each) for each in expected]
         values = chain.from_iterable(map(dict.values, self._parameter_dicts))
         # Dicts are equal when the values are the same objects: modules compare by identity.
         return (
@@ -129,14 +133,16 @@ class Structure:
         for unit in self._units:
             if unit.shows_unsharded:
                 for handle in unit.handles:
-                    yield from zip(handle.sharded_params, handle.full_params, strict=True)
+                    yield from zip(handle.sharded_params, handle.unsharded_params, strict=True)
 
     # By name --------------------------------------------------------------------------------
 
     def _changes(self) -> str:
         """The differences, as part of a sentence; empty if there are none."""
-        leaves = {id(leaf): piece for piece, leaf in self._shown_full()}
-        now = {name: leaves.get(id(shown), shown) for name, shown in self._walk()}
+        unsharded_params = {
+            id(unsharded): sharded_param for sharded_param, unsharded in self._shown_full()
+        }
+        now = {name: unsharded_params.get(id(shown), shown) for name, shown in self._walk()}
         before = self._named
         came = {name: each for name, each in now.items() if name not in before}
         gone = {name: each for name, each in before.items() if name not in now}

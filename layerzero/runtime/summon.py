@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import broadcast_from_first, gather_small
-from layerzero.core.layout import Piece
+from layerzero.core.layout import ShardRange
 from layerzero.core.parameter_hooks import kind_of_hooks
 from layerzero.core.parameter_info import copy_attributes
 from layerzero.runtime.flat_param_handle import FlatParamHandle
@@ -143,7 +143,7 @@ def _take_replaced(entry: _Summoned, units: list[Unit]) -> None:
                 f"{where} was removed, or replaced in some of its places; copy new values into the "
                 "parameter in place, or change the module before wrapping it"
             )
-        shape = handle.full_params[index].shape
+        shape = handle.unsharded_params[index].shape
         value = new[0] if new else entry.parameters[index]
         assert isinstance(value, torch.Tensor)
         if value.shape != shape:
@@ -172,7 +172,7 @@ def _gather(
     parameters = []
     for index, sharded in enumerate(handle.sharded_params):
         parameter = nn.Parameter(values[index], requires_grad=sharded.requires_grad)
-        copy_attributes(handle.full_params[index], parameter)
+        copy_attributes(handle.unsharded_params[index], parameter)
         if grads is not None and has_grad[index]:
             parameter.grad = grads[index]
         parameters.append(parameter)
@@ -207,11 +207,13 @@ def _gather_flat(
 
 def _flat_gradient(handle: FlatParamHandle) -> torch.Tensor:
     flat = torch.zeros_like(handle.main_shard)
-    for piece, sharded in zip(
-        handle.layout.pieces(handle.placement.main_shard_index), handle.sharded_params, strict=True
+    for owned, sharded in zip(
+        handle.layout.shard_ranges(handle.placement.main_shard_index),
+        handle.sharded_params,
+        strict=True,
     ):
-        if sharded.grad is not None and piece.numel:
-            flat[piece.offset : piece.offset + piece.numel] = sharded.grad
+        if sharded.grad is not None and owned.numel:
+            flat[owned.offset : owned.offset + owned.numel] = sharded.grad
     return flat
 
 
@@ -232,18 +234,18 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
         _send_from_first(root, entry, options)
         return
     assert entry.parameters is not None
-    for piece, sharded, parameter in zip(
-        handle.layout.pieces(handle.placement.main_shard_index),
+    for owned, sharded, parameter in zip(
+        handle.layout.shard_ranges(handle.placement.main_shard_index),
         handle.sharded_params,
         entry.parameters,
         strict=True,
     ):
-        value = _flat_of(handle, piece.param, parameter)
-        sharded.copy_(value[piece.start : piece.stop])
+        value = _flat_of(handle, owned.param, parameter)
+        sharded.copy_(value[owned.start : owned.stop])
         if options.with_grads:
             grad = parameter.grad
-            full = None if grad is None else _flat_of(handle, piece.param, grad)
-            _set_gradient(sharded, full, piece)
+            full = None if grad is None else _flat_of(handle, owned.param, grad)
+            _set_gradient(sharded, full, owned)
 
 
 def _flat_of(handle: FlatParamHandle, index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -258,37 +260,39 @@ def _flat_of(handle: FlatParamHandle, index: int, tensor: torch.Tensor) -> torch
 def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
     """Broadcast values that only the first rank has, one parameter at a time to save memory."""
     handle = entry.handle
-    pieces = handle.layout.pieces(handle.placement.main_shard_index)
+    ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
     for index, sharded in enumerate(handle.sharded_params):
         name = handle.fqns[index]
         full = sharded.new_empty(handle.layout.numels[index], device=root.device)
         if entry.parameters is not None:
             full.copy_(_flat_of(handle, index, entry.parameters[index]))
         _broadcast(root, full, handle, "summon writeback", name)
-        sharded.copy_(full[pieces[index].start : pieces[index].stop])
+        sharded.copy_(full[ranges[index].start : ranges[index].stop])
         if options.with_grads:
-            _send_gradient_from_first(root, entry, index, pieces[index])
+            _send_gradient_from_first(root, entry, index, ranges[index])
 
 
 @remembers_failure
-def _send_gradient_from_first(root: RootState, entry: _Summoned, index: int, piece: Piece) -> None:
+def _send_gradient_from_first(
+    root: RootState, entry: _Summoned, index: int, owned: ShardRange
+) -> None:
     handle, verb = entry.handle, "summon writeback of a gradient"
     sharded, name = handle.sharded_params[index], handle.fqns[index]
     grad = None if entry.parameters is None else entry.parameters[index].grad
     exists = torch.tensor([grad is not None], dtype=torch.uint8, device=root.device)
     if not _broadcast(root, exists, handle, verb, name).item():
-        _set_gradient(sharded, None, piece)
+        _set_gradient(sharded, None, owned)
         return
     full = sharded.new_empty(handle.layout.numels[index], device=root.device)
     if grad is not None:
         full.copy_(_flat_of(handle, index, grad))
     _broadcast(root, full, handle, verb, name)
-    _set_gradient(sharded, full, piece)
+    _set_gradient(sharded, full, owned)
 
 
-def _set_gradient(sharded: nn.Parameter, full: torch.Tensor | None, piece: Piece) -> None:
+def _set_gradient(sharded: nn.Parameter, full: torch.Tensor | None, owned: ShardRange) -> None:
     """Set `.grad` to this rank's part of `full`, [numel of the original parameter]."""
-    part = None if full is None else full[piece.start : piece.stop]
+    part = None if full is None else full[owned.start : owned.stop]
     sharded.grad = None if part is None else part.to(sharded.device, copy=True)
 
 

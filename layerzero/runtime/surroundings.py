@@ -30,7 +30,7 @@ def install(module: nn.Module) -> None:
     )
 
 
-def check_surroundings(pieces: Iterable[nn.Parameter]) -> None:
+def check_surroundings(sharded_params: Iterable[nn.Parameter]) -> None:
     """Refuse a forward inside an engine that manages these parameters; cheap if there is none.
 
     Raises:
@@ -40,7 +40,7 @@ def check_surroundings(pieces: Iterable[nn.Parameter]) -> None:
     around = DistributedDataParallel._active_ddp_module
     if around is not None:
         taken = {id(parameter) for parameter in around._module_parameters}
-        if any(id(piece) in taken for piece in pieces):
+        if any(id(sharded_param) in taken for sharded_param in sharded_params):
             raise RuntimeError(
                 f"ZeRO3 inside a module that DistributedDataParallel wraps: {_ADVICE}"
             )

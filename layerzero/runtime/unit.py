@@ -17,7 +17,7 @@ from layerzero.config import MixedPrecision, ReshardAfterForward
 from layerzero.core.canary import AwaitedBuffer
 from layerzero.core.flat_param import OriginalParameter
 from layerzero.core.views import ParameterViews
-from layerzero.runtime import piece_gradients, saved_casts
+from layerzero.runtime import saved_casts, stray_gradients
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.saved_casts import SavedCast
@@ -128,10 +128,10 @@ class Unit:
         ]
         self._holds = 0
         self._is_watched = False
-        self._watched_pieces: dict[nn.Parameter, object] = {}
+        self._watched_params: dict[nn.Parameter, object] = {}
         for handle, group in zip(handles, originals, strict=True):
             for original, sharded, full in zip(
-                group, handle.sharded_params, handle.full_params, strict=True
+                group, handle.sharded_params, handle.unsharded_params, strict=True
             ):
                 self.views.add(original.fqn, original.slots, sharded, full)
         self.views.show_sharded()
@@ -156,9 +156,9 @@ class Unit:
         self._owner_refs.append(weakref.ref(module))
 
     @property
-    def pieces(self) -> list[nn.Parameter]:
+    def sharded_params(self) -> list[nn.Parameter]:
         """This rank's sharded parameters of the unit, as `parameters()` returns them."""
-        return [piece for handle in self.handles for piece in handle.sharded_params]
+        return [sharded_param for handle in self.handles for sharded_param in handle.sharded_params]
 
     @property
     def num_parameters(self) -> int:
@@ -379,26 +379,26 @@ class Unit:
             if tuple(trainable) != handle.gradients.layout.trainable:
                 handle.gradients.set_trainable(trainable)
         self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)
-        self._watched_pieces |= piece_gradients.watch(
+        self._watched_params |= stray_gradients.watch(
             (
-                piece
+                sharded_param
                 for handle in self.handles
                 if handle.placement.num_ranks > 1
-                for piece in handle.sharded_params
-                if piece.requires_grad and piece not in self._watched_pieces
+                for sharded_param in handle.sharded_params
+                if sharded_param.requires_grad and sharded_param not in self._watched_params
             ),
             is_first=self.handles[0].placement.is_first if self.handles else True,
         )
 
-    def watch_leaves(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
+    def watch_gradients(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Call `on_gradient` for gradients from outside the unit's forward (explicit `unshard`)."""
         if self._is_watched:
             return
         self._is_watched = True
         for handle in self.handles:
-            for leaf in handle.full_params:
-                if leaf.requires_grad:
-                    leaf.register_post_accumulate_grad_hook(on_gradient)
+            for unsharded in handle.unsharded_params:
+                if unsharded.requires_grad:
+                    unsharded.register_post_accumulate_grad_hook(on_gradient)
 
     def drop_post_forward_shards(self) -> None:
         """Drop the shards kept for a gather in backward; it will not happen any more."""
@@ -409,12 +409,12 @@ class Unit:
         """Drop gradients that were not delivered."""
         for handle in self.handles:
             handle.gradients.release()
-        self.drop_leaf_gradients()
+        self.drop_unsharded_gradients()
 
-    def drop_leaf_gradients(self) -> None:
+    def drop_unsharded_gradients(self) -> None:
         for handle in self.handles:
-            for leaf in handle.full_params:
-                leaf.grad = None
+            for unsharded in handle.unsharded_params:
+                unsharded.grad = None
 
     def reset(self) -> None:
         """Return to the state between steps, after an error."""

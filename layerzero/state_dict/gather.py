@@ -13,10 +13,10 @@ from torch import nn
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.root import RootState
 from layerzero.runtime.root import root_of as root_of_unit
+from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import dtype_name
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.owners import unit_of
-from layerzero.state_dict.participants import participants_of
 from layerzero.state_dict.stream import FlatSource, stream_sources
 
 _BUCKET_NBYTES = 1 << 30
@@ -26,7 +26,7 @@ class Shard(Protocol):
     """This rank's part of a parameter, or of a tensor shaped like one."""
 
     local: torch.Tensor
-    piece: weakref.ref[nn.Parameter] | None
+    sharded_param: weakref.ref[nn.Parameter] | None
     """Its sharded parameter; None if the shard was read from a file."""
 
 
@@ -36,8 +36,8 @@ _Layer = dict[int, _Shard]
 
 
 def root_of(shard: Shard) -> RootState:
-    piece = None if shard.piece is None else shard.piece()
-    unit = None if piece is None else unit_of(piece)
+    sharded_param = None if shard.sharded_param is None else shard.sharded_param()
+    unit = None if sharded_param is None else unit_of(sharded_param)
     if unit is None:
         raise ValueError(
             f"{shard}: its model is not known here: it came out of a file, or the model is gone. "
@@ -50,16 +50,16 @@ def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, 
     """Yield every shard with its full tensor. Collective over the ranks that share the model."""
     handles = [handle for unit in root.units for handle in unit.handles]
     places = {
-        id(piece): (number, index)
+        id(sharded_param): (number, index)
         for number, handle in enumerate(handles)
-        for index, piece in enumerate(handle.sharded_params)
+        for index, sharded_param in enumerate(handle.sharded_params)
     }
     # A parameter may have several shards (weights, optimizer state, tied weights). A layer takes
     # one shard for each parameter, so that it can be gathered like the flat parameter.
     layers: list[dict[torch.dtype, list[_Layer[_Shard]]]] = [{} for _ in handles]
     for shard in shards:
-        assert shard.piece is not None
-        number, index = places[id(shard.piece())]
+        assert shard.sharded_param is not None
+        number, index = places[id(shard.sharded_param())]
         own = layers[number].setdefault(shard.local.dtype, [])
         layer = next((each for each in own if index not in each), None)
         if layer is None:
@@ -84,7 +84,7 @@ def _agree(
 ) -> None:
     """Raise CheckpointError on all ranks if ranks would gather different tensors. Collective."""
 
-    def tell() -> bytes:
+    def describe() -> bytes:
         own = {
             handle.fqns[0]: sorted(
                 [dtype_name(dtype, handle.fqns[0]), sorted(layer)]
@@ -95,10 +95,10 @@ def _agree(
         }
         return json.dumps(own).encode()
 
-    together = participants_of(root, None)
-    told = [json.loads(answer) for answer in together.exchange("state dict", tell)]
+    together = checkpoint_group_of(root, None)
+    described = [json.loads(answer) for answer in together.exchange("state dict", describe)]
     first: dict[str, tuple[int, Any]] = {}
-    for rank, own in enumerate(told):
+    for rank, own in enumerate(described):
         for name, found in own.items():
             other, expected = first.setdefault(name, (rank, found))
             if found != expected:
@@ -116,10 +116,10 @@ def _count(found: Sequence[tuple[str, Sequence[int]]]) -> int:
 def _source(handle: FlatParamHandle, dtype: torch.dtype, layer: dict[int, Any]) -> FlatSource:
     def shard() -> torch.Tensor:
         flat = torch.zeros_like(handle.main_shard, dtype=dtype)
-        pieces: Sequence[Any] = handle.layout.pieces(handle.placement.main_shard_index)
+        ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
         for index, value in layer.items():
-            piece = pieces[index]
-            flat[piece.offset : piece.offset + piece.numel] = value.local
+            owned = ranges[index]
+            flat[owned.offset : owned.offset + owned.numel] = value.local
         return flat
 
     return FlatSource(handle, handle.fqns[0], dtype, shard, sorted(layer))

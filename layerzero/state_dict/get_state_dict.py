@@ -7,7 +7,7 @@ a model under `fully_shard` load here, and vice versa.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import nn
 from layerzero.core.names import clean_name
 from layerzero.core.parameter_info import get_info
 from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.names import Names, name_in_group
 from layerzero.state_dict.optimizer_shards import shards_of_state
 from layerzero.state_dict.optimizer_state import state_template
-from layerzero.state_dict.participants import participants_of
 from layerzero.state_dict.preconditions import refuse_experts, root_states_of
 from layerzero.state_dict.stream import FlatSource, source_of_weights, stream_sources
 
@@ -104,7 +104,7 @@ def get_model_state_dict(
     if choice.rank0_only:
         for root in roots:
             refuse_experts(root, "rank0_only")
-    keeps = not choice.rank0_only or participants_of(roots[0], None).is_first
+    keeps = not choice.rank0_only or checkpoint_group_of(roots[0], None).is_first
     # Copies, because these entries share memory with the model.
     result = {
         name: choice.copied(value) if type(value) is torch.Tensor else value
@@ -166,9 +166,9 @@ def get_optimizer_state_dict(
     if choice.rank0_only:
         for root in roots:
             refuse_experts(root, "rank0_only")
-    together = participants_of(roots[0], None)
+    together = checkpoint_group_of(roots[0], None)
     keeps = not choice.rank0_only or together.is_first
-    told = together.exchange("optimizer state", lambda: _tell(states, names))
+    told = together.exchange("optimizer state", lambda: _message(states, names))
     everything: StateDict = {}
     own_names = {name for _, found in names.parameters for name in found}
     for each in told:
@@ -185,12 +185,12 @@ def _name(names: Names, parameter: nn.Parameter) -> str:
     return found[0]
 
 
-def _is_piece(parameter: nn.Parameter, value: Any) -> bool:
+def _is_shard(parameter: nn.Parameter, value: Any) -> bool:
     is_sharded = get_info(parameter) is not None
     return is_sharded and isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
-def _tell(states: _States, names: Names) -> bytes:
+def _message(states: _States, names: Names) -> bytes:
     """This rank's message: for parameters it announces, values, and dtypes of tensors to gather."""
     told: StateDict = {}
     for parameter, state in states.items():
@@ -199,7 +199,7 @@ def _tell(states: _States, names: Names) -> bytes:
         for key, value in state.items():
             if not names.announces(parameter):
                 continue
-            if _is_piece(parameter, value):
+            if _is_shard(parameter, value):
                 own[key] = ["gathered", dtype_name(value.dtype, f"{name}: {key}")]
             else:
                 own[key] = ["value", encode(value, f"optimizer state {key!r} of {name}")]
@@ -250,11 +250,11 @@ def _source_of_state(
 
     def shard() -> torch.Tensor:
         flat = torch.zeros_like(handle.main_shard, dtype=dtype)
-        pieces: Sequence[Any] = handle.layout.pieces(handle.placement.main_shard_index)
+        ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
         for index in present:
-            piece, state = pieces[index], states.get(handle.sharded_params[index], {})
-            if piece.numel and key in state:
-                flat[piece.offset : piece.offset + piece.numel] = state[key]
+            owned, state = ranges[index], states.get(handle.sharded_params[index], {})
+            if owned.numel and key in state:
+                flat[owned.offset : owned.offset + owned.numel] = state[key]
         return flat
 
     return FlatSource(handle, f"{key} of {handle.fqns[0]}", dtype, shard, present)

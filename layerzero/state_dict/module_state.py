@@ -34,17 +34,17 @@ def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> Non
     remember(unit)
     slots: dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
     for handle, group in zip(unit.handles, originals, strict=True):
-        for original, piece in zip(group, handle.sharded_params, strict=True):
+        for original, sharded_param in zip(group, handle.sharded_params, strict=True):
             for module, name in original.slots:
-                slots.setdefault(id(module), (module, []))[1].append((name, piece))
+                slots.setdefault(id(module), (module, []))[1].append((name, sharded_param))
     hooks = [unit.module.register_state_dict_pre_hook(_check_structure(unit))]
-    for module, pieces in slots.values():
-        hooks.append(module.register_state_dict_post_hook(_show_shards(unit, pieces)))
-        hooks.append(module.register_load_state_dict_pre_hook(_take_pieces(unit, pieces)))
+    for module, sharded_params in slots.values():
+        hooks.append(module.register_state_dict_post_hook(_show_shards(unit, sharded_params)))
+        hooks.append(module.register_load_state_dict_pre_hook(_take_shards(unit, sharded_params)))
     unit.state_dict_hooks = hooks
 
 
-_Pieces = Sequence[tuple[str, nn.Parameter]]
+_ShardedParams = Sequence[tuple[str, nn.Parameter]]
 """Pairs of a parameter's name in its module and this rank's sharded parameter."""
 
 
@@ -59,7 +59,7 @@ def _check_structure(unit: Unit) -> Callable[..., None]:
     return hook
 
 
-def _refuse_replaced(module: nn.Module, pieces: _Pieces, unit: Unit) -> None:
+def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Unit) -> None:
     """Check that the module still has its sharded parameters. It may be any module of a model.
 
     Raises:
@@ -69,36 +69,39 @@ def _refuse_replaced(module: nn.Module, pieces: _Pieces, unit: Unit) -> None:
     for handle in unit.handles:
         handle.reset_sharded_params(unit.label)
     shown = (
-        () if not unit.shows_unsharded else [full for h in unit.handles for full in h.full_params]
+        ()
+        if not unit.shows_unsharded
+        else [full for h in unit.handles for full in h.unsharded_params]
     )
-    for name, piece in pieces:
+    for name, sharded_param in sharded_params:
         now = module._parameters.get(name)
-        if now is not piece and not any(now is leaf for leaf in shown):
+        if now is not sharded_param and not any(now is unsharded for unsharded in shown):
             raise RuntimeError(
-                f"state_dict: parameter {_info_of(piece).fqn!r} was replaced or removed after "
-                "wrapping: what is in its place is not sharded; copy values into the parameter "
-                "inside summon_full_params(), or call layerzero.rewrap(model) on every rank"
+                f"state_dict: parameter {_info_of(sharded_param).fqn!r} was replaced or removed "
+                "after wrapping: what is in its place is not sharded; copy values into the "
+                "parameter inside summon_full_params(), or call layerzero.rewrap(model) on every "
+                "rank"
             )
 
 
-def _show_shards(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
+def _show_shards(unit: Unit, sharded_params: _ShardedParams) -> Callable[..., None]:
     def hook(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
     ) -> None:
         is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         if is_summoned or unit.views.shows_stand_ins:
             return
-        _refuse_replaced(module, pieces, unit)
-        for name, piece in pieces:
+        _refuse_replaced(module, sharded_params, unit)
+        for name, sharded_param in sharded_params:
             entry = state_dict.get(prefix + name)
             # With keep_vars the caller wants the parameter itself.
             if isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter):
-                state_dict[prefix + name] = shard_of(piece, piece.detach())
+                state_dict[prefix + name] = shard_of(sharded_param, sharded_param.detach())
 
     return hook
 
 
-def _take_pieces(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
+def _take_shards(unit: Unit, sharded_params: _ShardedParams) -> Callable[..., None]:
     def hook(
         module: nn.Module,
         state_dict: dict[str, Any],
@@ -113,49 +116,49 @@ def _take_pieces(unit: Unit, pieces: _Pieces) -> Callable[..., None]:
             return
         if unit.state is not ShardState.SHARDED:
             unit.reshard()  # Its unsharded parameters hold the old weights.
-        _refuse_replaced(module, pieces, unit)
-        for name, piece in pieces:
+        _refuse_replaced(module, sharded_params, unit)
+        for name, sharded_param in sharded_params:
             value = state_dict.get(prefix + name)
             if not isinstance(value, torch.Tensor):
                 continue
             try:
-                taken = piece_of(value, piece)
+                taken = local_part(value, sharded_param)
             except ValueError as error:
                 error_msgs.append(f"{prefix + name}: {error}")
-                taken = piece
+                taken = sharded_param
             if local_metadata.get("assign_to_params_buffers"):
                 # With assign=True, too, the sharded parameter stays, and takes the new value.
                 with torch.no_grad():
-                    piece.copy_(taken)
-                taken = piece
+                    sharded_param.copy_(taken)
+                taken = sharded_param
             state_dict[prefix + name] = taken
 
     return hook
 
 
-def shard_of(piece: nn.Parameter, local: torch.Tensor) -> ParameterShard:
-    """`local`, of the shape of `piece`, as a shard of a tensor with the original shape."""
-    info = _info_of(piece)
-    return ParameterShard(local, extent_of(info), info.range, weakref.ref(piece))
+def shard_of(sharded_param: nn.Parameter, local: torch.Tensor) -> ParameterShard:
+    """`local`, of the shape of `sharded_param`, as a shard of a tensor with the original shape."""
+    info = _info_of(sharded_param)
+    return ParameterShard(local, extent_of(info), info.range, weakref.ref(sharded_param))
 
 
-def _info_of(piece: nn.Parameter) -> ParameterInfo:
-    info = get_info(piece)
+def _info_of(sharded_param: nn.Parameter) -> ParameterInfo:
+    info = get_info(sharded_param)
     assert info is not None, "every piece has its mark"
     return info
 
 
-def piece_of(value: torch.Tensor, piece: nn.Parameter) -> torch.Tensor:
-    """This rank's part of an entry of a state dict: [numel of `piece`].
+def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor:
+    """This rank's part of an entry of a state dict: [numel of `sharded_param`].
 
     Args:
         value: a full tensor of the original shape, a DTensor, a shard of the same range, or a plain
-            tensor of the shape of `piece`.
+            tensor of the shape of `sharded_param`.
 
     Raises:
         ValueError: `value` is none of these.
     """
-    info = _info_of(piece)
+    info = _info_of(sharded_param)
     extent, (start, stop) = extent_of(info), info.range
     if isinstance(value, DTensor):
         if info.tensor_parallel is None:
@@ -177,9 +180,9 @@ def piece_of(value: torch.Tensor, piece: nn.Parameter) -> torch.Tensor:
         ends = zip(extent.offsets, extent.local_shape, strict=True)
         block = value[tuple(slice(at, at + size) for at, size in ends)]
         return block.reshape(-1)[start:stop]
-    if value.shape == piece.shape:
+    if value.shape == sharded_param.shape:
         return value
     raise ValueError(
         f"size mismatch: the entry has shape {tuple(value.shape)}, the parameter {extent.shape}, "
-        f"of which this rank has a piece of {tuple(piece.shape)}"
+        f"of which this rank has a piece of {tuple(sharded_param.shape)}"
     )

@@ -25,14 +25,14 @@ class Names:
         """Every parameter, sharded or not, with all its names."""
         self.handles = _handles_of(model)
         self.tensor_parallel_groups = _tensor_parallel_groups_of(model)
-        self._pieces = {
+        self._sharded_params = {
             id(shown): sharded
             for handle in self.handles
-            for shown, sharded in zip(handle.full_params, handle.sharded_params, strict=True)
+            for shown, sharded in zip(handle.unsharded_params, handle.sharded_params, strict=True)
         }
         names: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            parameter = self._pieces.get(id(parameter), parameter)
+            parameter = self._sharded_params.get(id(parameter), parameter)
             names.setdefault(id(parameter), (parameter, []))[1].append(name_among_all(model, name))
         for parameter, found in names.values():
             self.parameters.append((parameter, tuple(dict.fromkeys(found))))
@@ -63,7 +63,7 @@ class Names:
         """Names in `model.state_dict()`, which modules may change, keyed by id of the parameter."""
         found: dict[int, list[str]] = {}
         for name, value in model.state_dict(keep_vars=True).items():
-            parameter = self._pieces.get(id(value), value)
+            parameter = self._sharded_params.get(id(value), value)
             found.setdefault(id(parameter), []).append(clean_name(name))
         return found
 

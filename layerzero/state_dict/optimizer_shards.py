@@ -16,7 +16,7 @@ from torch import nn
 from layerzero.core.parameter_info import get_info
 from layerzero.optim import attach
 from layerzero.state_dict.errors import CheckpointError, some
-from layerzero.state_dict.module_state import piece_of, shard_of
+from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.optimizer_state import refuse_other_class, shaped_keys
 from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.rank_local import RankLocal, rank_local
@@ -24,13 +24,13 @@ from layerzero.state_dict.rank_local import RankLocal, rank_local
 StateDict = dict[str, Any]
 
 
-@attach.on_pieces
+@attach.on_sharded_params
 def install(optimizer: torch.optim.Optimizer) -> None:
     """Put the hooks on an optimizer."""
     # The first hook after `state_dict` and the last before a load, so that other hooks see the same
     # entries as torch's own tools.
     optimizer.register_state_dict_post_hook(_show_shards, prepend=True)
-    optimizer.register_load_state_dict_pre_hook(_take_pieces)
+    optimizer.register_load_state_dict_pre_hook(_take_shards)
 
 
 def _show_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
@@ -78,7 +78,7 @@ def _numbered(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[A
     }
 
 
-def _take_pieces(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+def _take_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     parameters = _numbered(optimizer, state_dict)
     states = dict(state_dict["state"])
     given = {p: states[n] for n, p in parameters.items() if isinstance(states.get(n), dict)}
@@ -116,7 +116,7 @@ def _taken(value: Any, parameter: nn.Parameter, is_shaped: bool) -> Any:
     if isinstance(value, torch.Tensor):
         if value.ndim == 0 and not (is_shaped or isinstance(value, ParameterShard)):
             return value
-        taken = piece_of(value, parameter)
+        taken = local_part(value, parameter)
         # A view would keep the full tensor alive, and the optimizer would write to it.
         return taken if taken.numel() == value.numel() else taken.clone()
     if isinstance(value, dict):

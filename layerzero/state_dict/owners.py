@@ -15,27 +15,27 @@ _units = WeakIdKeyDictionary()
 
 
 def remember(unit: Unit) -> None:
-    for piece in unit.pieces:
-        _units[piece] = weakref.ref(unit)
+    for sharded_param in unit.sharded_params:
+        _units[sharded_param] = weakref.ref(unit)
 
 
-def unit_of(piece: nn.Parameter) -> Unit | None:
+def unit_of(sharded_param: nn.Parameter) -> Unit | None:
     """The unit of a sharded parameter; None if it is gone."""
-    reference = _units.get(piece)
+    reference = _units.get(sharded_param)
     unit: Unit | None = None if reference is None else reference()
     return unit
 
 
-def refuse_other_name(piece: nn.Parameter, key: str) -> None:
+def refuse_other_name(sharded_param: nn.Parameter, key: str) -> None:
     """Refuse a key without the parameter's name for an expert that only some ranks have.
 
     On other ranks the same key may mean another expert, and files store only keys. This happens
     with an optimizer's own state dict, which numbers parameters.
 
     Raises:
-        NotImplementedError: `piece` is of such an expert, and `key` lacks its name.
+        NotImplementedError: `sharded_param` is of such an expert, and `key` lacks its name.
     """
-    unit, info = unit_of(piece), get_info(piece)
+    unit, info = unit_of(sharded_param), get_info(sharded_param)
     if unit is None or info is None or info.tensor_parallel is not None or info.fqn in key:
         return
     if any(handle.placement.data_parallel is not None for handle in unit.handles):

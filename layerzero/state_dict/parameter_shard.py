@@ -53,7 +53,7 @@ class ParameterShard(torch.Tensor):
     local: torch.Tensor
     extent: Extent
     range: tuple[int, int]
-    piece: weakref.ref[nn.Parameter] | None = None
+    sharded_param: weakref.ref[nn.Parameter] | None = None
     """The sharded parameter, which leads to the ranks to gather from; None if read from a file."""
 
     @staticmethod
@@ -62,7 +62,7 @@ class ParameterShard(torch.Tensor):
         local: torch.Tensor,
         extent: Extent,
         range: tuple[int, int],
-        piece: weakref.ref[nn.Parameter] | None = None,
+        sharded_param: weakref.ref[nn.Parameter] | None = None,
     ) -> ParameterShard:
         shard: ParameterShard = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(extent.shape), dtype=local.dtype, device=local.device
@@ -70,7 +70,7 @@ class ParameterShard(torch.Tensor):
         shard.local = local
         shard.extent = extent
         shard.range = range
-        shard.piece = piece
+        shard.sharded_param = sharded_param
         return shard
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -84,7 +84,7 @@ class ParameterShard(torch.Tensor):
 
     def like(self, local: torch.Tensor) -> ParameterShard:
         """A shard of the same range with other elements."""
-        return ParameterShard(local, self.extent, self.range, self.piece)
+        return ParameterShard(local, self.extent, self.range, self.sharded_param)
 
     def full_tensor(self) -> torch.Tensor:
         """A new full tensor of this shard's shape and dtype, on every rank.
@@ -175,9 +175,9 @@ class ParameterShard(torch.Tensor):
         return found
 
     def _check_name(self, key: str) -> None:
-        piece = None if self.piece is None else self.piece()
-        if piece is not None:
-            refuse_other_name(piece, key)
+        sharded_param = None if self.sharded_param is None else self.sharded_param()
+        if sharded_param is not None:
+            refuse_other_name(sharded_param, key)
 
     def _chunk(self, box: Box) -> ChunkStorageMetadata:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata

@@ -16,14 +16,14 @@ from layerzero.comm.collectives import broadcast_, broadcast_from_first
 from layerzero.core.names import clean_name
 from layerzero.core.parameter_info import get_info
 from layerzero.runtime.root import RootState
+from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.expert_names import global_name
 from layerzero.state_dict.json_codec import decode, encode
-from layerzero.state_dict.module_state import piece_of, shard_of
+from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.names import Names, name_in_group
 from layerzero.state_dict.optimizer_state import options_of_groups, put_state, shaped_keys
-from layerzero.state_dict.participants import participants_of
 from layerzero.state_dict.preconditions import refuse_experts, root_state_of
 
 StateDict = dict[str, Any]
@@ -60,8 +60,8 @@ def set_model_state_dict(
     state = root_state_of(model, "set_model_state_dict")
     if broadcast_from_rank0:
         names = Names(model)
-        pieces = {(name,): p for p, found in names.parameters for name in found}
-        model_state_dict = _from_first(state, model_state_dict, pieces)
+        sharded_params = {(name,): p for p, found in names.parameters for name in found}
+        model_state_dict = _from_first(state, model_state_dict, sharded_params)
     own_names = _names_to_load(model)
     renamed = {own_names.get(name, name): value for name, value in model_state_dict.items()}
     # Bypass an override of the model's class, which may rename entries.
@@ -114,8 +114,8 @@ def set_optimizer_state_dict(
     root = root_state_of(model, "set_optimizer_state_dict")
     names = Names(model)
     if broadcast_from_rank0:
-        pieces = {("state", found[0]): parameter for parameter, found in names.parameters}
-        optim_state_dict = _from_first(root, optim_state_dict, pieces)
+        sharded_params = {("state", found[0]): parameter for parameter, found in names.parameters}
+        optim_state_dict = _from_first(root, optim_state_dict, sharded_params)
     saved = [
         (
             {key: v for key, v in group.items() if key not in ("params", "param_names")},
@@ -133,13 +133,13 @@ def set_optimizer_state_dict(
     for group, own_names in zip(optimizer.param_groups, groups, strict=True):
         for parameter, name in zip(group["params"], own_names, strict=True):
             if name in optim_state_dict["state"]:
-                states[parameter] = _pieces(
+                states[parameter] = _own_parts(
                     parameter, name, optim_state_dict["state"][name], elementwise
                 )
     put_state(optimizer, options_by_group, states)
 
 
-def _pieces(
+def _own_parts(
     parameter: nn.Parameter, name: str, state: StateDict, elementwise: set[str]
 ) -> StateDict:
     """State of one parameter, with tensors cut to this rank's shard."""
@@ -149,7 +149,7 @@ def _pieces(
         if is_shaped and get_info(parameter) is not None:
             try:
                 # A copy, because the optimizer will write to it.
-                value = piece_of(value, parameter).clone()
+                value = local_part(value, parameter).clone()
             except ValueError as error:
                 raise CheckpointError(f"optimizer state {key!r} of {name}: {error}") from error
         result[key] = value
@@ -160,7 +160,7 @@ _Path = tuple[Any, ...]
 
 
 def _from_first(
-    root: RootState, state_dict: StateDict, pieces: dict[_Path, nn.Parameter]
+    root: RootState, state_dict: StateDict, sharded_params: dict[_Path, nn.Parameter]
 ) -> StateDict:
     """The first rank's state dict on every rank, with shards for its tensors. Collective.
 
@@ -169,14 +169,14 @@ def _from_first(
             original shape of that parameter.
     """
     refuse_experts(root, "broadcast_from_rank0")
-    together = participants_of(root, None)
+    together = checkpoint_group_of(root, None)
 
     def describe() -> bytes:
-        rows = [[list(path), *_described(path, value)] for path, value in _leaves(state_dict)]
+        rows = [[list(path), *_described(path, value)] for path, value in _items_in(state_dict)]
         return json.dumps(rows).encode()
 
     rows = json.loads(together.from_first("state dict", describe))
-    values = dict(_leaves(state_dict)) if together.is_first else {}
+    values = dict(_items_in(state_dict)) if together.is_first else {}
     result: StateDict = {}
     for keys, how, *rest in rows:
         path = tuple(keys)
@@ -187,18 +187,18 @@ def _from_first(
             if together.is_first:
                 full.copy_(values[path])
             _broadcast(root, full, ".".join(map(str, path)))
-            piece = pieces.get(path, pieces.get(path[:-1]))
+            sharded_param = sharded_params.get(path, sharded_params.get(path[:-1]))
             value = full
-            if piece is not None and get_info(piece) is not None:
-                value = shard_of(piece, piece_of(full, piece).clone())
+            if sharded_param is not None and get_info(sharded_param) is not None:
+                value = shard_of(sharded_param, local_part(full, sharded_param).clone())
         _put(result, path, value)
     return result
 
 
-def _leaves(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+def _items_in(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         for key, item in value.items():
-            yield from _leaves(item, (*path, key))
+            yield from _items_in(item, (*path, key))
     else:
         yield path, value
 

@@ -1,7 +1,7 @@
 """Replaces shards in a state dict by full tensors, also inside torch's `full_state_dict=True`.
 
 torch's `get_state_dict` gathers the DTensors and ShardedTensors of a `state_dict()`, and passes on
-any other tensor. `teach_torch` inserts a step before it that gathers our shards
+any other tensor. `patch_torch` inserts a step before it that gathers our shards
 (docs/internals/decisions/0019-torch-gathers-our-shards.md).
 """
 
@@ -21,7 +21,7 @@ from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.preconditions import refuse_experts
 from layerzero.state_dict.rank_local import RankLocal
 
-_TAUGHT = "_gathers_layerzero_shards"
+_PATCHED = "_gathers_layerzero_shards"
 
 
 def gather_shards(
@@ -42,7 +42,7 @@ def gather_shards(
         CollectiveError: a rank died, or did not take part within the timeout.
     """
     by_root: dict[int, tuple[RootState, list[ParameterShard]]] = {}
-    for value in _leaves(state_dict):
+    for value in _values_in(state_dict):
         if isinstance(value, ParameterShard):
             root = root_of(value)
             by_root.setdefault(id(root), (root, []))[1].append(value)
@@ -63,13 +63,13 @@ def gather_shards(
     return replaced
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _values_in(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         for item in value.values():
-            yield from _leaves(item)
+            yield from _values_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _leaves(item)
+            yield from _values_in(item)
     else:
         yield value
 
@@ -82,19 +82,19 @@ def _replace(value: Any, full: dict[int, torch.Tensor | None]) -> Any:
     return full[id(value)] if isinstance(value, ParameterShard) else value
 
 
-def teach_torch() -> None:
+def patch_torch() -> None:
     """Make torch's `get_state_dict` and its relatives gather shards where they gather DTensors."""
     from torch.distributed import _state_dict_utils  # Not at import: it loads many modules.
 
     original = _state_dict_utils._gather_state_dict
-    if not hasattr(original, _TAUGHT):
-        _state_dict_utils._gather_state_dict = _taught(original)
+    if not hasattr(original, _PATCHED):
+        _state_dict_utils._gather_state_dict = _patched(original)
     user = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if user is not None:  # Otherwise it imports the new one from the module above.
         user._gather_state_dict = _state_dict_utils._gather_state_dict  # type: ignore[attr-defined]
 
 
-def _taught(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def _patched(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(original)
     def gather_state_dict(state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
         ours = gather_shards(
@@ -104,5 +104,5 @@ def _taught(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
         )
         return original(ours, **options)
 
-    setattr(gather_state_dict, _TAUGHT, True)
+    setattr(gather_state_dict, _PATCHED, True)
     return gather_state_dict

@@ -357,13 +357,13 @@ def _in_the_background(root: str) -> None:
     _train(model, optimizer)
     expected = _everything(model, optimizer)
     gate = threading.Event()
-    write_pieces = saving.write_pieces
+    write_ranges = saving.write_ranges
 
     def held_back(*args: Any) -> Any:
         gate.wait(30)
-        return write_pieces(*args)
+        return write_ranges(*args)
 
-    saving.write_pieces = held_back
+    saving.write_ranges = held_back
     handle = save(root, model, optimizer, step=1, blocking=False)
     assert not handle.done()
     assert not (Path(root) / "latest").exists()
@@ -378,11 +378,11 @@ def _in_the_background(root: str) -> None:
     def fails(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    saving.write_pieces = fails
+    saving.write_ranges = fails
     handle = save(root, model, optimizer, step=2, blocking=False)
     with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
         save(root, model, optimizer, step=3)  # the next call tells
-    saving.write_pieces = write_pieces
+    saving.write_ranges = write_ranges
     handle.wait()  # told already
     handle = save(root, model, optimizer, step=3, blocking=False)
     load(root, model, optimizer)  # waits for the end

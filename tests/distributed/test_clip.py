@@ -88,8 +88,10 @@ def test_without_gradients_the_norm_is_zero() -> None:
 def _not_finite(value: float, norm_type: float) -> None:
     model, _ = _with_gradients(CASES["mlp"])
     if dist.get_rank() == 1:  # one element on one rank
-        piece = next(each for each in model.parameters() if each.grad is not None and each.numel())
-        piece.grad[0] = value
+        sharded_param = next(
+            each for each in model.parameters() if each.grad is not None and each.numel()
+        )
+        sharded_param.grad[0] = value
     norm = model.clip_grad_norm_(1.0, norm_type)
     assert math.isnan(norm.item()) if math.isnan(value) else math.isinf(norm.item())
     assert_same_on_all_ranks(torch.isfinite(norm).item(), "whether the norm is finite")

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_  # before the engine looks at it
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layerzero.optim import decay_groups
-from layerzero.optim.probe import differs_on_pieces
+from layerzero.optim.probe import differs_on_parts
 from tests.harness.compare import assert_same_values, zero3
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import run_ranks
@@ -158,20 +158,20 @@ def test_an_optimizer_that_is_not_element_wise_is_told_once_on_the_first_rank() 
 
 
 def _leaves_no_trace() -> None:
-    pieces = [nn.Parameter(torch.randn(6))]
+    sharded_params = [nn.Parameter(torch.randn(6))]
     calls: list[Any] = []
     handle = register_optimizer_step_pre_hook(lambda *given: calls.append(given))
-    optimizer = Signed(pieces, 0.1)
+    optimizer = Signed(sharded_params, 0.1)
     optimizer.register_step_pre_hook(lambda *given: calls.append(given))
     generator, before = torch.get_rng_state(), dict(vars(optimizer))
-    value = pieces[0].detach().clone()
-    assert differs_on_pieces(optimizer, 2, 2) is False
-    assert differs_on_pieces(Normed(pieces, 0.1), 2, 2) is True
-    assert differs_on_pieces(Normed(pieces, 0.1), 1, 1) is False
-    assert differs_on_pieces(torch.optim.LBFGS(pieces), 1, 2) is None
+    value = sharded_params[0].detach().clone()
+    assert differs_on_parts(optimizer, 2, 2) is False
+    assert differs_on_parts(Normed(sharded_params, 0.1), 2, 2) is True
+    assert differs_on_parts(Normed(sharded_params, 0.1), 1, 1) is False
+    assert differs_on_parts(torch.optim.LBFGS(sharded_params), 1, 2) is None
     assert torch.equal(torch.get_rng_state(), generator)
     assert not calls and not optimizer.state and optimizer.count == 0 and optimizer.seen == [0]
-    assert dict(vars(optimizer)) == before and torch.equal(pieces[0].detach(), value)
+    assert dict(vars(optimizer)) == before and torch.equal(sharded_params[0].detach(), value)
     optimizer.step()
     assert len(calls) == 2
     handle.remove()
@@ -251,7 +251,7 @@ def test_one_rank_has_the_norm_of_all() -> None:
 
 def _groups() -> None:
     model, _ = _with_gradients()
-    pieces = list(model.parameters())
+    sharded_params = list(model.parameters())
 
     def steps(*groups: tuple[list[nn.Parameter], float]) -> list[str]:
         made = [{"params": params, "weight_decay": decay} for params, decay in groups]
@@ -260,7 +260,7 @@ def _groups() -> None:
         return messages
 
     # In backward it steps with one unit: a group that has nothing there is not empty.
-    parts = [(pieces[:1], 0.0), (pieces[1:], 0.1)]
+    parts = [(sharded_params[:1], 0.0), (sharded_params[1:], 0.1)]
     groups = [{"params": params, "weight_decay": decay} for params, decay in parts]
     model.step_in_backward(torch.optim.AdamW(groups, lr=1e-3))
     with _told() as messages:
@@ -271,16 +271,19 @@ def _groups() -> None:
 
     matrices, vectors = (group["params"] for group in decay_groups(model))
     _expect(steps((matrices, 0.1), (vectors, 0.0)))
-    _expect(steps((pieces, 0.1)))
-    _expect(steps((pieces, 0.1), ([], 0.1)))
+    _expect(steps((sharded_params, 0.1)))
+    _expect(steps((sharded_params, 0.1), ([], 0.1)))
     _expect(steps((matrices, 0.1), ([], 0.0)))
 
 
 def _all_in_one_group() -> None:
     """The usual recipe: weight decay for matrices. Pieces have one dimension."""
     model, _ = _with_gradients()
-    pieces = list(model.parameters())
-    matrices, vectors = [p for p in pieces if p.ndim >= 2], [p for p in pieces if p.ndim < 2]
+    sharded_params = list(model.parameters())
+    matrices, vectors = (
+        [p for p in sharded_params if p.ndim >= 2],
+        [p for p in sharded_params if p.ndim < 2],
+    )
     groups = [
         {"params": matrices, "weight_decay": 0.1},
         {"params": vectors, "weight_decay": 0.0},

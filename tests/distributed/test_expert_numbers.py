@@ -101,7 +101,7 @@ def _train(way: str, ep: int) -> tuple[ZeRO3, torch.optim.Optimizer]:
     """Two steps beside the whole model on one process."""
     model, reference = _make(way, ep), seeded(lambda: Model(LocalExperts))
     names = _names(ep)
-    assert {piece.layerzero.fqn for piece in model.parameters()} == names
+    assert {sharded_param.layerzero.fqn for sharded_param in model.parameters()} == names
     buffers = {f"layers.{layer}.experts.each.{n}.number" for layer in (0, 1) for n in _own(ep)}
     assert model.state_dict().keys() == names | buffers
     own, expected = (OPTIMIZERS["sgd_momentum"](m.parameters()) for m in (model, reference))

@@ -45,10 +45,10 @@ def _of_everything() -> None:
             of_model = global_norm(model, norm_type)
             assert_bitwise(of_model, model.clip_grad_norm_(math.inf, norm_type), name)
             named = zip(model.named_parameters(), plain.named_parameters(), strict=True)
-            for (fqn, piece), (_, parameter) in named:
+            for (fqn, sharded_param), (_, parameter) in named:
                 if parameter.numel():
-                    _assert_norm(global_norm(piece, norm_type), [parameter], norm_type, fqn)
-        moments = [torch.full_like(piece, 2.0) for piece in model.parameters()]
+                    _assert_norm(global_norm(sharded_param, norm_type), [parameter], norm_type, fqn)
+        moments = [torch.full_like(sharded_param, 2.0) for sharded_param in model.parameters()]
         count = sum(parameter.numel() for parameter in plain.parameters())
         own = global_norm(moments, like=model.parameters())
         assert own.item() == pytest.approx(2 * math.sqrt(count))
@@ -83,7 +83,7 @@ def test_norms_of_parts_and_of_several_models() -> None:
 
 def _refused() -> None:
     model = zero3(Mlp, Block)
-    pieces = list(model.parameters())
+    sharded_params = list(model.parameters())
     for bad in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="norm_type"):
             global_norm(model, bad)
@@ -92,9 +92,9 @@ def _refused() -> None:
     with pytest.raises(ValueError, match="like="):
         global_norm([torch.ones(3)])
     with pytest.raises(ValueError, match="one parameter in like for each tensor"):
-        global_norm([torch.ones(3)], like=pieces)
+        global_norm([torch.ones(3)], like=sharded_params)
     with pytest.raises(ValueError, match=r"like the piece of 'stem\.weight'"):
-        global_norm([torch.ones(99)], like=pieces[:1])
+        global_norm([torch.ones(99)], like=sharded_params[:1])
 
 
 def test_what_belongs_to_no_parameter_is_refused() -> None:

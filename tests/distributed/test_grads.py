@@ -143,10 +143,10 @@ def _pieces_have_gradients_of_their_size() -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_rank_has_a_gradient_for_every_piece(world_size: int) -> None:
-    pieces = run_ranks(world_size, _pieces_have_gradients_of_their_size)
+    sharded_params = run_ranks(world_size, _pieces_have_gradients_of_their_size)
     full = {name: parameter.numel() for name, parameter in seeded(Mlp).named_parameters()}
     for name, numel in full.items():
-        assert sum(dict(each)[name] for each in pieces) == numel
+        assert sum(dict(each)[name] for each in sharded_params) == numel
 
 
 class Complex(nn.Module):

@@ -54,7 +54,7 @@ class Writes(nn.Module):
 
 def _writes(how: str, name: str, verb: str) -> None:
     model = wrapped(lambda: Writes(how), auto_wrap_policy=None)
-    before = [piece.detach().clone() for piece in model.parameters()]
+    before = [sharded_param.detach().clone() for sharded_param in model.parameters()]
     with pytest.raises(RuntimeError, match=rf"the forward {verb}.*{name!r}.*summon_full_params"):
         model(batch())
     assert all(map(torch.equal, before, model.parameters()))
@@ -128,8 +128,8 @@ def test_a_penalty_on_pieces_is_told_by_the_first_rank() -> None:
 
 def _hooked() -> list[str]:
     model = wrapped()
-    for piece in model.parameters():
-        piece.register_hook(lambda gradient: gradient * 2)
+    for sharded_param in model.parameters():
+        sharded_param.register_hook(lambda gradient: gradient * 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(batch()).sum().backward()
@@ -146,14 +146,14 @@ def test_an_l2_penalty_on_pieces_is_right() -> None:
 
 def _refused_around() -> None:
     model = wrapped()
-    pieces = list(model.parameters())
+    sharded_params = list(model.parameters())
     with pytest.raises(TypeError, match=r"ZeroRedundancyOptimizer was given.*torch\.optim\.AdamW"):
-        ZeroRedundancyOptimizer(pieces, torch.optim.SGD, lr=0.1)
-    before = [piece.detach().clone() for piece in pieces]
+        ZeroRedundancyOptimizer(sharded_params, torch.optim.SGD, lr=0.1)
+    before = [sharded_param.detach().clone() for sharded_param in sharded_params]
     for module in (model, model.module):
         with pytest.raises(RuntimeError, match="leave out DistributedDataParallel"):
             DistributedDataParallel(module)
-    assert all(map(torch.equal, before, pieces))
+    assert all(map(torch.equal, before, sharded_params))
     # Of equal sizes on both ranks, or torch finds out itself.
     inside = nn.Sequential(ZeRO3(nn.Linear(8, 8, bias=False)), nn.Linear(8, 1))
     around = DistributedDataParallel(inside)

@@ -335,8 +335,8 @@ def _scaled_steps(overflow_on: int | None) -> None:
     loss = model(batch).float().square().mean()
     scaler.scale(loss).backward()
     if overflow_on == dist.get_rank():
-        piece = next(p for p in model.parameters() if p.grad is not None and p.numel())
-        piece.grad[0] = float("inf")
+        sharded_param = next(p for p in model.parameters() if p.grad is not None and p.numel())
+        sharded_param.grad[0] = float("inf")
     scaler.step(optimizer)
     scaler.update()
     after = full_parameters(model)
@@ -382,7 +382,7 @@ def _gradients_reach_inputs_in_their_dtype() -> None:
     output = model(batch)
     output.float().sum().backward()
     assert batch.grad is not None and batch.grad.dtype == torch.float32
-    assert {leaf.dtype for leaf in tensors_of(output)} == {BF16}
+    assert {unsharded.dtype for unsharded in tensors_of(output)} == {BF16}
 
 
 def test_a_cast_input_gets_its_gradient_in_its_own_dtype() -> None:

@@ -152,9 +152,9 @@ def _no_gradient_from_first() -> None:
         if dist.get_rank() == 0:
             model.module.stem.weight.grad = None
             model.module.stem.bias.grad.fill_(2.0)
-    pieces = dict(model.named_parameters())
-    assert pieces["stem.weight"].grad is None
-    assert torch.all(pieces["stem.bias"].grad == 2.0)
+    sharded_params = dict(model.named_parameters())
+    assert sharded_params["stem.weight"].grad is None
+    assert torch.all(sharded_params["stem.bias"].grad == 2.0)
     assert full_gradients(model)["head.weight"] is not None
 
 

@@ -220,11 +220,13 @@ def _per_rank() -> None:
         assert dict(optimizer.state[parameter]) == own, "the optimizer keeps its own entries"
     number = state["param_groups"][0]["params"][0]
     shard = state["state"][number]["exp_avg"]
-    piece = optimizer.param_groups[0]["params"][0]
+    sharded_param = optimizer.param_groups[0]["params"][0]
     assert type(shard) is ParameterShard
-    assert shard.shape == piece.layerzero.shape
-    assert shard.local.data_ptr() == before[piece]["exp_avg"].data_ptr(), "and shares their memory"
-    name = piece.layerzero.fqn
+    assert shard.shape == sharded_param.layerzero.shape
+    assert shard.local.data_ptr() == before[sharded_param]["exp_avg"].data_ptr(), (
+        "and shares their memory"
+    )
+    name = sharded_param.layerzero.fqn
     assert_bitwise(shard.full_tensor(), expected[1]["state"][name]["exp_avg"], name)
     assert_bitwise(model.state_dict()[name].full_tensor(), expected[0][name], name)
 

@@ -66,8 +66,8 @@ def _casts_structures() -> None:
         output = model(batch)
         plain = seeded(lambda kind=kind: StructuredOutputs(kind))(batch)
         assert type(output) is type(plain)
-        assert {leaf.dtype for leaf in tensors_of(output)} == {torch.float64}, kind
-        torch.stack([leaf.sum() for leaf in tensors_of(output)]).sum().backward()
+        assert {unsharded.dtype for unsharded in tensors_of(output)} == {torch.float64}, kind
+        torch.stack([unsharded.sum() for unsharded in tensors_of(output)]).sum().backward()
         assert any(parameter.grad is not None for parameter in model.parameters())
 
 

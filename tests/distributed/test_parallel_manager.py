@@ -470,7 +470,7 @@ def _options_of_models() -> None:
         ):
             assert [unit.fqn for unit in units(model)] == ["", "mlp"]
             # The optimizer's weights are float32 even where dp x cp is one rank.
-            assert {piece.dtype for piece in model.parameters()} == {torch.float32}
+            assert {sharded_param.dtype for sharded_param in model.parameters()} == {torch.float32}
             seen = []
             model.mlp.up.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.weight))
             model(torch.arange(8).view(2, 4))

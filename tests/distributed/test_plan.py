@@ -139,7 +139,7 @@ def _wrappers() -> None:
     ):
         assert fqns(model) == sorted(["", *LAYERS, *ATTENTIONS])
         known = {name for name, _ in Model().named_parameters()}
-        assert {piece.layerzero.fqn for piece in model.parameters()} == known
+        assert {sharded_param.layerzero.fqn for sharded_param in model.parameters()} == known
         assert_trains_alike(model, _wrapped_layers(), batches(2))
 
 

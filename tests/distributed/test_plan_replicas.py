@@ -130,7 +130,7 @@ def _from_meta() -> None:
     torch.manual_seed(3)
     plan = ShardingPlan(apply_modules=["0"], defaults={"zero3_size": 1}, param_dtype="bf16")
     model = shard_with_plan(module, plan)
-    assert {piece.dtype for piece in model.parameters()} == {torch.float32}
+    assert {sharded_param.dtype for sharded_param in model.parameters()} == {torch.float32}
     seen = []
     for layer in model.children():
         layer.register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))

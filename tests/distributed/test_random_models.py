@@ -222,12 +222,14 @@ class _Run:
     def _put_hooks(self, rng: random.Random) -> None:
         """Hooks that scale gradients on both: the model's see the sum, the twin's each summand."""
         twins = dict(self._twin.named_parameters())
-        for name, piece in self._model.named_parameters():
-            if piece.requires_grad and rng.random() < 0.15:
+        for name, sharded_param in self._model.named_parameters():
+            if sharded_param.requires_grad and rng.random() < 0.15:
                 self._hooked.add(name)
-                for parameter in (piece, twins[name]):
+                for parameter in (sharded_param, twins[name]):
                     parameter.register_hook(lambda gradient: gradient * 0.5)
-                piece.register_post_accumulate_grad_hook(lambda _, name=name: self._ran.add(name))
+                sharded_param.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self._ran.add(name)
+                )
 
     def _set_lists(self) -> None:
         """Of modules to gather ahead, which may name what is not needed, or in a wrong order."""
@@ -246,12 +248,14 @@ class _Run:
             self._zero_grad()
             getattr(self, f"_{self._rng.choice(others)}", lambda: None)()
             self._step()
-        pieces = dict(self._model.named_parameters())
+        sharded_params = dict(self._model.named_parameters())
         for name, parameter in self._twin.named_parameters():
-            info = get_info(pieces[name])
+            info = get_info(sharded_params[name])
             assert info is not None
             torch.testing.assert_close(
-                pieces[name].detach(), parameter.detach().view(-1)[slice(*info.range)], **CLOSE
+                sharded_params[name].detach(),
+                parameter.detach().view(-1)[slice(*info.range)],
+                **CLOSE,
             )
 
     def _zero_grad(self) -> None:
@@ -311,9 +315,9 @@ class _Run:
         for index in range(dist.get_world_size()):
             parts = [each[index] for each in batches]
             _run_under_autocast(self._twin, passes, parts, self._divisor)
-        pieces = dict(self._model.named_parameters())
+        sharded_params = dict(self._model.named_parameters())
         for name, parameter in self._twin.named_parameters():
-            info, gradient = get_info(pieces[name]), pieces[name].grad
+            info, gradient = get_info(sharded_params[name]), sharded_params[name].grad
             assert info is not None
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if gradient is None:
@@ -327,13 +331,15 @@ class _Run:
 
     def _fill_in_unused(self) -> None:
         """Where our gradient is zeros and the twin's is None, let its optimizer step as well."""
-        pieces = dict(self._model.named_parameters())
+        sharded_params = dict(self._model.named_parameters())
         if self._to_none:
-            trainable = {name for name in self._hooked if pieces[name].requires_grad}
-            assert self._ran == {name for name in trainable if pieces[name].grad is not None}
+            trainable = {name for name in self._hooked if sharded_params[name].requires_grad}
+            assert self._ran == {
+                name for name in trainable if sharded_params[name].grad is not None
+            }
         self._ran.clear()
         for name, parameter in self._twin.named_parameters():
-            gradient = pieces[name].grad
+            gradient = sharded_params[name].grad
             if parameter.grad is None and gradient is not None:
                 assert not gradient.any(), name
                 parameter.grad = torch.zeros_like(parameter)
@@ -359,11 +365,14 @@ class _Run:
         self._optimizers[0].zero_grad(set_to_none=self._to_none)
 
     def _freeze(self) -> None:
-        pieces, twins = dict(self._model.named_parameters()), dict(self._twin.named_parameters())
-        name = self._rng.choice(sorted(pieces))
+        sharded_params, twins = (
+            dict(self._model.named_parameters()),
+            dict(self._twin.named_parameters()),
+        )
+        name = self._rng.choice(sorted(sharded_params))
         is_alone = sum(twin.requires_grad for twin in twins.values()) == 1
         requires_grad = not twins[name].requires_grad or is_alone
-        pieces[name].requires_grad_(requires_grad)
+        sharded_params[name].requires_grad_(requires_grad)
         twins[name].requires_grad_(requires_grad)
 
     def _spoil(self) -> None:
@@ -372,11 +381,11 @@ class _Run:
             m for m in self._model.modules() if any(True for _ in m.parameters(recurse=False))
         ]
         owner = self._rng.choice(owners)
-        name, piece = next(iter(owner.named_parameters(recurse=False)))
+        name, sharded_param = next(iter(owner.named_parameters(recurse=False)))
         with pytest.raises(RuntimeError, match="is not as it was wrapped: replaced"):
             setattr(owner, name, nn.Parameter(torch.zeros(1, dtype=torch.float64)))
             self._model(self._batches()[0])
-        setattr(owner, name, piece)
+        setattr(owner, name, sharded_param)
         owner.late = nn.Linear(2, 2)
         with pytest.raises(RuntimeError, match=r"is not as it was wrapped: added .*late\.weight"):
             self._model.state_dict()

@@ -55,7 +55,7 @@ def _changed() -> None:
             each.note = what
         new = layerzero.rewrap(model)
         assert model is wrapper and model.note == what and type(model).__name__ == "ZeRO3"
-        assert any(kept is piece for piece in model.parameters()), what
+        assert any(kept is sharded_param for sharded_param in model.parameters()), what
         if what in ("nothing", "appended"):
             assert new == [n for n, _ in model.named_parameters() if n.startswith("blocks.3")]
         assert_same_values(model, plain)
@@ -97,8 +97,8 @@ def _hooked() -> None:
     model = zero3(Mlp, Block)
     ran: list[str] = []
     for name in ("stem.bias", "blocks.0.up.bias"):
-        piece = model.get_parameter(name)
-        piece.register_post_accumulate_grad_hook(lambda _, name=name: ran.append(name))
+        sharded_param = model.get_parameter(name)
+        sharded_param.register_post_accumulate_grad_hook(lambda _, name=name: ran.append(name))
     model.add_module("late", nn.Linear(9, 9))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -65,11 +65,11 @@ def _custom_backward(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[
     losses, outputs, gradients = [], [], []
     for batch in micro_batches:
         output = model(batch)
-        leaf = output.detach().requires_grad_()
-        loss = loss_of(leaf)
+        unsharded = output.detach().requires_grad_()
+        loss = loss_of(unsharded)
         loss.backward()
         losses.append(loss.detach())
-        gradients.append(leaf.grad)
+        gradients.append(unsharded.grad)
         output.data = torch.empty(1)
         outputs.append(output)
     for output, gradient in zip(outputs, gradients, strict=True):

@@ -25,7 +25,7 @@ from tests.harness.reference import (
 def _shows_the_originals() -> None:
     for name, case in CASES.items():
         model, plain = sharded(case), seeded(case.build)
-        pieces = dict(model.named_parameters())
+        sharded_params = dict(model.named_parameters())
         with model.summon_full_params():
             full = dict(model.named_parameters())
             assert_same_parameters(full, dict(plain.named_parameters()), what=f"{name}: parameter")
@@ -34,8 +34,8 @@ def _shows_the_originals() -> None:
                 assert parameter.requires_grad == plain.get_parameter(key).requires_grad, key
                 assert model.get_parameter(key) is parameter, key
         after = dict(model.named_parameters())
-        assert list(after) == list(pieces)
-        assert all(after[key] is pieces[key] for key in pieces), name
+        assert list(after) == list(sharded_params)
+        assert all(after[key] is sharded_params[key] for key in sharded_params), name
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -86,14 +86,16 @@ def test_changes_of_rank_0_reach_every_rank() -> None:
 
 def _only_rank_0_sees_them() -> None:
     model = zero3(Mlp, Block)
-    pieces = dict(model.named_parameters())
+    sharded_params = dict(model.named_parameters())
     with model.summon_full_params(rank0_only=True, writeback=False):
         inside = dict(model.named_parameters())
         if dist.get_rank() == 0:
             expected = dict(seeded(Mlp).named_parameters())
             assert_same_parameters(inside, expected)
         else:
-            assert all(inside[name] is piece for name, piece in pieces.items())
+            assert all(
+                inside[name] is sharded_param for name, sharded_param in sharded_params.items()
+            )
 
 
 def test_with_rank0_only_the_others_keep_their_pieces() -> None:
@@ -169,10 +171,10 @@ class _Stop(Exception):
 
 def _exception_inside() -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
-    pieces = dict(model.named_parameters())
+    sharded_params = dict(model.named_parameters())
     with pytest.raises(_Stop), model.summon_full_params():
         raise _Stop
-    assert all(parameter is pieces[name] for name, parameter in model.named_parameters())
+    assert all(parameter is sharded_params[name] for name, parameter in model.named_parameters())
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     assert_trains_alike(model, plain, batches)
 

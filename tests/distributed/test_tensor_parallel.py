@@ -359,7 +359,7 @@ def _clip() -> None:
             assert_same_on_all_ranks(norm, f"norm {norm_type}")
             assert_same_parameters(whole_gradients(model), gradients_of(plain), 256, "gradient of")
             # One element on one rank; not the first one of any group.
-            own = max(model.parameters(), key=lambda piece: piece.numel())
+            own = max(model.parameters(), key=lambda sharded_param: sharded_param.numel())
             if dist.get_rank() == dist.get_world_size() - 1:
                 own.grad[0] = math.nan
             assert math.isnan(model.clip_grad_norm_(1.0, norm_type).item())
@@ -376,7 +376,9 @@ def _summon() -> None:
     step = batches(1, 2)[0]
     loss_backward(model, step[place])
     backward_of_all_ranks(plain, step, loss_backward)
-    before = {name: piece.detach().clone() for name, piece in model.named_parameters()}
+    before = {
+        name: sharded_param.detach().clone() for name, sharded_param in model.named_parameters()
+    }
     with model.summon_full_params(writeback=False, with_grads=True, offload_to_cpu=True):
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor), name
@@ -386,8 +388,8 @@ def _summon() -> None:
             assert parameter.shape == plain.get_parameter(name).shape
         with torch.no_grad():
             model.head.weight.fill_(7.0)
-    for name, piece in model.named_parameters():
-        assert_bitwise(piece.detach(), before[name], f"without writeback: {name}")
+    for name, sharded_param in model.named_parameters():
+        assert_bitwise(sharded_param.detach(), before[name], f"without writeback: {name}")
     for rank0_only in (False, True):
         with model.summon_full_params(rank0_only=rank0_only, with_grads=True), torch.no_grad():
             assert isinstance(model.head.weight, DTensor) == (not rank0_only or place == 0)
@@ -431,7 +433,7 @@ def _scaler() -> None:
             before = whole_values(model)
             optimizer.zero_grad()
             scaler.scale(model(batches(1, 1)[0][0])).backward()
-            own = max(model.parameters(), key=lambda piece: piece.numel())
+            own = max(model.parameters(), key=lambda sharded_param: sharded_param.numel())
             if overflows and dist.get_rank() == 3:
                 own.grad[0] = math.inf
             scaler.step(optimizer)
@@ -448,8 +450,8 @@ def test_all_ranks_of_the_mesh_agree_on_an_overflow() -> None:
 def _rebuild(model: ZeRO3) -> dict[str, Tensor]:
     """The whole parameters, from what `parameter.layerzero` tells of every rank's pieces."""
     own = []
-    for name, piece in model.named_parameters():
-        info = piece.layerzero
+    for name, sharded_param in model.named_parameters():
+        info = sharded_param.layerzero
         assert info.fqn == name
         split = info.tensor_parallel
         local_shape, offset = info.shape, (0,) * len(info.shape)
@@ -458,16 +460,16 @@ def _rebuild(model: ZeRO3) -> dict[str, Tensor]:
             assert split.shape == info.shape and split.mesh.mesh_dim_names == ("tp",)
             is_cut = any(placement.is_shard() for placement in split.placements)
             assert split.num_copies == (1 if is_cut else 2)
-        own.append((name, info.shape, info.range, local_shape, offset, piece.detach()))
+        own.append((name, info.shape, info.range, local_shape, offset, sharded_param.detach()))
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, own)
     whole_of: dict[str, Tensor] = {}
-    for pieces in everything:
-        for name, shape, (start, stop), local_shape, offset, piece in pieces:
+    for sharded_params in everything:
+        for name, shape, (start, stop), local_shape, offset, sharded_param in sharded_params:
             full = whole_of.setdefault(name, torch.full(shape, math.nan))
             place = full[tuple(slice(o, o + n) for o, n in zip(offset, local_shape, strict=True))]
             local = place.flatten()
-            local[start:stop] = piece
+            local[start:stop] = sharded_param
             place.copy_(local.view(local_shape))
     return whole_of
 
@@ -491,13 +493,13 @@ def _once() -> None:
     mesh = grid(2)
     model = wrapped(mesh)
     num_units = len(units(model))
-    leaves = [
-        leaf
+    unsharded_params = [
+        unsharded
         for unit in inner_units(model)
         for handle in unit.handles
-        for leaf in handle.full_params
+        for unsharded in handle.unsharded_params
     ]
-    storages = [leaf.detach().to_local().untyped_storage() for leaf in leaves]
+    storages = [unsharded.detach().to_local().untyped_storage() for unsharded in unsharded_params]
     shown: set[int] = set()
     for module in model.modules():
         module.register_forward_pre_hook(
@@ -510,7 +512,9 @@ def _once() -> None:
         assert len(reduced(operations)) == num_units, operations
         assert all(storage.nbytes() == 0 for storage in storages)
         assert set(full_nbytes(model).values()) == {0}
-    assert shown <= {id(leaf) for leaf in leaves} and len(shown) == len(leaves)
+    assert shown <= {id(unsharded) for unsharded in unsharded_params} and len(shown) == len(
+        unsharded_params
+    )
     with recorded_operations(model) as operations:
         model.clip_grad_norm_(1.0)
     assert len(operations) == 1, "one gather over data-parallel ranks"
@@ -709,7 +713,9 @@ def _refused() -> None:
     for message, module, group in cases:
         with pytest.raises(ValueError, match=message):
             ZeRO3(module, process_group=group)
-        assert all(piece.numel() for piece in module.parameters()), "nothing was changed"
+        assert all(sharded_param.numel() for sharded_param in module.parameters()), (
+            "nothing was changed"
+        )
     inner = ZeRO3(_Two(on(tp, Shard(0)), plain), process_group=dp)
     with pytest.raises(ValueError, match="one mesh"):
         ZeRO3(nn.Sequential(inner, _Two(on(dp, Shard(0)), plain)), process_group=dp)

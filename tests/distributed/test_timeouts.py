@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from layerzero import GradScaler, ZeRO3
 from layerzero.core.groups import BACKEND_GRACE
 from layerzero.runtime.unit import get_unit
-from layerzero.state_dict.participants import participants_of
+from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from tests.harness.internals import root_state
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
@@ -69,10 +69,10 @@ def _derived_groups() -> None:
         for given, expected in ((seconds, seconds), (None, hours)):
             model = ZeRO3(nn.Linear(4, 4), group, zero3_size=1, outer=outer, timeout=given)
             assert timeouts(model) == {expected}, outer
-            assert participants_of(root_state(model), None).timeout == expected
+            assert checkpoint_group_of(root_state(model), None).timeout == expected
     # Of two groups that a save may use, the longer.
     model = ZeRO3(nn.Linear(4, 4), timeout=seconds)
-    assert participants_of(root_state(model), group).timeout == hours
+    assert checkpoint_group_of(root_state(model), group).timeout == hours
     mesh = init_device_mesh("cpu", (2, 1))
     assert backend_timeout(mesh.get_group(1)) in (TORCH_DEFAULT, world)
     assert timeouts(ZeRO3(nn.Linear(4, 4), mesh)) == {world}

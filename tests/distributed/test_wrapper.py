@@ -250,8 +250,8 @@ def _copies() -> None:
                 copy.copy(module)
     with pytest.raises(NotImplementedError, match="averaged weights copy the pieces"):
         torch.optim.swa_utils.AveragedModel(model)
-    pieces = copy.deepcopy([p.detach() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(pieces, model.parameters(), strict=True))
+    sharded_params = copy.deepcopy([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(sharded_params, model.parameters(), strict=True))
 
 
 def test_copies_are_refused_with_what_to_do() -> None:
@@ -279,7 +279,7 @@ def _conversions() -> None:
         for swap in (False, True):
             torch.__future__.set_swap_module_params_on_conversion(swap)
             model, plain = zero3(Mlp, Block), seeded(Mlp)
-            pieces = list(model.parameters())
+            sharded_params = list(model.parameters())
             for convert in refused:
                 with pytest.raises(RuntimeError, match=r"sharded as torch.float32 on cpu and"):
                     convert(model)
@@ -287,8 +287,8 @@ def _conversions() -> None:
                 model.half()
             for convert in harmless:
                 convert(model)
-            assert all(a is b for a, b in zip(pieces, model.parameters(), strict=True))
-            assert all(hasattr(piece, "layerzero") for piece in pieces)
+            assert all(a is b for a, b in zip(sharded_params, model.parameters(), strict=True))
+            assert all(hasattr(sharded_param, "layerzero") for sharded_param in sharded_params)
             assert_bitwise(model(x), plain(x), f"after conversions, swap={swap}")
             assert_trains_alike(model, plain, batches_of(CASES["mlp"], 2, steps=1))
     finally:

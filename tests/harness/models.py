@@ -22,7 +22,11 @@ WIDTH = 5
 
 def loss_of(output: Any) -> Tensor:
     """The sum over all tensors in `output` that require grad of their mean square."""
-    losses = [(leaf.float() ** 2).mean() for leaf in tensors_of(output) if leaf.requires_grad]
+    losses = [
+        (unsharded.float() ** 2).mean()
+        for unsharded in tensors_of(output)
+        if unsharded.requires_grad
+    ]
     return torch.stack(losses).sum()
 
 
@@ -30,14 +34,14 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
-        return [leaf for item in value.values() for leaf in tensors_of(item)]
+        return [unsharded for item in value.values() for unsharded in tensors_of(item)]
     if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in tensors_of(item)]
+        return [unsharded for item in value for unsharded in tensors_of(item)]
     if dataclasses.is_dataclass(value):
         return [
-            leaf
+            unsharded
             for each in dataclasses.fields(value)
-            for leaf in tensors_of(getattr(value, each.name))
+            for unsharded in tensors_of(getattr(value, each.name))
         ]
     return []
 
@@ -378,7 +382,7 @@ class StructuredOutputs(nn.Module):
         self.outer = StructuredBlock(kind)
 
     def forward(self, x: Tensor) -> Any:
-        inner = [leaf.reshape(-1, WIDTH) for leaf in tensors_of(self.inner(x))]
+        inner = [unsharded.reshape(-1, WIDTH) for unsharded in tensors_of(self.inner(x))]
         return self.outer(torch.cat(inner))
 
 

@@ -53,7 +53,11 @@ def gradient_nbytes(model: ZeRO3) -> dict[str, int]:
     return {
         unit.fqn: sum(
             handle.gradients.resident_nbytes
-            + sum(leaf.grad.nbytes for leaf in handle.full_params if leaf.grad is not None)
+            + sum(
+                unsharded.grad.nbytes
+                for unsharded in handle.unsharded_params
+                if unsharded.grad is not None
+            )
             for handle in unit.handles
         )
         for unit in inner_units(model)

@@ -222,7 +222,7 @@ def _automatic(folder: str) -> None:
     accelerator, model, optimizer = started(total_limit=2)
     # It was made before the model was sharded, and is known all the same.
     assert isinstance(optimizer.optimizer, torch.optim.AdamW)
-    assert attach.holds_pieces(optimizer.optimizer)
+    assert attach.holds_sharded_params(optimizer.optimizer)
     assert "_layerzero_attached" in vars(optimizer.optimizer)
     with pytest.raises(ValueError, match="found none"):
         accelerator.load_state()

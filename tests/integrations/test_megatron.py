@@ -156,8 +156,8 @@ def _overflow_on_one_rank() -> list[tuple[bool, float]]:
         example = _example()
         chunks, optimizer, _ = example.with_layerzero(options, example.transformer_config(options))
         optimizer.zero_grad()
-        for piece in chunks[0].parameters():
-            piece.grad = torch.ones_like(piece)
+        for sharded_param in chunks[0].parameters():
+            sharded_param.grad = torch.ones_like(sharded_param)
         if dist.get_rank() == 3:
             next(p for p in chunks[0].parameters() if p.numel()).grad.fill_(math.inf)
         succeeded, norm, _ = optimizer.step()
@@ -383,7 +383,7 @@ def _reloads(options: Any) -> None:
     surface = _Surface(options)
     chunk, optimizer = surface.chunk, surface.optimizer
     surface.run()  # units may be full now
-    before = [piece.detach().clone() for piece in chunk.parameters()]
+    before = [sharded_param.detach().clone() for sharded_param in chunk.parameters()]
     full = copy.deepcopy(chunk.state_dict_for_save_checkpoint())
     fine = {name: v + 2.0**-20 if torch.is_tensor(v) else v for name, v in full.items()}
     optimizer.reload_model_params()
@@ -397,28 +397,31 @@ def _reloads(options: Any) -> None:
             given, expected = broken, f"{name}.* {message}"
         with pytest.raises(ValueError, match=f"(?s)reload_model_params: .*{expected}.*nothing is"):
             optimizer.reload_model_params({"model": given})
-    for piece, value in zip(chunk.parameters(), before, strict=True):
-        assert torch.equal(piece, value)
+    for sharded_param, value in zip(chunk.parameters(), before, strict=True):
+        assert torch.equal(sharded_param, value)
     for given in (
         {"model": fine, "iteration": 3},
         {"model0": {f"module.module.{name}": value for name, value in fine.items()}},
         fine,
     ):
         optimizer.reload_model_params(given)
-        for piece, value in zip(chunk.parameters(), before, strict=True):
-            assert torch.equal(piece, value + 2.0**-20) and piece.dtype is torch.float32
-            piece.data.copy_(value)
+        for sharded_param, value in zip(chunk.parameters(), before, strict=True):
+            assert (
+                torch.equal(sharded_param, value + 2.0**-20)
+                and sharded_param.dtype is torch.float32
+            )
+            sharded_param.data.copy_(value)
 
 
 def _buffers_of(options: Any) -> None:
     surface = _Surface(options)
     root = surface.chunk.root
-    piece = next(p for p in surface.chunk.parameters() if p.numel())
-    first = piece.detach().clone()
+    sharded_param = next(p for p in surface.chunk.parameters() if p.numel())
+    first = sharded_param.detach().clone()
     with torch.no_grad():
-        piece.add_(dist.get_rank())
+        sharded_param.add_(dist.get_rank())
     surface.chunk.broadcast_params()
-    assert torch.equal(piece, first), root.units[0].handles[0].placement
+    assert torch.equal(sharded_param, first), root.units[0].handles[0].placement
 
 
 def _check_weights_of(surface: _Surface) -> None:
@@ -429,12 +432,12 @@ def _check_weights_of(surface: _Surface) -> None:
     assert list(full) == list(expected)
     for name, value in expected.items():
         assert getattr(full[name], "shape", None) == getattr(value, "shape", None), name
-    before = [piece.detach().clone() for piece in surface.chunk.parameters()]
-    for piece in surface.chunk.parameters():
-        torch.nn.init.zeros_(piece)
+    before = [sharded_param.detach().clone() for sharded_param in surface.chunk.parameters()]
+    for sharded_param in surface.chunk.parameters():
+        torch.nn.init.zeros_(sharded_param)
     surface.chunk.load_state_dict({name[6:]: value for name, value in full.items()})
-    for piece, value in zip(surface.chunk.parameters(), before, strict=True):
-        assert torch.equal(piece, value)
+    for sharded_param, value in zip(surface.chunk.parameters(), before, strict=True):
+        assert torch.equal(sharded_param, value)
 
 
 def _state_of(options: Any) -> None:

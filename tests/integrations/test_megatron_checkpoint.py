@@ -373,15 +373,15 @@ def _adamw(model: ZeRO3, lr: float = 1e-2) -> torch.optim.Optimizer:
 
 def _sgd(model: ZeRO3, lr: float = 1e-2) -> torch.optim.Optimizer:
     """Groups that nothing but their order tells apart."""
-    pieces = list(model.parameters())
-    groups = [{"params": pieces[:5], "lr": lr / 2}, {"params": pieces[5:]}]
+    sharded_params = list(model.parameters())
+    groups = [{"params": sharded_params[:5], "lr": lr / 2}, {"params": sharded_params[5:]}]
     return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
 
 def _frozen(model: ZeRO3, lr: float = 1e-2) -> torch.optim.Optimizer:
     """AdamW over a part of the model, and over all of it that is trained."""
-    for name, piece in model.named_parameters():
-        piece.requires_grad_(not name.startswith("decoder.layers.0."))
+    for name, sharded_param in model.named_parameters():
+        sharded_param.requires_grad_(not name.startswith("decoder.layers.0."))
     return torch.optim.AdamW(_groups(model), lr=lr)
 
 

@@ -23,14 +23,14 @@ def expected(
     srcs: Sequence[torch.Tensor], segs: torch.Tensor, dtype: torch.dtype, scale: float
 ) -> torch.Tensor:
     table = segs.tolist()
-    pieces = []
+    sharded_params = []
     for (index, offset, start), (_, _, stop) in itertools.pairwise(table):
         if index < 0 or not srcs[index].numel():
-            pieces.append(torch.zeros(stop - start, dtype=dtype))
+            sharded_params.append(torch.zeros(stop - start, dtype=dtype))
         else:
             values = srcs[index].contiguous().view(-1)[offset : offset + stop - start]
-            pieces.append(narrowed(scaled(values, scale), dtype))
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
+            sharded_params.append(narrowed(scaled(values, scale), dtype))
+    return torch.cat(sharded_params) if sharded_params else torch.empty(0, dtype=dtype)
 
 
 def check(

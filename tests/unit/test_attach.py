@@ -14,7 +14,7 @@ from layerzero.core.parameter_info import ParameterInfo, set_info
 from layerzero.optim import attach
 
 
-def piece() -> nn.Parameter:
+def sharded_param() -> nn.Parameter:
     parameter = nn.Parameter(torch.zeros(2))
     set_info(parameter, ParameterInfo("w", torch.Size([4]), (0, 2)))
     return parameter
@@ -35,9 +35,9 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     found = Calls()
-    monkeypatch.setattr(attach, "_on_pieces", [])
+    monkeypatch.setattr(attach, "_on_sharded_params", [])
     monkeypatch.setattr(attach, "_on_first_step", [])
-    attach.on_pieces(found.met.append)
+    attach.on_sharded_params(found.met.append)
     attach.on_first_step(found.stepping.append)
     attach.watch()
     return found
@@ -54,9 +54,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     ids=["list", "second group", "named", "subclass"],
 )
 def test_an_optimizer_is_met_once_when_it_gets_a_piece(calls: Calls, make: object) -> None:
-    optimizer = make(piece())  # type: ignore[operator]
+    optimizer = make(sharded_param())  # type: ignore[operator]
     named = "param_names" in optimizer.param_groups[0]
-    optimizer.add_param_group({"params": [("other", piece()) if named else piece()]})
+    optimizer.add_param_group(
+        {"params": [("other", sharded_param()) if named else sharded_param()]}
+    )
     assert calls.met == [optimizer]
 
 
@@ -64,12 +66,12 @@ def test_an_optimizer_of_other_parameters_is_left_as_it_is(calls: Calls) -> None
     optimizer = torch.optim.AdamW([plain()])
     assert calls.met == []
     assert not optimizer._optimizer_step_pre_hooks
-    optimizer.add_param_group({"params": [piece()]})
+    optimizer.add_param_group({"params": [sharded_param()]})
     assert calls.met == [optimizer], "a group added later counts"
 
 
 def test_functions_for_the_first_step_run_once_before_it(calls: Calls) -> None:
-    optimizer = torch.optim.SGD([piece()], lr=0.1)
+    optimizer = torch.optim.SGD([sharded_param()], lr=0.1)
     assert calls.stepping == []
     for _ in range(3):
         optimizer.step()
@@ -77,7 +79,7 @@ def test_functions_for_the_first_step_run_once_before_it(calls: Calls) -> None:
 
 
 def test_a_copy_of_an_optimizer_is_another_one(calls: Calls) -> None:
-    optimizer = torch.optim.SGD([piece()], lr=0.1)
+    optimizer = torch.optim.SGD([sharded_param()], lr=0.1)
     twin = copy.copy(optimizer)
     stream = io.BytesIO()
     torch.save(optimizer, stream)

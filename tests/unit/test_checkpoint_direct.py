@@ -258,8 +258,10 @@ def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
             reader.read([bytes_of(memory)[shift : shift + MIB + 5000]], 0)
 
 
-def _transfer(file: str, begin: int, shape: Sequence[int], piece: tuple[int, int]) -> Transfer:
-    start, stop = piece
+def _transfer(
+    file: str, begin: int, shape: Sequence[int], sharded_param: tuple[int, int]
+) -> Transfer:
+    start, stop = sharded_param
     entry = Entry(
         kind=MODEL,
         name="w",

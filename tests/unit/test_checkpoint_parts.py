@@ -44,18 +44,18 @@ def test_runs_and_boxes_cover_every_range_once(extent: Extent) -> None:
     ends = zip(extent.offsets, extent.local_shape, strict=True)
     block = whole[tuple(slice(at, at + size) for at, size in ends)].reshape(-1)
     for start, stop in itertools.combinations_with_replacement(range(numel + 1), 2):
-        piece = block[start:stop].tolist()
-        by_run = [-1] * len(piece)
+        sharded_param = block[start:stop].tolist()
+        by_run = [-1] * len(sharded_param)
         for run in runs(extent, start, stop):
             assert run.numel > 0
             by_run[run.local : run.local + run.numel] = range(run.start, run.start + run.numel)
-        assert by_run == piece
-        by_box = [-1] * len(piece)
+        assert by_run == sharded_param
+        by_box = [-1] * len(sharded_param)
         for box in boxes(extent, start, stop):
             ends = zip(box.offsets, box.sizes, strict=True)
             inside = whole[tuple(slice(at, at + size) for at, size in ends)].reshape(-1).tolist()
             by_box[box.local : box.local + len(inside)] = inside
-        assert by_box == piece
+        assert by_box == sharded_param
 
 
 def test_a_range_of_a_whole_tensor_is_one_run_and_few_boxes() -> None:

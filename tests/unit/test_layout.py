@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from layerzero.core.layout import FlatLayout, GradientLayout, Piece, alignment_of, round_up
+from layerzero.core.layout import FlatLayout, GradientLayout, ShardRange, alignment_of, round_up
 
 SIZES = {
     "even": ([64, 64], 2),
@@ -30,12 +30,12 @@ def layouts() -> list:
     ]
 
 
-def owned_elements(pieces, numels) -> list[set[int]]:
+def owned_elements(ranges, numels) -> list[set[int]]:
     owned: list[set[int]] = [set() for _ in numels]
-    for piece in pieces:
-        run = set(range(piece.start, piece.stop))
-        assert not owned[piece.param] & run, "an element has two owners"
-        owned[piece.param] |= run
+    for part in ranges:
+        run = set(range(part.start, part.stop))
+        assert not owned[part.param] & run, "an element has two owners"
+        owned[part.param] |= run
     return owned
 
 
@@ -56,17 +56,17 @@ def test_alignment_is_in_elements_and_wider_on_devices() -> None:
 
 @pytest.mark.parametrize("layout", layouts())
 def test_every_element_has_one_owner_and_starts_are_aligned(layout: FlatLayout) -> None:
-    pieces = [piece for rank in range(layout.group_size) for piece in layout.pieces(rank)]
-    owned = owned_elements(pieces, layout.numels)
+    ranges = [part for rank in range(layout.group_size) for part in layout.shard_ranges(rank)]
+    owned = owned_elements(ranges, layout.numels)
     assert owned == [set(range(numel)) for numel in layout.numels]
     assert all(start % layout.alignment == 0 for start in layout.starts)
     assert layout.shard_numel % layout.alignment == 0
     for rank in range(layout.group_size):
-        for piece in layout.pieces(rank):
-            if piece.numel:
-                position = rank * layout.shard_numel + piece.offset
-                assert position == layout.starts[piece.param] + piece.start
-                assert piece.offset + piece.numel <= layout.shard_numel
+        for part in layout.shard_ranges(rank):
+            if part.numel:
+                position = rank * layout.shard_numel + part.offset
+                assert position == layout.starts[part.param] + part.start
+                assert part.offset + part.numel <= layout.shard_numel
 
 
 def test_padding_of_real_units_is_below_a_thousandth() -> None:
@@ -85,7 +85,7 @@ def test_gradients_of_all_parameters_lie_as_the_parameters_do(layout: FlatLayout
         assert (segment.start, segment.stop) == (0, layout.numels[segment.param])
         assert segment.offset == layout.starts[segment.param]
     for rank in range(layout.group_size):
-        assert gradients.chunk(rank) == layout.pieces(rank)
+        assert gradients.chunk(rank) == layout.shard_ranges(rank)
 
 
 @pytest.mark.parametrize("layout", layouts())
@@ -94,33 +94,33 @@ def test_frozen_parameters_take_no_room_among_gradients(layout: FlatLayout) -> N
         gradients = GradientLayout.build(layout, trainable)
         numels = [n if i in trainable else 0 for i, n in enumerate(layout.numels)]
         chunks = [gradients.chunk(rank) for rank in range(layout.group_size)]
-        pieces = [piece for chunk in chunks for piece in chunk]
-        assert owned_elements(pieces, layout.numels) == [set(range(n)) for n in numels]
+        ranges = [part for chunk in chunks for part in chunk]
+        assert owned_elements(ranges, layout.numels) == [set(range(n)) for n in numels]
         _check_places_are_apart(gradients)
-        largest = max((sum(piece.numel for piece in chunk) for chunk in chunks), default=0)
+        largest = max((sum(part.numel for part in chunk) for chunk in chunks), default=0)
         if len(trainable) < len(layout.numels):
             room = largest + layout.alignment * (len(trainable) + 1)
             assert gradients.chunk_numel <= room
         for rank, chunk in enumerate(chunks):
-            for piece in chunk:
-                assert (piece.start, piece.stop) == layout.owned_range(piece.param, rank)
+            for part in chunk:
+                assert (part.start, part.stop) == layout.owned_range(part.param, rank)
 
 
-def _table(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[list[Piece]]]:
+def _table(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[list[ShardRange]]]:
     """Chunk size and every rank's pieces, packed rank by rank: what the arithmetic must come to."""
     if len(trainable) == len(layout.numels):
-        chunks = [list(layout.pieces(rank)) for rank in range(layout.group_size)]
+        chunks = [list(layout.shard_ranges(rank)) for rank in range(layout.group_size)]
         return layout.shard_numel, chunks
     chunks, longest = [], 0
     for rank in range(layout.group_size):
-        pieces, end = [], 0
+        ranges, end = [], 0
         for index in trainable:
             start, stop = layout.owned_range(index, rank)
             offset = round_up(end, layout.alignment) if start < stop else 0
-            pieces.append(Piece(index, start, stop, offset))
+            ranges.append(ShardRange(index, start, stop, offset))
             if start < stop:
                 end = offset + stop - start
-        chunks.append(pieces)
+        chunks.append(ranges)
         longest = max(longest, end)
     return round_up(longest, layout.alignment * layout.slices), chunks
 
@@ -138,18 +138,18 @@ def test_the_arithmetic_equals_a_table_of_every_rank() -> None:
         assert gradients.chunk_numel == chunk_numel
         assert [list(gradients.chunk(rank)) for rank in range(group_size)] == chunks
         assert _elements(gradients.segments) == _elements(
-            piece._replace(offset=rank * chunk_numel + piece.offset)
+            part._replace(offset=rank * chunk_numel + part.offset)
             for rank, chunk in enumerate(chunks)
-            for piece in chunk
+            for part in chunk
         )
 
 
-def _elements(pieces) -> list[tuple[int, int, int]]:
+def _elements(ranges) -> list[tuple[int, int, int]]:
     """(position in the buffer, parameter, element of it) of all elements."""
     return [
-        (piece.offset + place, piece.param, piece.start + place)
-        for piece in pieces
-        for place in range(piece.numel)
+        (part.offset + place, part.param, part.start + place)
+        for part in ranges
+        for place in range(part.numel)
     ]
 
 

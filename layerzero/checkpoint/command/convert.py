@@ -22,7 +22,7 @@ from layerzero.checkpoint.file_io.direct_io import bytes_of
 from layerzero.checkpoint.format.file_plan import Announcement, FilePlan, plan_files
 from layerzero.checkpoint.format.folder import sync_folder, write_durably
 from layerzero.checkpoint.format.inventory import MODEL
-from layerzero.checkpoint.source import Place, Source
+from layerzero.checkpoint.source import Location, Source
 from layerzero.state_dict.errors import CheckpointError, some
 
 
@@ -34,7 +34,7 @@ class _Weight:
     aliases: tuple[str, ...]
     """Name and aliases in the output."""
     saved_name: str
-    place: Place
+    place: Location
     dtype: torch.dtype
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from layerzero.checkpoint.format.folder import MANIFEST, committed_steps, leftovers, resolve
 from layerzero.checkpoint.format.inventory import MODEL, OPTIMIZER, split_state_name
 from layerzero.checkpoint.format.manifest import Manifest
-from layerzero.checkpoint.source import Place, Source, open_source
+from layerzero.checkpoint.source import Location, Source, open_source
 from layerzero.state_dict.dtype_names import dtype_name
 from layerzero.state_dict.errors import CheckpointError
 
@@ -92,7 +92,7 @@ def _describe_source(source: Source, with_tensors: bool) -> dict[str, Any]:
 def _describe_optimizer(source: Source, manifest: Manifest) -> dict[str, Any] | None:
     if manifest.optimizer_groups is None:
         return None
-    by_key: dict[str, list[Place]] = {}
+    by_key: dict[str, list[Location]] = {}
     for name, place in source.tensors[OPTIMIZER].items():
         by_key.setdefault(split_state_name(name)[1], []).append(place)
     return {
@@ -105,7 +105,7 @@ def _describe_optimizer(source: Source, manifest: Manifest) -> dict[str, Any] | 
     }
 
 
-def _describe_tensor(kind: str, name: str, place: Place) -> dict[str, Any]:
+def _describe_tensor(kind: str, name: str, place: Location) -> dict[str, Any]:
     return {
         "kind": kind,
         "name": name,
@@ -118,7 +118,7 @@ def _describe_tensor(kind: str, name: str, place: Place) -> dict[str, Any]:
     }
 
 
-def _totals(places: Iterable[Place]) -> dict[str, Any]:
+def _totals(places: Iterable[Location]) -> dict[str, Any]:
     total = {"num_tensors": 0, "num_elements": 0, "nbytes": 0}
     dtypes: dict[str, dict[str, int]] = {}
     for place in places:

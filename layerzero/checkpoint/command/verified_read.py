@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerzero.checkpoint.format.crc import crc32
-from layerzero.checkpoint.source import Place, check_crc
+from layerzero.checkpoint.source import Location, check_crc
 from layerzero.state_dict.errors import CheckpointError
 
 CHUNK_NBYTES = 8 << 20
 """Bytes held in memory at a time; a multiple of every element size."""
 
 
-def read_verified(folder: Path, name: str, place: Place) -> Iterator[memoryview]:
+def read_verified(folder: Path, name: str, place: Location) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in writable chunks of whole elements, each valid until the next.
 
     The data is verified only when the iterator ends, because the checksum covers the whole tensor.

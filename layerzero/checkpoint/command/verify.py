@@ -13,7 +13,7 @@ from layerzero.checkpoint.command.verified_read import read_verified
 from layerzero.checkpoint.format.folder import MANIFEST
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name
 from layerzero.checkpoint.source import (
-    Place,
+    Location,
     check_head,
     check_index,
     check_size,
@@ -106,7 +106,8 @@ def _tensors(path: Path, manifest: Manifest | None) -> Finding:
     nbytes, damages = len(head), []
     for name, entry in found.items():
         try:
-            for chunk in read_verified(path.parent, name, Place(path.name, entry, crcs.get(name))):
+            location = Location(path.name, entry, crcs.get(name))
+            for chunk in read_verified(path.parent, name, location):
                 nbytes += len(chunk)
         except (CheckpointError, OSError) as error:
             damages.append(str(error))

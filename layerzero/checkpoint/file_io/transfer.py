@@ -64,7 +64,7 @@ class _Slice(NamedTuple):
     """As in `Transfer`, relative to this slice."""
 
 
-def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
+def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
     """Write shards (on the CPU) into existing files, and fsync them. Blocks.
 
     Raises:
@@ -82,7 +82,7 @@ def write_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress
     return _move(folder, transfers, open_file, write, progress)
 
 
-def read_pieces(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
+def read_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
     """Read shards (on the CPU). Blocks; fastest in memory laid out by aligned_memory.py.
 
     Raises:

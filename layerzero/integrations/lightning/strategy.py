@@ -72,7 +72,7 @@ from layerzero.integrations.lightning.checkpoints import (
     plain_state_dict,
 )
 from layerzero.integrations.lightning.parallel import MeshStrategy, Size
-from layerzero.integrations.lightning.pieces import know_pieces
+from layerzero.integrations.lightning.patches import patch_lightning
 from layerzero.optim.clip import clip_grad_norm_, clipped
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
@@ -464,7 +464,7 @@ class ZeRO3Strategy(MeshStrategy):
         """Does nothing: importing this file registers the name."""
 
 
-know_pieces()
+patch_lightning()
 StrategyRegistry.register(
     ZeRO3Strategy.strategy_name, ZeRO3Strategy, description="ZeRO-3 on flat parameters (layerzero)"
 )

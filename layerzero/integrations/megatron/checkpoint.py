@@ -23,7 +23,7 @@ from layerzero.integrations.megatron.optimizer_checkpoint import (
     load_optimizer_state_dict,
     optimizer_sharded_state_dict,
 )
-from layerzero.integrations.megatron.pieces import entry_of_piece, stand_ins
+from layerzero.integrations.megatron.shards import shard_entry, stand_ins
 from layerzero.runtime.root import ordered_units
 from layerzero.runtime.states import TrainingState
 
@@ -73,7 +73,7 @@ def sharded_state_dict(
     if group is None:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     _check_group(engine, group)
-    with stand_ins(engine) as pieces:
+    with stand_ins(engine) as shards:
         entries = sharded_state_dict_default(
             engine.module,
             prefix,
@@ -81,7 +81,7 @@ def sharded_state_dict(
             {**given, "dp_cp_group": group},
             tp_group,
         )
-        return {name: entry_of_piece(entry, pieces) for name, entry in entries.items()}
+        return {name: shard_entry(entry, shards) for name, entry in entries.items()}
 
 
 def load_model_state_dict(

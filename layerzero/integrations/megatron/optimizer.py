@@ -32,7 +32,7 @@ from layerzero.integrations.megatron.ranks import MegatronRanks, Totals
 from layerzero.optim.clip import clip_factor
 from layerzero.zero3 import ZeRO3
 
-_PIECES = "pieces"
+_SHARDS = "pieces"
 """Key of our per-rank optimizer state; no Megatron format uses it."""
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -126,9 +126,13 @@ def parameter_groups(
         config_overrides = get_standard_config_overrides(config)
     originals = [_Originals(chunk) for chunk in chunks]
     groups: list[dict[str, Any]] = _get_param_groups(originals, config, config_overrides)
-    pieces = {key: piece for each in originals for key, piece in each.pieces.items()}
+    sharded_params = {
+        key: sharded_param
+        for each in originals
+        for key, sharded_param in each.sharded_params.items()
+    }
     for group in groups:
-        group["params"] = [pieces[id(stand_in)] for stand_in in group["params"]]
+        group["params"] = [sharded_params[id(stand_in)] for stand_in in group["params"]]
     return groups
 
 
@@ -137,16 +141,17 @@ class _Originals:
 
     def __init__(self, chunk: ZeRO3DataParallel) -> None:
         self._named: list[tuple[str, nn.Parameter]] = []
-        self.pieces: dict[int, nn.Parameter] = {}
-        for name, piece in chunk.named_parameters():
-            info = get_info(piece)
-            shape = piece.shape if info is None else info.shape
+        self.sharded_params: dict[int, nn.Parameter] = {}
+        for name, sharded_param in chunk.named_parameters():
+            info = get_info(sharded_param)
+            shape = sharded_param.shape if info is None else info.shape
             stand_in = nn.Parameter(
-                torch.empty(shape, dtype=piece.dtype, device="meta"), piece.requires_grad
+                torch.empty(shape, dtype=sharded_param.dtype, device="meta"),
+                sharded_param.requires_grad,
             )
-            copy_attributes(piece, stand_in)
+            copy_attributes(sharded_param, stand_in)
             self._named.append((name, stand_in))
-            self.pieces[id(stand_in)] = piece
+            self.sharded_params[id(stand_in)] = sharded_param
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._named)
@@ -236,8 +241,11 @@ class ZeRO3Optimizer(MegatronOptimizer):
             of_copies: include gradients whose elements are counted on another rank.
         """
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for piece in self.get_parameters():
-            gradient, is_counted = piece.grad, of_copies or self._ranks.counts(piece)
+        for sharded_param in self.get_parameters():
+            gradient, is_counted = (
+                sharded_param.grad,
+                of_copies or self._ranks.counts(sharded_param),
+            )
             if gradient is not None and gradient.numel() and is_counted:
                 by_device.setdefault(gradient.device, []).append(gradient)
         return list(by_device.values())
@@ -371,7 +379,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
         """State of this rank's shards. Not collective; loads only with the same ranks and units."""
         state: dict[str, Any] = {}
         if self.optimizer is not None:
-            state[_PIECES] = self.optimizer.state_dict()
+            state[_SHARDS] = self.optimizer.state_dict()
         return {**state, **self._scaler_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -382,10 +390,10 @@ class ZeRO3Optimizer(MegatronOptimizer):
         Raises:
             ValueError: it is the state of other parameters, ranks or units.
         """
-        if self.optimizer is not None and _PIECES in state_dict:
-            self._check_state(state_dict[_PIECES])
+        if self.optimizer is not None and _SHARDS in state_dict:
+            self._check_state(state_dict[_SHARDS])
             try:
-                self.optimizer.load_state_dict(state_dict[_PIECES])
+                self.optimizer.load_state_dict(state_dict[_SHARDS])
             except CheckpointError as error:
                 raise ValueError(
                     f"{error}. The state is of another rank, or of other units: use "
@@ -421,10 +429,11 @@ class ZeRO3Optimizer(MegatronOptimizer):
         return {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
 
     def _check_state(self, state: Any) -> None:
-        pieces = self.get_parameters()
+        sharded_params = self.get_parameters()
         saved = [index for group in state["param_groups"] for index in group["params"]]
-        if len(saved) != len(pieces):
+        if len(saved) != len(sharded_params):
             raise ValueError(
-                f"optimizer state of {len(saved)} parameters, this rank has {len(pieces)}: it is "
-                "of another model; use sharded_state_dict for other ranks"
+                f"optimizer state of {len(saved)} parameters, this rank has "
+                f"{len(sharded_params)}: it is of another model; use sharded_state_dict for "
+                "other ranks"
             )

@@ -23,7 +23,7 @@ from torch import nn
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.adapters import Names, put_state, some, state_template
-from layerzero.integrations.megatron.pieces import NoPiece
+from layerzero.integrations.megatron.shards import EmptyShard
 
 StateDict = dict[str, Any]
 
@@ -64,7 +64,7 @@ def optimizer_sharded_state_dict(
     places = {
         id(value.data): value
         for value in nested_values(model_sharded_state_dict)
-        if isinstance(value, (ShardedTensor, ShardedTensorFactory, NoPiece))
+        if isinstance(value, (ShardedTensor, ShardedTensorFactory, EmptyShard))
     }
     made, lacking = _states(optimizer, is_loading)
     entries: dict[Any, Any] = {}

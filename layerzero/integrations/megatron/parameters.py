@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.checkpoint.adapters import piece_of
+from layerzero.checkpoint.adapters import local_part
 from layerzero.core.parameter_info import get_info
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.runtime.states import ShardState
@@ -94,7 +94,7 @@ def _bare(name: str) -> str:
 
 def _own_part(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     if get_info(parameter) is not None:
-        return piece_of(value, parameter)
+        return local_part(value, parameter)
     if value.shape != parameter.shape:
         raise ValueError(
             f"size mismatch: the entry has shape {tuple(value.shape)}, the parameter "

@@ -184,9 +184,9 @@ def _handed_over(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) 
         for group, params in zip(groups, held, strict=True):
             group["params"] = params
         raise
-    pieces = dict(model.named_parameters())
+    sharded_params = dict(model.named_parameters())
     for group, own in zip(groups, names, strict=True):
-        group["params"] = [pieces[name] for name in own]
+        group["params"] = [sharded_params[name] for name in own]
     for optimizer in optimizers:
         attach.look_at(optimizer)
 

@@ -31,8 +31,8 @@ from layerzero.checkpoint.adapters import (
     Announcement,
     Names,
     bytes_of,
+    checkpoint_group_of,
     named_buffers,
-    participants_of,
     plan_files,
     refuse_experts,
     root_state_of,
@@ -77,7 +77,7 @@ def save_pretrained(
     nbytes = parse_nbytes(max_file_size)
     state = root_state_of(model, "save_pretrained")
     refuse_experts(state, "save_pretrained")
-    together = participants_of(state, None)
+    together = checkpoint_group_of(state, None)
     path, module = Path(folder), model.module
     writer: _FolderWriter | _AdapterWriter
     if is_peft_model(module):

@@ -17,22 +17,22 @@ from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 
 
-def watch(pieces: Iterable[nn.Parameter], is_first: bool) -> dict[nn.Parameter, Any]:
-    """Warn once if autograd computes a gradient of one of `pieces`. Costs nothing until then.
+def watch(sharded_params: Iterable[nn.Parameter], is_first: bool) -> dict[nn.Parameter, Any]:
+    """Warn once if autograd computes a gradient of a sharded parameter. Costs nothing until then.
 
     Returns:
         For each of them an object to keep alive: autograd holds the hooked node only weakly.
     """
-    return {piece: _watch(piece, is_first) for piece in pieces}
+    return {sharded_param: _watch(sharded_param, is_first) for sharded_param in sharded_params}
 
 
-def _watch(piece: nn.Parameter, is_first: bool) -> Any:
+def _watch(sharded_param: nn.Parameter, is_first: bool) -> Any:
     with torch.enable_grad(), torch.inference_mode(False):
-        view = piece.view_as(piece)
+        view = sharded_param.view_as(sharded_param)
     assert view.grad_fn is not None, "the piece requires grad"
     accumulator = view.grad_fn.next_functions[0][0]
     assert accumulator is not None
-    info = get_info(piece)
+    info = get_info(sharded_param)
     assert info is not None, "pieces are marked"
     fqn = info.fqn
 

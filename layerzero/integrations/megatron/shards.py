@@ -38,7 +38,7 @@ from layerzero.runtime.root import ordered_units
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """A sharded parameter, with what is needed to find its range in the full one."""
 
     parameter: nn.Parameter
@@ -50,7 +50,7 @@ class Piece:
         return torch.empty(self.shape, dtype=dtype, device="meta")
 
 
-class NoPiece(LocalNonpersistentObject):
+class EmptyShard(LocalNonpersistentObject):
     """Stands for a parameter that this rank has no elements of: not saved, and loaded unchanged.
 
     Attributes:
@@ -64,30 +64,30 @@ class NoPiece(LocalNonpersistentObject):
         self.data = data
 
 
-Pieces = dict[int, Piece]
+Shards = dict[int, Shard]
 """Keyed by the address of the stand-in's storage."""
 
 
 @contextmanager
-def stand_ins(engine: ZeRO3) -> Iterator[Pieces]:
+def stand_ins(engine: ZeRO3) -> Iterator[Shards]:
     """Replace the modules' parameters by stand-ins inside the context; see Note [Stand-ins]."""
-    pieces: Pieces = {}
+    shards: Shards = {}
     shown: dict[nn.Parameter, nn.Parameter] = {}
     own_units = ordered_units(engine)
     for unit in own_units:
         for handle in unit.handles:
-            for piece in _pieces_of(handle):
+            for shard in _shards_of(handle):
                 stand_in = nn.Parameter(
-                    piece.meta(piece.parameter.dtype), piece.parameter.requires_grad
+                    shard.meta(shard.parameter.dtype), shard.parameter.requires_grad
                 )
-                copy_attributes(piece.parameter, stand_in)
-                pieces[_storage(stand_in)] = piece
-                shown[piece.parameter] = stand_in
+                copy_attributes(shard.parameter, stand_in)
+                shards[_storage(stand_in)] = shard
+                shown[shard.parameter] = stand_in
     try:
         for unit in own_units:
             unit.views.show(shown)
             unit.views.shows_stand_ins = True
-        yield pieces
+        yield shards
     finally:
         for unit in own_units:
             unit.views.show_sharded()
@@ -96,7 +96,7 @@ def stand_ins(engine: ZeRO3) -> Iterator[Pieces]:
                 unit.views.show_unsharded(unit.label)
 
 
-def _pieces_of(handle: FlatParamHandle) -> Iterator[Piece]:
+def _shards_of(handle: FlatParamHandle) -> Iterator[Shard]:
     for parameter, shape in zip(handle.sharded_params, handle.shapes, strict=True):
         info = get_info(parameter)
         assert info is not None, "every piece has its mark"
@@ -105,14 +105,14 @@ def _pieces_of(handle: FlatParamHandle) -> Iterator[Piece]:
                 f"sharded_state_dict: {info.fqn} is a DTensor, whose place Megatron cannot tell; "
                 "use Megatron's own tensor-parallel layers, or layerzero.checkpoint.save"
             )
-        yield Piece(parameter, info, shape, handle.placement.replica)
+        yield Shard(parameter, info, shape, handle.placement.replica)
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def entry_of_piece(entry: Any, pieces: Pieces) -> Any:
+def shard_entry(entry: Any, shards: Shards) -> Any:
     """Convert an entry of the module's sharded state dict to one for this rank's shard.
 
     Raises:
@@ -120,29 +120,29 @@ def entry_of_piece(entry: Any, pieces: Pieces) -> Any:
     """
     if not isinstance(entry, (ShardedTensor, ShardedTensorFactory)):
         return entry
-    piece = pieces.get(_storage(entry.data))
-    if piece is None:
+    shard = shards.get(_storage(entry.data))
+    if shard is None:
         if entry.data.is_meta:
             raise NotImplementedError(
                 f"sharded_state_dict: {entry.key}: its module makes a new tensor of parameters, "
                 "of which a rank with pieces does not know its part; use layerzero.checkpoint.save"
             )
         return entry  # A buffer, or a parameter that is not sharded.
-    build = _whole_of(entry, piece)
+    build = _whole_of(entry, shard)
     # Checked on every rank, even without elements: if one raised later, while it saves, the others
     # would hang.
-    _parts(build, piece, entry.key, piece.parameter.dtype, entry.replica_id)
-    if not piece.parameter.numel():
-        return NoPiece(entry.key, piece.parameter)
+    _parts(build, shard, entry.key, shard.parameter.dtype, entry.replica_id)
+    if not shard.parameter.numel():
+        return EmptyShard(entry.key, shard.parameter)
     # The last number distinguishes data-parallel ranks. Here they have different shards, so the
     # index of the copy replaces it.
     others = entry.replica_id[:-1] if isinstance(entry.replica_id, tuple) else ()
     return ShardedTensorFactory(
         entry.key,
-        piece.parameter,
-        functools.partial(_build, build, piece),
+        shard.parameter,
+        functools.partial(_build, build, shard),
         _join,
-        (*others, piece.replica),
+        (*others, shard.replica),
     )
 
 
@@ -151,7 +151,7 @@ _Whole = Callable[[str, torch.Tensor, Any], list[ShardedTensor]]
 that a rank of an unsharded model saves."""
 
 
-def _whole_of(entry: Any, piece: Piece) -> _Whole:
+def _whole_of(entry: Any, shard: Shard) -> _Whole:
     if isinstance(entry, ShardedTensorFactory):
         build = entry.build_fn
 
@@ -160,8 +160,8 @@ def _whole_of(entry: Any, piece: Piece) -> _Whole:
             return list(nested_values(built if isinstance(built, (dict, list)) else [built]))
 
         return build_all
-    if entry.data.shape != piece.shape:
-        raise _refusal(entry.key, piece, "saves a part of")
+    if entry.data.shape != shard.shape:
+        raise _refusal(entry.key, shard, "saves a part of")
     template = entry.without_data()
 
     def build_one(key: str, whole: torch.Tensor, replica_id: Any) -> list[ShardedTensor]:
@@ -171,49 +171,49 @@ def _whole_of(entry: Any, piece: Piece) -> _Whole:
 
 
 def _parts(
-    build_whole: _Whole, piece: Piece, key: str, dtype: torch.dtype, replica_id: Any
+    build_whole: _Whole, shard: Shard, key: str, dtype: torch.dtype, replica_id: Any
 ) -> list[tuple[int, ShardedTensor]]:
     """What an unsharded rank saves of the parameter: (start in the flattened parameter, tensor).
 
     Raises:
         NotImplementedError: these are not contiguous parts that together cover the parameter once.
     """
-    whole = piece.meta(dtype)
+    whole = shard.meta(dtype)
     parts: list[tuple[int, ShardedTensor]] = []
     for tensor in build_whole(key, whole, replica_id):
         if _storage(tensor.data) != _storage(whole) or not tensor.data.is_contiguous():
-            raise _refusal(key, piece, "rearranges")
+            raise _refusal(key, shard, "rearranges")
         parts.append((tensor.data.storage_offset(), tensor))
     parts.sort(key=lambda part: part[0])
     end = 0
     for first, tensor in parts:
         if first != end:
-            raise _refusal(key, piece, "does not save each element once of")
+            raise _refusal(key, shard, "does not save each element once of")
         end += tensor.data.numel()
     if end != whole.numel():
-        raise _refusal(key, piece, "does not save all of")
+        raise _refusal(key, shard, "does not save all of")
     return parts
 
 
-def _refusal(key: str, piece: Piece, does: str) -> NotImplementedError:
+def _refusal(key: str, shard: Shard, does: str) -> NotImplementedError:
     return NotImplementedError(
-        f"sharded_state_dict: {key}: its module {does} {piece.info.fqn}, and a rank with a piece "
+        f"sharded_state_dict: {key}: its module {does} {shard.info.fqn}, and a rank with a piece "
         "does not know its part; use layerzero.checkpoint.save"
     )
 
 
 def _build(
     build_whole: _Whole,
-    piece: Piece,
+    shard: Shard,
     key: str,
     data: torch.Tensor,
     replica_id: Any,
     flattened_range: slice | None,
 ) -> list[ShardedTensor]:
     """Split `data`, of the shard's shape, into boxes; see Note [Boxes of named tensors]."""
-    start, stop = piece.info.range
+    start, stop = shard.info.range
     found: list[ShardedTensor] = []
-    for first, tensor in _parts(build_whole, piece, key, data.dtype, replica_id):
+    for first, tensor in _parts(build_whole, shard, key, data.dtype, replica_id):
         begin, end = max(start, first), min(stop, first + tensor.data.numel())
         # Prepended axes, such as the layers of a model, count as dimensions of size 1.
         sizes = (1,) * tensor.prepend_axis_num + tuple(tensor.data.shape)
@@ -236,14 +236,14 @@ def _of_box(tensor: ShardedTensor, box: Box, data: torch.Tensor) -> ShardedTenso
     )
 
 
-def _join(boxes_of_piece: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join(found: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join boxes to a shard; without a copy if they were read into the shard's own memory."""
-    first = boxes_of_piece[0]
+    first = found[0]
     place = first.storage_offset()
-    for each in boxes_of_piece:
+    for each in found:
         in_place = _storage(each) == _storage(first) and each.storage_offset() == place
         if not (in_place and each.is_contiguous()):
-            return torch.cat([box.reshape(-1) for box in boxes_of_piece])
+            return torch.cat([box.reshape(-1) for box in found])
         place += each.numel()
     numel = place - first.storage_offset()
     return first.as_strided((numel,), (1,), first.storage_offset())

@@ -25,7 +25,7 @@ from layerzero.runtime.unit import Unit
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class LeafChecks:
+class UnshardedChecks:
     """Checks the unsharded parameters of all units of a model before and after each forward."""
 
     first_forward: FirstForward | None
@@ -34,16 +34,20 @@ class LeafChecks:
     def __init__(self, context: RuntimeContext, units: Sequence[Unit]) -> None:
         self._context = context
         self._units = units
-        self._leaves = [leaf for unit in units for h in unit.handles for leaf in h.full_params]
+        self._unsharded_params = [
+            unsharded for unit in units for h in unit.handles for unsharded in h.unsharded_params
+        ]
         copies = [h for unit in units for h in unit.handles if not _is_main_memory(h)]
         self._copies = [
-            (fqn, leaf) for h in copies for fqn, leaf in zip(h.fqns, h.full_params, strict=True)
+            (fqn, unsharded)
+            for h in copies
+            for fqn, unsharded in zip(h.fqns, h.unsharded_params, strict=True)
         ]
         self._versions = self._current_versions()
         self.first_forward = FirstForward()
 
     def _current_versions(self) -> list[int]:
-        return [leaf._version for _, leaf in self._copies]
+        return [unsharded._version for _, unsharded in self._copies]
 
     def before_forward(self) -> None:
         """Check before a forward of the model, outside backward.
@@ -51,18 +55,18 @@ class LeafChecks:
         Raises:
             RuntimeError: an unsharded parameter has a gradient that no reduction has taken.
         """
-        for leaf in self._leaves:
-            if leaf.grad is not None:
+        for unsharded in self._unsharded_params:
+            if unsharded.grad is not None:
                 self._refuse_gradients()
 
     def _refuse_gradients(self) -> None:
         names = []
         for unit in self._units:
             for handle in unit.handles:
-                for fqn, leaf in zip(handle.fqns, handle.full_params, strict=True):
-                    if leaf.grad is not None:
+                for fqn, unsharded in zip(handle.fqns, handle.unsharded_params, strict=True):
+                    if unsharded.grad is not None:
                         names.append(fqn)
-            unit.drop_leaf_gradients()
+            unit.drop_unsharded_gradients()
         raise RuntimeError(
             f"the last backward computed gradients of {_listed(names)} that were not reduced and "
             "are dropped: they came through a tensor that left its unit another way than as an "

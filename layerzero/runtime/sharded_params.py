@@ -20,14 +20,14 @@ class Owner(NamedTuple):
 
     root: RootState
     placement: Placement
-    piece: nn.Parameter
+    sharded_param: nn.Parameter
 
     @property
     def is_tensor_parallel(self) -> bool:
         return any(group.size > 1 for group in self.root.tensor_parallel_groups)
 
     @property
-    def speaks(self) -> bool:
+    def issues_warnings(self) -> bool:
         """Whether this rank issues the model's warnings: it is the first of those that share it."""
         placement = self.placement.data_parallel or self.placement
         return placement.is_first and all(g.is_first for g in self.root.tensor_parallel_groups)
@@ -42,10 +42,10 @@ def owners(root: RootState) -> Iterator[Owner]:
     for unit in root.units:
         if root_of(unit) is root:
             for handle in unit.handles:
-                for piece in handle.sharded_params:
-                    yield Owner(root, handle.placement, piece)
+                for sharded_param in handle.sharded_params:
+                    yield Owner(root, handle.placement, sharded_param)
 
 
 def owner_of_each() -> dict[int, Owner]:
     """The sharded parameters of all models, keyed by `id`. Visits all: not for every step."""
-    return {id(owner.piece): owner for root in list(_roots) for owner in owners(root)}
+    return {id(owner.sharded_param): owner for root in list(_roots) for owner in owners(root)}

@@ -1,4 +1,4 @@
-"""Participants: the ranks that save or load together, and their exchange of names and checksums.
+"""The ranks that save or load together, and their exchange of names and checksums.
 
 They communicate through a separate gloo group on the CPU, so that a background save never mixes
 with the collectives of a training step. Parameters are never sent this way.
@@ -42,7 +42,7 @@ class SaveUnderWay(Protocol):
         """Block until it is done, and raise what went wrong."""
 
 
-class Participants:
+class CheckpointGroup:
     """The ranks of one save or load, in the order of their global ranks."""
 
     under_way: SaveUnderWay | None
@@ -144,12 +144,14 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-_made: WeakKeyDictionary[dist.ProcessGroup | RootState, dict[tuple[int, ...], Participants]]
+_made: WeakKeyDictionary[dist.ProcessGroup | RootState, dict[tuple[int, ...], CheckpointGroup]]
 _made = WeakKeyDictionary()
-"""Participants by process group or root, and ranks; dropped together with that group or root."""
+"""By process group or root, and ranks; dropped together with that group or root."""
 
 
-def participants_of(root: RootState, process_group: dist.ProcessGroup | None) -> Participants:
+def checkpoint_group_of(
+    root: RootState, process_group: dist.ProcessGroup | None
+) -> CheckpointGroup:
     """The ranks that share the model, or those of `process_group`. Collective the first time.
 
     Models on the same ranks share one object. Blocks the host until a background save among them is
@@ -164,7 +166,7 @@ def participants_of(root: RootState, process_group: dist.ProcessGroup | None) ->
     return together
 
 
-def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> Participants:
+def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> CheckpointGroup:
     placements = [handle.placement for unit in root.units for handle in unit.handles]
     parent: dist.ProcessGroup | RootState = root
     ranks: Sequence[int] = [dist.get_rank()]
@@ -182,7 +184,7 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> P
             agree_on_group_names([describe_group(process_group, device, None)], device)
         else:
             agree_on_group_names(_axes_of(placements, root), root.device)
-        made[key] = Participants(_make_group(key))
+        made[key] = CheckpointGroup(_make_group(key))
     return made[key]
 
 

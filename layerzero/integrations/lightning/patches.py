@@ -18,12 +18,12 @@ from torch import nn
 from layerzero.core.parameter_info import get_info
 from layerzero.integrations.parameter_counts import count, is_sharded
 
-_KNOWS = "_layerzero_knows_pieces"
+_PATCHED = "_layerzero_knows_pieces"
 
 
-def know_pieces() -> None:
+def patch_lightning() -> None:
     """Patch Lightning's functions; a second call changes nothing."""
-    if hasattr(BaseFinetuning.filter_on_optimizer, _KNOWS):
+    if hasattr(BaseFinetuning.filter_on_optimizer, _PATCHED):
         return
     BaseFinetuning.filter_on_optimizer = staticmethod(
         _by_identity(BaseFinetuning.filter_on_optimizer)
@@ -58,7 +58,7 @@ def _by_identity(
             )
         return left
 
-    setattr(filter_on_optimizer, _KNOWS, True)
+    setattr(filter_on_optimizer, _PATCHED, True)
     return filter_on_optimizer
 
 

@@ -1,4 +1,4 @@
-"""Matches the tensors of a checkpoint with a model. Reads no tensor, changes nothing."""
+"""What a load reads: the tensors of a checkpoint that fit a model. Reads no tensor itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelPart:
 
     target: torch.Tensor
     transfer: int
-    """Index in `Match.transfers` of the transfer that reads its new values."""
+    """Index in `LoadPlan.transfers` of the transfer that reads its new values."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StatePart:
 
 
 @dataclass
-class Match:
+class LoadPlan:
     """Everything that this rank loads."""
 
     model_parts: list[ModelPart] = field(default_factory=list)
@@ -76,8 +76,8 @@ class Match:
         return sum(transfer.entry.tensor.nbytes for transfer in self.transfers)
 
 
-class Matcher:
-    """Matches one model, its optimizer and scheduler with a source."""
+class LoadPlanner:
+    """Finds in a source what one model, its optimizer and scheduler load."""
 
     def __init__(self, source: Source, model: nn.Module, strict: bool) -> None:
         self._source = source
@@ -88,7 +88,7 @@ class Matcher:
         keys = ((kind, name) for kind, tensors in source.tensors.items() for name in tensors)
         self._numbers = {key: number for number, key in enumerate(keys)}
         self._times_read: dict[tuple[str, str], int] = {}
-        self.match = Match()
+        self.plan = LoadPlan()
 
     def match_model(self) -> None:
         """Find parameters, buffers and extra states.
@@ -96,40 +96,40 @@ class Matcher:
         Raises:
             CheckpointError: shapes differ.
         """
-        match, misfits = self.match, []
+        plan, misfits = self.plan, []
         targets: list[torch.Tensor] = [parameter for parameter, _ in self._names.parameters]
         targets += [buffer for buffer, _ in named_buffers(self._model)]
         entries = model_entries(self._model, self._names, self._places)
         for target, entry in zip(targets, entries, strict=True):
             names = (entry.name, *entry.aliases)
-            match.wanted.update(names)
+            plan.wanted.update(names)
             found = self._source.find(MODEL, names)
             if found is None:
-                match.missing.append(entry.name)
+                plan.missing.append(entry.name)
                 continue
             name, place = found
-            match.wanted.add(name)
+            plan.wanted.add(name)
             if place.entry.shape != entry.extent.shape:
                 misfits.append(f"{name} is {place.entry.shape}, in the model {entry.extent.shape}")
             else:
                 transfer = self._plan_read(MODEL, name, entry, MODEL)
-                match.model_parts.append(ModelPart(target, transfer))
+                plan.model_parts.append(ModelPart(target, transfer))
         if misfits:
             raise CheckpointError(f"{self._source.folder}: shapes differ: {some(misfits)}")
         manifest = self._source.manifest
         saved = {} if manifest is None else manifest.extra_states
         for name, module in extra_states(self._model).items():
             if name in saved:
-                match.extra_states.append((module, decode(saved[name])))
+                plan.extra_states.append((module, decode(saved[name])))
             else:
-                match.missing.append(f"the extra state of {name}")
+                plan.missing.append(f"the extra state of {name}")
 
     def match_scheduler(self) -> None:
         manifest = self._source.manifest
         if manifest is None or manifest.scheduler is None:
             self._lacks("scheduler")
         else:
-            self.match.scheduler = decode(manifest.scheduler)
+            self.plan.scheduler = decode(manifest.scheduler)
 
     def match_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the options of its groups, and the state of its parameters.
@@ -156,7 +156,7 @@ class Matcher:
         ]
         before = [(group["options"], group["params"]) for group in manifest.optimizer_groups]
         options = options_of_groups(names_of, before, self._strict, str(self._source.folder))
-        self.match.options = [decode(each) for each in options]
+        self.plan.options = [decode(each) for each in options]
         keys = {
             parameter: dict.fromkeys(
                 [split_state_name(tensor)[1] for tensor in saved.get(name, ())]
@@ -165,14 +165,14 @@ class Matcher:
             for group, names in zip(optimizer.param_groups, names_of, strict=True)
             for parameter, name in zip(group["params"], names, strict=True)
         }
-        refuse_other_class(optimizer, self.match.options, keys, self._name)
+        refuse_other_class(optimizer, self.plan.options, keys, self._name)
         for group, names in zip(optimizer.param_groups, names_of, strict=True):
             for index, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
                 for tensor in saved.get(name, ()):
                     self._match_state(tensor, parameter, index)
                 if name in manifest.optimizer_values:
                     values = decode(manifest.optimizer_values[name])
-                    self.match.state_values.append((parameter, values))
+                    self.plan.state_values.append((parameter, values))
 
     def _name(self, parameter: nn.Parameter) -> str:
         found = self._names.of(parameter)
@@ -200,20 +200,20 @@ class Matcher:
         follows = main is not None and main.entry.dtype == dtype and not is_scalar
         # On the CPU, the memory read into becomes the state; for a device it is copied, then freed.
         transfer = self._plan_read(OPTIMIZER, name, entry, (OPTIMIZER, parameter.device))
-        self.match.state_parts.append(StatePart(parameter, key, like.shape, transfer, follows))
+        self.plan.state_parts.append(StatePart(parameter, key, like.shape, transfer, follows))
 
     def _plan_read(self, kind: str, name: str, entry: Entry, life: Hashable) -> int:
         place = self._source.tensors[kind][name]
-        piece = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype, device="meta")
+        part = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype, device="meta")
         # A tensor that was saved tied may be read for several parameters. Each read gets a number
         # of its own, so that their checksums stay apart.
         times = self._times_read.get((kind, name), 0)
         self._times_read[kind, name] = times + 1
         number = self._numbers[kind, name] + times * len(self._numbers)
-        entry = replace(entry, name=name, tensor=piece)
-        self.match.transfers.append(Transfer(place.file, place.entry, number, entry))
-        self.match.lives.append(life)
-        return len(self.match.transfers) - 1
+        entry = replace(entry, name=name, tensor=part)
+        self.plan.transfers.append(Transfer(place.file, place.entry, number, entry))
+        self.plan.lives.append(life)
+        return len(self.plan.transfers) - 1
 
     def _lacks(self, what: str) -> None:
         if self._strict:
@@ -221,4 +221,4 @@ class Matcher:
                 f"{self._source.folder}: holds no {what} state; leave out {what}= or pass "
                 "strict=False"
             )
-        self.match.missing.append(f"the {what}'s state")
+        self.plan.missing.append(f"the {what}'s state")
