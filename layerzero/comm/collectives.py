@@ -36,6 +36,9 @@ from layerzero.ops import ordered_sum_
 
 # Backends whose reductions can average (ReduceOp.AVG), which saves the scaling afterwards.
 _AVERAGING_BACKENDS = ("nccl", "fake")
+# Backends that run a collective on the current stream if `asyncOp` is False, and return no Work.
+# Then it has the priority of that stream, and no stream of the backend has to be waited for.
+_ON_CURRENT_STREAM = ("nccl", "xccl")
 # Methods of the process group; torch 2.13 introduced the first name of each pair. They are called
 # directly because the wrappers in torch.distributed (checks, complex views, coalescing) cost more
 # host time than the rest of a gather.
@@ -83,7 +86,8 @@ class Pending:
         self.peer = -1
         self.num_looks = 0
         self.works: Sequence[tuple[dist.Work, int]] | None = None
-        """Each work with its peer's group rank (-1: all); None until issued."""
+        """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
+        to wait for: what ran on the current stream is in order there by itself."""
         self._finish: Callable[[], object] | None = None
         watchdog = operation.watchdog
         self._reached_event: Event = None if watchdog is None else watchdog.record_event()
@@ -110,6 +114,27 @@ class Pending:
         works = self.works
         return works is not None and all(work.is_completed() for work, _ in works)
 
+    def start(self, issue: Callable[[], dist.Work | None]) -> None:
+        """Issue the collective. It may return no work: then it runs on the current stream.
+
+        Raises:
+            CollectiveError: the call failed at once, for example because a peer is dead already.
+        """
+        try:
+            work = issue()
+        except RuntimeError as error:
+            raise self.diagnose(error) from error
+        if work is not None:
+            self.works = ((work, -1),)
+            return
+        # Before `works`: the watchdog's thread must not take it for done in between.
+        self._record_done()
+        self.works = ()
+
+    def _record_done(self) -> None:
+        if self.operation.watchdog is not None and self._done_event is None:
+            self._done_event = self.operation.watchdog.record_event()
+
     def then(self, finish: Callable[[], object]) -> None:
         """Run `finish` in the first `wait`, once the data has arrived."""
         self._finish = finish
@@ -117,16 +142,16 @@ class Pending:
     def wait(self) -> None:
         """Block until the result has arrived and no peer reads this rank's buffers any more.
 
-        On a device with streams, order the current stream after that instead of blocking. Sends
-        are awaited as well as receives because gloo drops a message whose handle is gone: a rank
-        that has all it needs and exits, or drops the model, would leave its peers waiting.
+        On a device with streams, order the current stream after that instead of blocking; it must
+        be the stream on which the collective was started. Sends are awaited as well as receives
+        because gloo drops a message whose handle is gone: a rank that has all it needs and exits,
+        or drops the model, would leave its peers waiting.
 
         Raises:
             CollectiveError: a peer is dead, or did not take part within the timeout.
         """
         self._await()
-        if self.operation.watchdog is not None:
-            self._done_event = self.operation.watchdog.record_event()
+        self._record_done()
         self.works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
@@ -266,11 +291,12 @@ def broadcast(
 ) -> Pending:
     """Broadcast from group rank `source`, in place. Collective; does not block the host."""
     global_rank, process_group = group.ranks[source], group.process_group
+    has_work = not _runs_on_current_stream(group)
     return _start(
         operation,
         tensor,
         group,
-        lambda: dist.broadcast(tensor, global_rank, group=process_group, async_op=True),
+        lambda: dist.broadcast(tensor, global_rank, group=process_group, async_op=has_work),
     )
 
 
@@ -307,12 +333,13 @@ def _all_to_all(
     if not messages_carry_names(group, chunks.device):
         given = chunks if order is None else torch.cat(own)
         received = torch.empty_like(given)
+        has_work = not _runs_on_current_stream(group)
         pending = _start(
             operation,
             given,
             group,
             lambda: dist.all_to_all_single(
-                received, given, group=group.process_group, async_op=True
+                received, given, group=group.process_group, async_op=has_work
             ),
         )
         return list(received.chunk(group.size)), pending
@@ -358,41 +385,47 @@ def messages_carry_names(group: ShardGroup, device: torch.device) -> bool:
     return group.backend == "gloo" and device.type == "cpu"
 
 
+def _runs_on_current_stream(group: ShardGroup) -> bool:
+    return group.backend in _ON_CURRENT_STREAM
+
+
 def _start(
-    operation: Operation, tensor: torch.Tensor, group: ShardGroup, issue: Callable[[], dist.Work]
+    operation: Operation,
+    tensor: torch.Tensor,
+    group: ShardGroup,
+    issue: Callable[[], dist.Work | None],
 ) -> Pending:
     """Issue one of the backend's own collectives on `tensor`, which the watchdog then watches.
 
     Raises:
-        CollectiveError: the call failed at once, for example because a peer is dead already.
+        CollectiveError: as `Pending.start`.
     """
     pending = Pending(operation, group, tensor.nbytes)
     if operation.watchdog is not None:
         operation.watchdog.watch(pending)
-    try:
-        pending.works = ((issue(), -1),)
-    except RuntimeError as error:
-        raise pending.diagnose(error) from error
+    pending.start(issue)
     return pending
 
 
-def _issue_all_gather(full: torch.Tensor, shard: torch.Tensor, group: ShardGroup) -> dist.Work:
+def _issue_all_gather(
+    full: torch.Tensor, shard: torch.Tensor, group: ShardGroup
+) -> dist.Work | None:
     # Backends have no complex dtypes; torch.distributed's own functions do this as well.
     if full.is_complex():
         full, shard = torch.view_as_real(full), torch.view_as_real(shard)
     options = AllgatherOptions()
-    options.asyncOp = True
+    options.asyncOp = not _runs_on_current_stream(group)
     return getattr(group.process_group, _ALL_GATHER)(full, shard, options)
 
 
 def _issue_reduce_scatter(
     summed: torch.Tensor, chunks: torch.Tensor, op: dist.ReduceOp.RedOpType, group: ShardGroup
-) -> dist.Work:
+) -> dist.Work | None:
     if chunks.is_complex():
         summed, chunks = torch.view_as_real(summed), torch.view_as_real(chunks)
     options = ReduceScatterOptions()
     options.reduceOp = dist.ReduceOp(op)
-    options.asyncOp = True
+    options.asyncOp = not _runs_on_current_stream(group)
     return getattr(group.process_group, _REDUCE_SCATTER)(summed, chunks, options)
 
 

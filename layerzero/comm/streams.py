@@ -13,6 +13,7 @@ pending reductions, so that its buffer can reuse their memory.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import weakref
@@ -24,6 +25,8 @@ import torch
 
 Event = Any
 """An event on a device with streams; None on CPU."""
+
+_logger = logging.getLogger(__name__)
 
 
 class Waitable(Protocol):
@@ -192,10 +195,11 @@ def _run_all(work: queue.SimpleQueue[_OnThread | None]) -> None:
 class DeviceStream:
     """A side stream. Enter it to queue work there; buffers allocated inside belong to it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_urgent: bool = False) -> None:
+        """`is_urgent`: its kernels go before those that wait on ordinary streams."""
         self._module = torch.get_device_module(device)
         self._device = device
-        self._stream = self._module.Stream(device=device)
+        self._stream = _new_stream(self._module, device, is_urgent)
         self._entered: list[Any] = []
 
     def __enter__(self) -> DeviceStream:
@@ -253,6 +257,15 @@ class DeviceStream:
         return _OnStream(self._current_stream, self.record_event(), pending)
 
 
+def _new_stream(module: Any, device: torch.device, is_urgent: bool) -> Any:
+    if is_urgent:
+        try:
+            return module.Stream(device=device, priority=-1)
+        except TypeError:
+            _logger.debug("streams of %s have no priorities", device.type)
+    return module.Stream(device=device)
+
+
 class _OnStream:
     """A collective queued on a side stream; waiting orders the current stream after it."""
 
@@ -299,8 +312,12 @@ class Streams:
             self.reduce = FinishingStream() if finishing_thread else InlineStream()
             self.offload = InlineStream()
         else:
-            self.pre_unshard, self.unshard = DeviceStream(device), DeviceStream(device)
-            self.reduce, self.offload = DeviceStream(device), DeviceStream(device)
+            # Compute waits for what these three do, and fills the device meanwhile: at the priority
+            # of compute a gather could start only once the kernels queued there leave room.
+            self.pre_unshard = DeviceStream(device, is_urgent=True)
+            self.unshard = DeviceStream(device, is_urgent=True)
+            self.reduce = DeviceStream(device, is_urgent=True)
+            self.offload = DeviceStream(device)
 
     @property
     def are_apart(self) -> bool:

@@ -1,0 +1,235 @@
+"""Collectives that run on the current stream and return no work, as NCCL's with asyncOp=False."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layerzero.comm import collectives, streams, watchdog
+from layerzero.comm.collectives import Operation, Pending
+from layerzero.comm.streams import DeviceStream, Streams, _OnStream
+from layerzero.comm.watchdog import Watchdog
+from layerzero.core.groups import ShardGroup
+from tests.distributed.test_streams import (
+    LAYERED,
+    SETTINGS,
+    USES,
+    accumulation,
+    plain_steps,
+    train,
+    wrapped,
+)
+from tests.harness.plain_backend import PLAIN
+from tests.harness.ranks import run_ranks
+from tests.harness.simulated_device import SimulatedDevice, simulated_device
+
+CPU = torch.device("cpu")
+
+
+# On the simulated device ----------------------------------------------------------------------
+
+
+def _in_stream_order(
+    device: SimulatedDevice, verb: Callable[..., Any], in_place: bool
+) -> Callable[..., None]:
+    """`SimulatedDevice._collective` for a backend that uses the current stream."""
+
+    def queued(*args: Any, **kwargs: Any) -> None:
+        stream = device._current[-1]
+        stream.tick()
+        device._access(args[0 if in_place else 1], stream, verb.__name__, writes=False)
+        device._access(args[0], stream, verb.__name__, writes=True)
+        device._is_paused = True
+        try:
+            work = verb(*args, **kwargs)
+            if work is not None:
+                work.wait()
+        finally:
+            device._is_paused = False
+
+    return queued
+
+
+@contextmanager
+def on_current_streams() -> Iterator[SimulatedDevice]:
+    with (
+        mock.patch.object(collectives, "_ON_CURRENT_STREAM", (PLAIN,)),
+        mock.patch.object(SimulatedDevice, "_collective", _in_stream_order),
+        simulated_device() as device,
+    ):
+        yield device
+
+
+def _races(settings: dict, uses: list) -> dict[str, list[str]]:
+    found = {}
+    for use in uses:
+        with on_current_streams() as device:
+            use(wrapped(**settings))
+        found[use.__name__] = sorted({*device.races, *device.early_frees})
+    return found
+
+
+@pytest.mark.parametrize("settings", ["default", "bfloat16", "deterministic"])
+def test_every_two_accesses_are_ordered(settings: str) -> None:
+    for found in run_ranks(2, _races, SETTINGS[settings], USES):
+        assert found == {use.__name__: [] for use in USES}
+
+
+def _races_of_layers() -> dict[str, dict[str, list[str]]]:
+    return {
+        name: _races(LAYERED[name], [plain_steps, accumulation])
+        for name in ("zero1", "replicate, bfloat16", "sums in shards", "kept shards")
+    }
+
+
+def test_every_two_accesses_are_ordered_with_an_outer_axis() -> None:
+    for found in run_ranks(4, _races_of_layers, timeout=120):
+        assert [races for uses in found.values() for races in uses.values() if races] == []
+
+
+def without_waiting_for_streams() -> object:
+    return mock.patch.object(_OnStream, "wait", lambda _: None)
+
+
+def without_waiting_for_events() -> object:
+    return mock.patch.object(DeviceStream, "wait", lambda *_: None)
+
+
+def _races_without() -> list[int]:
+    found = []
+    for missing in (without_waiting_for_streams, without_waiting_for_events):
+        with missing(), on_current_streams() as device:  # type: ignore[attr-defined]
+            plain_steps(wrapped())
+        found.append(len(device.races))
+    return found
+
+
+def test_a_missing_wait_is_found() -> None:
+    for found in run_ranks(2, _races_without):
+        assert min(found) > 0
+
+
+def _losses(on_current: bool) -> list[float]:
+    if not on_current:
+        return [loss.item() for loss in train(wrapped(), 3)]
+    with on_current_streams():
+        return [loss.item() for loss in train(wrapped(), 3)]
+
+
+def test_training_is_the_same() -> None:
+    assert run_ranks(2, _losses, True) == run_ranks(2, _losses, False)
+
+
+# What the backend is asked for ----------------------------------------------------------------
+
+
+class Recorder:
+    """A process group that keeps the options it is given."""
+
+    def __init__(self) -> None:
+        self.options: list[Any] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.options.append(args[-1])
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_work"), [("nccl", False), ("xccl", False), ("hccl", True), ("fake", True)]
+)
+def test_backends_known_to_use_the_current_stream_are_asked_to(backend, has_work) -> None:
+    asked = Recorder()
+    group = ShardGroup(asked, 0, (0, 1), backend, timedelta(seconds=1))  # type: ignore[arg-type]
+    whole, part = torch.zeros(4), torch.zeros(2)
+    collectives._issue_all_gather(whole, part, group)
+    collectives._issue_reduce_scatter(part, whole, dist.ReduceOp.SUM, group)
+    assert [options.asyncOp for options in asked.options] == [has_work] * 2
+    with mock.patch.object(dist, "broadcast", return_value=None) as broadcast:
+        collectives.broadcast(whole, group, Operation("broadcast", "a", 1)).wait()
+    assert broadcast.call_args.kwargs["async_op"] is has_work
+    with mock.patch.object(dist, "all_to_all_single", return_value=None) as exchange:
+        collectives.reduce_scatter(whole, group, Operation("sum", "a", 2), deterministic=True)
+    assert exchange.call_args.kwargs["async_op"] is has_work
+
+
+# What the watchdog makes of a collective without a work ---------------------------------------
+
+
+class Event:
+    def __init__(self) -> None:
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+def test_a_collective_without_a_work_is_done_when_the_stream_is_past_it() -> None:
+    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))  # type: ignore[arg-type]
+    events: list[Event] = []
+
+    def record() -> Event:
+        events.append(Event())
+        return events[-1]
+
+    with mock.patch.object(watchdog, "look_on", lambda *_: None):
+        dog = Watchdog(group, CPU, record, lambda _: None, None)
+        issued: list[tuple[bool, bool]] = []
+        pending = Pending(Operation("all-gather", "a", 1, dog), group, 8)
+        dog.watch(pending)
+        pending.start(lambda: issued.append((pending.is_reached, pending.is_done)))
+    assert issued == [(False, False)]
+    reached, done = events
+    assert not pending.is_done
+    results = []
+    pending.then(lambda: results.append("finished"))
+    pending.wait()
+    assert results == ["finished"] and len(events) == 2  # `wait` records no second one.
+    reached.happened = True
+    assert pending.is_reached and not pending.is_done
+    done.happened = True
+    dog.look()
+    assert pending.is_done and not dog._in_flight
+
+
+def test_an_error_of_the_call_names_the_collective() -> None:
+    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))  # type: ignore[arg-type]
+    pending = Pending(Operation("all-gather", "a", 1), group, 8)
+
+    def fail() -> None:
+        raise RuntimeError("NCCL communicator was aborted")
+
+    with (
+        mock.patch.object(Pending, "diagnose", lambda pending, error: ValueError(pending.name)),
+        pytest.raises(ValueError, match=r"all-gather of a \(#1\)"),
+    ):
+        pending.start(fail)
+
+
+# Streams --------------------------------------------------------------------------------------
+
+
+class Module:
+    """A device module; its streams are their priorities."""
+
+    def Stream(self, device: torch.device, priority: int = 0) -> int:
+        return priority
+
+
+class WithoutPriorities:
+    def Stream(self, device: torch.device) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("module", "urgent"), [(Module(), -1), (WithoutPriorities(), 0)])
+def test_streams_that_compute_waits_for_are_urgent(module, urgent, monkeypatch) -> None:
+    monkeypatch.setattr(streams.torch, "get_device_module", lambda _: module)
+    made = Streams(torch.device("cuda", 0), False)
+    carrying = (made.pre_unshard, made.unshard, made.reduce)
+    assert [stream._stream for stream in carrying] == [urgent] * 3
+    assert made.offload._stream == 0
