@@ -1,0 +1,103 @@
+"""Call a function in a process of its own: a GPU's errors, settings and hangs end with it.
+
+    value = in_process("tests.gpu.mirror_runs:run", "cuda", 0, 8, cases, timeout=120)
+
+Arguments and the result travel as JSON. Not `run_ranks`: its processes are forked, and CUDA must
+not have been touched before a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_OUTPUT_CHARS = 4000
+
+
+class ProcessFailed(AssertionError):
+    """The process ended with an error, or was killed after its time."""
+
+
+def in_process(
+    function: str,
+    *args: Any,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    before: Sequence[str] = (),
+) -> Any:
+    """Call `module:function` with `args` in a new interpreter, and return its result.
+
+    Args:
+        env: variables to set there, beside those of this process.
+        before: a command and its flags to run the interpreter under, such as compute-sanitizer.
+
+    Raises:
+        ProcessFailed: it failed, or took longer than `timeout` seconds; with the end of its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        answer = Path(folder, "answer.json")
+        command = [*before, sys.executable, "-m", __name__, function, str(answer), json.dumps(args)]
+        code, output = run_command(command, timeout, env)
+        if code != 0 or not answer.exists():
+            state = f"killed after {timeout:.0f} s" if code is None else f"exit status {code}"
+            raise ProcessFailed(f"{function}: {state}\n{output[-_OUTPUT_CHARS:]}")
+        return json.loads(answer.read_text())
+
+
+def run_command(
+    command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
+) -> tuple[int | None, str]:
+    """Run a command in the repository; returns (exit status, output).
+
+    The status is None if it was killed, with its children, after `timeout` seconds.
+    """
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})}
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # One signal then reaches its children, too.
+        )
+        code: int | None
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _kill_group(process)
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _main() -> None:
+    function, answer, args = sys.argv[1:]
+    module, _, name = function.partition(":")
+    value = getattr(importlib.import_module(module), name)(*json.loads(args))
+    Path(answer).write_text(json.dumps(value))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # A stuck stream, or a communicator, would hold up the interpreter's end.
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,54 @@
+"""Values are those of plain training, on any rank of any world, with streams that come late.
+
+tests/distributed/test_mirror.py runs the same on the CPU.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.gpu.mirror_runs import EVERY_CASE, assert_all_ran, total_wrong, worlds
+from tests.gpu.process import in_process
+
+pytestmark = pytest.mark.gpu
+
+SLEEP_CYCLES = 20_000_000
+"""At most about 10 ms: the host needs less for a unit, so it runs ahead of the device."""
+VISIBLE = {
+    "without_waiting_for_marks": "default",
+    "without_waiting_for_gathers": "default",
+    "without_the_event_of_weights": "bfloat16",
+    "without_waiting_before_frees": "default",
+    "without_the_streams_event": "default",
+    "without_the_event_of_the_cast": "bfloat16",
+    "without_the_event_of_collected_gradients": "default",
+}
+"""Waits whose absence changes a value, and a setting that has them. The others of `MISSING` order
+an access before memory leaves its pool (test_memory.py), or need a second device."""
+
+
+@pytest.mark.parametrize("sleep_cycles", [0, SLEEP_CYCLES], ids=["at once", "late"])
+def test_any_rank_of_any_world_trains_like_its_replica(sleep_cycles: int) -> None:
+    each = worlds(EVERY_CASE)
+    found = in_process("tests.gpu.mirror_runs:run_worlds", "cuda", each, sleep_cycles, timeout=200)
+    assert_all_ran(found, sum(len(cases) for _, _, cases in each))
+    assert total_wrong(found) == {}
+
+
+def _without(missing: str) -> dict[str, dict[str, int]]:
+    cases = [(VISIBLE[missing], "plain")]
+    return total_wrong(
+        in_process(
+            "tests.gpu.mirror_runs:run", "cuda", 3, 8, cases, SLEEP_CYCLES, missing, timeout=90
+        )
+    )
+
+
+def test_a_missing_wait_is_seen() -> None:
+    """In a process each, which may die of it, and at once: they mostly start and sleep."""
+    with ThreadPoolExecutor(len(VISIBLE)) as pool:
+        found = dict(zip(VISIBLE, pool.map(_without, VISIBLE), strict=True))
+    unseen = [missing for missing, wrong in found.items() if not wrong]
+    assert not unseen, f"nothing was wrong; {found}"
