@@ -24,13 +24,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from layerzero.core.names import WRAPPER_NAMES, clean_name
+from layerzero import ShardingPlan
+from layerzero.integrations.engine import (
+    MODULE_OPTIONS,
+    WRAPPER_NAMES,
+    clean_name,
+    is_mode,
+    list_names,
+    near_matches,
+    split_act_ckpt,
+    warn_once,
+)
 from layerzero.integrations.lightning import ZeRO3Strategy
-from layerzero.notices import warn_once
-from layerzero.plan.checkpointing import is_mode, split_act_ckpt
-from layerzero.plan.options import MODULE_OPTIONS, near_matches
-from layerzero.plan.resolve import names
-from layerzero.plan.sharding_plan import ShardingPlan
 
 _WILDCARD = re.compile(r"\{(\*|\d+-\d+)\}")
 _OTHER_FIELDS = {each.name for each in fields(ShardingPlan)} - {"apply_modules", "defaults"}
@@ -123,9 +128,10 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
             gone = [name for name in phase["params"] if name not in parameters]
             if gone:
                 raise ValueError(
-                    f"ZeRO3StrategyAdapter: phase {depth} thaws {names(gone)}, which the module "
-                    f"no longer has{near_matches(gone[0], parameters)}: configure_model, which "
-                    "runs after the schedule is made, changed the names; change them in __init__"
+                    f"ZeRO3StrategyAdapter: phase {depth} thaws {list_names(gone)}, which the "
+                    f"module no longer has{near_matches(gone[0], parameters)}: configure_model, "
+                    "which runs after the schedule is made, changed the names; change them in "
+                    "__init__"
                 )
         for name in self._frozen & parameters.keys():
             parameters[name].requires_grad_(False)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from layerzero.core.parameter_info import get_info
+from layerzero.integrations.engine import get_info
 
 
 def numel_of(parameter: nn.Parameter) -> int:

@@ -19,11 +19,9 @@ from lightning.pytorch.plugins import (
     XLAPrecision,
 )
 
+from layerzero import GradScaler, ShardingPlan
 from layerzero.checkpoint.adapters import encode
-from layerzero.construct.wrap import WrapPolicy
-from layerzero.optim.scaler import GradScaler
-from layerzero.plan.options import ZERO3_OPTIONS, near_matches
-from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.integrations.engine import ZERO3_OPTIONS, WrapPolicy, near_matches
 
 StateDictType = Literal["full", "sharded"]
 _OPTIONS = [name for name in ZERO3_OPTIONS if name not in ("auto_wrap_policy", "device", "timeout")]

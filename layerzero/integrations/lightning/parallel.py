@@ -21,11 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from layerzero.core.groups import resolve_process_groups
-from layerzero.core.new_groups import new_group
-from layerzero.core.parameter_info import get_info
-from layerzero.core.tensor_parallel import TensorParallelSplit, local_of, split_of
-from layerzero.notices import warn_once
+from layerzero.integrations.engine import (
+    TensorParallelSplit,
+    get_info,
+    local_of,
+    new_group,
+    resolve_process_groups,
+    split_of,
+    warn_once,
+)
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
 Size = int | Literal["auto"]

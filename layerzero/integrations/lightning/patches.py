@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from layerzero.core.parameter_info import get_info
+from layerzero.integrations.engine import get_info
 from layerzero.integrations.parameter_counts import count, is_sharded
 
 _PATCHED = "_layerzero_knows_pieces"

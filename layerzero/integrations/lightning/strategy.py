@@ -38,6 +38,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
+from layerzero import ShardingPlan, ZeRO3, shard_with_plan
 from layerzero.checkpoint import (
     CheckpointError,
     get_model_state_dict,
@@ -48,8 +49,14 @@ from layerzero.checkpoint import (
     set_optimizer_state_dict,
 )
 from layerzero.checkpoint.adapters import Names
-from layerzero.construct.wrap import WrapPolicy
-from layerzero.core.parameter_info import get_info
+from layerzero.integrations.engine import (
+    WrapPolicy,
+    clip_grad_norm_,
+    clipped,
+    get_info,
+    get_unit,
+    root_of,
+)
 from layerzero.integrations.lightning.arguments import (
     DEVICE_IS_THE_TRAINERS,
     StateDictType,
@@ -73,12 +80,6 @@ from layerzero.integrations.lightning.checkpoints import (
 )
 from layerzero.integrations.lightning.parallel import MeshStrategy, Size
 from layerzero.integrations.lightning.patches import patch_lightning
-from layerzero.optim.clip import clip_grad_norm_, clipped
-from layerzero.plan.shard import shard_with_plan
-from layerzero.plan.sharding_plan import ShardingPlan
-from layerzero.runtime.root import root_of
-from layerzero.runtime.unit import get_unit
-from layerzero.zero3 import ZeRO3
 
 _WRAPPER = "_layerzero_lightning_wrapper"
 _WRITTEN_BY_ENGINE = ("state_dict", "optimizer_states")

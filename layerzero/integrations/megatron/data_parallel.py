@@ -12,18 +12,23 @@ import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import nn
 
+from layerzero import ZeRO3
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.checkpoint.adapters import global_name, under_global_names
-from layerzero.comm.collectives import broadcast_, broadcast_from_first, gather_small
-from layerzero.construct.wrap import WrapPolicy
-from layerzero.core.placement import Placement
+from layerzero.integrations.engine import (
+    Placement,
+    RootState,
+    WrapPolicy,
+    broadcast_,
+    broadcast_from_first,
+    gather_small,
+    get_unit,
+    root_of,
+)
 from layerzero.integrations.megatron.arguments import check_model_config
 from layerzero.integrations.megatron.checkpoint import sharded_state_dict
 from layerzero.integrations.megatron.ranks import MegatronRanks
 from layerzero.integrations.megatron.units import MegatronPolicy, widen
-from layerzero.runtime.root import RootState, root_of
-from layerzero.runtime.unit import get_unit
-from layerzero.zero3 import ZeRO3
 
 _OURS = {
     "process_group": "they are the data- and context-parallel ranks: see pg_collection",

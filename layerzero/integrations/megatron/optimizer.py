@@ -21,16 +21,19 @@ from megatron.core.optimizer.grad_scaler import (
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import nn
 
+from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
-from layerzero.core.groups import make_shard_group
-from layerzero.core.parameter_info import copy_attributes, get_info
-from layerzero.core.placement import Placement
+from layerzero.integrations.engine import (
+    Placement,
+    clip_factor,
+    copy_attributes,
+    get_info,
+    make_shard_group,
+)
 from layerzero.integrations.megatron.arguments import check_chunks, check_optimizer_config
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.parameters import main_parameters, put_main_parameters
 from layerzero.integrations.megatron.ranks import MegatronRanks, Totals
-from layerzero.optim.clip import clip_factor
-from layerzero.zero3 import ZeRO3
 
 _SHARDS = "pieces"
 """Key of our per-rank optimizer state; no Megatron format uses it."""

@@ -20,13 +20,18 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.config import MixedPrecision
-from layerzero.construct.wrap import has_forward
-from layerzero.notices import warn_once
-from layerzero.plan import options as plan_options
-from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, merge_precision, near_matches
-from layerzero.plan.patterns import NamePattern
-from layerzero.plan.yaml_file import load
+from layerzero import MixedPrecision
+from layerzero.integrations.engine import (
+    PRECISION_OPTIONS,
+    ZERO3_OPTIONS,
+    NamePattern,
+    has_forward,
+    load_yaml,
+    merge_precision,
+    near_matches,
+    read_plan_options,
+    warn_once,
+)
 
 _LAYERS = "transformer_layers"
 _IGNORED = ("ignored_modules", "ignored_parameters")
@@ -58,7 +63,7 @@ def read_options(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(source, Mapping):
         return _read("options", source)
-    given = load(Path(source))
+    given = load_yaml(Path(source))
     return _read(str(source), {} if given is None else given)  # None: the file is empty.
 
 
@@ -134,7 +139,7 @@ def _read(where: str, given: Any) -> dict[str, Any]:
         if given.get(name) is not None
     }
     values = {name: value for name, value in given.items() if name not in (_LAYERS, *_IGNORED)}
-    read = plan_options.read_options(where, values, OPTIONS)
+    read = read_plan_options(where, values, OPTIONS)
     arguments = {name: value for name, value in read.items() if name in _ENGINE}
     if any(name in read for name in PRECISION_OPTIONS):
         arguments["mixed_precision"] = merge_precision(MixedPrecision(), read)

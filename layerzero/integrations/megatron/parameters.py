@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.adapters import local_part
-from layerzero.core.parameter_info import get_info
+from layerzero.integrations.engine import ShardState, get_info
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
-from layerzero.runtime.states import ShardState
 
 Values = list[tuple[nn.Parameter, torch.Tensor]]
 """Pairs of an optimizer's parameter and its new value."""

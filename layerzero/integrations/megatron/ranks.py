@@ -16,9 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from layerzero.comm.collectives import Operation, gather_small
-from layerzero.core.groups import ShardGroup
-from layerzero.core.placement import Placement
+from layerzero.integrations.engine import Operation, Placement, ShardGroup, gather_small
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,13 @@ from torch import nn
 
 from layerzero import ZeRO3
 from layerzero.checkpoint.adapters import Box, Extent, boxes
-from layerzero.core.parameter_info import ParameterInfo, copy_attributes, get_info
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.root import ordered_units
+from layerzero.integrations.engine import (
+    FlatParamHandle,
+    ParameterInfo,
+    copy_attributes,
+    get_info,
+    ordered_units,
+)
 
 
 @dataclass(frozen=True)

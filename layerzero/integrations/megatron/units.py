@@ -29,8 +29,8 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from layerzero.config import MixedPrecision
-from layerzero.construct.wrap import Choice, WrapPolicy, make_chooser
+from layerzero import MixedPrecision
+from layerzero.integrations.engine import Choice, WrapPolicy, make_chooser
 from layerzero.integrations.megatron.ranks import MegatronRanks
 
 

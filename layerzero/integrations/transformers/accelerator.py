@@ -23,15 +23,14 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.utils.data import RandomSampler
 
+from layerzero import MixedPrecision, ZeRO3
 from layerzero.checkpoint import get_model_state_dict, load, save
-from layerzero.config import MixedPrecision
+from layerzero.integrations.engine import attach
 from layerzero.integrations.transformers.accelerator_folders import (
     after_save,
     folder_to_load,
     folder_to_save,
 )
-from layerzero.optim import attach
-from layerzero.zero3 import ZeRO3
 
 _OTHER_ENGINES = (
     DistributedType.DEEPSPEED,

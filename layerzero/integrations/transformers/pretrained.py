@@ -23,11 +23,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from layerzero import ZeRO3
 from layerzero.checkpoint import load
-from layerzero.core.names import clean_name
+from layerzero.integrations.engine import clean_name
 from layerzero.integrations.parameter_counts import num_parameters, trainable_and_all
 from layerzero.integrations.transformers.pretrained_saving import save_pretrained
-from layerzero.zero3 import ZeRO3
 
 Tensors = dict[str, torch.Tensor]
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from layerzero import ZeRO3
 from layerzero.checkpoint import stream_full
 from layerzero.checkpoint.adapters import (
     MODEL,
@@ -40,8 +41,7 @@ from layerzero.checkpoint.adapters import (
     write_durably,
 )
 from layerzero.config import parse_nbytes
-from layerzero.core.parameter_info import get_info
-from layerzero.zero3 import ZeRO3
+from layerzero.integrations.engine import get_info
 
 Tensors = dict[str, torch.Tensor]
 _LINKED = b"linked"

@@ -24,7 +24,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers import trainer as trainer_module
 
+from layerzero import ZeRO3
 from layerzero.checkpoint import load, save
+from layerzero.integrations.engine import get_unit, is_first_rank
 from layerzero.integrations.parameter_counts import count, is_sharded, num_parameters
 from layerzero.integrations.transformers.accelerator import (
     BF16,
@@ -45,9 +47,6 @@ from layerzero.integrations.transformers.pretrained import (
 )
 from layerzero.integrations.transformers.pretrained_saving import is_peft_model, save_pretrained
 from layerzero.integrations.transformers.trainer_arguments import check_arguments, check_optimizer
-from layerzero.notices import is_first_rank
-from layerzero.runtime.unit import get_unit
-from layerzero.zero3 import ZeRO3
 
 __all__ = ["ZeRO3Trainer", "load_pretrained", "prepare", "save_pretrained", "shard"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layerzero.zero3 import ZeRO3
+from layerzero import ZeRO3
 
 _ELEMENTWISE = (
     "adamw_torch",

@@ -1,0 +1,103 @@
+"""The interface of the engine for adapters to other frameworks, beside the public one.
+
+Adapters use `layerzero`, `layerzero.config`, `layerzero.checkpoint`, `checkpoint.adapters`
+and the names below; everything else is internal, which `tests/unit/test_imports.py` enforces.
+
+    parameters  `get_info`, `ParameterInfo`: the original of a sharded parameter, and this rank's
+                range of it; `copy_attributes`; `TensorParallelSplit`, `local_of`, `split_of`:
+                DTensors; `clean_name`, `WRAPPER_NAMES`: names without what wrappers add
+    units       `get_unit`, `root_of`, `ordered_units`, `RootState`, `FlatParamHandle`; their states
+                `ShardState` and `TrainingState`; `WrapPolicy`, `Choice`, `make_chooser`,
+                `has_forward`: which modules become units
+    ranks       `ShardGroup`, `Placement`, `make_shard_group`, `new_group`,
+                `resolve_process_groups`; `Operation`, `gather_small`, `broadcast_`,
+                `broadcast_from_first`: collectives
+    optimizers  `attach`: functions called for each optimizer of sharded parameters;
+                `clip_grad_norm_`, `clip_factor`, `clipped`
+    plans       `NamePattern`, `load_yaml`, `read_plan_options`, `merge_precision`, `near_matches`,
+                `split_act_ckpt`, `is_mode`, and the names of options
+    messages    `warn_once`, `is_first_rank`, `list_names`
+"""
+
+from __future__ import annotations
+
+from layerzero.comm.collectives import (
+    Operation,
+    broadcast_,
+    broadcast_from_first,
+    gather_small,
+)
+from layerzero.construct.wrap import Choice, WrapPolicy, has_forward, make_chooser
+from layerzero.core.groups import ShardGroup, make_shard_group, resolve_process_groups
+from layerzero.core.names import WRAPPER_NAMES, clean_name
+from layerzero.core.new_groups import new_group
+from layerzero.core.parameter_info import ParameterInfo, copy_attributes, get_info
+from layerzero.core.placement import Placement
+from layerzero.core.tensor_parallel import TensorParallelSplit, local_of, split_of
+from layerzero.notices import is_first_rank, warn_once
+from layerzero.optim import attach
+from layerzero.optim.clip import clip_factor, clip_grad_norm_, clipped
+from layerzero.plan.checkpointing import is_mode, split_act_ckpt
+from layerzero.plan.options import (
+    MODULE_OPTIONS,
+    PRECISION_OPTIONS,
+    ZERO3_OPTIONS,
+    merge_precision,
+    near_matches,
+)
+from layerzero.plan.options import read_options as read_plan_options
+from layerzero.plan.patterns import NamePattern
+from layerzero.plan.resolve import names as list_names
+from layerzero.plan.yaml_file import load as load_yaml
+from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.runtime.root import RootState, ordered_units, root_of
+from layerzero.runtime.states import ShardState, TrainingState
+from layerzero.runtime.unit import get_unit
+
+__all__ = [
+    "MODULE_OPTIONS",
+    "PRECISION_OPTIONS",
+    "WRAPPER_NAMES",
+    "ZERO3_OPTIONS",
+    "Choice",
+    "FlatParamHandle",
+    "NamePattern",
+    "Operation",
+    "ParameterInfo",
+    "Placement",
+    "RootState",
+    "ShardGroup",
+    "ShardState",
+    "TensorParallelSplit",
+    "TrainingState",
+    "WrapPolicy",
+    "attach",
+    "broadcast_",
+    "broadcast_from_first",
+    "clean_name",
+    "clip_factor",
+    "clip_grad_norm_",
+    "clipped",
+    "copy_attributes",
+    "gather_small",
+    "get_info",
+    "get_unit",
+    "has_forward",
+    "is_first_rank",
+    "is_mode",
+    "list_names",
+    "load_yaml",
+    "local_of",
+    "make_chooser",
+    "make_shard_group",
+    "merge_precision",
+    "near_matches",
+    "new_group",
+    "ordered_units",
+    "read_plan_options",
+    "resolve_process_groups",
+    "root_of",
+    "split_act_ckpt",
+    "split_of",
+    "warn_once",
+]
