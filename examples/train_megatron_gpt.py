@@ -330,7 +330,10 @@ def join_groups(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     on_gpus = torch.cuda.is_available()
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if not on_gpus:
+        # Keeps a warning of Megatron's silent. On GPUs one connection would queue the gathers of
+        # the next unit behind the kernels of this one; Megatron refuses it for FSDP2, too.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device, where = torch.device("cpu"), megatron_cpu.emulation()
     context: AbstractContextManager[None] = where
     if on_gpus:

@@ -35,7 +35,10 @@ from layerzero.core.groups import ShardGroup
 from layerzero.ops import ordered_sum_
 
 # Backends whose reductions can average (ReduceOp.AVG), which saves the scaling afterwards.
-_AVERAGING_BACKENDS = ("nccl", "fake")
+_AVERAGING_BACKENDS = ("nccl", "xccl", "fake")
+# Dtypes that every backend sends. Others are sent as bytes: NCCL has no int16 or complex numbers.
+_SENT_BY_ALL = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_SENT_BY_ALL |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 # Backends that run a collective on the current stream if `asyncOp` is False, and return no Work.
 # Then it has the priority of that stream, and no stream of the backend has to be waited for.
 _ON_CURRENT_STREAM = ("nccl", "xccl")
@@ -291,12 +294,13 @@ def broadcast(
 ) -> Pending:
     """Broadcast from group rank `source`, in place. Collective; does not block the host."""
     global_rank, process_group = group.ranks[source], group.process_group
+    sent = tensor if tensor.dtype in _SENT_BY_ALL else tensor.view(-1).view(torch.uint8)
     has_work = not _runs_on_current_stream(group)
     return _start(
         operation,
         tensor,
         group,
-        lambda: dist.broadcast(tensor, global_rank, group=process_group, async_op=has_work),
+        lambda: dist.broadcast(sent, global_rank, group=process_group, async_op=has_work),
     )
 
 
@@ -410,9 +414,8 @@ def _start(
 def _issue_all_gather(
     full: torch.Tensor, shard: torch.Tensor, group: ShardGroup
 ) -> dist.Work | None:
-    # Backends have no complex dtypes; torch.distributed's own functions do this as well.
-    if full.is_complex():
-        full, shard = torch.view_as_real(full), torch.view_as_real(shard)
+    if full.dtype not in _SENT_BY_ALL:
+        full, shard = full.view(torch.uint8), shard.view(torch.uint8)
     options = AllgatherOptions()
     options.asyncOp = not _runs_on_current_stream(group)
     return getattr(group.process_group, _ALL_GATHER)(full, shard, options)
@@ -421,6 +424,7 @@ def _issue_all_gather(
 def _issue_reduce_scatter(
     summed: torch.Tensor, chunks: torch.Tensor, op: dist.ReduceOp.RedOpType, group: ShardGroup
 ) -> dist.Work | None:
+    # Backends have no complex dtypes; torch.distributed's own functions do this as well.
     if chunks.is_complex():
         summed, chunks = torch.view_as_real(summed), torch.view_as_real(chunks)
     options = ReduceScatterOptions()

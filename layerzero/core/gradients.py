@@ -183,7 +183,10 @@ class GradientBuffer:
             pack_(self._outgoing.tensor, [self._sum.tensor], self._whole)
 
     def allocate_buffer(self) -> None:
-        self._outgoing.allocate()
+        """Allocate `buffer`; `collect` did if it holds the sum."""
+        # To resize a storage on a device to the size it has allocates again, and copies.
+        if not self.sum_is_buffer:
+            self._outgoing.allocate()
 
     def collect(
         self, unsharded_params: Sequence[nn.Parameter], keep_accumulating: bool = False

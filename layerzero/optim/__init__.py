@@ -5,6 +5,7 @@ decisions that all ranks share do.
 """
 
 # Imported for their effect: they register functions for optimizers of sharded parameters.
+from layerzero.optim import after_failure as after_failure
 from layerzero.optim import element_wise as element_wise
 from layerzero.optim import foreign_norms as foreign_norms
 from layerzero.optim import refused as refused

@@ -13,6 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,14 @@ from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_failed: WeakSet[Operations] = WeakSet()
+"""Those that have a `failure`."""
+
+
+def has_failures() -> bool:
+    """Whether a collective of any live model failed. Costs a test of an empty set."""
+    return bool(_failed)
 
 
 class HasOperations(Protocol):
@@ -122,6 +131,7 @@ class Operations:
             The error of the first one that failed.
         """
         self.failure = self.failure or error
+        _failed.add(self)
         return self.failure
 
     def refuse(self) -> NoReturn:

@@ -70,6 +70,29 @@ def test_a_rank_that_exits_is_named(during: str, world_size: int) -> None:
         assert "all-gather" in message or "reduce-scatter" in message
 
 
+def _steps_after_failure() -> None:
+    model, other = wrapped(), ZeRO3(nn.Linear(2, 2), dist.new_group([dist.get_rank()]))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, other)]
+    both = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=1.0)
+    train(model, 2)
+    other(torch.ones(2, 2)).sum().backward()
+    if dist.get_rank() == 1:
+        os._exit(7)
+    earlier = error_of(lambda: train(model, 1))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for optimizer in (optimizers[0], both):
+        with pytest.raises(CollectiveError, match="an earlier collective") as caught:
+            optimizer.step()
+        assert earlier in str(caught.value)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    optimizers[1].step()  # Of a model that goes on.
+
+
+def test_no_optimizer_steps_on_gradients_of_a_failed_backward() -> None:
+    run_ranks(2, _steps_after_failure, expect_exit={1: 7})
+
+
 def _exits_in_layers(during: str) -> str | None:
     torch.manual_seed(0)
     model = ZeRO3(Mlp(3), auto_wrap_policy={Block}, timeout=TIMEOUT, zero3_size=2)

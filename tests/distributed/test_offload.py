@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -131,6 +132,29 @@ def _what_is_where() -> None:
 
 def test_main_shards_gradients_and_optimizer_state_are_on_the_host() -> None:
     run_ranks(2, _what_is_where)
+
+
+def _storages_resized_to_their_size() -> None:
+    resize, resized = torch.UntypedStorage.resize_, []
+
+    def watched(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        if nbytes and storage.nbytes() == nbytes:
+            resized.append(nbytes)
+        return resize(storage, nbytes)
+
+    for policy in (None, OffloadPolicy(grads=True)):
+        for accumulation in ("sharded", "unsharded"):
+            with simulated_device():
+                model = sharded(CASES["mlp"], offload=policy, accumulation=accumulation)
+                with mock.patch.object(torch.UntypedStorage, "resize_", watched):
+                    for sync in (False, False, True):
+                        with nullcontext() if sync else model.no_sync():
+                            forward_backward(model, torch.randn(2, WIDTH))
+            assert not resized, f"{policy}, {accumulation}: a device allocates again, and copies"
+
+
+def test_no_buffer_is_allocated_while_it_is_allocated() -> None:
+    run_ranks(2, _storages_resized_to_their_size)
 
 
 def _around_the_step() -> None:
