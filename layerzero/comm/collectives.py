@@ -183,8 +183,8 @@ class Pending:
     def diagnose(self, error: RuntimeError) -> CollectiveError:
         """Make the error for a failed exchange with `peer`. Blocks the host for some seconds."""
         lookout = self.operation.lookout
-        ask = None if lookout is None else lookout.ask
-        return diagnose(str(self.operation), self.group, self.peer, error, ask)
+        divergence = None if lookout is None else lookout.latest_verdict
+        return diagnose(str(self.operation), self.group, self.peer, error, divergence)
 
 
 def all_gather(

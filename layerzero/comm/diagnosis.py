@@ -34,14 +34,14 @@ def diagnose(
     group: ShardGroup,
     peer: int,
     error: BaseException,
-    ask: Callable[[], str | None] | None = None,
+    find_divergence: Callable[[], str | None] | None = None,
 ) -> CollectiveError:
     """Make the error for a failed wait. Blocks the host for at most 2 s over `REPORT_SECONDS`.
 
     Args:
         operation: such as "all-gather of layers.3 (#42)".
         peer: group rank of the peer that did not answer; -1 if the backend does not say.
-        ask: returns where the ranks' paths diverged, None if that is not known; may block.
+        find_divergence: returns where the ranks' paths diverged, None if it is unknown; may block.
     """
     rank = group.ranks[group.rank]
     waits_for = "the group" if peer < 0 else f"rank {group.ranks[peer]}"
@@ -49,19 +49,19 @@ def diagnose(
     verdict: list[str | None] = []
 
     def exchange() -> None:
-        verdict.append(None if ask is None else ask())
+        verdict.append(None if find_divergence is None else find_divergence())
         reports.exchange()
 
     # On a separate thread, joined with a timeout: the store may be served by the rank that died,
     # and then a call on it does not return.
-    asker = threading.Thread(target=exchange, daemon=True)
-    asker.start()
-    asker.join(REPORT_SECONDS + 2.0)
-    parted = verdict[0] if verdict else None
-    cause = _cause(error, group.timeout) if parted is None else f"and never will: {parted}"
+    thread = threading.Thread(target=exchange, daemon=True)
+    thread.start()
+    thread.join(REPORT_SECONDS + 2.0)
+    divergence = verdict[0] if verdict else None
+    cause = _cause(error, group.timeout) if divergence is None else divergence
     return CollectiveError(
         f"{operation}: rank {rank} got no answer from {waits_for} ({cause}).\n"
-        + _table(list(reports.asked), dict(reports.texts), parted is not None)
+        + _table(list(reports.ranks), dict(reports.texts), divergence is not None)
     )
 
 
@@ -69,21 +69,21 @@ def _cause(error: BaseException, timeout: timedelta) -> str:
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lowered = text.lower()
     if "timed out" in lowered or "timeout" in lowered:
-        return f"nothing came within the timeout of {timeout.total_seconds():g} s"
+        return f"nothing arrived within the timeout of {timeout.total_seconds():g} s"
     if "closed" in lowered or "reset" in lowered or "refused" in lowered or "broken" in lowered:
-        return "the connection closed: its process ended, or gave up on another rank"
+        return "the connection closed: its process ended, or stopped waiting for another rank"
     return text
 
 
-def _table(asked: list[int], reports: dict[int, str], have_parted: bool) -> str:
+def _table(ranks: list[int], reports: dict[int, str], have_diverged: bool) -> str:
     lines = []
-    for rank in asked:
+    for rank in ranks:
         report = reports.get(rank, "no report: dead, stopped, or busy outside the engine")
         lines.append(f"  rank {rank}: {report}")
     waited_in = {report.rpartition(" in ")[2] for report in reports.values()}
-    if len(reports) < len(asked) and not have_parted:
+    if len(reports) < len(ranks) and not have_diverged:
         lines.append("Look at the ranks without a report first.")
-    elif len(waited_in) > 1 or have_parted:
+    elif len(waited_in) > 1 or have_diverged:
         lines.append(
             "The ranks wait in different operations: they took different paths through the model. "
             "Every rank must call the same units in the same order."
@@ -95,7 +95,7 @@ class _Reports:
     """What this rank waits for, and what the other ranks reported."""
 
     def __init__(self, text: str, group: ShardGroup, peer: int) -> None:
-        self.asked = list(group.ranks)
+        self.ranks = list(group.ranks)
         """Global ranks whose reports are read, in the order of the error's table."""
         self._own = group.ranks[group.rank]
         self.texts = {self._own: text}
@@ -119,13 +119,13 @@ class _Reports:
                 "layerzero/reports", dist.distributed_c10d._get_default_store()
             )
             store.set(str(self._own), json.dumps(report))
-            while len(self.texts) < len(self.asked) and time.time() < now + REPORT_SECONDS:
-                for rank in list(self.asked):
+            while len(self.texts) < len(self.ranks) and time.time() < now + REPORT_SECONDS:
+                for rank in list(self.ranks):
                     if rank not in self.texts and store.check([str(rank)]):
                         self._take(rank, json.loads(store.get(str(rank))))
                 time.sleep(0.05)
         except (RuntimeError, ValueError) as error:
-            self.texts[self._own] += f" (no reports: {error})"
+            self.texts[self._own] += f" (other ranks' reports are missing: {error})"
 
     def _take(self, rank: int, report: dict[str, Any]) -> None:
         """Accept a report if it is of this run (model_numbers.py) and recent."""
@@ -136,5 +136,5 @@ class _Reports:
             return
         self.texts[rank] = report["text"]
         self._runs |= runs  # Includes names of groups that this rank is not in.
-        if report["waits_for"] not in (None, *self.asked):
-            self.asked.append(report["waits_for"])
+        if report["waits_for"] not in (None, *self.ranks):
+            self.ranks.append(report["waits_for"])

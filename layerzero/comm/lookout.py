@@ -103,14 +103,14 @@ class Lookout:
             for collective in self.waiting.copy():
                 _break(collective)
 
-    def ask(self) -> str | None:
+    def latest_verdict(self) -> str | None:
         """Return the verdict, read from the store if need be; called after a wait failed."""
         if self.verdict is None:
             try:
                 store = self._open()
                 self._read_verdict(store)
             except (RuntimeError, ValueError) as error:
-                _logger.debug("the store does not answer: %s", error)
+                _logger.debug("cannot read the verdict from the store: %s", error)
         return self.verdict
 
     def _open(self) -> dist.Store:
@@ -128,7 +128,7 @@ class Lookout:
                     self._compare(store, collective)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it.
-            _logger.debug("waits are not compared between ranks: %s", error)
+            _logger.debug("cannot compare waits between ranks: %s", error)
 
     def _publish(self, store: dist.Store, long: list[Waiting]) -> None:
         issued = tuple(self.issued)
@@ -158,7 +158,7 @@ class Lookout:
             note = json.loads(store.get(key))
             found = self._difference(collective, rank, note)
             if found is not None:
-                store.compare_set(f"{place}/parted", "", found)
+                store.compare_set(f"{place}/verdict", "", found)
                 self._read_verdict(store)
                 return
 
@@ -173,8 +173,8 @@ class Lookout:
             first = next(n for n in own if n in theirs and own[n] != theirs[n])
             (one, went), (other, other_went) = sorted([(here, own[first]), (rank, theirs[first])])
             return (
-                f"rank {one} and rank {other} parted at operation #{first} of this model: "
-                f"rank {one} went on to {went}, rank {other} to {other_went}"
+                f"the ranks took different paths: at operation #{first} of this model rank {one} "
+                f"issued {went}, rank {other} issued {other_went}"
             )
         waits = note["waits"].get(number)
         if waits is not None and waits != _sized(collective):
@@ -186,7 +186,7 @@ class Lookout:
 
     def _read_verdict(self, store: dist.Store) -> None:
         """Take the verdict that some rank published on one group; copy it to all the model's."""
-        keys = [f"{place}/parted" for place in self._places.values()]
+        keys = [f"{place}/verdict" for place in self._places.values()]
         for key in keys:
             if store.check([key]):
                 verdict = store.get(key).decode()
@@ -202,7 +202,7 @@ def _look(lookout: Lookout) -> bool:
 
 
 def _sized(collective: Waiting) -> str:
-    return f"{collective.name} with {collective.nbytes} bytes a rank"
+    return f"{collective.name} with {collective.nbytes} bytes per rank"
 
 
 def _break(collective: Waiting) -> None:
@@ -213,4 +213,4 @@ def _break(collective: Waiting) -> None:
         work = group.process_group.recv([torch.empty(1)], peer, _TAG)
         work.wait(timedelta(milliseconds=1))
     except RuntimeError as error:
-        _logger.debug("%s is given up: %s", collective.name, error)
+        _logger.debug("closed the connections that %s waits on: %s", collective.name, error)

@@ -177,8 +177,8 @@ class _OnThread:
         while not self._has_run.wait(timeout=1.0):
             if not self._thread.is_alive():
                 raise RuntimeError(
-                    "the thread that finishes reductions is gone: was the process forked after "
-                    "training had begun? Wrap the model in the process that trains it"
+                    "the thread that finishes reductions has ended: was the process forked after "
+                    "training began? Wrap the model in the process that trains it"
                 )
         if self._error is not None:
             raise self._error

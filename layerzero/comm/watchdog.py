@@ -154,7 +154,7 @@ class Watchdog:
             return None if pair is None else self._divergence(board, pair)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it, or is a fake (torch's fake group).
-            _logger.debug("collectives are no longer compared between ranks: %s", error)
+            _logger.debug("stopped comparing collectives between ranks: %s", error)
             self._board = None
             return None
 
@@ -169,7 +169,7 @@ class Watchdog:
         for count in sorted(first.keys() & second.keys()):
             if first[count] != second[count]:
                 text += (
-                    f"\nThey parted at collective {count} of this model on this group:\n"
+                    f"\nThe first difference is collective {count} of this model on this group:\n"
                     f"  rank {pair[0]}: {first[count]}\n  rank {pair[1]}: {second[count]}"
                 )
                 break
@@ -187,7 +187,7 @@ def _abort(group: ShardGroup, device: torch.device) -> None:
     try:
         group.process_group._get_backend(device).abort()
     except (RuntimeError, AttributeError) as error:
-        _logger.debug("the group cannot be aborted: %s", error)
+        _logger.debug("cannot abort the group: %s", error)
 
 
 class _Board:
@@ -205,7 +205,7 @@ class _Board:
         try:
             return cls(dist.PrefixStore(f"layerzero/watchdog/{place}", own_connection()), group)
         except (RuntimeError, ValueError) as error:
-            _logger.debug("collectives are not compared between ranks: %s", error)
+            _logger.debug("cannot compare collectives between ranks: %s", error)
             return None
 
     def publish(self, count: int, digest: int) -> None:
