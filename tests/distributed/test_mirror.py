@@ -11,6 +11,7 @@ import pytest
 
 from layerzero.core.flat_param import FlatParam
 from tests.distributed import test_streams
+from tests.gpu import scenes
 from tests.gpu.mirror_runs import (
     PLAIN_CASES,
     SETTINGS,
@@ -21,6 +22,7 @@ from tests.gpu.mirror_runs import (
     total_wrong,
     worlds,
 )
+from tests.gpu.process import ProcessFailed, in_process
 from tests.gpu.test_mirror import VISIBLE
 from tests.harness.ranks import run_ranks
 
@@ -57,3 +59,34 @@ def test_wrong_values_are_seen(broken, seen: str) -> None:
 def test_every_visible_wait_is_one_that_the_simulation_takes_away() -> None:
     names = {missing.__name__ for missing, _ in test_streams.MISSING}
     assert VISIBLE.keys() <= names and set(VISIBLE.values()) <= SETTINGS.keys()
+
+
+def _scenes() -> dict[str, object]:
+    """What tests/gpu runs on a GPU, as far as a CPU can go."""
+    return {
+        "verbs": [name for name, is_right in scenes.verbs("cpu").items() if not is_right],
+        "wrong": sum(scenes.empty_cache_between("cpu", {"bfloat16": True}, 2, 24).values()),
+        "allocations": scenes.allocations("cpu", 2),
+        "busy": [scenes.host_goes_on("cpu", use)["busy"] for use in scenes.USES],
+    }
+
+
+def test_the_scenes_of_the_gpu_run_on_the_cpu() -> None:
+    assert run_ranks(1, _scenes)[0] == {
+        "verbs": [],
+        "wrong": 0,
+        "allocations": [0, 0],
+        "busy": [True] * len(scenes.USES),
+    }
+
+
+def _fails() -> None:
+    raise ValueError("on purpose")
+
+
+def test_a_process_of_its_own_returns_fails_or_is_killed() -> None:
+    assert in_process("math:hypot", 3, 4) == 5.0
+    with pytest.raises(ProcessFailed, match=r"exit status 1(?s:.*)ValueError: on purpose"):
+        in_process(f"{__name__}:_fails", timeout=60)
+    with pytest.raises(ProcessFailed, match="killed after 1 s"):
+        in_process("time:sleep", 60, timeout=1)

@@ -120,7 +120,8 @@ class Wires:
     def sleep(self) -> None:
         """Keep the current stream busy for a random time."""
         if self._sleep_cycles:
-            torch.cuda._sleep(self._random.randrange(self._sleep_cycles))
+            with torch.cuda.device(self.device):  # Its current stream stays the current one.
+                torch.cuda._sleep(self._random.randrange(self._sleep_cycles))
 
     def all_gather(self, full: Tensor, shard: Tensor, group: ShardGroup) -> Any:
         self.counts["gathers"] += 1

@@ -18,7 +18,7 @@ from tests.gpu.mirror import Mirror, Replica, compare_delivered, fake_world
 from tests.harness.internals import inner_units
 from tests.harness.models import Block, Mlp
 
-WIDTH, ROWS, DEPTH = 24, 8, 3
+WIDTH, HIDDEN, ROWS, DEPTH = 24, 7, 8, 3
 SETTINGS: dict[str, dict[str, Any]] = {
     **{name: test_streams.SETTINGS[name] for name in test_streams.SETTINGS if name != "sum"},
     **{f"layered: {name}": each for name, each in test_streams.LAYERED.items()},
@@ -27,10 +27,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """The mean over ranks that all have one batch is what one of them computes; a sum is not."""
 
 
+def build(width: int, hidden: int, depth: int) -> Mlp:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    model = Mlp(0, width)
+    model.blocks.extend(Block(width, hidden) for _ in range(depth))
+    return model
+
+
 class Pair:
     """A sharded model and its replica, trained alike."""
 
-    def __init__(self, mirror: Mirror, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        mirror: Mirror,
+        settings: dict[str, Any],
+        width: int = WIDTH,
+        hidden: int = HIDDEN,
+        num_spare: int = 12,
+    ) -> None:
+        """`num_spare`: see `Replica`."""
+        self._width, self._hidden = width, hidden
+        self.between: Callable[[], object] = nullcontext
+        """Called between each forward and its backward, and after it."""
         options = {"accumulation": "unsharded", **settings}
         self.mirror = mirror
         self.model = ZeRO3(self._build(), auto_wrap_policy={Block}, **options)
@@ -41,7 +60,7 @@ class Pair:
         )
         self._num_parts = dist.get_world_size() if options.get("deterministic") else 1
         self._compares_grads = handles[0].params_on is None
-        self.replica = Replica(self._build(), self.model, num_spare=12)
+        self.replica = Replica(self._build(), self.model, num_spare)
         mirror.follow(self.model, self.replica)
         for block in self.model.module.blocks:  # The device falls behind the host.
             block.register_forward_pre_hook(lambda *_: mirror.sleep())
@@ -52,11 +71,10 @@ class Pair:
         ]
 
     def _build(self) -> Mlp:
-        torch.manual_seed(0)
-        return Mlp(DEPTH, WIDTH).to(self.mirror.device)
+        return build(self._width, self._hidden, DEPTH).to(self.mirror.device)
 
     def batch(self) -> Tensor:
-        return torch.randn(ROWS, WIDTH).to(self.mirror.device, self._dtype)
+        return torch.randn(ROWS, self._width).to(self.mirror.device, self._dtype)
 
     def backward(self, is_last: bool = True) -> None:
         """One micro-batch on both; a missing wait in the sharded model shows in what differs."""
@@ -68,7 +86,9 @@ class Pair:
             self.replica.deliver(self._sums_sharded, self._num_parts)
         with nullcontext() if is_last else self.model.no_sync():
             loss = self.model(batch).square().mean()
+            self.between()
             loss.backward()
+            self.between()
         self.mirror.compare("losses", expected.detach(), loss.detach())
         if is_last and self._compares_grads:
             compare_delivered(self.mirror, self.model, self.replica.masters)

@@ -1,0 +1,51 @@
+"""Memory may leave its pool at any time, and a steady step asks the driver for none."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.gpu.process import in_process
+
+pytestmark = pytest.mark.gpu
+
+ALLOCATORS = ("expandable_segments:True", "backend:cudaMallocAsync")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_memory_may_leave_its_pool_between_forward_and_backward(allocator, dtype: str) -> None:
+    wrong = in_process(
+        "tests.gpu.scenes:empty_cache_between",
+        "cuda",
+        {"bfloat16": dtype == "bfloat16"},
+        30,
+        timeout=90,
+        env={"PYTORCH_CUDA_ALLOC_CONF": allocator},
+    )
+    assert not any(wrong.values()), wrong
+
+
+def test_the_sanitizer_finds_no_use_after_free_in_stream_order() -> None:
+    sanitizer = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin") or shutil.which(
+        "compute-sanitizer"
+    )
+    if sanitizer is None:
+        pytest.skip("no compute-sanitizer on this machine")
+    tool = ["--tool", "memcheck", "--track-stream-ordered-races", "all", "--error-exitcode", "9"]
+    in_process(
+        "tests.gpu.scenes:empty_cache_between",
+        "cuda",
+        {},
+        1,
+        64,
+        timeout=120,
+        env={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+        before=[sanitizer, *tool],
+    )
+
+
+def test_a_steady_step_asks_the_driver_for_no_memory() -> None:
+    counts = in_process("tests.gpu.scenes:allocations", "cuda", 10, timeout=60)
+    assert counts[3:] == [counts[3]] * (len(counts) - 3), counts
