@@ -180,6 +180,9 @@ class ZeRO3(ModuleWrapper):
 
         A call of another unit breaks the graph. To compile only some units, call
         `unit.module.compile()`, before or after wrapping.
+
+        Raises:
+            ValueError: the arguments turn CUDA graphs on, and the model is on a device.
         """
         for unit in self._subtree():
             unit.module.compile(*args, **kwargs)

@@ -17,6 +17,7 @@ from layerzero.construct.expert_numbers import ExpertLists
 from layerzero.construct.experts import Group, find_experts
 from layerzero.construct.unit_arguments import UnitArguments, effective_offload
 from layerzero.construct.wrap import UnitPlan, Visit, has_forward, plan_units
+from layerzero.runtime.graph_modes import check_compiled
 from layerzero.runtime.structure import Ignored
 from layerzero.runtime.unwrap import left_units, nested_ignored, unwrap
 
@@ -71,6 +72,7 @@ def plan_wrapping(module: nn.Module, given: Arguments) -> WrapPlan:
     dense = [unit for unit in units if id(unit) not in experts]
     mesh = tensor_parallel_mesh(dense, given.process_group)
     device = resolve_device(given.device, units, given.group, mesh)
+    check_compiled(((visit.fqn, visit.module) for visit in visits), device)
     return WrapPlan(
         units=units,
         visits=visits,

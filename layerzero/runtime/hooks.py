@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from layerzero.notices import warn_once
+from layerzero.runtime.graph_modes import check_compile
 from layerzero.runtime.misuse import explain
 from layerzero.runtime.passes import ForwardCall
 from layerzero.runtime.root import root_of
@@ -60,6 +62,7 @@ def _install_on_compile(module: nn.Module, unit: Unit, casts: bool) -> None:
     def compile_and_install(*args: Any, **kwargs: Any) -> None:
         module = module_ref()
         assert module is not None, "else nobody could call its method"
+        check_compile(unit, kwargs)
         if compile_inside is not None:  # The module is wrapped for another unit, too.
             compile_inside(*args, **kwargs)
         else:
@@ -220,7 +223,17 @@ def _step_by_step(unit: Unit, lazy: Any, casts: bool) -> Generator[Any, Any, Any
 
 
 # A graph break: torch.compile of an outer module stops before a unit's call and resumes after it.
-_call_uncompiled = _disable_dynamo(_call)
+@_disable_dynamo
+def _call_uncompiled(
+    unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
+) -> Any:
+    if unit.module._compiled_call_impl is None and root_of(unit).units[0] is unit:
+        warn_once(
+            "torch.compile around",
+            "torch.compile of a sharded model, or of a module around it, compiles nothing inside "
+            "the sharded model; call its compile() method, which compiles each unit",
+        )
+    return _call(unit, method, args, kwargs, casts)
 
 
 def _watch_gradients(outputs: Any, call: ForwardCall) -> None:

@@ -18,6 +18,7 @@ from operator import is_, itemgetter
 from torch import nn
 
 from layerzero.core.names import clean_name
+from layerzero.runtime.graph_modes import check_compiled
 from layerzero.runtime.unit import Unit, get_unit
 
 _children_of = itemgetter("_modules")
@@ -80,6 +81,7 @@ class Structure:
 
         Raises:
             RuntimeError: parameters were added, removed, renamed or replaced; names them.
+            ValueError: a module was compiled so that it records CUDA graphs.
         """
         if not self._is_same():
             changes = self._changes()
@@ -91,7 +93,17 @@ class Structure:
                     "layerzero.rewrap(model) on every rank, and give new parameters to the "
                     "optimizer"
                 )
+            self._check_compiled()
             self._take_snapshot()
+
+    def _check_compiled(self) -> None:
+        root = self._root_ref()
+        assert root is not None, "whoever asks has it"
+        handles = [handle for unit in self._units for handle in unit.handles]
+        if handles:
+            modules = root.named_modules()
+            present = (each for each in modules if not self.ignored.has_module(each[1]))
+            check_compiled(present, handles[0].gradients.device)
 
     # In C -----------------------------------------------------------------------------------
 

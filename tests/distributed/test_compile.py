@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from layerzero import MixedPrecision, ZeRO3
+from layerzero import MixedPrecision, ZeRO3, units
+from layerzero.runtime import graph_modes
 from tests.harness.checks import assert_close
 from tests.harness.compare import assert_same_values, assert_trains_alike
 from tests.harness.models import WIDTH, Block, Mlp
@@ -171,3 +175,75 @@ def _mixed() -> None:
 
 def test_compiled_units_in_mixed_precision_accumulate() -> None:
     run_ranks(2, _mixed, timeout=90)
+
+
+GRAPHS: list[dict[str, Any]] = [
+    {"mode": "reduce-overhead"},
+    {"mode": "max-autotune"},
+    {"options": {"triton.cudagraphs": True}},
+    {"backend": "cudagraphs"},
+]
+NO_GRAPHS: list[dict[str, Any]] = [
+    {},
+    {"mode": "max-autotune-no-cudagraphs"},
+    {"options": {"triton.cudagraphs": False}},
+    {"backend": "eager"},
+]
+
+
+def _refused(where: str) -> Any:
+    text = f"{where}: this mode of torch.compile records CUDA graphs.*'max-autotune-no-cudagraphs'"
+    return pytest.raises(ValueError, match=text)
+
+
+def _graph_modes() -> None:
+    """What is said of the arguments on a device; no graph is recorded."""
+    with mock.patch.object(graph_modes, "_has_graphs", lambda device: True):
+        model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
+        for asked in GRAPHS:
+            with _refused("the root unit"):
+                model.compile(**asked)
+            with _refused("blocks.1"):
+                model.module.blocks[1].compile(**asked)
+            module = Mlp(2)
+            module.blocks[0].up = torch.compile(module.blocks[0].up, **asked)
+            with _refused("blocks.0.up"):
+                ZeRO3(module, auto_wrap_policy={Block})
+            if "backend" not in asked:  # Else nothing of the result of `compile()` shows it.
+                module = Mlp(2)
+                module.blocks[1].compile(**asked)
+                with _refused("blocks.1"):
+                    ZeRO3(module, auto_wrap_policy={Block})
+            changed = ZeRO3(Mlp(2), auto_wrap_policy={Block})
+            changed.module.blocks[1] = torch.compile(changed.module.blocks[1], **asked)
+            with _refused("blocks.1"):
+                changed(torch.ones(1, WIDTH))
+            ignored = Mlp(2)
+            ignored.blocks[0] = torch.compile(ignored.blocks[0], **asked)
+            ZeRO3(ignored, ignored_modules=[ignored.blocks[0]])
+        with torch._inductor.config.patch({"triton.cudagraphs": True}), _refused("the root unit"):
+            model.compile()
+        assert not any(unit.module._compiled_call_impl for unit in units(model))
+        for asked in NO_GRAPHS:
+            ZeRO3(Mlp(2), auto_wrap_policy={Block}).compile(**asked)
+    for asked in GRAPHS:  # The CPU has no such graphs.
+        ZeRO3(Mlp(2), auto_wrap_policy={Block}).compile(**asked)
+
+
+def test_modes_with_cuda_graphs_are_refused() -> None:
+    run_ranks(1, _graph_modes)
+
+
+def _compiled_from_outside() -> None:
+    model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
+    batch = torch.ones(1, WIDTH)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            torch.compile(model, backend="eager")(batch)
+    told = [str(each.message) for each in caught if "compiles nothing" in str(each.message)]
+    assert len(told) == (dist.get_rank() == 0)
+
+
+def test_a_compiled_wrapper_says_that_it_compiles_nothing() -> None:
+    run_ranks(2, _compiled_from_outside)
