@@ -332,7 +332,7 @@ class FlatParam:
         if new.shape != own.shape or new.dtype != own.dtype or new.device != own.device:
             raise ValueError(
                 f"{unit} (rank {self.placement.rank}): the data of parameter "
-                f"{self.fqns[index]!r} was replaced after wrapping: expected this rank's piece, "
+                f"{self.fqns[index]!r} was replaced after wrapping: expected this rank's shard, "
                 f"shape {tuple(own.shape)}, {own.dtype} on {own.device}, got shape "
                 f"{tuple(new.shape)}, {new.dtype} on {new.device}; cast or move the module before "
                 "wrapping it, and change full values inside summon_full_params()"

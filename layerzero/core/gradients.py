@@ -86,7 +86,7 @@ class GradientBuffer:
         """
         if self.is_waiting:
             raise RuntimeError(
-                "parameters were frozen or unfrozen while unreduced gradients wait (no_sync): "
+                "parameters were frozen or unfrozen while unreduced gradients of no_sync exist: "
                 "change requires_grad between optimizer steps, not inside an accumulation"
             )
         self.layout = GradientLayout.build(self._layout, indices)
@@ -240,7 +240,7 @@ class GradientBuffer:
 
     def _name_of(self, index: int) -> str:
         info = get_info(self._sharded_params[index])
-        assert info is not None, "pieces are marked"
+        assert info is not None, "sharded parameters have ParameterInfo"
         return info.fqn
 
     def _add(self, gradients: Sequence[torch.Tensor]) -> None:

@@ -73,7 +73,7 @@ def resolve_process_groups(
         if mesh.ndim == 2 and any((mesh.diff(dim=axis) <= 0).any() for axis in (0, 1)):
             # Groups are ordered by global rank: otherwise group ranks would not be coordinates.
             raise ValueError(
-                f"process_group: ranks must rise along both axes of a mesh, got {mesh.tolist()}"
+                f"process_group: ranks must ascend along both axes of a mesh, got {mesh.tolist()}"
             )
         return tuple(process_group.get_group(axis) for axis in reversed(range(mesh.ndim)))
     group: object = dist.group.WORLD if process_group is None else process_group
@@ -86,7 +86,7 @@ def resolve_process_groups(
         is_pair = isinstance(group, tuple)
         raise TypeError(
             f"process_group: expected a ProcessGroup, a DeviceMesh or None, got {process_group!r}"
-            + ("; for a pair of groups a mesh (outer, inner)" if is_pair else "")
+            + ("; instead of a pair of groups pass a mesh (outer, inner)" if is_pair else "")
         )
     return (group,)
 
@@ -149,7 +149,7 @@ def describe_group(
     backend = dict(part.split(":") for part in backends.split(",")).get(device.type)
     if backend is None:
         raise ValueError(
-            f"process_group: its backends are {backends!r}, none serves device type "
+            f"process_group: none of its backends {backends!r} supports device type "
             f"{device.type!r}; move the module first or pass device="
         )
     if timeout is None:

@@ -80,9 +80,9 @@ class TensorParallelSplit:
             return tensor.redistribute(self.mesh, self.placements)
         except RuntimeError as error:
             raise RuntimeError(
-                f"parameter {name!r}: its value or gradient came in placements "
-                f"{tensor.placements}, and bringing it to {self.placements} over the "
-                f"tensor-parallel ranks {self.mesh.mesh.tolist()} failed: {error}"
+                f"parameter {name!r}: redistributing its value or gradient from placements "
+                f"{tensor.placements} to {self.placements} over the tensor-parallel ranks "
+                f"{self.mesh.mesh.tolist()} failed: {error}"
             ) from error
 
 

@@ -99,6 +99,6 @@ class ParameterViews:
         self.show_sharded()
         raise RuntimeError(
             f"{where}: parameters {names} were replaced or removed after wrapping; the sharded "
-            "ones are in place again: copy values into them inside summon_full_params(), or "
+            "parameters have been restored: copy values into them inside summon_full_params(), or "
             "change the module before wrapping it"
         )

@@ -67,18 +67,18 @@ def choose_sharded(
     extra = costs.unsharded_nbytes - costs.sharded_nbytes
     saved = (num_micro_batches - 1) * costs.sent_nbytes
     room = costs.state_nbytes if budget_nbytes is None else budget_nbytes
-    of_what = "of shards and optimizer" if budget_nbytes is None else "of limit_all_gathers"
+    limit = "as shards and optimizer state" if budget_nbytes is None else "limit_all_gathers"
     if extra == 0:
         return False, "unsharded, because the first hop shards nothing"
     facts = (
-        f"adding up {num_micro_batches} micro-batches unsharded keeps {_mb(extra)} more and sends "
-        f"{_mb(saved)} less a step"
+        f"accumulating {num_micro_batches} micro-batches unsharded takes {_mb(extra)} more memory "
+        f"and sends {_mb(saved)} less per step"
     )
     if extra > room:
-        return True, f"sharded, because {facts}, and there is room for {_mb(room)} ({of_what})"
+        return True, f"sharded, because {facts}, but at most {_mb(room)} are allowed ({limit})"
     if saved < extra:
         return True, f"sharded, because {facts}"
-    return False, f"unsharded, because {facts}, and there is room for {_mb(room)} ({of_what})"
+    return False, f"unsharded, because {facts}, and up to {_mb(room)} are allowed ({limit})"
 
 
 def _mb(nbytes: int) -> str:

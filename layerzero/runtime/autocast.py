@@ -94,5 +94,5 @@ class CastCache:
             product = torch.addmm(self._probe, self._factor, self._factor)
         assert product.grad_fn is not None
         node = product.grad_fn.next_functions[0][0]
-        assert node is not None, "the leaf requires grad"
+        assert node is not None, "the unsharded parameter requires grad"
         return node

@@ -38,7 +38,8 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
             if other not in every:
                 raise ValueError(
                     f"{unit.label}: modules to prefetch must be units of the same model, got "
-                    f"{other.label} of another; wrap a module that contains both, or leave it out"
+                    f"{other.label} of another model; wrap a module that contains both, or remove "
+                    "it from the list"
                 )
     by_placement: dict[int, tuple[Placement, list[Unit]]] = {}
     for unit in every:
@@ -50,12 +51,13 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
     waiting = [unit for unit in every if unit.awaits_values]
     for placement, units in by_placement.values():
         missing = next(_missing(units + [u for u in waiting if not u.handles]), None)
-        told = gather_texts(missing, placement.rank, placement.groups, device, "values")
-        if told:
-            rank, text = next(iter(told.items()))
+        found = gather_texts(missing, placement.rank, placement.groups, device, "values")
+        if found:
+            rank, text = next(iter(found.items()))
             raise RuntimeError(
-                f"{text} has no value yet (rank {rank}): it came from the meta device with "
-                'param_init_fn="later"; load a checkpoint that has it before the first forward'
+                f"{text} has no value yet (rank {rank}): it was on the meta device, and "
+                'param_init_fn="later" promised a load; load a checkpoint that contains it before '
+                "the first forward"
             )
     for unit in waiting:
         unit.values_came()
@@ -73,4 +75,4 @@ def _missing(units: Sequence[Unit]) -> Iterator[str]:
             if module is not None and buffer is not None and canary.is_left(buffer):
                 full = f"{unit.fqn}.{fqn}" if unit.fqn else fqn
                 is_saved = name not in module._non_persistent_buffers_set
-                yield f"buffer {full!r}" + ("" if is_saved else ", which no checkpoint has,")
+                yield f"buffer {full!r}" + ("" if is_saved else ", which checkpoints omit,")

@@ -69,8 +69,8 @@ class CastWatch:
             )
             _logger.info(
                 "torch.autocast: parameters are gathered and gradients reduced in float32%s; "
-                "MixedPrecision(param_dtype=torch.bfloat16) instead of autocast halves what is "
-                "sent and resident (docs/howto/recipes.md)",
+                "MixedPrecision(param_dtype=torch.bfloat16) instead of autocast halves the bytes "
+                "sent and the memory of full parameters (docs/howto/recipes.md)",
                 f", and casts of {frozen} frozen parameters stay until backward" if frozen else "",
             )
 

@@ -28,7 +28,7 @@ def refuse_copies(name: str) -> NoReturn:
     """
     raise NotImplementedError(
         f"{name}: a module that ZeRO3 sharded cannot be copied or pickled (copy, deepcopy, pickle, "
-        "torch.save of the module itself). For averaged weights copy the pieces: {name: "
+        "torch.save of the module itself). To average weights copy sharded parameters: {name: "
         "p.detach().clone() for name, p in model.named_parameters()}; for a second model copy the "
         "module before wrapping it, and wrap both; to save, use layerzero.checkpoint.save, or "
         "torch.save of layerzero.checkpoint.get_model_state_dict(model, full=True)"
@@ -44,8 +44,8 @@ def refuse_export(label: str) -> NoReturn:
     raise NotImplementedError(
         f"{label}: a sharded model cannot be exported or traced (torch.export, torch.onnx, "
         "torch.jit.trace). Call full = layerzero.checkpoint.get_model_state_dict(model, full=True, "
-        "cpu_offload=True, rank0_only=True) on every rank, load_state_dict(full) into a module "
-        "that is not wrapped on the first, and export that one"
+        "cpu_offload=True, rank0_only=True) on every rank; on the first rank, "
+        "load_state_dict(full) into an unwrapped module, and export that"
     )
 
 
@@ -58,7 +58,7 @@ def install(module: nn.Module) -> None:
 
     def apply(convert: _Convert, recurse: bool = True) -> nn.Module:
         guarded = module_ref()
-        assert guarded is not None, "else nobody could call its method"
+        assert guarded is not None, "its method is being called"
         for part in guarded.modules() if recurse else (guarded,):
             _check_conversion(part, convert)
         return _convert(guarded, convert, recurse)
@@ -103,9 +103,9 @@ def _check_conversion(module: nn.Module, convert: _Convert) -> None:
             info = get_info(shown)
             raise RuntimeError(
                 f"parameter {name if info is None else info.fqn!r} is sharded as {shown.dtype} on "
-                f"{shown.device} and cannot become {converted.dtype} on {converted.device} now; no "
-                "parameter was converted: cast or move the module before wrapping it, or compute "
-                "in another dtype with MixedPrecision(param_dtype=...)"
+                f"{shown.device} and cannot become {converted.dtype} on {converted.device} after "
+                "wrapping; nothing was converted: cast or move the module before wrapping it, or "
+                "compute in another dtype with MixedPrecision(param_dtype=...)"
             )
 
 

@@ -61,7 +61,7 @@ def _install_on_compile(module: nn.Module, unit: Unit, casts: bool) -> None:
     @functools.wraps(nn.Module.compile)
     def compile_and_install(*args: Any, **kwargs: Any) -> None:
         module = module_ref()
-        assert module is not None, "else nobody could call its method"
+        assert module is not None, "its method is being called"
         check_compile(unit, kwargs)
         if compile_inside is not None:  # The module is wrapped for another unit, too.
             compile_inside(*args, **kwargs)
@@ -167,7 +167,7 @@ def _call(
     if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{unit.label}: forward with gradients inside summon_full_params: its gradients "
+                f"{unit.label}: forward with gradients inside summon_full_params: the gradients "
                 "would not be reduced; leave the context first, or use torch.no_grad()"
             )
         return method(*args, **kwargs)

@@ -45,9 +45,9 @@ def explain(error: BaseException) -> None:
         listed = "; ".join(f"{fqn!r} ({what})" for fqn, what in found.items())
         error.args = (
             f"{error.args[0]}\nThe line that failed uses sharded parameters outside the forward of "
-            f"their unit, where each is this rank's 1-D piece: {listed}. Call the module that has "
-            "the parameter, let it be in the unit of the module that uses it (auto_wrap_policy), "
-            "name the method with layerzero.register_forward_method, or use "
+            f"their unit, where each is this rank's 1-D shard: {listed}. Call the module that owns "
+            "the parameter, put it into the unit of the module that uses it (auto_wrap_policy), "
+            "register the method with layerzero.register_forward_method, or use "
             "summon_full_params()",
             *error.args[1:],
         )

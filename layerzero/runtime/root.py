@@ -201,7 +201,7 @@ class RootState:
     def pregather(self, units: Sequence[Unit], waits: bool) -> None:
         """Implements `layerzero.pregather`."""
         self._check_between_steps(
-            "pregather inside forward or backward: call it between them",
+            "pregather: called inside forward or backward; call it between them",
         )
         self.context.note_weights()
         if not self.reducer.adds_up:
@@ -367,8 +367,8 @@ class RootState:
         All trainable units take part, because ranks may differ in which ones hold gradients.
         """
         self._check_between_steps(
-            "reduce_gradients inside forward or backward: call it between them, or leave no_sync "
-            "before the last backward"
+            "reduce_gradients: called inside forward or backward; call it between them, or leave "
+            "no_sync before the last backward"
         )
         if not self.reducer.adds_up:
             return

@@ -29,23 +29,23 @@ def watch(sharded_params: Iterable[nn.Parameter], is_first: bool) -> dict[nn.Par
 def _watch(sharded_param: nn.Parameter, is_first: bool) -> Any:
     with torch.enable_grad(), torch.inference_mode(False):
         view = sharded_param.view_as(sharded_param)
-    assert view.grad_fn is not None, "the piece requires grad"
+    assert view.grad_fn is not None, "the sharded parameter requires grad"
     accumulator = view.grad_fn.next_functions[0][0]
     assert accumulator is not None
     info = get_info(sharded_param)
-    assert info is not None, "pieces are marked"
+    assert info is not None, "sharded parameters have ParameterInfo"
     fqn = info.fqn
 
     def warn(_: object) -> None:
         if is_accumulating():
             return  # The engine delivers a reduced gradient to a parameter with hooks.
         warn_once(
-            "gradients of pieces",
-            f"{fqn!r} was used outside the forward of its unit, where it is this rank's piece, as "
-            "in a penalty on model.parameters(): autograd gave the piece a gradient of its own, "
+            "gradients of sharded parameters",
+            f"{fqn!r} was used outside the forward of its unit, where it is this rank's shard, as "
+            "in a penalty on model.parameters(): autograd computed a gradient of the shard itself, "
             "which is not reduced. This is right for sums over elements, such as an L2 penalty, "
-            "and wrong for norms and whatever else needs the whole tensor: compute that inside the "
-            "model's forward",
+            "and wrong for norms and anything else that needs the whole tensor: compute that "
+            "inside the model's forward",
             is_first=is_first,
         )
 

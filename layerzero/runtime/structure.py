@@ -87,10 +87,10 @@ class Structure:
             changes = self._changes()
             if changes:
                 raise RuntimeError(
-                    f"{what}: the model is not as it was wrapped: {changes}. What came later is in "
-                    "no unit: it would neither be sharded, nor reduced, nor saved. Change a module "
-                    "before wrapping it, values inside summon_full_params(); or call "
-                    "layerzero.rewrap(model) on every rank, and give new parameters to the "
+                    f"{what}: the model changed after wrapping: {changes}. New parameters are in "
+                    "no unit, so they would not be sharded, reduced or saved. Change modules "
+                    "before wrapping and values inside summon_full_params(); or call "
+                    "layerzero.rewrap(model) on every rank, and pass new parameters to the "
                     "optimizer"
                 )
             self._check_compiled()
@@ -109,7 +109,7 @@ class Structure:
 
     def _take_snapshot(self) -> None:
         root = self._root_ref()
-        assert root is not None, "whoever asks has it"
+        assert root is not None, "its methods are called on a living model"
         modules = self._modules(root)
         self._dicts = [module.__dict__ for _, module in modules if module is not root]
         dicts = [root.__dict__, *self._dicts]
@@ -124,7 +124,7 @@ class Structure:
 
     def _is_same(self) -> bool:
         root = self._root_ref()
-        assert root is not None, "whoever asks has it"
+        assert root is not None, "its methods are called on a living model"
         dicts = [root.__dict__, *self._dicts]
         expected = self._parameters
         unsharded_params = {
@@ -195,7 +195,7 @@ class Structure:
 
     def _walk(self) -> Iterator[tuple[str, nn.Parameter]]:
         root = self._root_ref()
-        assert root is not None, "whoever asks has it"
+        assert root is not None, "its methods are called on a living model"
         for fqn, module in self._modules(root):
             for name, parameter in module._parameters.items():
                 full_name = clean_name(f"{fqn}.{name}" if fqn else name)

@@ -79,9 +79,9 @@ def _refuse_hooks(summoned: list[_Summoned]) -> None:
             hooks_from = kind_of_hooks(parameter)
             if hooks_from is not None:
                 raise RuntimeError(
-                    f"parameter {name!r}: hooks were put on it by {hooks_from} inside "
-                    "summon_full_params, and would never run: its full parameters are made anew "
-                    "each time; put hooks on the parameters outside, which are this rank's pieces"
+                    f"parameter {name!r}: {hooks_from} registered hooks on it inside "
+                    "summon_full_params, where full parameters are temporary, so the hooks would "
+                    "never run; register them outside, on the sharded parameters"
                 )
 
 
@@ -97,8 +97,8 @@ def _check_idle(root: RootState, units: list[Unit]) -> None:
             if u.training_state is not TrainingState.IDLE
         }
         raise RuntimeError(
-            "summon_full_params: expected a model between steps, but it is in forward, backward "
-            f"or another summon_full_params ({states}); leave that first"
+            "summon_full_params: expected a model between steps, but it is inside forward, "
+            f"backward or another summon_full_params ({states}); leave that first"
         )
 
 
@@ -124,7 +124,7 @@ def _check_written(
         if _broadcast(root, is_bad, handle, "summon verdict", handle.fqns[0]).item():
             error = error or RuntimeError(
                 "summon_full_params: the first rank of the group has parameters that cannot be "
-                "written back; its own error says which"
+                "written back; its error names them"
             )
     if error is not None:
         raise error
@@ -140,8 +140,8 @@ def _take_replaced(entry: _Summoned, units: list[Unit]) -> None:
         where = f"summon_full_params: {handle.fqns[index]!r} (rank {handle.placement.rank})"
         if len(shown) != 1 or (new and not isinstance(new[0], torch.Tensor)):
             raise RuntimeError(
-                f"{where} was removed, or replaced in some of its places; copy new values into the "
-                "parameter in place, or change the module before wrapping it"
+                f"{where} was removed, or replaced under some of its names only; copy new values "
+                "into the parameter in place, or change the module before wrapping it"
             )
         shape = handle.unsharded_params[index].shape
         value = new[0] if new else entry.parameters[index]

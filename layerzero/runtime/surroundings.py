@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _ADVICE = (
-    "it would send the first rank's pieces to all ranks, and overwrite theirs; ZeRO3 reduces "
-    "gradients itself: leave out DistributedDataParallel, or let it ignore the sharded parameters "
+    "it would overwrite every rank's shards with those of the first rank; ZeRO3 reduces gradients "
+    "itself: remove DistributedDataParallel, or let it ignore the sharded parameters "
     "(its _set_params_and_buffers_to_ignore_for_model)"
 )
 
@@ -51,6 +51,6 @@ def check_surroundings(sharded_params: Iterable[nn.Parameter]) -> None:
 def _refuse_transform() -> NoReturn:
     raise NotImplementedError(
         "torch.func transforms (vmap, grad, jvp, jacrev) around the forward of a sharded module: "
-        "gathers cannot run inside them; use torch.autograd.grad, or transform functions inside a "
-        "unit's forward"
+        "all-gathers cannot run inside them; use torch.autograd.grad, or transform functions "
+        "inside a unit's forward"
     )

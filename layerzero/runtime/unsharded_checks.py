@@ -68,11 +68,10 @@ class UnshardedChecks:
                         names.append(fqn)
             unit.drop_unsharded_gradients()
         raise RuntimeError(
-            f"the last backward computed gradients of {_listed(names)} that were not reduced and "
-            "are dropped: they came through a tensor that left its unit another way than as an "
-            "output of a forward (kept by a hook, or on a module), while no output had a "
-            "gradient; return that tensor from the forward, or add an output to the loss with "
-            "factor 0"
+            f"the last backward computed gradients of {_listed(names)} that could not be reduced "
+            "and were dropped: the loss uses a tensor that left its unit without being an output "
+            "of a forward (stored by a hook, or on a module), and no output of the unit had a "
+            "gradient; return that tensor from the forward, or add an output to the loss, times 0"
         )
 
     def after_forward(self) -> RuntimeError | None:
@@ -80,10 +79,10 @@ class UnshardedChecks:
         if self._context.replaced:
             replaced = self._context.take_replaced()
             return RuntimeError(
-                f"the forward put other parameters in place of {_listed(replaced)}, which are "
-                "sharded; these are dropped, and the sharded ones are in place again: make them "
-                "buffers, leave them out of sharding (ignored_parameters), or change values "
-                "between steps, inside summon_full_params()"
+                f"the forward replaced {_listed(replaced)}, which are sharded; the new parameters "
+                "were dropped and the sharded ones restored: use buffers, exclude these parameters "
+                "from sharding (ignored_parameters), or change values between steps, inside "
+                "summon_full_params()"
             )
         names: list[str] = []
         versions = self._current_versions()
@@ -98,8 +97,9 @@ class UnshardedChecks:
             return None
         return RuntimeError(
             f"the forward wrote into the full parameters {_listed(names)}. These are copies that "
-            "are freed after use, so what was written is lost: make them buffers, leave them out "
-            "of sharding (ignored_parameters), or write between steps, inside summon_full_params()"
+            "are freed after use, so the writes are lost: use buffers, exclude these parameters "
+            "from sharding (ignored_parameters), or write between steps, inside "
+            "summon_full_params()"
         )
 
 

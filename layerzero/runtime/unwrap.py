@@ -76,10 +76,10 @@ def left_units(module: nn.Module) -> list[Unit]:
                 continue
             if root.is_wrapped:
                 raise RuntimeError(
-                    f"ZeRO3: {unit.label!r} of a {type(outermost).__name__} that is wrapped is "
-                    f"inside this {type(module).__name__}: a module cannot be in two wrapped "
-                    "models. Put both into one module and wrap that (each part may still be "
-                    "called by itself), or delete the first wrapper before"
+                    f"ZeRO3: this {type(module).__name__} contains {unit.label!r} of a wrapped "
+                    f"{type(outermost).__name__}: a module cannot be in two wrapped models. Put "
+                    "both into one module and wrap that (each part may still be called by "
+                    "itself), or delete the first wrapper before"
                 )
         left.append(unit)
     return left
@@ -101,8 +101,8 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
         patched = hooks.patched_methods(module)
         if patched:
             raise RuntimeError(
-                f"{type(module).__name__}: {patched} were replaced after wrapping, around what "
-                "ZeRO3 put there; undo that before the module is wrapped again"
+                f"{type(module).__name__}: {patched} were replaced after wrapping and call the "
+                "methods that ZeRO3 installed; undo that before wrapping the module again"
             )
     full: dict[int, nn.Parameter] = {}
     for unit in units:

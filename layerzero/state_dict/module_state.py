@@ -144,7 +144,7 @@ def shard_of(sharded_param: nn.Parameter, local: torch.Tensor) -> ParameterShard
 
 def _info_of(sharded_param: nn.Parameter) -> ParameterInfo:
     info = get_info(sharded_param)
-    assert info is not None, "every piece has its mark"
+    assert info is not None, "sharded parameters have ParameterInfo"
     return info
 
 

@@ -53,7 +53,7 @@ class Names:
         if handle is None:
             return True
         info = get_info(parameter)
-        assert info is not None, "every piece has its mark"
+        assert info is not None, "sharded parameters have ParameterInfo"
         if not math.prod(info.shape):
             return handle.placement.is_first
         start, stop = info.range

@@ -516,7 +516,7 @@ def _freezes_amid() -> None:
     with model.no_sync():
         forward_backward(model, torch.randn(2, 64))
     next(model.parameters()).requires_grad_(False)
-    with pytest.raises(RuntimeError, match="while unreduced gradients wait"):
+    with pytest.raises(RuntimeError, match="while unreduced gradients of no_sync exist"):
         forward_backward(model, torch.randn(2, 64))
 
 
@@ -658,4 +658,4 @@ def test_auto_says_once_what_it_chose_and_why() -> None:
     chosen = [line.removeprefix("accumulation='auto': ").split(",")[0] for line in said]
     # The last model learns in its first step that it has four micro-batches.
     assert chosen == ["sharded", "unsharded", "sharded", "unsharded"], said
-    assert "adding up 4 micro-batches" in said[-1]
+    assert "accumulating 4 micro-batches" in said[-1]

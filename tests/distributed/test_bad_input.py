@@ -256,7 +256,7 @@ def _others() -> None:
             model.summon_full_params(),
         ):
             pass
-        with pytest.raises(RuntimeError, match="its gradients would not be reduced"):
+        with pytest.raises(RuntimeError, match="the gradients would not be reduced"):
             model(torch.randn(2, WIDTH))
         with torch.no_grad():
             model(torch.randn(2, WIDTH))

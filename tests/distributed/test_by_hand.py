@@ -61,7 +61,7 @@ def _pregather() -> None:
     with pytest.raises(ValueError, match="pregather: expected a ZeRO3 module, got Linear"):
         pregather(torch.nn.Linear(2, 2))
     handle = model.module.blocks[1].register_forward_hook(lambda *_: pregather(model))
-    with pytest.raises(RuntimeError, match="pregather inside forward or backward"):
+    with pytest.raises(RuntimeError, match="pregather: called inside forward or backward"):
         model(batches[0][0])
     handle.remove()
     # Micro-batches: weights do not change between them, and are not asked for again.

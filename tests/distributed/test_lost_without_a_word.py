@@ -68,7 +68,7 @@ def _all_writes() -> None:
     _writes("in place", "linear.weight", "wrote into")
     _writes("max_norm", "table.weight", "wrote into")
     _writes("data", "codes", "wrote into")
-    _writes("replaced", "codes", "put other parameters in place of")
+    _writes("replaced", "codes", "replaced")
 
 
 def test_a_forward_that_changes_its_parameters_is_refused() -> None:
@@ -151,7 +151,7 @@ def _refused_around() -> None:
         ZeroRedundancyOptimizer(sharded_params, torch.optim.SGD, lr=0.1)
     before = [sharded_param.detach().clone() for sharded_param in sharded_params]
     for module in (model, model.module):
-        with pytest.raises(RuntimeError, match="leave out DistributedDataParallel"):
+        with pytest.raises(RuntimeError, match="remove DistributedDataParallel"):
             DistributedDataParallel(module)
     assert all(map(torch.equal, before, sharded_params))
     # Of equal sizes on both ranks, or torch finds out itself.

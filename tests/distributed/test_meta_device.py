@@ -275,7 +275,7 @@ def _later(root: str) -> None:
         bring(model)
         if bring is not by_hand:
             with pytest.raises(
-                RuntimeError, match=r"'first.angles', which no checkpoint has, has no"
+                RuntimeError, match=r"'first.angles', which checkpoints omit, has no"
             ):
                 model(x)
             for part in (model.first, model.second):

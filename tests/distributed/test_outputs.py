@@ -321,10 +321,10 @@ def _borrowed() -> None:
     with pytest.raises(
         RuntimeError,
         match=r"(?s)sharded parameters outside .*'blocks\.1\.up\.weight' \(elements \d+ to \d+ of "
-        r"shape \(7, 5\)\)\. Call the module that has the parameter",
+        r"shape \(7, 5\)\)\. Call the module that owns the parameter",
     ) as raised:
         model(torch.randn(2, WIDTH))
-    assert str(raised.value).count("1-D piece") == 1
+    assert str(raised.value).count("1-D shard") == 1
     together = zero3(Borrowing)
     x = torch.randn(2, WIDTH)
     assert_bitwise(together(x), seeded(Borrowing)(x), "in one unit")

@@ -345,7 +345,7 @@ def _lists_of_nested() -> None:
     blocks = module.blocks
     blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2], blocks[3]])
     blocks[4].set_modules_to_backward_prefetch([blocks[3], blocks[2]])
-    with pytest.raises(ValueError, match=r"the root unit of another; wrap a module"):
+    with pytest.raises(ValueError, match=r"the root unit of another model; wrap a module"):
         blocks[0](batch())  # They belong to models of their own until then.
     model = ZeRO3(module)
     for _ in range(2):

@@ -382,12 +382,14 @@ class _Run:
         ]
         owner = self._rng.choice(owners)
         name, sharded_param = next(iter(owner.named_parameters(recurse=False)))
-        with pytest.raises(RuntimeError, match="is not as it was wrapped: replaced"):
+        with pytest.raises(RuntimeError, match="the model changed after wrapping: replaced"):
             setattr(owner, name, nn.Parameter(torch.zeros(1, dtype=torch.float64)))
             self._model(self._batches()[0])
         setattr(owner, name, sharded_param)
         owner.late = nn.Linear(2, 2)
-        with pytest.raises(RuntimeError, match=r"is not as it was wrapped: added .*late\.weight"):
+        with pytest.raises(
+            RuntimeError, match=r"the model changed after wrapping: added .*late\.weight"
+        ):
             self._model.state_dict()
         del owner.late
 

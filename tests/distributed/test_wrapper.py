@@ -248,7 +248,7 @@ def _copies() -> None:
         if part != "a module around":
             with pytest.raises(NotImplementedError, match="copy the module before wrapping it"):
                 copy.copy(module)
-    with pytest.raises(NotImplementedError, match="averaged weights copy the pieces"):
+    with pytest.raises(NotImplementedError, match="average weights copy sharded parameters"):
         torch.optim.swa_utils.AveragedModel(model)
     sharded_params = copy.deepcopy([p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(sharded_params, model.parameters(), strict=True))

@@ -21,23 +21,23 @@ def test_a_small_group_has_room_for_all_gradients() -> None:
     is_sharded, reason = choose_sharded(costs(2, 2), 2, None)
     assert not is_sharded
     assert reason == (
-        "unsharded, because adding up 2 micro-batches unsharded keeps 2 MB more and sends 2 MB "
-        "less a step, and there is room for 8 MB (of shards and optimizer)"
+        "unsharded, because accumulating 2 micro-batches unsharded takes 2 MB more memory and "
+        "sends 2 MB less per step, and up to 8 MB are allowed (as shards and optimizer state)"
     )
 
 
 def test_a_large_group_has_not() -> None:
     is_sharded, reason = choose_sharded(costs(8, 64), 8, None)
     assert is_sharded
-    assert reason.startswith("sharded, because adding up 8 micro-batches")
-    assert "room for 0.25 MB" in reason
+    assert reason.startswith("sharded, because accumulating 8 micro-batches")
+    assert "at most 0.25 MB are allowed" in reason
 
 
 @pytest.mark.parametrize(("budget", "is_sharded"), [(3 * MB, True), (4 * MB, False)])
 def test_a_byte_budget_decides_what_there_is_room_for(budget: int, is_sharded: bool) -> None:
     chosen, reason = choose_sharded(costs(8, 64), 8, budget)
     assert chosen is is_sharded
-    assert "of limit_all_gathers" in reason
+    assert "(limit_all_gathers)" in reason
 
 
 def test_few_micro_batches_do_not_pay_for_wide_sums() -> None:

@@ -45,8 +45,8 @@ def test_only_an_error_where_a_piece_was_used_names_it(tmp_path: Path) -> None:
     assert found.returncode == 1, found.stderr
     other, by_index, by_module = found.stderr.split("-- by ")
     assert "cannot be multiplied" in other
-    assert "layerzero" not in other and "1-D piece" not in other
+    assert "layerzero" not in other and "1-D shard" not in other
     for text in (by_index, by_module):
-        assert text.count("each is this rank's 1-D piece: '1.weight' (elements 0 to ") == 1
+        assert text.count("each is this rank's 1-D shard: '1.weight' (elements 0 to ") == 1
         assert "of shape (2, 4)" in text and "summon_full_params()" in text
     assert [text.count("the user's own hook") for text in (other, by_index, by_module)] == [1, 1, 1]

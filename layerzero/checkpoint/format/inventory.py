@@ -85,7 +85,7 @@ class Places:
         for number, handle in enumerate(names.handles):
             for index, parameter in enumerate(handle.sharded_params):
                 info = get_info(parameter)
-                assert info is not None, "every piece has its mark"
+                assert info is not None, "sharded parameters have ParameterInfo"
                 start, stop = info.range
                 self._found[id(parameter)] = _Place(
                     extent_of(info),

@@ -103,7 +103,7 @@ def stand_ins(engine: ZeRO3) -> Iterator[Shards]:
 def _shards_of(handle: FlatParamHandle) -> Iterator[Shard]:
     for parameter, shape in zip(handle.sharded_params, handle.shapes, strict=True):
         info = get_info(parameter)
-        assert info is not None, "every piece has its mark"
+        assert info is not None, "sharded parameters have ParameterInfo"
         if info.tensor_parallel is not None:
             raise NotImplementedError(
                 f"sharded_state_dict: {info.fqn} is a DTensor, whose place Megatron cannot tell; "
