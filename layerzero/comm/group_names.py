@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.new_groups import new_group
 from layerzero.core.groups import ShardGroup
-from layerzero.core.new_groups import new_group
 
 
 def agree_on_group_names(groups: Sequence[ShardGroup], device: torch.device) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from layerzero.comm.new_groups import new_group, options_like
 from layerzero.core.groups import ShardGroup, make_shard_group, make_shard_groups
-from layerzero.core.new_groups import new_group, options_like
 from layerzero.core.placement import Outer, Placement
 
 

@@ -27,10 +27,10 @@ from layerzero.comm.collectives import (
     broadcast_from_first,
     gather_small,
 )
+from layerzero.comm.new_groups import new_group
 from layerzero.construct.wrap import Choice, WrapPolicy, has_forward, make_chooser
 from layerzero.core.groups import ShardGroup, make_shard_group, resolve_process_groups
 from layerzero.core.names import WRAPPER_NAMES, clean_name
-from layerzero.core.new_groups import new_group
 from layerzero.core.parameter_info import ParameterInfo, copy_attributes, get_info
 from layerzero.core.placement import Placement
 from layerzero.core.tensor_parallel import TensorParallelSplit, local_of, split_of

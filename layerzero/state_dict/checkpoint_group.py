@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.comm.group_names import agree_on_group_names
+from layerzero.comm.new_groups import new_group
 from layerzero.core.groups import (
     DEFAULT_TIMEOUT,
     ShardGroup,
     chosen_timeout,
     describe_group,
 )
-from layerzero.core.new_groups import new_group
 from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState
 from layerzero.state_dict.errors import CheckpointError

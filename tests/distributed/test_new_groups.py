@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from layerzero import ZeRO3
-from layerzero.core.new_groups import new_group, options_like
+from layerzero.comm.new_groups import new_group, options_like
 from layerzero.parallel import ParallelManager
 from tests.harness.ranks import run_ranks
 
@@ -121,7 +121,7 @@ def _passed_on() -> list[tuple[bool, str, timedelta]]:
     chosen.is_high_priority_stream = True
     group = dist.new_group(timeout=timedelta(seconds=40), backend="priority", pg_options=chosen)
     # gloo's class has options of its own; a backend with NCCL's shows those it was made with.
-    with mock.patch("layerzero.core.new_groups._options_of", lambda group, device: chosen):
+    with mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen):
         ZeRO3(nn.Linear(4, 4), group, zero3_size=2)
     return seen
 
