@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -9,31 +10,60 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
+_logger = logging.getLogger(__name__)
 
-def look_on(owner: _T, look: Callable[[_T], bool], pause_s: float, name: str) -> threading.Thread:
+
+def look_on(
+    owner: _T,
+    look: Callable[[_T], bool],
+    pause_s: float,
+    name: str,
+    prepare: Callable[[], None] = lambda: None,
+) -> threading.Thread:
     """Start a thread that calls `look(owner)` after each pause.
 
-    It ends when `look` returns False, when the owner is deleted, and at exit.
+    It ends when `look` returns False, when the owner is deleted, and at exit; not after an error
+    of a look, of which the first is logged.
 
     Args:
         look: must hold no reference to the owner itself.
+        prepare: called once on the thread, before the first look.
     """
     stop = threading.Event()
     # A daemon that holds its owner weakly: it must keep neither process nor model alive. The
     # finalizer also runs at exit, before the interpreter is torn down under the thread.
     weakref.finalize(owner, stop.set)
     thread = threading.Thread(
-        target=_run, args=(weakref.ref(owner), look, pause_s, stop), name=name, daemon=True
+        target=_run, args=(weakref.ref(owner), look, pause_s, stop, prepare), name=name, daemon=True
     )
     thread.start()
     return thread
 
 
 def _run(
-    owner_ref: weakref.ref[_T], look: Callable[[_T], bool], pause_s: float, stop: threading.Event
+    owner_ref: weakref.ref[_T],
+    look: Callable[[_T], bool],
+    pause_s: float,
+    stop: threading.Event,
+    prepare: Callable[[], None],
 ) -> None:
+    is_prepared = has_failed = False
     while not stop.wait(pause_s):
         owner = owner_ref()
-        if owner is None or not look(owner):
+        if owner is None:
             return
+        try:
+            if not is_prepared:
+                prepare()
+                is_prepared = True
+            if not look(owner):
+                return
+        except Exception as error:
+            if not has_failed:
+                # One look may fail for a reason that passes, such as a query during a graph
+                # capture. One that stays is the same at each look: it is told once.
+                # As text: a kept record of the error itself would keep its frames, and the owner.
+                thread, text = threading.current_thread().name, f"{type(error).__name__}: {error}"
+                _logger.error("%s could not look, and goes on: %s", thread, text)
+            has_failed = True
         del owner

@@ -23,8 +23,10 @@ from typing import Any, Protocol
 
 import torch
 
-Event = Any
-"""An event on a device with streams; None on CPU."""
+from layerzero.comm.events import PooledEvent, event_pool
+
+Event = PooledEvent | None
+"""A place in a stream of a device; None on CPU."""
 
 _logger = logging.getLogger(__name__)
 
@@ -200,6 +202,7 @@ class DeviceStream:
         self._module = torch.get_device_module(device)
         self._device = device
         self._stream = _new_stream(self._module, device, is_urgent)
+        self._events = event_pool(self._module, device)
         self._entered: list[Any] = []
 
     def __enter__(self) -> DeviceStream:
@@ -219,10 +222,10 @@ class DeviceStream:
     def wait(self, event: Event) -> None:
         """Order work queued from now on after `event`. Does not block the host."""
         if event is not None:
-            self._stream.wait_event(event)
+            event.wait(self._stream)
 
-    def record_event(self) -> Event:
-        return self._stream.record_event()
+    def record_event(self) -> PooledEvent:
+        return self._events.record(self._stream)
 
     def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
         """Start a collective at once: the allocator reuses memory in stream order anyway."""
@@ -272,7 +275,7 @@ class _OnStream:
     def __init__(
         self,
         current_stream: Callable[[], Any],
-        event: Event,
+        event: PooledEvent,
         pending_keepalive: Waitable | None,
     ) -> None:
         self._current_stream = current_stream
@@ -280,7 +283,7 @@ class _OnStream:
         self._pending_keepalive = pending_keepalive
 
     def wait(self) -> None:
-        self._current_stream().wait_event(self._event)
+        self._event.wait(self._current_stream())
 
 
 CommStream = InlineStream | DeviceStream
@@ -302,6 +305,8 @@ class Streams:
         on which the engine does the sums itself (gloo)."""
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
+        if self._module is not None:
+            self._events = event_pool(self._module, device)
         self.pre_unshard: CommStream
         self.unshard: CommStream
         self.reduce: CommStream
@@ -328,7 +333,7 @@ class Streams:
         """Record an event on the compute stream, after all work queued there; None on CPU."""
         if self._module is None:
             return None
-        return self._module.current_stream(self._device).record_event()
+        return self._events.record(self._module.current_stream(self._device))
 
     def wait_on_host(self, event: Event) -> None:
         """Block the host until the device has reached `event`."""

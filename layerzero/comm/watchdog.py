@@ -17,6 +17,7 @@ The error is logged at once, and raised by the next use of the model.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
@@ -29,6 +30,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from layerzero.comm.cuda_driver import ignore_captures_of_other_threads
 from layerzero.comm.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
 from layerzero.comm.onlooker import look_on
 from layerzero.comm.run_names import own_connection
@@ -99,7 +101,8 @@ class Watchdog:
         """Register a collective that is about to be issued. Cheap: the thread does the rest."""
         self._issued.append(collective)
         if self._thread is None:
-            self._thread = look_on(self, _look, self._pause_s, "layerzero-watchdog")
+            prepare = functools.partial(_prepare_thread, self._device)
+            self._thread = look_on(self, _look, self._pause_s, "layerzero-watchdog", prepare)
 
     def look(self) -> None:
         """Check the collectives in flight once; called by the thread after each pause."""
@@ -174,6 +177,13 @@ class Watchdog:
                 )
                 break
         return CollectiveError(text)
+
+
+def _prepare_thread(device: torch.device) -> None:
+    """Make queries of the device's events harmless on this thread."""
+    # A new thread is on device 0, where a query would make a context, of some 500 MB.
+    torch.get_device_module(device).set_device(device)
+    ignore_captures_of_other_threads()
 
 
 def _look(watchdog: Watchdog) -> bool:

@@ -85,6 +85,13 @@ class Event:
         self.clock = clock
         self._host = host
 
+    def record(self, stream: Stream) -> None:
+        """Another place from now on; who waited already, waited for the one before."""
+        self.clock = dict(stream.clock)
+
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self)
+
     def synchronize(self) -> None:
         """The host waits."""
         _merge(self._host, self.clock)
@@ -109,8 +116,10 @@ class Stream:
         _merge(self.clock, self._host.clock)
         self.clock[self.id] += 1
 
-    def record_event(self) -> Event:
-        return Event(dict(self.clock), self._host.clock)
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event({}, self._host.clock)
+        event.record(self)
+        return event
 
     def wait_event(self, event: Event) -> None:
         _merge(self.clock, event.clock)
@@ -177,6 +186,9 @@ class SimulatedDevice(TorchDispatchMode):
     def is_available(self) -> bool:
         """For others than the engine who ask: torch's checkpoint does in builds for a device."""
         return False
+
+    def set_device(self, device: object) -> None:
+        """Of the thread; here no device but the model's is simulated."""
 
     def current_stream(self, device: object = None) -> Stream:
         """Of the model's device; without one of the current device, which is another."""

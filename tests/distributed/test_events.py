@@ -1,0 +1,58 @@
+"""In steady state a step records events again, and makes none."""
+
+from __future__ import annotations
+
+import gc
+from unittest import mock
+
+import pytest
+
+from layerzero import ZeRO3
+from layerzero.comm.events import EventPool, PooledEvent
+from layerzero.comm.watchdog import Watchdog
+from tests.distributed.test_streams import LAYERED, SETTINGS, accumulation, train, wrapped
+from tests.harness.ranks import run_ranks
+from tests.harness.simulated_device import Stream, simulated_device
+
+
+def plain(model: ZeRO3) -> None:
+    train(model, 1)
+
+
+def _made_and_recorded(settings: dict, use) -> tuple[int, int]:
+    """Events made and recorded by two steps, after three others."""
+    counts = {"made": 0, "recorded": 0}
+    record = EventPool.record
+
+    def counted(pool: EventPool, stream: Stream) -> PooledEvent:
+        counts["recorded"] += 1
+        counts["made"] += not pool._free
+        return record(pool, stream)
+
+    # The watchdog lets go of events about once a second, when its thread looks.
+    with mock.patch.object(Watchdog, "watch", lambda *_: None), simulated_device():
+        model = wrapped(**settings)
+        for _ in range(3):
+            use(model)
+        gc.disable()
+        try:
+            with mock.patch.object(EventPool, "record", counted):
+                use(model)
+                use(model)
+        finally:
+            gc.enable()
+    return counts["made"], counts["recorded"]
+
+
+@pytest.mark.parametrize("settings", ["default", "bfloat16", "deterministic"])
+def test_a_step_makes_no_events(settings: str) -> None:
+    for made, recorded in run_ranks(2, _made_and_recorded, SETTINGS[settings], plain):
+        assert recorded > 50
+        assert made == 0
+
+
+@pytest.mark.parametrize("settings", ["zero1", "replicate, bfloat16", "sums in shards"])
+def test_a_step_of_layers_makes_no_events(settings: str) -> None:
+    for made, recorded in run_ranks(4, _made_and_recorded, LAYERED[settings], accumulation):
+        assert recorded > 50
+        assert made == 0

@@ -1,0 +1,242 @@
+"""The watchdog's thread: its device, captures of other threads, errors of a look, events."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from layerzero.comm import cuda_driver, watchdog
+from layerzero.comm.collectives import Operation, Pending
+from layerzero.comm.events import EventPool
+from layerzero.comm.onlooker import look_on
+from layerzero.comm.watchdog import Watchdog
+from layerzero.core.groups import ShardGroup
+
+DEVICE = torch.device("cuda", 3)
+PAUSE_S = 0.002
+LIMIT_S = 10.0
+
+
+def wait_until(happened: Callable[..., bool], *args: object) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not happened(*args):
+        assert time.monotonic() < deadline
+        time.sleep(PAUSE_S)
+
+
+class Module:
+    """A device module: each thread begins on device 0."""
+
+    def __init__(self) -> None:
+        self._devices: dict[int, torch.device] = {}
+
+    def set_device(self, device: torch.device) -> None:
+        self._devices[threading.get_ident()] = device
+
+    def current_device(self) -> int:
+        return self._devices.get(threading.get_ident(), torch.device("cuda", 0)).index
+
+
+class Event:
+    """Keeps on which device it was queried, and which thread destroyed it."""
+
+    queried_on: list[int]
+    destroyed_by: list[str]
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def query(self) -> bool:
+        Event.queried_on.append(self._module.current_device())
+        return True
+
+    def __del__(self) -> None:
+        Event.destroyed_by.append(threading.current_thread().name)
+
+
+class Stream:
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self.num_made = 0
+
+    def record_event(self, event: Event | None) -> Event:
+        self.num_made += event is None
+        return event or Event(self._module)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
+    module = Module()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(watchdog, "_LONGEST_PAUSE_S", PAUSE_S)
+    Event.queried_on, Event.destroyed_by = [], []
+    return module
+
+
+def make_dog(record_event: Callable[[], Any]) -> Watchdog:
+    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=60))  # type: ignore[arg-type]
+    return Watchdog(group, DEVICE, record_event, lambda _: None, None)
+
+
+def is_idle(dog: Watchdog) -> bool:
+    return not dog._issued and not dog._in_flight
+
+
+def gather(dog: Watchdog) -> None:
+    pending = Pending(Operation("all-gather", "a", 1, dog), dog._group, 8)
+    dog.watch(pending)
+    pending.start(lambda: None)
+    pending.wait()
+
+
+def test_events_are_queried_on_the_models_device(module: Module) -> None:
+    dog = make_dog(functools.partial(EventPool().record, Stream(module)))
+    gather(dog)
+    wait_until(lambda: bool(Event.queried_on))
+    wait_until(is_idle, dog)
+    assert set(Event.queried_on) == {3}
+
+
+def test_the_thread_destroys_no_event_and_they_are_used_again(module: Module) -> None:
+    stream = Stream(module)
+    pool = EventPool()
+    dog = make_dog(functools.partial(pool.record, stream))
+    for _ in range(20):
+        gather(dog)
+        wait_until(is_idle, dog)
+    # The last reference may be gone a moment after the watchdog's list is empty.
+    assert stream.num_made <= 4
+    thread = dog._thread
+    assert thread is not None
+    del dog
+    gc.collect()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert Event.destroyed_by == []
+    del pool
+    gc.collect()
+    assert set(Event.destroyed_by) == {"MainThread"}
+
+
+def test_without_the_pool_the_thread_would_destroy_them(module: Module) -> None:
+    """What the test above would find."""
+    dog = make_dog(lambda: Event(module))
+    gather(dog)
+    wait_until(lambda: bool(Event.destroyed_by))
+    assert "layerzero-watchdog" in Event.destroyed_by
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.looks = 0
+
+
+def _fail_twice(owner: Owner) -> bool:
+    owner.looks += 1
+    if owner.looks < 3:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    return True
+
+
+def _has_looked_on(owner: Owner) -> bool:
+    return owner.looks > 4
+
+
+def test_an_error_of_a_look_is_logged_once_and_does_not_end_the_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    owner = Owner()
+    with caplog.at_level(logging.ERROR, logger="layerzero"):
+        thread = look_on(owner, _fail_twice, PAUSE_S, "layerzero-watchdog")
+        wait_until(_has_looked_on, owner)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "layerzero-watchdog could not look, and goes on: RuntimeError: operation not permitted "
+        "when stream is capturing"
+    )
+    del owner
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_nothing_is_looked_at_before_the_thread_is_prepared() -> None:
+    owner = Owner()
+    prepared: list[int] = []
+
+    def prepare() -> None:
+        prepared.append(0)
+        if len(prepared) < 3:
+            raise RuntimeError("invalid device ordinal")
+
+    def look(owner: Owner) -> bool:
+        owner.looks += 1
+        assert len(prepared) == 3
+        return owner.looks < 3
+
+    thread = look_on(owner, look, PAUSE_S, "layerzero-watchdog", prepare)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert (len(prepared), owner.looks) == (3, 3)
+
+
+# The CUDA driver ------------------------------------------------------------------------------
+
+
+class Driver:
+    """libcuda, as far as it is called."""
+
+    def __init__(self, answers: dict[int, int]) -> None:
+        self.modes: list[tuple[int, str]] = []
+        self._answers = answers
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.modes.append((mode._obj.value, threading.current_thread().name))
+        return 0
+
+    def cuEventQuery(self, event: int) -> int:
+        return self._answers[event]
+
+
+class CudaEvent:
+    def __init__(self, cuda_event: int) -> None:
+        self.cuda_event = cuda_event
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_the_thread_leaves_captures_of_others_alone(module: Module, monkeypatch) -> None:
+    driver = Driver({})
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    dog = make_dog(functools.partial(EventPool().record, Stream(module)))
+    gather(dog)
+    wait_until(lambda: bool(Event.queried_on))
+    gather(dog)
+    wait_until(is_idle, dog)
+    assert driver.modes == [(1, "layerzero-watchdog")]
+
+
+def test_cuda_events_are_queried_by_the_driver(monkeypatch) -> None:
+    driver = Driver({1: 0, 2: 600, 3: 700})
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    assert cuda_driver.is_done(CudaEvent(1))
+    assert not cuda_driver.is_done(CudaEvent(2))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        cuda_driver.is_done(CudaEvent(3))
+
+
+def test_a_driver_that_is_not_loaded_is_not_loaded_for_this() -> None:
+    assert cuda_driver._driver() is None or torch.cuda.is_available()
+    cuda_driver.ignore_captures_of_other_threads()
+    with pytest.raises(OSError, match="libz-that-nobody-loaded"):
+        ctypes.CDLL("libz-that-nobody-loaded.so", mode=cuda_driver.os.RTLD_NOLOAD)
