@@ -58,7 +58,7 @@ def _fail(reason: str, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="Look at, verify and convert checkpoints of layerzero, and folders or files of "
+        description="Inspect, verify and convert checkpoints of layerzero, and folders or files of "
         "safetensors from elsewhere. Needs no ranks and no model.",
         allow_abbrev=False,
     )
@@ -68,13 +68,15 @@ def _parser() -> argparse.ArgumentParser:
         "path",
         type=Path,
         metavar="PATH",
-        help="a checkpoint's folder, a folder of checkpoints (stands for its latest), a folder of "
+        help="a checkpoint's folder, a folder of checkpoints (means the latest one), a folder of "
         "safetensors, or one such file",
     )
 
-    one = commands.add_parser("inspect", parents=[path], help="what is in it", allow_abbrev=False)
+    one = commands.add_parser(
+        "inspect", parents=[path], help="show the contents", allow_abbrev=False
+    )
     one.add_argument("--tensors", action="store_true", help="also list every tensor")
-    one.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    one.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     one.set_defaults(run=_inspect)
 
     one = commands.add_parser(
@@ -83,21 +85,21 @@ def _parser() -> argparse.ArgumentParser:
         help="read every byte and compare it with the checksums; status 1 if any is damaged",
         allow_abbrev=False,
     )
-    one.add_argument("--all", action="store_true", help="every checkpoint of a folder of them")
+    one.add_argument("--all", action="store_true", help="verify every checkpoint in the folder")
     one.set_defaults(run=_verify)
 
     one = commands.add_parser(
         "convert",
         parents=[path],
-        help="write the weights as a folder of their own, for transformers and others",
+        help="write the weights to a separate folder, for transformers and others",
         description="Write the weights, verified while they are read, as OUT/model.safetensors, or "
-        "as several files and model.safetensors.index.json. OUT appears when it is complete. "
-        "Configuration and tokenizer of a model are not part of a checkpoint: add their files.",
+        "as several files and model.safetensors.index.json. OUT appears when it is complete. A "
+        "checkpoint does not contain a model's configuration and tokenizer: add their files.",
         allow_abbrev=False,
     )
-    one.add_argument("out", type=Path, metavar="OUT", help="the folder to make; must not exist")
+    one.add_argument("out", type=Path, metavar="OUT", help="folder to create; must not exist")
     one.add_argument(
-        "--dtype", choices=_DTYPES, help="of floating-point tensors (default: as saved)"
+        "--dtype", choices=_DTYPES, help="cast floating-point tensors to it (default: as saved)"
     )
     one.add_argument(
         "--max-file-size", type=_nbytes, default="5GB", metavar="SIZE", help="default: %(default)s"
@@ -107,10 +109,13 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["*"],
         metavar="NAME",
-        help="tensors to take, as shell patterns such as 'encoder.*' (default: all)",
+        help="tensors to convert, as shell patterns such as 'encoder.*' (default: all)",
     )
     one.add_argument(
-        "--strip-prefix", default="", metavar="PREFIX", help="left out of all names, as 'model.'"
+        "--strip-prefix",
+        default="",
+        metavar="PREFIX",
+        help="remove it from all names, e.g. 'model.'",
     )
     one.set_defaults(run=_convert)
     return parser
@@ -146,7 +151,7 @@ def _verify(options: argparse.Namespace) -> int:
         return _verify_one(_resolve(options.path))
     chosen = committed_steps(options.path).values()
     if not chosen:
-        raise _Refused(f"{options.path}: --all wants a folder of checkpoints (step-...)")
+        raise _Refused(f"{options.path}: --all needs a folder of checkpoints (step-...)")
     return max([_verify_one(path) for path in chosen])
 
 
@@ -173,7 +178,7 @@ def _verify_one(path: Path) -> int:
     if is_ours:
         for name in strangers(path):
             print(f"  not part of the checkpoint, never opened: {name}")
-    kind = "" if is_ours else "; of weights from elsewhere, sizes and headers alone can be compared"
+    kind = "" if is_ours else "; without checkpoint.json only sizes and headers can be checked"
     print(f"  OK: {count_text(num_files, 'file')}, {size_text(nbytes)}{kind}")
     return 0
 

@@ -110,7 +110,9 @@ class LoadPlanner:
             name, place = found
             plan.wanted.add(name)
             if place.entry.shape != entry.extent.shape:
-                misfits.append(f"{name} is {place.entry.shape}, in the model {entry.extent.shape}")
+                misfits.append(
+                    f"{name} is {place.entry.shape}, but {entry.extent.shape} in the model"
+                )
             else:
                 transfer = self._plan_read(MODEL, name, entry, MODEL)
                 plan.model_parts.append(ModelPart(target, transfer))
@@ -176,7 +178,7 @@ class LoadPlanner:
 
     def _name(self, parameter: nn.Parameter) -> str:
         found = self._names.of(parameter)
-        assert found is not None, "refused with the groups"
+        assert found is not None, "name_in_group raised for others"
         return found[0]
 
     def _saved_name(self, name: str, known: set[str]) -> str:
@@ -192,8 +194,8 @@ class LoadPlanner:
         entry = self._places.entry(OPTIMIZER, (name,), parameter, like, index)
         if shape != entry.extent.shape:
             raise CheckpointError(
-                f"{self._source.folder}: the optimizer's state {name} is {shape}, in the model "
-                f"{entry.extent.shape}"
+                f"{self._source.folder}: the optimizer state {name} has shape {shape}, but its "
+                f"parameter has {entry.extent.shape} in the model"
             )
         dtype = self._source.tensors[OPTIMIZER][name].entry.dtype
         main = self._source.tensors[MODEL].get(parameter_name)
@@ -218,7 +220,7 @@ class LoadPlanner:
     def _lacks(self, what: str) -> None:
         if self._strict:
             raise CheckpointError(
-                f"{self._source.folder}: holds no {what} state; leave out {what}= or pass "
+                f"{self._source.folder}: contains no {what} state; leave out {what}= or pass "
                 "strict=False"
             )
         self.plan.missing.append(f"the {what}'s state")

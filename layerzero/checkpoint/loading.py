@@ -86,12 +86,12 @@ def load(
     """
     check_progress(progress)
     if rename is not None and optimizer is not None:
-        raise ValueError("rename: expected no optimizer with it; only weights get other names")
+        raise ValueError("rename: cannot be combined with an optimizer; it renames weights only")
     roots = root_states_of(model, "load")
     together = checkpoint_group_of(roots[0], process_group)
     source = Source.from_bytes(
         together.from_first(
-            f"opening of {path}",
+            f"contents of {path}",
             lambda: open_source(Path(path), with_optimizer=optimizer is not None).to_bytes(),
         )
     )
@@ -106,11 +106,11 @@ def load(
             planner.match_optimizer(optimizer)
         if scheduler is not None:
             planner.match_scheduler()
-        told = {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": plan.nbytes}
-        return json.dumps(told).encode()
+        summary = {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": plan.nbytes}
+        return json.dumps(summary).encode()
 
-    told = [json.loads(answer) for answer in together.exchange("match", find)]
-    _settle(source, told, strict, together)
+    summaries = [json.loads(each) for each in together.exchange("names to load", find)]
+    _settle(source, summaries, strict, together)
     tallies: list[Tally] = []
 
     def read() -> bytes:
@@ -121,8 +121,8 @@ def load(
 
     shown = progress if together.is_first or callable(progress) else False
     with ProgressReport(shown, source.folder.name, plan.nbytes) as report:
-        most = max(each["nbytes"] for each in told)
-        packed = together.exchange(f"reading of {source.folder.name}", read, most)
+        most = max(each["nbytes"] for each in summaries)
+        packed = together.exchange(f"checksums read from {source.folder.name}", read, most)
     together.exchange("verification", lambda: _verify(source, plan, tallies, packed))
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.reshard()  # Unsharded parameters hold the old weights.
@@ -131,17 +131,17 @@ def load(
 
 
 def _settle(
-    source: Source, told: Sequence[dict[str, Any]], strict: bool, together: CheckpointGroup
+    source: Source, summaries: Sequence[dict[str, Any]], strict: bool, together: CheckpointGroup
 ) -> None:
     """Raise, or warn unless `strict`, about names missing on any rank or unexpected on all."""
-    missing = sorted({name for each in told for name in each["missing"]})
-    wanted = {name for each in told for name in each["wanted"]}
+    missing = sorted({name for each in summaries for name in each["missing"]})
+    wanted = {name for each in summaries for name in each["wanted"]}
     unexpected = [name for name in source.tensors[MODEL] if name not in wanted]
     if not missing and not unexpected:
         return
     text = (
-        f"{source.folder}: missing in the checkpoint: {some(missing)}; unexpected, since the model "
-        f"has none of that name: {some(unexpected)}"
+        f"{source.folder}: missing in the checkpoint: {some(missing)}; unexpected, because the "
+        f"model has no such name: {some(unexpected)}"
     )
     if strict:
         raise CheckpointError(text + ". To load what fits, pass strict=False")
@@ -172,13 +172,13 @@ def _verify(
         where = f"{source.folder / place.file}: {name}"
         if nbytes != place.entry.nbytes:
             raise CheckpointError(
-                f"{where}: ranks read {nbytes} of {place.entry.nbytes} bytes; the model's ranks do "
-                "not cover it, or overlap"
+                f"{where}: ranks read {nbytes} of {place.entry.nbytes} bytes; the shards of the "
+                "model's ranks leave a gap, or overlap"
             )
         if place.crc is not None and crc != place.crc:
             raise CheckpointError(
-                f"{where}: damaged: the CRC-32 of its bytes is {crc:08x}, it was written with "
-                f"{place.crc:08x}. Load an earlier checkpoint of the folder"
+                f"{where}: damaged: the CRC-32 of its bytes is {crc:08x}, but {place.crc:08x} when "
+                "it was written. Load an earlier checkpoint of the folder"
             )
     return b""
 

@@ -54,7 +54,7 @@ class SaveHandle:
             work()
         except BaseException as error:
             self._error = error
-            _logger.error("the save of %s in the background failed: %s", self.path, error)
+            _logger.error("the background save of %s failed: %s", self.path, error)
 
     def start(self, work: Callable[[], None]) -> None:
         """Run `work` in a thread."""

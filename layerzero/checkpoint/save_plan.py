@@ -69,7 +69,7 @@ class Content:
         self.scheduler = (
             None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state")
         )
-        told = {
+        message = {
             "arguments": arguments,
             "groups": hashlib.sha256(json.dumps(self.groups).encode()).hexdigest(),
             "scalar_keys": parts.scalar_keys,
@@ -82,7 +82,7 @@ class Content:
             "nbytes": sum(entry.tensor.nbytes for entry in self.entries),
             "entries": announce(self.entries).decode(),
         }
-        return json.dumps(told, separators=(",", ":")).encode()
+        return json.dumps(message, separators=(",", ":")).encode()
 
 
 class SavePlan:
@@ -98,25 +98,25 @@ class SavePlan:
         together: CheckpointGroup,
         max_file_nbytes: int,
     ) -> None:
-        told = [json.loads(answer) for answer in answers]
-        _check_same("root, step and keep", [each["arguments"] for each in told])
+        messages = [json.loads(answer) for answer in answers]
+        _check_same("root, step and keep", [each["arguments"] for each in messages])
         self._rank = together.rank
-        announced, self._writers = merge([each["entries"].encode() for each in told])
-        self.nbytes_moved: int = max(each["nbytes"] for each in told)
-        extras = [each["extra"] for each in told]
+        announced, self._writers = merge([each["entries"].encode() for each in messages])
+        self.nbytes_moved: int = max(each["nbytes"] for each in messages)
+        extras = [each["extra"] for each in messages]
         self._aliases = {a: each.name for each in announced for a in each.aliases}
         self._extras = extras[:1] if all(each == extras[0] for each in extras) else extras
-        self._values = {name: v for each in told for name, v in each["values"].items()}
-        self._scalar_keys = sorted({key for each in told for key in each["scalar_keys"]})
-        self._extra_states = {n: v for each in told for n, v in each["extra_states"].items()}
+        self._values = {name: v for each in messages for name, v in each["values"].items()}
+        self._scalar_keys = sorted({key for each in messages for key in each["scalar_keys"]})
+        self._extra_states = {n: v for each in messages for n, v in each["extra_states"].items()}
         self._scheduler = content.scheduler
         self._groups = content.groups
-        if any(each["groups"] != told[0]["groups"] for each in told):
+        if any(each["groups"] != messages[0]["groups"] for each in messages):
             everyone = together.exchange("groups", lambda: json.dumps(content.groups).encode())
             self._groups = _merge_groups([json.loads(each) for each in everyone])
         kinds = [MODEL] if self._groups is None else [MODEL, OPTIMIZER]
         self.files = [plan_files(kind, announced, max_file_nbytes) for kind in kinds]
-        self._world_size = len(told)
+        self._world_size = len(messages)
         self._places = {
             (plan.kind, name): (file.name, entry)
             for plan in self.files
@@ -155,8 +155,8 @@ class SavePlan:
                     nbytes, crc = sums.get((self._numbers[plan.kind, name], 0), (0, 0))
                     if nbytes != entry.nbytes:
                         raise CheckpointError(
-                            f"{name}: of {entry.nbytes} bytes, ranks wrote {nbytes}; "
-                            "they disagree about who has what"
+                            f"{name}: ranks wrote {nbytes} of {entry.nbytes} bytes; their shards "
+                            "leave a gap, or overlap"
                         )
                     own[name] = crc
                     parts.append(crc)
@@ -188,7 +188,7 @@ def _check_same(what: str, values: Sequence[Any]) -> None:
 def _merge_groups(everyone: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
     """Merge the groups of ranks with different parameters, by index and options."""
     if any(groups is None for groups in everyone):
-        raise CheckpointError("some ranks gave an optimizer and some did not")
+        raise CheckpointError("some ranks passed an optimizer and some did not")
     merged: dict[str, dict[str, Any]] = {}
     for groups in everyone:
         for number, group in enumerate(groups or ()):

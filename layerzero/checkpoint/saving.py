@@ -91,7 +91,7 @@ def save(
     if keep is not None and keep < 1:
         raise ValueError(f"keep: expected at least 1 checkpoint or None, got {keep}")
     if step is not None and (not isinstance(step, int) or step < 0):
-        raise ValueError(f"step: expected a number of 0 or more, or None, got {step!r}")
+        raise ValueError(f"step: expected an int of 0 or more, or None, got {step!r}")
     max_file_nbytes = parse_nbytes(max_file_size)
     check_progress(progress)
     state = root_state_of(model, "save")
@@ -99,7 +99,7 @@ def save(
 
     content = Content()
     answers = together.exchange(
-        f"announcement for {path}",
+        f"names to save to {path}",
         lambda: content.collect(model, optimizer, scheduler, extra, [str(path), step, keep]),
     )
     plan = SavePlan(answers, content, together, max_file_nbytes)
@@ -187,7 +187,7 @@ class _Work:
         try:
             with self.report:
                 packed = self.together.exchange(
-                    f"writing of {self.partial.name}",
+                    f"checksums written to {self.partial.name}",
                     lambda: pack_tallies(write_ranges(self.partial, self.transfers, self.report)),
                     self.plan.nbytes_moved,
                 )

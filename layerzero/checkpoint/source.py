@@ -67,7 +67,9 @@ class Source:
             if new is None:
                 continue
             if new in places:
-                raise CheckpointError(f"{self.folder}: {old!r} would be the second {new!r}")
+                raise CheckpointError(
+                    f"{self.folder}: rename maps {old!r} to {new!r}, which is taken already"
+                )
             places[new] = place
         renames = {alias: (rename(alias), rename(name)) for alias, name in self.aliases.items()}
         aliases = {alias: name for alias, name in renames.values() if alias and name}
@@ -120,7 +122,7 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
         tensors, _ = _tensors_of(path, names, manifest)
         if tensors.keys() != manifest.tensors[kind].keys():
             raise CheckpointError(
-                f"{path}: the files of the {kind} hold other tensors than {MANIFEST} says"
+                f"{path}: the tensors in the files of the {kind} differ from those in {MANIFEST}"
             )
         by_kind[kind] = {
             name: Location(p.file, p.entry, manifest.tensors[kind][name])
@@ -145,7 +147,8 @@ def foreign_files(folder: Path) -> list[str]:
     """
     if is_unfinished(folder):
         raise CheckpointError(
-            f"{folder}: has no {MANIFEST}: its save did not end, or its removal did; give another"
+            f"{folder}: has no {MANIFEST}: its save or its removal was interrupted; load another "
+            "one"
         )
     index = folder / index_name(MODEL)
     if index.exists():
@@ -165,8 +168,8 @@ def check_crc(where: object, crc: int, written: int | None) -> None:
     """Raise CheckpointError if a CRC differs from `written`; None: unknown, so nothing to check."""
     if written is not None and crc != written:
         raise CheckpointError(
-            f"{where}: damaged: the CRC-32 of its bytes is {crc:08x}, it was written with "
-            f"{written:08x}"
+            f"{where}: damaged: the CRC-32 of its bytes is {crc:08x}, but {written:08x} when it "
+            "was written"
         )
 
 
@@ -176,7 +179,9 @@ def check_size(path: Path, record: FileRecord) -> None:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
     if nbytes != record.nbytes:
-        raise CheckpointError(f"{path}: damaged: {nbytes} bytes, written with {record.nbytes}")
+        raise CheckpointError(
+            f"{path}: damaged: it has {nbytes} bytes, but {record.nbytes} were written"
+        )
 
 
 def _tensors_of(
@@ -194,7 +199,7 @@ def _tensors_of(
         for tensor, entry in found.items():
             if tensor in tensors:
                 raise CheckpointError(
-                    f"{path}: has {tensor!r}, which {tensors[tensor].file} has too"
+                    f"{path}: contains {tensor!r}, which {tensors[tensor].file} contains too"
                 )
             tensors[tensor] = Location(name, entry, None)
         metadata |= metadata_of(head)
@@ -214,7 +219,7 @@ def check_head(path: Path, head: bytes, found: dict[str, TensorEntry], manifest:
     parts = [crc32(head), *(crcs.get(name, 0) for name in found)]
     sizes = [len(head), *(entry.nbytes for entry in found.values())]
     if strangers or combine(parts, sizes) != manifest.files[path.name].crc32:
-        raise CheckpointError(f"{path}: damaged: its header is not what was written")
+        raise CheckpointError(f"{path}: damaged: its header differs from what was written")
 
 
 def read_head(path: Path, is_ours: bool) -> tuple[bytes, dict[str, TensorEntry]]:

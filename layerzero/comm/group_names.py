@@ -34,7 +34,7 @@ def agree_on_group_names(groups: Sequence[ShardGroup], device: torch.device) -> 
     number = torch.tensor([_num_known_groups()], device=device)
     for group in groups:
         if group.size > 1:
-            operation = Operation("agreement", "the number of process groups", 0)
+            operation = Operation("exchange", "the number of process groups", 0)
             number = gather_small(number, group, operation).max().view(1)
     for _ in range(int(number) - _num_known_groups()):
         new_group([dist.get_rank()], "gloo", description="layerzero: counts only")

@@ -65,5 +65,5 @@ def number_model(
 def _agree_on_run(group: ShardGroup, device: torch.device) -> str:
     # Not from torch's generator: that would change the user's random numbers.
     own = torch.tensor([secrets.randbits(62)], device=device)
-    numbers = gather_small(own, group, Operation("agreement", "the name of this run", 0))
+    numbers = gather_small(own, group, Operation("exchange", "the name of this run", 0))
     return f"{numbers.max().item():x}"

@@ -45,5 +45,5 @@ def gather_texts(
 def _gather(values: torch.Tensor, groups: Sequence[ShardGroup], what: str) -> torch.Tensor:
     for group in groups:
         if group.size > 1:
-            values = gather_small(values, group, Operation("agreement", what, 0))
+            values = gather_small(values, group, Operation("exchange", what, 0))
     return values

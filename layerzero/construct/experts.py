@@ -172,7 +172,7 @@ def check_experts(
     own = [dist.get_rank(), *(number for block in blocks for number in block)]
     values = torch.tensor(own, dtype=torch.int64, device=device)
     for group in placement.groups:
-        values = gather_small(values, group, Operation("agreement", "experts", 0))
+        values = gather_small(values, group, Operation("exchange", "experts", 0))
     groups_of_block: dict[int, set[int]] = {}
     blocks_of_group: dict[int, dict[int, set[int]]] = {}
     for rank, *numbers in values.view(-1, len(own)).tolist():

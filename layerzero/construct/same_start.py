@@ -24,8 +24,8 @@ from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
 from layerzero.core.tensor_parallel import local_of
 
-_PARAMETERS = Operation("agreement", "parameters of ranks", 0)
-_VALUES = Operation("agreement", "initial values", 0)
+_PARAMETERS = Operation("exchange", "parameters of ranks", 0)
+_VALUES = Operation("exchange", "initial values", 0)
 
 # Names and sizes ----------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ def _check_agreement(
     values = torch.tensor(own, device=device)
     for axis in axes:
         if axis.size > 1:
-            values = gather_small(values, axis, Operation("agreement", "zero3_size and outer", 0))
+            values = gather_small(values, axis, Operation("exchange", "zero3_size and outer", 0))
     every = values.view(-1, len(own)).tolist()
     if any(other[:2] != every[0][:2] for other in every):
         listed = "; ".join(f"zero3_size={size}, outer={_OUTER[mode]!r}" for size, mode, *_ in every)

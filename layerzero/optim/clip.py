@@ -57,8 +57,8 @@ def refuse_used(root: RootState) -> None:
     """
     if root.reducer.on_delivered is not None:
         raise RuntimeError(
-            "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients; "
-            "call step_in_backward(None), clip, and call optimizer.step()"
+            "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients already; "
+            "call step_in_backward(None), clip after backward, then call optimizer.step()"
         )
 
 
@@ -82,8 +82,8 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
     norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
     if any(isinstance(parameter.grad, DTensor) for parameter in of.replicated):
         raise NotImplementedError(
-            "clip_grad_norm_: an ignored parameter is a DTensor with a gradient, whose part in the "
-            "norm is not known; do not ignore it, or set its .grad aside and scale it yourself"
+            "clip_grad_norm_: an ignored parameter is a DTensor with a gradient, whose share of "
+            "the norm is unknown; do not ignore it, or remove its .grad and scale it yourself"
         )
     # From all parameters, not only those with a gradient here: the same on every rank.
     dtype = torch.float32

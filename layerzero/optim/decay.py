@@ -60,8 +60,8 @@ def decay_groups(
             raise TypeError(f"no_decay: expected names and classes of modules, got {rule!r}")
         if not found:
             raise ValueError(
-                f"no_decay: {rule if isinstance(rule, str) else rule.__name__!r} fits no parameter "
-                f"of {type(model).__name__}; names are those of named_parameters()"
+                f"no_decay: {rule if isinstance(rule, str) else rule.__name__!r} matches no "
+                f"parameter of {type(model).__name__}; use names of named_parameters()"
             )
         spared |= found
     decayed: list[nn.Parameter] = []

@@ -37,9 +37,10 @@ def replace_in_optimizers(built: Sequence[Unit]) -> None:
             first = sharded_params[id(held[0])][0]
             warn_once(
                 f"an optimizer was built before wrapping: {first}",
-                f"an optimizer ({type(optimizer).__name__}) was built before wrapping, and has "
-                f"state for {len(held)} parameters that no longer belong to the model, {first!r} "
-                "first: it trains nothing; build it from the wrapped model's parameters()",
+                f"an optimizer ({type(optimizer).__name__}) was built before wrapping and has "
+                f"state for {len(held)} parameters that no longer belong to the model, such as "
+                f"{first!r}: it updates nothing; build it again from the wrapped model's "
+                "parameters()",
                 is_first=_is_first(built),
                 stacklevel=3,
             )

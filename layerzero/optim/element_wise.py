@@ -48,19 +48,19 @@ _USES: list[tuple[str, str]] = [
     (r"(?i)lamb$|lars|^larc$|novograd|fromage|^nero$", "the norm of a parameter"),
     (r"(?i)prodigy|dadapt|^mechanic|^dog$|^ldog$", "a step size from sums over all elements"),
     (r"(?i)^stableadamw|^adamp$|^sgdp$|^adai|mini$|^aida$", "norms or means over a parameter"),
-    (r"(?i)^ranger", "the mean over rows of a gradient, which a piece has not"),
+    (r"(?i)^ranger", "the mean over rows of a gradient, which a shard lacks"),
     (
         r"(?i)(8|4)bit|fp8$",
-        "blocks of neighbours to quantize its state, which pieces cut otherwise",
+        "blocks of neighbouring elements to quantize its state, which shards cut elsewhere",
     ),
 ]
 """Patterns of class names, and what these optimizers use that a sharded parameter lacks."""
 
 _REFUSED: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.LBFGS: "expects the gradient and curvature of all parameters together, and calls "
-    "its closure, which is collective, until they are small: not as often on each rank",
-    torch.optim.Adafactor: "expects whole parameters for its rows, columns and norms, and fails on "
-    "the rank whose piece has no element",
+    torch.optim.LBFGS: "needs the gradients of all parameters together, and calls its collective "
+    "closure until they are small, so ranks would call it different numbers of times",
+    torch.optim.Adafactor: "needs whole parameters for its rows, columns and norms, and fails on "
+    "a rank whose shard has no element",
 }
 """Optimizers with which ranks would take different paths, and the reason, for the message."""
 
@@ -110,7 +110,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     for cls, why in _REFUSED.items():
         if isinstance(optimizer, cls) and sharded_params.are_parts:
             raise NotImplementedError(
-                f"{cls.__name__} {why}, got this rank's pieces of a sharded model. {_INSTEAD}; or "
+                f"{cls.__name__} {why}. It was given this rank's shards of a model. {_INSTEAD}; or "
                 "leave the model unsharded (DistributedDataParallel)"
             )
     if not is_narrowed(optimizer):
@@ -123,8 +123,8 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             name = type(each).__name__
             warn_once(
                 f"not element-wise: {name}",
-                f"{name} perturbs weights by the norm of all gradients, and gets this rank's "
-                "pieces: take the norm over all ranks, layerzero.global_norm(model), in its place",
+                f"{name} perturbs weights by the norm of all gradients, but was given this rank's "
+                "shards only: use the norm over all ranks, layerzero.global_norm(model), instead",
                 is_first=sharded_params.owner.issues_warnings,
                 stacklevel=5,
             )
@@ -133,13 +133,13 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     if uses is None and sharded_params.owner.issues_warnings and not _is_known(type(optimizer)):
         ndim = 2 if sharded_params.ndim > 1 else 1
         if differs_on_parts(optimizer, ndim, 2 if sharded_params.are_parts else 1):
-            uses = "more than one element at a time (a step on stand-ins shows it)"
+            uses = "more than one element at a time (shown by a step on stand-in parameters)"
     if uses is not None:
         name = type(optimizer).__name__
         warn_once(
             f"not element-wise: {name}",
-            f"{name} uses {uses}: over the pieces of a sharded model, each 1-D and a part, it "
-            f"trains otherwise than over whole parameters. {_INSTEAD}",
+            f"{name} uses {uses}: with shards, which are 1-D parts, it trains differently than "
+            f"with whole parameters. {_INSTEAD}",
             is_first=sharded_params.owner.issues_warnings,
             stacklevel=5,
         )
@@ -172,9 +172,10 @@ def _warn_of_decay(optimizer: torch.optim.Optimizer, sharded_params: _ShardedPar
     warn_once(
         f"decay groups: {name}",
         f"{name}: all parameters are in the group with weight_decay={held.pop()}, and the one "
-        f"with weight_decay={empty.pop()} is empty. Pieces of a sharded model are 1-D, so "
-        "parameter.ndim tells no matrix from a vector: use layerzero.optim.decay_groups(model, "
-        f"weight_decay={decay}), or len(parameter.layerzero.shape)",
+        f"with weight_decay={empty.pop()} is empty. Sharded parameters are 1-D, so "
+        "parameter.ndim cannot distinguish matrices from vectors: use "
+        f"layerzero.optim.decay_groups(model, weight_decay={decay}), or "
+        "len(parameter.layerzero.shape)",
         is_first=sharded_params.owner.issues_warnings,
         stacklevel=6,
     )

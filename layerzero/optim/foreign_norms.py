@@ -45,9 +45,9 @@ def _looking(
                 setattr(module, name, former)
                 warn_once(
                     caller,
-                    f"torch.nn.utils.{caller} was given pieces of a sharded model: its norm is "
-                    f"that of this rank's part, another one on each rank. Use {instead}, which is "
-                    "the same on all ranks; every rank calls it",
+                    f"torch.nn.utils.{caller} was given sharded parameters: its norm is that of "
+                    f"this rank's shards, and differs between ranks. Use {instead}, which is the "
+                    "same on all ranks; call it on every rank",
                     is_first=owner.issues_warnings,
                     stacklevel=4,
                 )

@@ -75,12 +75,12 @@ def global_norm(
         if isinstance(tensor, DTensor):
             raise NotImplementedError(
                 "global_norm: got a DTensor that is not sharded by ZeRO3; take the norm of its "
-                "full_tensor(), or wrap the module that has it"
+                "full_tensor(), or wrap the module that owns it"
             )
         if owner is not None and tensor.shape != parameter.shape:
             raise ValueError(
-                f"global_norm: expected a tensor like the piece of {_name(parameter)}, shape "
-                f"{tuple(parameter.shape)}, got {tuple(tensor.shape)}"
+                f"global_norm: expected a tensor like this rank's shard of {_name(parameter)}, "
+                f"shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
             )
         dtype = torch.promote_types(dtype, tensor.dtype)
         if tensor.numel():
@@ -111,21 +111,21 @@ def _entries(
     """Each tensor with the parameter it is sharded like."""
     if isinstance(tensors_or_model, nn.Module):
         if like is not None:
-            raise ValueError("global_norm: like goes with tensors, got a module")
+            raise ValueError("global_norm: like= needs tensors as first argument, got a module")
         return [(parameter, parameter.grad) for parameter in tensors_or_model.parameters()]
     if isinstance(tensors_or_model, torch.Tensor):
         tensors_or_model = [tensors_or_model]
     tensors = list(tensors_or_model)
     if not tensors:
         raise ValueError(
-            "global_norm: expected tensors, got none; give the same ones on every rank, those "
-            "without elements too, or the model"
+            "global_norm: expected tensors, got none; pass the same ones on every rank, empty ones "
+            "included, or the model"
         )
     if like is not None:
         parameters = [like] if isinstance(like, nn.Parameter) else list(like)
         if len(parameters) != len(tensors):
             raise ValueError(
-                f"global_norm: expected one parameter in like for each tensor, got "
+                f"global_norm: expected one parameter in like= for each tensor, got "
                 f"{len(parameters)} for {len(tensors)}"
             )
         return [*zip(parameters, tensors, strict=True)]
@@ -147,8 +147,8 @@ def _parameter_of(tensor: torch.Tensor, of_gradient: dict[int, nn.Parameter]) ->
     if id(tensor) not in of_gradient:
         raise ValueError(
             f"global_norm: a tensor of shape {tuple(tensor.shape)} is neither a parameter nor the "
-            ".grad of a sharded one, so it may be a part or a copy; pass like=[parameter, ...], "
-            "with the parameter that each tensor belongs to"
+            ".grad of a sharded parameter, so it may be sharded or whole; pass "
+            "like=[parameter, ...] with the parameter that each tensor belongs to"
         )
     return of_gradient[id(tensor)]
 

@@ -25,7 +25,7 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
     names = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _NAMES]
     if names:
         raise TypeError(
-            f"{names[0]} was given parameters of a ZeRO3 module: it would send this rank's pieces "
-            "to other ranks, which have other pieces. The optimizer is split over ranks already: "
-            "give the parameters to the optimizer inside it, such as torch.optim.AdamW"
+            f"{names[0]} was given parameters of a ZeRO3 module: it would overwrite other ranks' "
+            "shards with this rank's. ZeRO3 splits the optimizer state over ranks already: pass "
+            "the parameters to an ordinary optimizer such as torch.optim.AdamW"
         )

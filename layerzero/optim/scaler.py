@@ -120,8 +120,8 @@ def _warn_about_torchs(optimizer: torch.optim.Optimizer) -> None:
             if caller.is_enabled() and not isinstance(caller, GradScaler):
                 warn_once(
                     "torch.amp.GradScaler",
-                    "torch.amp.GradScaler steps an optimizer of sharded parameters: it sees this "
-                    "rank's pieces alone, so after an overflow some ranks skip the step and others "
-                    "do not, and the scales differ from then on; use layerzero.GradScaler",
+                    "torch.amp.GradScaler is used with sharded parameters: it checks this rank's "
+                    "shards only, so after an overflow some ranks skip the step and others do not, "
+                    "and their scales differ from then on; use layerzero.GradScaler",
                 )
             return

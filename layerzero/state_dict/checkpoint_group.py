@@ -135,7 +135,7 @@ class CheckpointGroup:
 
     def _operation(self, what: str) -> Operation:
         self._num_operations += 1
-        return Operation("checkpoint", what, self._num_operations)
+        return Operation("exchange", what, self._num_operations)
 
 
 def describe(error: Exception) -> str:

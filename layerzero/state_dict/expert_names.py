@@ -46,11 +46,10 @@ def name_members(module: nn.Module, numbers: Numbers) -> None:
 
 def _refuse_torch() -> NoReturn:
     raise NotImplementedError(
-        "torch.distributed.checkpoint.state_dict: experts have other numbers among all ranks than "
-        "the modules of this rank, whose names torch would give their optimizer state, so that one "
-        "rank's would take the place of another's; use get_model_state_dict, "
-        "get_optimizer_state_dict and so on of layerzero.checkpoint: what they return goes into "
-        "torch.distributed.checkpoint"
+        "torch.distributed.checkpoint.state_dict uses module names, but the experts in this list "
+        "have local names, which are the same on ranks with other experts: one rank's state would "
+        "replace another's; use get_model_state_dict, get_optimizer_state_dict and so on of "
+        "layerzero.checkpoint, whose results torch.distributed.checkpoint can save"
     )
 
 

@@ -40,8 +40,8 @@ def root_of(shard: Shard) -> RootState:
     unit = None if sharded_param is None else unit_of(sharded_param)
     if unit is None:
         raise ValueError(
-            f"{shard}: its model is not known here: it came out of a file, or the model is gone. "
-            "Load it into a model first"
+            f"{shard} belongs to no model in this process: it was read from a file, or its model "
+            "was deleted. Load it into a model first"
         )
     return root_of_unit(unit)
 
@@ -103,9 +103,10 @@ def _agree(
             other, expected = first.setdefault(name, (rank, found))
             if found != expected:
                 raise CheckpointError(
-                    f"state dict: ranks have different entries for {name!r} and what is sharded "
-                    f"with it: {_count(expected)} on rank {other}, {_count(found)} on rank {rank}; "
-                    "take the state dict of the same models and optimizers on all of them"
+                    f"state dict: the number of entries for {name!r} and the parameters sharded "
+                    f"with it differs between ranks: {_count(expected)} on rank {other}, "
+                    f"{_count(found)} on rank {rank}; pass the state dict of the same models and "
+                    "optimizers on every rank"
                 )
 
 

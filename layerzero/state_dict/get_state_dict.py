@@ -43,10 +43,12 @@ class _Choice:
         """From our arguments, or from torch's `StateDictOptions`, with torch's meaning."""
         if options is None:
             if rank0_only and not full:
-                raise ValueError("rank0_only: expected full=True with it; shards are on every rank")
+                raise ValueError("rank0_only needs full=True: shards are on every rank")
             return cls(full, cpu_offload, rank0_only)
         if full or cpu_offload or rank0_only:
-            raise ValueError("options: expected either it or the arguments that say the same")
+            raise ValueError(
+                "options: expected either options or full, cpu_offload and rank0_only, got both"
+            )
         if options.flatten_optimizer_state_dict:
             raise NotImplementedError("options: flatten_optimizer_state_dict is not supported")
         full, offload = options.full_state_dict, options.cpu_offload
@@ -168,10 +170,10 @@ def get_optimizer_state_dict(
             refuse_experts(root, "rank0_only")
     together = checkpoint_group_of(roots[0], None)
     keeps = not choice.rank0_only or together.is_first
-    told = together.exchange("optimizer state", lambda: _message(states, names))
+    messages = together.exchange("optimizer state", lambda: _message(states, names))
     everything: StateDict = {}
     own_names = {name for _, found in names.parameters for name in found}
-    for each in told:
+    for each in messages:
         for name, own in json.loads(each).items():
             if name in own_names:  # Otherwise an expert of other ranks.
                 everything.setdefault(name, {}).update(own)
@@ -181,7 +183,7 @@ def get_optimizer_state_dict(
 
 def _name(names: Names, parameter: nn.Parameter) -> str:
     found = names.of(parameter)
-    assert found is not None, "refused with the groups"
+    assert found is not None, "name_in_group raised for others"
     return found[0]
 
 
@@ -192,10 +194,10 @@ def _is_shard(parameter: nn.Parameter, value: Any) -> bool:
 
 def _message(states: _States, names: Names) -> bytes:
     """This rank's message: for parameters it announces, values, and dtypes of tensors to gather."""
-    told: StateDict = {}
+    message: StateDict = {}
     for parameter, state in states.items():
         name = _name(names, parameter)
-        own = told.setdefault(name, {})
+        own = message.setdefault(name, {})
         for key, value in state.items():
             if not names.announces(parameter):
                 continue
@@ -203,7 +205,7 @@ def _message(states: _States, names: Names) -> bytes:
                 own[key] = ["gathered", dtype_name(value.dtype, f"{name}: {key}")]
             else:
                 own[key] = ["value", encode(value, f"optimizer state {key!r} of {name}")]
-    return json.dumps(told).encode()
+    return json.dumps(message).encode()
 
 
 def _gather_states(
@@ -242,11 +244,11 @@ def _source_of_state(
     handle: FlatParamHandle, names: Names, states: _States, everything: StateDict, key: str
 ) -> FlatSource | None:
     """State `key` of a handle's parameters as a flat tensor; None if no parameter has it."""
-    told = [everything.get(_name(names, p), {}).get(key) for p in handle.sharded_params]
-    present = [index for index, how in enumerate(told) if how and how[0] == "gathered"]
+    entries = [everything.get(_name(names, p), {}).get(key) for p in handle.sharded_params]
+    present = [index for index, how in enumerate(entries) if how and how[0] == "gathered"]
     if not present:
         return None
-    dtype = DTYPES[told[present[0]][1]]
+    dtype = DTYPES[entries[present[0]][1]]
 
     def shard() -> torch.Tensor:
         flat = torch.zeros_like(handle.main_shard, dtype=dtype)

@@ -78,7 +78,7 @@ def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Un
         if now is not sharded_param and not any(now is unsharded for unsharded in shown):
             raise RuntimeError(
                 f"state_dict: parameter {_info_of(sharded_param).fqn!r} was replaced or removed "
-                "after wrapping: what is in its place is not sharded; copy values into the "
+                "after wrapping, and its replacement is not sharded; copy values into the "
                 "parameter inside summon_full_params(), or call layerzero.rewrap(model) on every "
                 "rank"
             )
@@ -163,17 +163,18 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
     if isinstance(value, DTensor):
         if info.tensor_parallel is None:
             raise ValueError(
-                "the entry is a DTensor, and the parameter none: load its full_tensor(), or let "
-                "torch.distributed.checkpoint load it"
+                "the entry is a DTensor, but the parameter is not: load the entry's full_tensor(), "
+                "or load through torch.distributed.checkpoint"
             )
         local = info.tensor_parallel.localize(value.detach(), info.fqn)
         return local.reshape(-1)[start:stop]
     if isinstance(value, ParameterShard):
         if (value.extent, value.range) != (extent, (start, stop)):
             raise ValueError(
-                f"the entry is elements {value.range} of shape {tuple(value.shape)}, this rank has "
-                f"{(start, stop)} of {extent.shape}: it was sharded otherwise; load full tensors, "
-                "or a checkpoint of layerzero.checkpoint or torch.distributed.checkpoint"
+                f"the entry is a shard of elements {value.range} of shape {tuple(value.shape)}, "
+                f"but this rank needs elements {(start, stop)} of shape {extent.shape}: it was "
+                "saved with another sharding; load full tensors, or a checkpoint of "
+                "layerzero.checkpoint or torch.distributed.checkpoint"
             )
         return value.local
     if tuple(value.shape) == extent.shape:
@@ -183,6 +184,6 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
     if value.shape == sharded_param.shape:
         return value
     raise ValueError(
-        f"size mismatch: the entry has shape {tuple(value.shape)}, the parameter {extent.shape}, "
-        f"of which this rank has a piece of {tuple(sharded_param.shape)}"
+        f"size mismatch: the entry has shape {tuple(value.shape)}, the parameter {extent.shape} "
+        f"and this rank's shard {tuple(sharded_param.shape)}"
     )

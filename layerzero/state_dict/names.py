@@ -112,7 +112,7 @@ def name_in_group(names: Names, parameter: torch.Tensor, number: int) -> str:
     if found is None:
         raise CheckpointError(
             f"the optimizer's group {number} has a parameter of shape {tuple(parameter.shape)} "
-            "that is not the model's: build the optimizer from the wrapped model's parameters(), "
-            "or make the parameter part of the model"
+            "that does not belong to the model: build the optimizer from the wrapped model's "
+            "parameters(), or make the parameter part of the model"
         )
     return found[0]

@@ -111,9 +111,9 @@ def refuse_other_class(
             missing = sorted(made - keys)
             if (unknown and missing) or (has_other_options and (unknown or missing)):
                 raise CheckpointError(
-                    f"optimizer state of {name_of(parameter)} is {some(sorted(keys))}; "
-                    f"{type(optimizer).__name__} keeps {some(sorted(made))}: it is the state of "
-                    "another optimizer class. Make an optimizer of that class, or load the "
+                    f"the optimizer state of {name_of(parameter)} has {some(sorted(keys))}, but "
+                    f"{type(optimizer).__name__} keeps {some(sorted(made))}: it was saved by "
+                    "another optimizer class. Use an optimizer of that class, or load the "
                     "weights alone"
                 )
 
@@ -190,15 +190,15 @@ def options_of_groups(
         lost = [name for name in names if name not in number_of]
         if lost and strict:
             raise CheckpointError(
-                f"{where}: the optimizer's group {number} has parameters that the saved one had "
-                f"not: {some(lost)}. To load what fits, pass strict=False"
+                f"{where}: the optimizer's group {number} has parameters that the saved "
+                f"optimizer lacked: {some(lost)}. To load what fits, pass strict=False"
             )
         found = sorted({number_of[name] for name in names if name in number_of})
         options = [saved[each][0] for each in found]
         if any(other != options[0] for other in options):
             raise CheckpointError(
                 f"{where}: the optimizer's group {number} mixes parameters of saved groups "
-                f"{found}, whose options differ; build the groups as they were"
+                f"{found}, whose options differ; build the same groups as in the saved run"
             )
         result.append(options[0] if options else {})
     return result

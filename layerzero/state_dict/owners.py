@@ -40,7 +40,8 @@ def refuse_other_name(sharded_param: nn.Parameter, key: str) -> None:
         return
     if any(handle.placement.data_parallel is not None for handle in unit.handles):
         raise NotImplementedError(
-            f"{key}: on this rank it is of {info.fqn}, and on ranks with other experts of another; "
-            "use layerzero.checkpoint.get_optimizer_state_dict and set_optimizer_state_dict, which "
-            "name experts by their number among all, or layerzero.checkpoint.save and load"
+            f"{key}: on this rank it belongs to {info.fqn}, and on ranks with other experts to "
+            "another parameter; use layerzero.checkpoint.get_optimizer_state_dict and "
+            "set_optimizer_state_dict, which use global expert numbers, or "
+            "layerzero.checkpoint.save and load"
         )

@@ -118,8 +118,8 @@ class ParameterShard(torch.Tensor):
             f"a sharded tensor of shape {tuple(self.shape)}, of which this rank has elements "
             f"{self.range}, cannot be written or read as a whole (safetensors' save_file, numpy); "
             "call full = layerzero.checkpoint.get_model_state_dict(model, full=True, "
-            "cpu_offload=True, rank0_only=True) on every rank, and write that on the first; "
-            "layerzero.checkpoint.save makes a folder with the weights as safetensors"
+            "cpu_offload=True, rank0_only=True) on every rank, and write full on the first rank; "
+            "layerzero.checkpoint.save writes a folder with the weights as safetensors"
         )
 
     def is_of_same_place(self, other: ParameterShard) -> bool:
@@ -141,7 +141,7 @@ class ParameterShard(torch.Tensor):
         shards = [each for each in (*args, *kwargs.values()) if isinstance(each, cls)]
         first = shards[0] if shards else None
         if first is None or not all(first.is_of_same_place(other) for other in shards):
-            raise NotImplementedError(f"{func}: the shards are pieces of different places")
+            raise NotImplementedError(f"{func}: the operands are shards of different ranges")
         local_args = [each.local if isinstance(each, cls) else each for each in args]
         local_kwargs = {k: v.local if isinstance(v, cls) else v for k, v in kwargs.items()}
         if func is _aten.equal.default:
@@ -157,8 +157,8 @@ class ParameterShard(torch.Tensor):
         is_pointwise = torch.Tag.pointwise in func.tags and others_are_scalars
         if not (func in _SAME_SHAPE or is_pointwise):
             raise NotImplementedError(
-                f"{func}: this rank has only a piece of this tensor of shape {tuple(first.shape)}. "
-                "Use its .local, or .full_tensor() on all ranks"
+                f"{func} needs the whole tensor of shape {tuple(first.shape)}, of which this rank "
+                "has a shard. Use .local, or .full_tensor() on all ranks"
             )
         result = func(*local_args, **local_kwargs)
         if result is first.local:  # in place
@@ -209,7 +209,7 @@ class ParameterShard(torch.Tensor):
                 numel = torch.Size(box.sizes).numel()
                 return self.local[box.local : box.local + numel].view(box.sizes)
         raise ValueError(
-            f"{index.fqn}: no box of this rank begins at {index.offset}; it has elements "
+            f"{index.fqn}: no box of this rank begins at {index.offset}; this rank has elements "
             f"{self.range} of shape {tuple(self.shape)}"
         )
 

@@ -19,8 +19,9 @@ def refuse_experts(state: RootState, what: str) -> None:
         experts = [h for h in unit.handles if h.placement.data_parallel is not None]
         if any(split is None for handle in experts for split in handle.splits):
             raise NotImplementedError(
-                f"{what}: ranks have different experts ({unit.label} is on some of them); use "
-                "state dicts of all ranks, or layerzero.checkpoint.save and load"
+                f"{what}: not supported when ranks have different experts ({unit.label} is on some "
+                "ranks only); use the state dicts of all ranks, or layerzero.checkpoint.save and "
+                "load"
             )
 
 
@@ -44,17 +45,17 @@ def root_states_of(model: nn.Module, verb: str) -> list[RootState]:
     states = list({id(root): root for root in roots}.values())
     if not states:
         raise ValueError(
-            f"{verb}: expected a ZeRO3 module, got {type(model).__name__}, which has none inside "
+            f"{verb}: expected a ZeRO3 module, got {type(model).__name__}, which contains none "
             "either; wrap the model first"
         )
     states.sort(key=lambda state: -len(_ranks_of(state)))
     for state in states:
         if not _ranks_of(state) <= _ranks_of(states[0]):
             raise ValueError(
-                f"{verb}: {states[0].units[0].label} is on the ranks "
-                f"{sorted(_ranks_of(states[0]))}, and another part of the "
-                f"{type(model).__name__} on {sorted(_ranks_of(state))}; expected one part on all "
-                "of them: give each part by itself"
+                f"{verb}: {states[0].units[0].label} is on ranks {sorted(_ranks_of(states[0]))}, "
+                f"and another wrapped part of the {type(model).__name__} is on ranks "
+                f"{sorted(_ranks_of(state))}; one part must be on all of these ranks: pass each "
+                "part separately"
             )
         state.backward.clear_abandoned()
         if state.context.in_backward:

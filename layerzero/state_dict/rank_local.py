@@ -14,7 +14,7 @@ class RankLocal(torch.Tensor):
     copied like any tensor, and its rank may torch.save it.
     """
 
-    what: str = "a tensor of one rank's own"
+    what: str = "a tensor of this rank only"
 
     def plain(self) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -25,9 +25,9 @@ class RankLocal(torch.Tensor):
 
     def refuse(self) -> NoReturn:
         raise NotImplementedError(
-            f"{self.what}: shape {tuple(self.shape)}, neither that of this rank's piece nor one "
-            "number, so that it fits these ranks alone. Use an optimizer that works element-wise, "
-            "or torch.save of every rank's own state"
+            f"{self.what}: shape {tuple(self.shape)} is neither that of this rank's shard nor a "
+            "scalar, so the state cannot be resharded. Use an element-wise optimizer, or "
+            "torch.save each rank's state separately"
         )
 
     # What torch.distributed.checkpoint calls ------------------------------------------------

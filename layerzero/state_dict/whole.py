@@ -54,7 +54,7 @@ def gather_shards(
     full: dict[int, torch.Tensor | None] = {}
     for root, shards in by_root.values():
         if ranks_only:
-            refuse_experts(root, "full tensors on some ranks alone")
+            refuse_experts(root, "full tensors on some ranks only")
         for shard, value in gather(root, shards):
             kept = value.detach().to("cpu" if cpu_offload else value.device, copy=True)
             full[id(shard)] = kept if keeps else None

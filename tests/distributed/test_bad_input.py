@@ -189,7 +189,7 @@ def _optimizer_first() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     loss_of(module(torch.ones(2, WIDTH))).backward()
     optimizer.step()
-    with warns_on_first_rank(r"built before wrapping, and has state.*stem\.weight"):
+    with warns_on_first_rank(r"built before wrapping and has state.*stem\.weight"):
         ZeRO3(module)
     del optimizer
     gc.collect()

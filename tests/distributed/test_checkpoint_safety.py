@@ -428,5 +428,5 @@ def _dead_in_the_background(root: str) -> str:
 
 def test_a_rank_that_dies_in_the_background_is_named(tmp_path: Path) -> None:
     told = run_ranks(2, _dead_in_the_background, str(tmp_path), expect_exit={1: -signal.SIGKILL})[0]
-    assert "writing of .writing-step-00000002" in told
+    assert "checksums written to .writing-step-00000002" in told
     assert json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())["step"] == 1

@@ -91,9 +91,9 @@ def _refused() -> None:
         global_norm([])
     with pytest.raises(ValueError, match="like="):
         global_norm([torch.ones(3)])
-    with pytest.raises(ValueError, match="one parameter in like for each tensor"):
+    with pytest.raises(ValueError, match="one parameter in like= for each tensor"):
         global_norm([torch.ones(3)], like=sharded_params)
-    with pytest.raises(ValueError, match=r"like the piece of 'stem\.weight'"):
+    with pytest.raises(ValueError, match=r"like this rank's shard of 'stem\.weight'"):
         global_norm([torch.ones(99)], like=sharded_params[:1])
 
 
@@ -160,7 +160,7 @@ def _groups() -> None:
     decayed = {id(p) for p in decay_groups(model, no_decay=[Block])[0]["params"]}
     assert decayed == {by_name["stem.weight"], by_name["head.weight"]}
     assert len(decay_groups(model, min_ndim=0)[1]["params"]) == 0
-    with pytest.raises(ValueError, match=r"'stem\.wieght' fits no parameter"):
+    with pytest.raises(ValueError, match=r"'stem\.wieght' matches no parameter"):
         decay_groups(model, no_decay=["stem.wieght"])
     with pytest.raises(TypeError, match="classes of modules"):
         decay_groups(model, no_decay=[torch.Tensor])

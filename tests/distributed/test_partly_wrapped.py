@@ -107,7 +107,7 @@ def _apart() -> None:
     assert checkpoint.get_model_state_dict(model, full=True).keys() == _names(model)
     mixed = nn.Sequential(ZeRO3(Mlp(), groups[rank]), ZeRO3(Mlp()))
     assert checkpoint.get_model_state_dict(mixed, full=True).keys() == _names(mixed)
-    with pytest.raises(ValueError, match="expected a ZeRO3 module, got Mlp, which has none inside"):
+    with pytest.raises(ValueError, match="expected a ZeRO3 module, got Mlp, which contains none"):
         checkpoint.get_model_state_dict(Mlp(), full=True)
 
 

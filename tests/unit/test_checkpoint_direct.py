@@ -252,7 +252,7 @@ def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     for shift in (0, 8):
         memory = pages(2 * MIB)
         with (
-            pytest.raises(OSError, match=f"ends at byte {MIB}, shorter"),
+            pytest.raises(OSError, match=f"now ends at byte {MIB}: it was truncated"),
             FileReader(tmp_path / "file") as reader,
         ):
             reader.read([bytes_of(memory)[shift : shift + MIB + 5000]], 0)

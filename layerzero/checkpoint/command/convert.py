@@ -81,7 +81,7 @@ def convert(
     """
     weights = _select(source, only, strip_prefix, dtype)
     if os.path.lexists(out):
-        raise FileExistsError(f"{out}: exists already; give a folder to make, or remove it")
+        raise FileExistsError(f"{out}: exists already; name another folder, or remove it")
     announced = [
         Announcement(MODEL, w.name, w.aliases, w.dtype, w.place.entry.shape, (number,), True)
         for number, w in enumerate(weights)
@@ -125,15 +125,15 @@ def _select(
             bare = [each.removeprefix(strip_prefix) for each in wanted]
             if strip_prefix and any(not b or b == w for b, w in zip(bare, wanted, strict=True)):
                 raise ValueError(
-                    f"{source.folder}: cannot leave {strip_prefix!r} out of {some(wanted)}; "
-                    "select the tensors that have it"
+                    f"{source.folder}: the prefix {strip_prefix!r} is not part of {some(wanted)}; "
+                    "select only tensors that have it"
                 )
             saved = place.entry.dtype
             written = dtype if dtype is not None and saved.is_floating_point else saved
             weights.append(_Weight(bare[0], tuple(bare[1:]), name, place, written))
     if not weights:
         raise ValueError(
-            f"{source.folder}: no tensor is called {' or '.join(only)}; there are "
+            f"{source.folder}: no tensor matches {' or '.join(only)}; the folder has "
             f"{some(list(tensors))}"
         )
     return weights
@@ -145,7 +145,7 @@ def _write(plan: FilePlan, folder: Path, copy: Callable[[str, BinaryIO], None]) 
             file.write(planned.head)
             for name, entry in planned.tensors.items():
                 copy(name, file)
-                assert file.tell() == entry.end, "tensors lie one behind the other, as planned"
+                assert file.tell() == entry.end, "tensors follow each other without gaps"
             file.flush()
             os.fsync(file.fileno())
     if plan.index is not None:

@@ -102,7 +102,7 @@ def _extra(extras: list[Any]) -> Iterator[str]:
         if extras[0] is not None:
             yield f"the same on all ranks: {_items(decode(extras[0]))}"
         return
-    yield f"of each of {len(extras)} ranks; the first: {_items(decode(extras[0]))}"
+    yield f"one for each of {len(extras)} ranks; the first: {_items(decode(extras[0]))}"
 
 
 def _totals(totals: Mapping[str, Any]) -> str:

@@ -61,7 +61,7 @@ def _checkpoint(folder: Path) -> Iterator[Finding]:
         text = path.read_bytes()
         manifest = Manifest.from_bytes(text, path)
     except (CheckpointError, OSError) as error:
-        yield Finding(path, 0, 0, [f"{error}; without it nothing else can be compared"])
+        yield Finding(path, 0, 0, [f"{error}; without it nothing else can be checked"])
         return
     yield Finding(path, len(text), 0, [])
     for name, record in manifest.files.items():

@@ -207,7 +207,7 @@ def _read_all(
     while needed > 0:
         moved = os.preadv(descriptor, views, offset)
         if moved == 0:
-            raise OSError(f"ends at byte {offset}, shorter than it was a moment ago")
+            raise OSError(f"the file now ends at byte {offset}: it was truncated while it was read")
         offset += moved
         needed -= moved
         views = _rest_of(views, moved)

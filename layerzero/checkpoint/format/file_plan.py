@@ -95,8 +95,8 @@ def merge(announced: Sequence[bytes]) -> tuple[list[Announcement], dict[tuple[st
             old = found.setdefault((kind, name), new)
             if (old.dtype, old.shape, old.is_whole) != (new.dtype, new.shape, new.is_whole):
                 raise CheckpointError(
-                    f"{name} is of {old.dtype} {old.shape} on one rank and of {new.dtype} "
-                    f"{new.shape} on another"
+                    f"{name} is {old.dtype} of shape {old.shape} on one rank and {new.dtype} of "
+                    f"shape {new.shape} on another"
                 )
             if is_whole:
                 writers.setdefault((kind, name), rank)

@@ -137,9 +137,9 @@ def resolve(path: Path) -> Path:
             return folder
     steps = committed_steps(path)
     raise CheckpointError(
-        f"{path / LATEST} names {name}, which is not there; found "
+        f"{path / LATEST} names {name}, which does not exist; found "
         + (", ".join(step.name for step in steps.values()) or "no checkpoint")
-        + ". Give the folder of the one to load"
+        + ". Pass the folder of the checkpoint to load"
     )
 
 

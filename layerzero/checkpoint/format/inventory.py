@@ -213,9 +213,9 @@ def optimizer_parts(
                     parts.scalar_keys.append(key)
             else:
                 raise CheckpointError(
-                    f"{where}: shape {tuple(value.shape)} on a piece of {tuple(parameter.shape)}; "
-                    "expected a scalar or the piece's own shape, which is what element-wise "
-                    "optimizers keep"
+                    f"{where}: shape {tuple(value.shape)} for a shard of shape "
+                    f"{tuple(parameter.shape)}; expected a scalar or the shape of the shard, as "
+                    "element-wise optimizers keep"
                 )
     return parts
 

@@ -68,8 +68,8 @@ class Manifest:
         body, seal = text[:-seal_nbytes], text[-seal_nbytes:]
         if seal != _SEAL % crc32(body):
             raise CheckpointError(
-                f"{where}: damaged: it ends with {seal[:40]!r} instead of the checksum of what is "
-                f"before, {crc32(body):08x}"
+                f"{where}: damaged: it ends with {seal[:40]!r} instead of the checksum of its "
+                f"contents, {crc32(body):08x}"
             )
         values: dict[str, Any] = json.loads(body + b"}")
         version = values.pop("version", None)

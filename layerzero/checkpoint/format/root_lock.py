@@ -71,8 +71,8 @@ class RootLock:
                 return  # The file system has no locks.
             holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
             raise CheckpointError(
-                f"{self._root}: {holder} is saving here; two runs cannot save to one folder: end "
-                "one, or give it a folder of its own"
+                f"{self._root}: {holder} is saving here; two runs cannot save to one folder: stop "
+                "one of them, or let it save to another folder"
             ) from error
 
     def release(self) -> None:

@@ -88,7 +88,8 @@ def head_nbytes(start: bytes, file_nbytes: int) -> int:
     length = int.from_bytes(start[:_LENGTH_NBYTES], "little")
     if len(start) < _LENGTH_NBYTES or length > min(_MAX_HEADER_NBYTES, file_nbytes):
         raise ValueError(
-            f"its header would take {length} bytes of {file_nbytes}: not a safetensors file, or cut"
+            f"its header would take {length} bytes of {file_nbytes}: not a safetensors file, or "
+            "truncated"
         )
     return _LENGTH_NBYTES + length
 
@@ -114,8 +115,8 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
         for name, (entry, stop) in ordered:
             if entry.begin != end or stop != entry.end:
                 raise ValueError(
-                    f"{name!r}, {entry.nbytes} bytes, is said to lie at {entry.begin} to {stop}, "
-                    f"after a tensor that ends at {end}"
+                    f"the header places {name!r}, {entry.nbytes} bytes, at {entry.begin} to "
+                    f"{stop}, after a tensor that ends at {end}"
                 )
             end = stop
     except UnknownDtype:
@@ -123,16 +124,16 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header is damaged: {error!r}") from error
     if end != file_nbytes:
-        raise ValueError(f"its header describes {end} bytes, it has {file_nbytes}")
+        raise ValueError(f"its header describes {end} bytes, the file has {file_nbytes}")
     return {name: entry for name, (entry, _) in ordered}
 
 
 def _dtype(name: str, tensor: str) -> torch.dtype:
     if name not in DTYPES and _DTYPE_NAME.fullmatch(name):
         raise UnknownDtype(
-            f"{tensor} has the dtype {name}, which is not known here; known are "
+            f"{tensor} has the unsupported dtype {name}; supported are "
             + ", ".join(DTYPES)
-            + ". Write the file again with one of these"
+            + ". Write the file again with one of them"
         )
     return DTYPES[name]
 

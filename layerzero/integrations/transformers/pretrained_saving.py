@@ -106,7 +106,7 @@ def save_pretrained(
 
     try:
         if together.from_first(f"preparation of {path}", writer.prepare) != _LINKED:
-            together.exchange(f"writing of {path}", write, writer.nbytes)
+            together.exchange(f"the result of writing {path}", write, writer.nbytes)
         together.from_first(f"commit of {path}", writer.commit)
     finally:
         writer.discard()
