@@ -62,11 +62,11 @@ ENGINES: dict[str, Callable[[nn.Module, UnitType], nn.Module]] = {
 
 
 class TransformerBlock(nn.Module):
-    """RMSNorm, causal attention, SwiGLU: about 12 width^2 parameters."""
+    """RMSNorm, causal attention, SwiGLU: about 12 width^2 parameters by default."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, hidden: int | None = None) -> None:
         super().__init__()
-        hidden = 8 * width // 3
+        hidden = hidden or 8 * width // 3
         self.heads = heads
         self.attention_norm = nn.RMSNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
@@ -89,11 +89,13 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """Byte-level decoder, embeddings tied; takes [batch, length + 1] bytes, returns the loss."""
 
-    def __init__(self, width: int, layers: int, heads: int, max_length: int) -> None:
+    def __init__(
+        self, width: int, layers: int, heads: int, max_length: int, hidden: int | None = None
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
         self.position = nn.Embedding(max_length, width)
-        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, hidden) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         nn.init.normal_(self.embed.weight, std=1 / math.sqrt(width))

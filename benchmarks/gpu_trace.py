@@ -37,10 +37,14 @@ _BLOCKING = re.compile(
 )
 
 
+CHECKS = ("gathers", "gathers on compute", "hidden", "order", "own kernels", "gaps", "host")
+
+
 class Failure(NamedTuple):
     """One way in which a step is not as drawn."""
 
     check: str
+    """One of `CHECKS`."""
     text: str
 
 
@@ -184,7 +188,7 @@ def check_step(step: Step, own_kernels: int = OWN_KERNELS) -> list[Failure]:
     gathers = [work for work in step.works if work.is_gather]
     if not gathers:
         return [Failure("gathers", "the step has no gather: are the engine's ranges there?")]
-    compute = _compute(step)
+    compute = compute_of(step)
     return [
         *_gathers_on_compute(step, gathers),
         *_hidden(gathers, compute),
@@ -195,7 +199,8 @@ def check_step(step: Step, own_kernels: int = OWN_KERNELS) -> list[Failure]:
     ]
 
 
-def _compute(step: Step) -> list[Work]:
+def compute_of(step: Step) -> list[Work]:
+    """What ran on the compute stream, in order of time."""
     on_stream = [work for work in step.works if work.stream == step.compute_stream]
     return sorted(on_stream, key=lambda work: work.start)
 

@@ -74,7 +74,9 @@ class Pair:
         return build(self._width, self._hidden, DEPTH).to(self.mirror.device)
 
     def batch(self) -> Tensor:
-        return torch.randn(ROWS, self._width).to(self.mirror.device, self._dtype)
+        # Made on the device: a copy from the host would wait for the device to catch up.
+        device = self.mirror.device
+        return torch.randn(ROWS, self._width, device=device).to(self._dtype)
 
     def backward(self, is_last: bool = True) -> None:
         """One micro-batch on both; a missing wait in the sharded model shows in what differs."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.gpu.mirror_runs import EVERY_CASE, assert_all_ran, total_wrong, worlds
-from tests.gpu.process import in_process
+from tests.gpu.process import ProcessFailed, in_process
 
 pytestmark = pytest.mark.gpu
 
@@ -21,12 +21,12 @@ VISIBLE = {
     "without_waiting_for_gathers": "default",
     "without_the_event_of_weights": "bfloat16",
     "without_waiting_before_frees": "default",
-    "without_the_streams_event": "default",
     "without_the_event_of_the_cast": "bfloat16",
     "without_the_event_of_collected_gradients": "default",
 }
 """Waits whose absence changes a value, and a setting that has them. The others of `MISSING` order
-an access before memory leaves its pool (test_memory.py), or need a second device."""
+an access before memory leaves its pool (test_memory.py), need a second device, or wait for a stream
+of the backend, which on NCCL is the engine's own."""
 
 
 @pytest.mark.parametrize("sleep_cycles", [0, SLEEP_CYCLES], ids=["at once", "late"])
@@ -37,18 +37,20 @@ def test_any_rank_of_any_world_trains_like_its_replica(sleep_cycles: int) -> Non
     assert total_wrong(found) == {}
 
 
-def _without(missing: str) -> dict[str, dict[str, int]]:
+def _without(missing: str) -> bool:
+    """Whether anything shows that the wait is missing."""
     cases = [(VISIBLE[missing], "plain")]
-    return total_wrong(
-        in_process(
-            "tests.gpu.mirror_runs:run", "cuda", 3, 8, cases, SLEEP_CYCLES, missing, timeout=90
-        )
-    )
+    run = ("tests.gpu.mirror_runs:run", "cuda", 3, 8, cases, SLEEP_CYCLES, missing)
+    try:
+        return bool(total_wrong(in_process(*run, timeout=90)))
+    except ProcessFailed as error:
+        if "CUDA error" in str(error):
+            return True
+        raise
 
 
 def test_a_missing_wait_is_seen() -> None:
     """In a process each, which may die of it, and at once: they mostly start and sleep."""
     with ThreadPoolExecutor(len(VISIBLE)) as pool:
         found = dict(zip(VISIBLE, pool.map(_without, VISIBLE), strict=True))
-    unseen = [missing for missing, wrong in found.items() if not wrong]
-    assert not unseen, f"nothing was wrong; {found}"
+    assert [missing for missing, is_seen in found.items() if not is_seen] == []
