@@ -113,7 +113,8 @@ class OffloadPolicy:
     Attributes:
         params: keep main shards, their gradients and the optimizer's state there.
         grads: keep gradients there that add up over micro-batches.
-        pin_memory: page-lock the memory, so that copies are asynchronous.
+        pin_memory: page-lock the memory, so that copies are asynchronous. Without it each copy
+            blocks the host until the device has come to it.
     """
 
     params: bool = False

@@ -2,8 +2,9 @@
 
     announce   every rank announces the tensors whose first element it has; all derive all files
     prepare    the first rank creates the folder, and the files with their headers; for a
-               background save, or shards on a device, ranks copy their shards to host memory
-    write      every rank writes its runs and fsyncs them; ranks exchange checksums
+               background save ranks copy their shards to host memory
+    write      every rank writes its runs and fsyncs them, shards on a device through windows of
+               host memory; ranks exchange checksums
     commit     the first rank writes the manifest and renames the folder
 
 After each step the ranks exchange whether it succeeded, so an error on one rank is an error on all,
@@ -23,7 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.checkpoint.file_io.transfer import Transfer, pack_tallies, write_ranges
+from layerzero.checkpoint.file_io.transfer import (
+    Transfer,
+    is_on_host,
+    pack_tallies,
+    wait_for,
+    write_ranges,
+)
 from layerzero.checkpoint.format import folder as folders
 from layerzero.checkpoint.format.file_plan import FilePlan
 from layerzero.checkpoint.format.root_lock import RootLock
@@ -31,6 +38,7 @@ from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_
 from layerzero.checkpoint.save_handle import SaveHandle
 from layerzero.checkpoint.save_plan import Content, SavePlan, Stateful
 from layerzero.config import parse_nbytes
+from layerzero.core.host import HostMemory
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.preconditions import root_state_of
 
@@ -107,7 +115,10 @@ def save(
     transfers = plan.transfers(content.entries)
 
     def prepare() -> bytes:
-        if not blocking or any(t.entry.tensor.device.type != "cpu" for t in transfers):
+        if blocking:
+            # What is on a device is copied while it is written, a window at a time.
+            wait_for(_devices_of(transfers))
+        else:
             transfers[:] = _stage(transfers)
         if not together.is_first:
             return b""
@@ -154,9 +165,11 @@ def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> bytes:
 
 def _stage(transfers: Sequence[Transfer]) -> list[Transfer]:
     """Copy shards into new host memory, pinned if any is on a device. Blocks until copied."""
-    devices = {t.entry.tensor.device for t in transfers if t.entry.tensor.device.type != "cpu"}
+    devices = _devices_of(transfers)
     total = sum(-(-t.entry.tensor.nbytes // 64) * 64 for t in transfers)
-    memory = torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices))
+    memory = HostMemory(bool(devices), next(iter(devices), torch.device("cpu"))).lasting(
+        total, torch.uint8
+    )
     staged = []
     end = 0
     for transfer in transfers:
@@ -165,9 +178,13 @@ def _stage(transfers: Sequence[Transfer]) -> list[Transfer]:
         copy.copy_(source, non_blocking=True)
         end += -(-source.nbytes // 64) * 64
         staged.append(transfer._replace(entry=replace(transfer.entry, tensor=copy)))
-    for device in devices:
-        torch.get_device_module(device).current_stream(device).synchronize()
+    wait_for(devices)
     return staged
+
+
+def _devices_of(transfers: Sequence[Transfer]) -> set[torch.device]:
+    """Devices of the shards that are not on the host."""
+    return {t.entry.tensor.device for t in transfers if not is_on_host(t.entry.tensor)}
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class _UnitBuilder:
             # requires_grad.
             key = (parameter.dtype, compute_dtype, parameter.requires_grad)
             kinds.setdefault(key, []).append(original)
-        host = HostMemory(arguments.offload.pin_memory)
+        host = HostMemory(arguments.offload.pin_memory, self.device)
         handles = [
             FlatParamHandle(
                 originals,

@@ -125,7 +125,7 @@ class FlatParam:
         if params_on is None:
             self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
         else:
-            self.main_shard = params_on.empty(self.layout.shard_numel, dtype)
+            self.main_shard = params_on.lasting(self.layout.shard_numel, dtype)
         self._shard_ranges = self.layout.shard_ranges(placement.main_shard_index)
         self._flatten(values)
         self.sharded_params = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import io
 import json
 import logging
@@ -30,9 +32,11 @@ from layerzero.checkpoint import (
     saving,
     set_optimizer_state_dict,
 )
-from layerzero.core import layout
+from layerzero.checkpoint.file_io import transfer
+from layerzero.core import host, layout
 from layerzero.core.layout import CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES
 from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.host_memory import FakeRuntime
 from tests.harness.models import (
     CASES,
     WIDTH,
@@ -635,6 +639,47 @@ def test_files_do_not_depend_on_the_alignment(tmp_path: Path) -> None:
         for folder in sorted(tmp_path.glob("step-*"))
     ]
     assert sizes[0] == sizes[1] and sizes[0]
+
+
+def _from_a_device(root: str) -> None:
+    """Shards that are taken for a device's; each rank's threads write through small windows."""
+    window, runtime = 1 << 15, FakeRuntime()
+    make = functools.partial(nn.Linear, 300, 150)
+    torch.manual_seed(0)
+    model = ZeRO3(nn.Sequential(make(), *(Mlp() for _ in range(20))), auto_wrap_policy={Mlp})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    save(root, model, optimizer, step=0)
+    with (
+        mock.patch.object(transfer, "is_on_host", lambda tensor: False),
+        mock.patch.object(saving, "is_on_host", lambda tensor: False),
+        mock.patch.object(transfer, "wait_for"),
+        mock.patch.object(saving, "wait_for"),
+        mock.patch.object(transfer, "_WINDOW_NBYTES", window),
+        mock.patch.object(host, "runtime_of", lambda device: runtime),
+    ):
+        save(root, model, optimizer, step=1)
+        assert not runtime.held, "all is given back"
+        assert window <= runtime.most_nbytes <= 4 * window
+        assert set(runtime.sizes) == {window}
+        runtime.sizes.clear()
+        handle = save(root, model, optimizer, step=2, blocking=False)
+        handle.wait()
+    total = handle.nbytes[1]
+    assert total <= runtime.sizes[0] <= total + 64 * 1000, "not rounded to a power of two"
+    del handle
+    gc.collect()
+    assert not runtime.held
+
+
+def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) -> None:
+    run_ranks(2, _from_a_device, str(tmp_path))
+    plain, windows, background = sorted(tmp_path.glob("step-*"))
+    for file in plain.glob("*.safetensors"):
+        for other in (windows, background):
+            assert file.read_bytes() == (other / file.name).read_bytes()
 
 
 def _refusals(root: str) -> None:

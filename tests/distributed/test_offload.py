@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3, units
+from layerzero.core import host
 from tests.harness.checks import assert_bitwise, assert_same_parameters, warns_on_first_rank
 from tests.harness.compare import assert_same_values, sharded
+from tests.harness.host_memory import FakeRuntime
 from tests.harness.internals import inner_units, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
@@ -155,6 +158,28 @@ def _storages_resized_to_their_size() -> None:
 
 def test_no_buffer_is_allocated_while_it_is_allocated() -> None:
     run_ranks(2, _storages_resized_to_their_size)
+
+
+def _registered_exactly() -> None:
+    runtime = FakeRuntime()
+    with (
+        mock.patch.object(host, "runtime_of", lambda device: runtime),
+        simulated_device(),
+    ):
+        model = sharded(CASES["mlp"], offload=OffloadPolicy(params=True))
+    shards = [h.main_shard for unit in inner_units(model) for h in unit.handles]
+    assert runtime.held == {shard.data_ptr(): shard.nbytes for shard in shards}
+    kept = next(p for p in model.parameters() if p.numel())
+    del model, shards
+    gc.collect()
+    assert len(runtime.held) == 1, "of the shard that a parameter still shows"
+    del kept
+    gc.collect()
+    assert not runtime.held
+
+
+def test_offloaded_shards_take_no_more_pinned_memory_than_they_have() -> None:
+    run_ranks(2, _registered_exactly)
 
 
 def _around_the_step() -> None:

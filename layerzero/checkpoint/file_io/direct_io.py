@@ -128,7 +128,7 @@ class FileWriter:
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
         self._most_nbytes = most_nbytes
         self._of_thread = threading.local()
-        self._ends: list[tuple[list[memoryview], int]] = []
+        self._ends: list[tuple[memoryview, int]] = []
 
     def __enter__(self) -> FileWriter:
         return self
@@ -136,8 +136,8 @@ class FileWriter:
     def __exit__(self, exception: type[BaseException] | None, *rest: object) -> None:
         try:
             if exception is None:
-                for views, offset in self._ends:
-                    _write_all(self._file, views, offset)
+                for view, offset in self._ends:
+                    _write_all(self._file, [view], offset)
                 os.fsync(self._file)
         finally:
             os.close(self._file)
@@ -146,8 +146,6 @@ class FileWriter:
 
     def write(self, views: Sequence[memoryview], offset: int) -> None:
         """Write `views` in order from `offset` on. Blocks.
-
-        Their memory must not change until the context ends; see Note [Whole pages first].
 
         Raises:
             OSError: a write failed, for example because the disk is full.
@@ -159,10 +157,15 @@ class FileWriter:
         if self._direct is not None and tail - head >= _MIN_NBYTES:
             rest = _rest_of(views, head)
             if self._write_direct(rest, tail - head, offset + head):
-                self._ends.append((_first(views, head), offset))
-                self._ends.append((_rest_of(rest, tail - head), offset + tail))
+                self._keep(_first(views, head), offset)
+                self._keep(_rest_of(rest, tail - head), offset + tail)
                 return
         self._write_cached(views, offset)
+
+    def _keep(self, views: Sequence[memoryview], offset: int) -> None:
+        """Copy less than a page, to be written when the context ends; Note [Whole pages first]."""
+        if views:
+            self._ends.append((memoryview(b"".join(views)), offset))
 
     def _write_direct(self, views: Sequence[memoryview], nbytes: int, offset: int) -> bool:
         assert self._direct is not None

@@ -7,18 +7,21 @@ here is collective.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from layerzero.checkpoint.file_io.direct_io import FileReader, FileWriter, bytes_of
 from layerzero.checkpoint.format.crc import crc32, placed
 from layerzero.checkpoint.format.inventory import Entry
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
+from layerzero.core.host import HostMemory
 
 _WINDOW_NBYTES = 8 << 20
 """Files are moved in windows of this size, so that a window is still in the CPU cache when it is
@@ -56,7 +59,8 @@ class Tally(NamedTuple):
 
 class _Slice(NamedTuple):
     offset: int
-    data: memoryview
+    data: memoryview | torch.Tensor
+    """Bytes; of a shard on a device a tensor."""
     transfer: int
     behind: int
     """Bytes of the tensor behind this slice."""
@@ -65,15 +69,20 @@ class _Slice(NamedTuple):
 
 
 def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
-    """Write shards (on the CPU) into existing files, and fsync them. Blocks.
+    """Write shards into existing files, and fsync them. Blocks.
+
+    Shards on a device, whose values must be there, go through one window of host memory for each
+    thread.
 
     Raises:
         OSError: a write failed.
     """
+    windows = _Windows()
 
     def write(file: FileWriter, batch: list[_Slice]) -> list[int]:
-        crcs = [crc32(each.data) for each in batch]
-        file.write([each.data for each in batch], batch[0].offset)
+        views = windows.fetch(batch)
+        crcs = [crc32(view) for view in views]
+        file.write(views, batch[0].offset)
         return crcs
 
     def open_file(path: Path) -> FileWriter:
@@ -91,10 +100,52 @@ def read_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress)
 
     def read(file: FileReader, batch: list[_Slice]) -> list[int]:
         spare = batch[0].spare[0], batch[-1].spare[1]
-        file.read([each.data for each in batch], batch[0].offset, spare)
-        return [crc32(each.data) for each in batch]
+        views = [each.data for each in batch if isinstance(each.data, memoryview)]
+        file.read(views, batch[0].offset, spare)
+        return [crc32(view) for view in views]
 
     return _move(folder, transfers, FileReader, read, progress)
+
+
+class _Windows:
+    """Host memory through which threads write shards that are on a device."""
+
+    def __init__(self) -> None:
+        self._windows: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def fetch(self, batch: Sequence[_Slice]) -> list[memoryview]:
+        """The bytes of adjacent slices, on the host; valid until the thread fetches again."""
+        views: list[memoryview] = []
+        devices = set()
+        end = 0
+        for each in batch:
+            if isinstance(each.data, memoryview):
+                views.append(each.data)
+                continue
+            part = self._window(each.data.device)[end : end + len(each.data)]
+            part.copy_(each.data, non_blocking=True)
+            views.append(bytes_of(part))
+            devices.add(each.data.device)
+            end += len(each.data)
+        wait_for(devices)
+        return views
+
+    def _window(self, device: torch.device) -> torch.Tensor:
+        key = threading.get_ident(), device
+        if key not in self._windows:
+            memory = HostMemory(pin_memory=True, device=device)
+            self._windows[key] = memory.lasting(_WINDOW_NBYTES, torch.uint8)
+        return self._windows[key]
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Block until the current stream of each is done."""
+    for device in devices:
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def _move(
@@ -142,7 +193,8 @@ def _end(each: _Slice) -> int:
 
 def _slices(transfer: Transfer, index: int) -> Iterable[_Slice]:
     entry, place = transfer.entry, transfer.place
-    data = bytes_of(entry.tensor)
+    tensor = entry.tensor
+    data = bytes_of(tensor) if is_on_host(tensor) else tensor.view(torch.uint8)
     width = place.dtype.itemsize
     for run in entry.runs():
         begin, end = run.local * width, (run.local + run.numel) * width
