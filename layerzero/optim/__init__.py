@@ -10,7 +10,8 @@ from layerzero.optim import element_wise as element_wise
 from layerzero.optim import foreign_norms as foreign_norms
 from layerzero.optim import refused as refused
 from layerzero.optim.decay import decay_groups
+from layerzero.optim.nonempty import nonempty_parameters
 from layerzero.optim.norm import global_norm
 from layerzero.optim.scaler import GradScaler
 
-__all__ = ["GradScaler", "decay_groups", "global_norm"]
+__all__ = ["GradScaler", "decay_groups", "global_norm", "nonempty_parameters"]

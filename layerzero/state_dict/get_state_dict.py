@@ -170,13 +170,19 @@ def get_optimizer_state_dict(
             refuse_experts(root, "rank0_only")
     together = checkpoint_group_of(roots[0], None)
     keeps = not choice.rank0_only or together.is_first
-    messages = together.exchange("optimizer state", lambda: _message(states, names))
+    members = [group["params"] for group in groups]
+    messages = together.exchange("optimizer state", lambda: _message(states, names, members))
     everything: StateDict = {}
     own_names = {name for _, found in names.parameters for name in found}
     for each in messages:
-        for name, own in json.loads(each).items():
+        message = json.loads(each)
+        for name, own in message["state"].items():
             if name in own_names:  # Otherwise an expert of other ranks.
                 everything.setdefault(name, {}).update(own)
+        if len(message["groups"]) == len(members):
+            # Other ranks may have parameters that are empty here, and so not in the optimizer.
+            for group, theirs in zip(members, message["groups"], strict=True):
+                group[:] = dict.fromkeys([*group, *(name for name in theirs if name in own_names)])
     by_name = _gather_states(names, states, everything, choice, keeps)
     return {"state": by_name, "param_groups": groups} if keeps else {}
 
@@ -192,12 +198,13 @@ def _is_shard(parameter: nn.Parameter, value: Any) -> bool:
     return is_sharded and isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
-def _message(states: _States, names: Names) -> bytes:
-    """This rank's message: for parameters it announces, values, and dtypes of tensors to gather."""
-    message: StateDict = {}
+def _message(states: _States, names: Names, members: list[list[str]]) -> bytes:
+    """This rank's message: names in each group; for parameters it announces, values, and dtypes of
+    tensors to gather."""
+    own_states: StateDict = {}
     for parameter, state in states.items():
         name = _name(names, parameter)
-        own = message.setdefault(name, {})
+        own = own_states.setdefault(name, {})
         for key, value in state.items():
             if not names.announces(parameter):
                 continue
@@ -205,7 +212,7 @@ def _message(states: _States, names: Names) -> bytes:
                 own[key] = ["gathered", dtype_name(value.dtype, f"{name}: {key}")]
             else:
                 own[key] = ["value", encode(value, f"optimizer state {key!r} of {name}")]
-    return json.dumps(message).encode()
+    return json.dumps({"state": own_states, "groups": members}).encode()
 
 
 def _gather_states(

@@ -194,6 +194,8 @@ def options_of_groups(
                 f"optimizer lacked: {some(lost)}. To load what fits, pass strict=False"
             )
         found = sorted({number_of[name] for name in names if name in number_of})
+        if not names and len(groups) == len(saved):
+            found = [number]  # All its parameters are empty on this rank, and left out.
         options = [saved[each][0] for each in found]
         if any(other != options[0] for other in options):
             raise CheckpointError(

@@ -1,0 +1,145 @@
+"""nonempty_parameters: optimizers that fail on empty tensors train, and their state is right."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from layerzero import ZeRO3
+from layerzero.checkpoint import (
+    CheckpointError,
+    get_optimizer_state_dict,
+    load,
+    save,
+    set_optimizer_state_dict,
+)
+from layerzero.optim import decay_groups, nonempty_parameters
+from tests.harness.checks import assert_bitwise
+from tests.harness.models import WIDTH, Block, Mlp, OddShapes, OddShapesBlock, loss_of
+from tests.harness.ranks import run_ranks
+
+CASES = {"mlp": (Mlp, Block), "odd shapes": (OddShapes, OddShapesBlock)}
+
+
+class Picky(torch.optim.AdamW):
+    """As optimizers whose kernels fail on an empty tensor."""
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        super().add_param_group(group)
+        empty = [p for p in self.param_groups[-1]["params"] if not p.numel()]
+        assert not empty, "an empty tensor"
+
+
+def _run(name: str, lr: float, picky: bool, seed: int = 0) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    build, unit = CASES[name]
+    model = ZeRO3(build(), auto_wrap_policy={unit})
+    groups = decay_groups(model, weight_decay=0.3)
+    if not picky:
+        return model, torch.optim.AdamW(groups, lr=lr)
+    with pytest.raises(AssertionError, match="an empty tensor"):
+        Picky(decay_groups(model), lr=lr)
+    return model, Picky(nonempty_parameters(groups), lr=lr)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        loss_of(model(torch.randn(3, WIDTH, generator=generator))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _full(model: ZeRO3, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return get_optimizer_state_dict(model, optimizer, full=True)
+
+
+def _assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """`one` may lack state of parameters that are empty on all ranks."""
+    for name, state in other["state"].items():
+        if name not in one["state"]:
+            assert not state["exp_avg"].numel(), name
+            continue
+        for key, value in state.items():
+            assert_bitwise(one["state"][name][key], value, f"{name} {key}")
+    for group, theirs in zip(one["param_groups"], other["param_groups"], strict=True):
+        listed, expected = set(group.pop("params")), set(theirs.pop("params"))
+        assert listed <= expected and all(name.endswith("empty") for name in expected - listed)
+        assert group == theirs
+
+
+def _saves(root: str, name: str) -> dict[str, Any]:
+    plain, picky = _run(name, 0.01, False), _run(name, 0.01, True)
+    for model, optimizer in (plain, picky):
+        _train(model, optimizer)
+    for own, other in zip(picky[0].parameters(), plain[0].parameters(), strict=True):
+        assert torch.equal(own, other)
+    _assert_same_state(_full(*picky), _full(*plain))
+    save(root, *picky)
+    # Shards on the same ranks.
+    fresh = _run(name, 0.5, True, seed=1)
+    set_optimizer_state_dict(*fresh, get_optimizer_state_dict(*picky))
+    _assert_same_state(_full(*fresh), _full(*plain))
+    dcp.save(get_optimizer_state_dict(*picky), checkpoint_id=f"{root}/dcp")
+    return _full(*picky)
+
+
+def _loads(root: str, name: str, full: dict[str, Any]) -> None:
+    """On other ranks, into either kind of optimizer; the learning rate shows that options came."""
+    for picky in (True, False):
+        loaded, given = _run(name, 0.5, picky, seed=2), _run(name, 0.5, picky, seed=3)
+        # Plain ones have groups with parameters that are empty on every rank.
+        strict = picky or name == "mlp"
+        if not strict:
+            with pytest.raises(CheckpointError, match=r"group 0 has .* blocks.0.empty"):
+                load(f"{root}/step-00000000", *loaded)
+        load(f"{root}/step-00000000", *loaded, strict=strict)
+        set_optimizer_state_dict(*given, copy.deepcopy(full), strict=strict)
+        for run in (loaded, given):
+            _assert_same_state(copy.deepcopy(full), _full(*run))
+            _train(*run)
+
+
+def _loads_through_torch(root: str, name: str) -> str:
+    model, optimizer = _run(name, 0.5, True)
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.load(state, checkpoint_id=f"{root}/dcp")
+    try:
+        set_optimizer_state_dict(model, optimizer, state)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_state_of_an_optimizer_without_empty_tensors_goes_to_any_ranks(
+    tmp_path: Path, name: str
+) -> None:
+    full = run_ranks(4, _saves, str(tmp_path), name)[0]
+    for world_size in (2, 3):
+        run_ranks(world_size, _loads, str(tmp_path), name, full)
+    # torch keeps the groups of one rank, so ranks with other parameters must not take them.
+    for world_size in (4, 2):
+        errors = run_ranks(world_size, _loads_through_torch, str(tmp_path), name)
+        assert any(errors)
+        assert all("parameters that the saved one had not: " in each for each in errors if each)
+
+
+def test_any_form_of_parameters_keeps_its_form() -> None:
+    full, empty, other = (nn.Parameter(torch.ones(n)) for n in (2, 0, 1))
+    module = nn.Module()
+    module.a, module.b = full, empty
+    assert nonempty_parameters(module) == [{"params": [full]}]
+    assert nonempty_parameters(iter([empty, full])) == [{"params": [full]}]
+    assert nonempty_parameters([]) == [{"params": []}]
+    assert nonempty_parameters(module.named_parameters()) == [{"params": [("a", full)]}]
+    groups = [{"params": iter([full, empty]), "lr": 0.1}, {"params": empty}, {"params": other}]
+    kept = nonempty_parameters(groups)
+    assert kept == [{"params": [full], "lr": 0.1}, {"params": []}, {"params": [other]}]
+    torch.optim.SGD(kept, lr=0.2)
