@@ -60,9 +60,9 @@ def _warn_about_policy(
     elif policy is not None and not classes and len(plans) == 1 and len(visits) > 1:
         warn_once(
             f"auto_wrap_policy: {policy}",
-            f"auto_wrap_policy={policy!r} chose no module inside the "
+            f"auto_wrap_policy={policy!r} selected no module inside the "
             f"{type(plans[0].module).__name__}, so the whole model is one unit, gathered at once; "
-            "pass None if that is meant",
+            "pass None if this is intended",
             is_first=is_first,
             stacklevel=outside(),
         )
@@ -105,8 +105,8 @@ def _warn_about_ignored(
     if strangers:
         warn_once(
             f"ignored: {strangers}",
-            f"ignored_modules and ignored_parameters: {_names(strangers)} not in the "
-            f"{type(root).__name__} that is wrapped, so nothing is ignored there",
+            f"ignored_modules and ignored_parameters: {_names(strangers)} not in the wrapped "
+            f"{type(root).__name__}, so this has no effect",
             is_first=is_first,
             stacklevel=outside(),
         )
@@ -123,8 +123,8 @@ def _warn_about_ignored(
     if trained:
         warn_once(
             f"ignored and trained: {trained}",
-            f"ignored parameters require grad, {trained[0]!r} first ({len(trained)} in all): "
-            "nobody reduces their gradients, so ranks that train them drift apart; freeze them, "
+            f"{len(trained)} ignored parameters require grad, such as {trained[0]!r}: ZeRO3 does "
+            "not reduce their gradients, so their values diverge between ranks; freeze them, "
             "reduce their gradients over ranks before each optimizer step, or do not ignore them",
             is_first=is_first,
             stacklevel=outside(),

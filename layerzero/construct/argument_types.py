@@ -58,7 +58,7 @@ def check_device(device: object) -> None:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device: torch knows no {device!r}: {error}") from None
+        raise ValueError(f"device: {device!r} is not a device of torch: {error}") from None
     check_device_type(found, f"device={device!r}")
 
 
@@ -73,9 +73,9 @@ def check_device_type(device: torch.device, what: str) -> None:
     """
     if device.type == "cpu":
         return
-    expected = "expected the CPU or an accelerator with streams and events as CUDA has them"
+    expected = "expected the CPU or an accelerator with streams and events like CUDA's"
     if device.type == "meta":
-        raise ValueError(f"{what}: {expected}; parameters on meta are made on a device with values")
+        raise ValueError(f"{what}: {expected}; the meta device holds no values")
     try:
         module = torch.get_device_module(device)
     except RuntimeError:
@@ -83,7 +83,7 @@ def check_device_type(device: torch.device, what: str) -> None:
     missing = [name for name in _OF_DEVICES if not hasattr(module, name)]
     if missing:
         listed = ", ".join(f"torch.{device.type}.{name}" for name in missing)
-        raise ValueError(f"{what}: {expected}; this torch has no {listed}")
+        raise ValueError(f"{what}: {expected}; this torch lacks {listed}")
     if not module.is_available() or (device.index or 0) >= module.device_count():
         raise ValueError(
             f"{what}: torch finds {module.device_count()} devices of type {device.type!r} here"
@@ -103,13 +103,13 @@ def check_ignored(
     for module in ignored:
         if module is root:
             raise ValueError(
-                f"ignored_modules: has the {type(root).__name__} that is wrapped itself, so "
-                "nothing would be left to shard; do not wrap it, or name modules inside it"
+                f"ignored_modules: contains the wrapped {type(root).__name__} itself, so nothing "
+                "would be left to shard; do not wrap it, or list modules inside it"
             )
         if get_unit(module) is not None:
             raise ValueError(
-                f"ignored_modules: has a {type(module).__name__} that is sharded already; leave "
-                "it out, units of an earlier ZeRO3 stay as they are"
+                f"ignored_modules: contains a {type(module).__name__} that is sharded already; "
+                "remove it from the list: units of an earlier ZeRO3 stay as they are"
             )
     return ignored, _several(parameters, nn.Parameter, "ignored_parameters", "parameters")
 
@@ -138,8 +138,8 @@ def _several(values: object, kind: type[Any], name: str, what: str) -> tuple[Any
 def check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         several = (
-            ": put one module around them, or leave them out of auto_wrap_policy, and they are "
-            "gathered with the unit around them (docs/reference/migrating.md)"
+            ": put one module around them; or do not make them units, then they are gathered with "
+            "the unit around them (docs/reference/migrating.md)"
         )
         raise TypeError(
             f"ZeRO3: expected an nn.Module, got {type(module).__name__}"

@@ -155,7 +155,7 @@ def _policy(
         # An argument that was not given has its default, which is the policy's default as well.
         if values[field] != getattr(kind(), field):
             raise ValueError(
-                f"{name}={policy!r} and {argument}={values[field]!r} are both given; say it in "
-                f"one of them: {name}={kind.__name__}({field}={values[field]!r}, ...)"
+                f"{name}={policy!r} and {argument}={values[field]!r} are both given; pass only "
+                f"one: {name}={kind.__name__}({field}={values[field]!r}, ...)"
             )
     return policy

@@ -98,28 +98,27 @@ def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> 
     where = f"{plan.label} (rank {rank}): parameter {original.fqn!r}"
     if is_lazy(parameter):
         raise ValueError(
-            f"{where} has no shape yet: its module is a lazy one; run one forward on a batch of "
+            f"{where} has no shape yet, because its module is lazy; run one forward on a batch of "
             "the right shape before wrapping"
         )
     foreign = foreign_class(parameter)
     if foreign is not None:
         raise ValueError(
-            f"{where} is a {foreign.__module__}.{foreign.__qualname__}, a tensor with operations "
-            "of its own; expected an nn.Parameter of plain elements, or a DTensor: convert it "
-            "(for a quantized one, dequantize it), or put it into ignored_parameters, which stay "
-            "whole on every rank"
+            f"{where} is a {foreign.__module__}.{foreign.__qualname__}, a tensor subclass with its "
+            "own operations; expected a plain nn.Parameter or a DTensor: convert it (dequantize a "
+            "quantized one), or add it to ignored_parameters, which stay whole on every rank"
         )
     if parameter.layout is not torch.strided:
         raise ValueError(f"{where} has layout {parameter.layout}; expected a dense parameter")
     hooks_from = kind_of_hooks(parameter)
     if hooks_from is not None:
         raise ValueError(
-            f"{where} has hooks, put there by {hooks_from}: they would never run, because wrapping "
-            "replaces it; remove them, and put hooks on the parameters of the wrapped model, which "
-            "are this rank's pieces (docs/howto/recipes.md)"
+            f"{where} has hooks, registered with {hooks_from}: they would never run, because "
+            "wrapping replaces the parameter; remove them, and register hooks on the sharded "
+            "parameters of the wrapped model (docs/howto/recipes.md)"
         )
     if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
         raise ValueError(
-            f"{where} is of {parameter.dtype} and requires grad; expected a floating-point "
-            "dtype: call requires_grad_(False) on it or cast it"
+            f"{where} has dtype {parameter.dtype} and requires grad; expected a floating-point "
+            "dtype: call requires_grad_(False) on it, or cast it"
         )

@@ -63,7 +63,7 @@ def _check_crossing(
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"rank {rank} is not in the mesh {mesh.mesh.tolist()} of DTensor parameter {fqn!r}; "
-            "parallelize and wrap the model on ranks of the mesh alone"
+            "parallelize and wrap the model only on ranks of the mesh"
         )
     shared = set(mesh.mesh.flatten().tolist())
     if isinstance(process_group, DeviceMesh):
@@ -72,7 +72,7 @@ def _check_crossing(
         shared &= set(dist.get_process_group_ranks(process_group))
     if shared != {rank}:
         raise ValueError(
-            f"process_group: on rank {rank} it has the ranks {sorted(shared)} in common with the "
-            f"mesh {mesh.mesh.tolist()} that DTensor parameter {fqn!r} is split over; expected "
-            'this rank alone: pass the data-parallel axis, such as process_group=mesh["dp"]'
+            f"process_group: on rank {rank} it shares ranks {sorted(shared)} with the mesh "
+            f"{mesh.mesh.tolist()} of DTensor parameter {fqn!r}; expected this rank only: pass the "
+            'data-parallel axis, such as process_group=mesh["dp"]'
         )

@@ -54,13 +54,13 @@ class ExpertLists:
         group = declaring.arguments.get("process_group")
         if group is None:
             raise ValueError(
-                f"{where} without a process_group: give the ranks that have the same experts, too"
+                f"{where} needs a process_group too: the ranks that have the same experts"
             )
         paths = {_list_around(original.fqn, declaring.fqn) for original in plan.originals} - {None}
         if not paths and plan.originals:
             raise ValueError(
-                f"{where}: {plan.originals[0].fqn!r} has no number in it; expected a list of "
-                "experts inside the unit, or a unit that is a member of one"
+                f"{where}: the name {plan.originals[0].fqn!r} contains no number; expected a list "
+                "of experts inside the unit, or a unit that is a member of one"
             )
         for path in sorted(filter(None, paths)):
             module = root.get_submodule(path)
@@ -74,12 +74,12 @@ class ExpertLists:
             for member, number in numbers.items():
                 if known.setdefault(member, number) != number:
                     raise ValueError(
-                        f"{where}: {path}.{member} is number {number} here, and was "
-                        f"{known[member]} before; say one number for each expert"
+                        f"{where}: {path}.{member} has number {number} here, but had "
+                        f"{known[member]} in another unit; pass one number per expert"
                     )
             if len(set(known.values())) < len(known):
                 raise ValueError(
-                    f"{where}: {path}: two experts of this rank have one number, got {known}"
+                    f"{where}: {path}: two experts of this rank have the same number, got {known}"
                 )
             self._modules[path] = module
 
@@ -131,8 +131,8 @@ def _from_mapping(
     for pair in given.items():
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in pair):
             raise TypeError(
-                f"{where}: expected a mapping from numbers on this rank to numbers among all, or "
-                f"the ranks of the expert axis, got {dict(given)!r}"
+                f"{where}: expected a mapping from local to global expert numbers, or the ranks of "
+                f"the expert axis, got {dict(given)!r}"
             )
     members = _members(module)
     unknown = sorted(given.keys() - set(members))
@@ -156,19 +156,21 @@ def _from_axis(where: str, path: str, axis: Group, group: Group, module: nn.Modu
     except (ValueError, TypeError) as error:
         raise type(error)(f"{where}: {error}") from None
     if len(groups) != 1:
-        raise ValueError(f"{where}: expected the expert axis alone, got a mesh of {len(groups)}")
+        raise ValueError(
+            f"{where}: expected the expert axis only, got a mesh of {len(groups)} axes"
+        )
     shared = set(ranks_of(axis)) & set(ranks_of(group))
     if shared != {dist.get_rank()}:
         raise ValueError(
-            f"{where}: the expert axis has the ranks {list(ranks_of(axis))}, and the process_group "
-            f"{list(ranks_of(group))}; expected this rank alone in both: ranks of the axis have "
-            "different experts, those of the process_group the same"
+            f"{where}: the expert axis has ranks {list(ranks_of(axis))} and the process_group has "
+            f"ranks {list(ranks_of(group))}; only this rank may be in both: ranks of the axis have "
+            "different experts, ranks of the process_group the same ones"
         )
     members = _members(module)
     if members != list(range(len(members))):
         raise ValueError(
-            f"{where}: {path} has the experts {members}; expected numbers from 0 on this rank; if "
-            "they are numbers among all, leave expert_numbers out"
+            f"{where}: {path} has the experts {members}; expected local numbers from 0; if these "
+            "are global numbers already, remove expert_numbers"
         )
     if groups[0].size() == 1:
         return {}

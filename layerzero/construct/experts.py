@@ -72,8 +72,9 @@ def find_experts(plans: Sequence[UnitPlan], process_group: Group | None) -> dict
         ranks = ranks_of(group)
         if not set(ranks) <= set(everyone):
             raise ValueError(
-                f"{plan.label} (rank {dist.get_rank()}): its process_group has the ranks "
-                f"{list(ranks)}; expected some of those that share the model, {list(everyone)}"
+                f"{plan.label} (rank {dist.get_rank()}): its process_group has ranks "
+                f"{list(ranks)}; expected a subset of the ranks that share the model, "
+                f"{list(everyone)}"
             )
         if ranks != everyone:
             found[id(plan)] = group
@@ -82,9 +83,10 @@ def find_experts(plans: Sequence[UnitPlan], process_group: Group | None) -> dict
             of_plan, of_owner = found.get(id(plan)), found.get(id(owner))
             if _key(of_plan) != _key(of_owner):
                 raise ValueError(
-                    f"{plan.label} (rank {dist.get_rank()}): a parameter is tied to one outside, "
-                    f"and would belong to {owner.label}, which has another process_group; make "
-                    "experts without ties, or one unit around all uses"
+                    f"{plan.label} (rank {dist.get_rank()}): one of its parameters is tied to a "
+                    f"parameter outside, and would belong to {owner.label}, which has another "
+                    "process_group; do not tie parameters of experts, or make one unit around all "
+                    "uses"
                 )
     for plan in plans:
         if id(plan) in found:
@@ -108,10 +110,10 @@ def _check_dtensors(plan: UnitPlan, ranks: Sequence[int]) -> None:
         if shared != {rank} or not all(type(p) is Shard for p in parameter.placements):
             raise ValueError(
                 f"{plan.label} (rank {rank}): expert parameter {original.fqn!r} is a DTensor with "
-                f"placements {parameter.placements} over the ranks "
-                f"{parameter.device_mesh.mesh.tolist()}, its process_group has {list(ranks)}; "
-                "expected Shard(dim), over ranks of which this one alone is in the process_group: "
-                "those of the expert-parallel axis"
+                f"placements {parameter.placements} over ranks "
+                f"{parameter.device_mesh.mesh.tolist()}, its process_group has ranks "
+                f"{list(ranks)}; expected Shard(dim) over the ranks of the expert-parallel axis, "
+                "of which only this rank is in the process_group"
             )
 
 
@@ -126,9 +128,9 @@ def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> Non
     of_others = [fqn for is_expert, fqn in dtensors if not is_expert]
     if of_experts and of_others:
         raise NotImplementedError(
-            f"rank {dist.get_rank()}: {of_experts[0]!r}, of an expert, and {of_others[0]!r}, of "
-            "the rest, are both DTensors; where the rest is tensor-parallel make experts modules "
-            "that are named by their number among all"
+            f"rank {dist.get_rank()}: {of_experts[0]!r} of an expert and {of_others[0]!r} outside "
+            "of experts are both DTensors; if the rest of the model is tensor-parallel, make each "
+            "expert a module whose name contains its global number"
         )
 
 
@@ -185,17 +187,17 @@ def check_experts(
     for by_rank in blocks_of_group.values():
         if any(each != next(iter(by_rank.values())) for each in by_rank.values()):
             raise ValueError(
-                f"experts: ranks {sorted(by_rank)} say that they have the same experts, but the "
-                f"names of those differ; rank {dist.get_rank()} has {names[:2]}...; a unit's "
-                "process_group is the group of the ranks that have the same experts (the "
+                f"experts: ranks {sorted(by_rank)} are in one process_group of experts, but have "
+                f"experts with different names; rank {dist.get_rank()} has {names[:2]}...; a "
+                "unit's process_group must consist of the ranks that have the same experts (the "
                 "expert-data axis, not the expert-parallel one)"
             )
     if any(len(each) > 1 for each in groups_of_block.values()):
         raise ValueError(
-            "experts: one name means different parameters on ranks of different expert-data "
-            f"groups; rank {dist.get_rank()} has {names[:2]}...; name experts by their number "
-            "among all, or give expert_numbers beside the process_group (in a plan: "
-            "local_experts), or make what holds several a DTensor that is Shard(0) over the "
+            "experts: different expert-data groups have different parameters under the same "
+            f"names; rank {dist.get_rank()} has {names[:2]}...; name experts by global numbers, "
+            "pass expert_numbers with the process_group (in a plan: local_experts), or make a "
+            "parameter that holds several experts a DTensor that is Shard(0) over the "
             "expert-parallel axis"
         )
 

@@ -43,12 +43,15 @@ class _Guard:
         is_sharded = any(get_info(parameter) is not None for parameter in module.parameters())
         if not is_sharded or arguments.get("state_dict") is not None:
             return own(module, *args, **kwargs)
-        what, why = type(module).__name__, "has this rank's pieces, expected whole parameters"
+        what, why = (
+            type(module).__name__,
+            "would write this rank's shards instead of whole parameters",
+        )
         if self._name:
             raise RuntimeError(
                 f"{what}.{_METHOD} of {self._name!r} {why}; nothing was written. Call it on every "
-                "rank, with is_main_process=True on the first alone, inside `with "
-                "model.summon_full_params(writeback=False):`, or pass state_dict="
+                "rank inside `with model.summon_full_params(writeback=False):`, with "
+                "is_main_process=True on the first rank only; or pass state_dict="
             )
         raise RuntimeError(
             f"{what}.{_METHOD} {why}; nothing was written. Call "

@@ -137,7 +137,7 @@ class Materializer:
             raise ValueError(
                 f"{label} ({type(module).__name__}) has parameters or buffers "
                 "on the meta device and no reset_parameters(): pass param_init_fn, which is "
-                'called with each such module, or param_init_fn="later" where a load brings values'
+                'called with each such module, or param_init_fn="later" if a load provides values'
             )
         fresh = [place for place in places if self._allocate(place)]
         generators = _Generators(self._device)
@@ -159,8 +159,8 @@ class Materializer:
             who = "param_init_fn" if self._init is not None else "its reset_parameters()"
             raise ValueError(
                 f"{label} ({type(module).__name__}): {who} left {names} without a value: "
-                "param_init_fn must write every parameter and buffer of a module from the meta "
-                f"device and leave them on {self._device}; where a load brings them, pass "
+                "param_init_fn must write every parameter and buffer of a module on the meta "
+                f"device, and leave them on {self._device}; if a load provides the values, pass "
                 'param_init_fn="later"'
             ) from again
 

@@ -117,7 +117,7 @@ def _check_containers(plans: Sequence[UnitPlan]) -> None:
         if is_container and plan.originals:
             name = type(plan.module).__name__
             raise ValueError(
-                f"{plan.label}: a {name} has no forward, so as a unit it would never be gathered "
-                f"for its parameters, {plan.originals[0].fqn!r} first; make its members units "
+                f"{plan.label}: a {name} has no forward, so its parameters, such as "
+                f"{plan.originals[0].fqn!r}, would never be gathered; make its members units "
                 "(auto_wrap_policy={TheirClass}), or a module around it that is called"
             )

@@ -46,18 +46,18 @@ class Outline:
         """Error message: how ranks differ from the first. Collective over `axes`, inner first."""
         first = _broadcast_text("\n".join(self._rows), axes, device).split("\n")
         pairs = itertools.zip_longest(self._rows, first, fillvalue="no other parameter")
-        parted = next(((own, other) for own, other in pairs if own != other), None)
+        difference = next(((own, other) for own, other in pairs if own != other), None)
         text = None
-        if parted is not None:
-            counts = f"{len(self._rows)} parameters in all, {len(first)} there"
-            text = f"{parted[0]}, where the first rank has {parted[1]} ({counts})"
-        told = gather_texts(text, dist.get_rank(), axes, device, "parameters of ranks")
-        listed = "; ".join(f"rank {rank} has {each}" for rank, each in list(told.items())[:4])
-        more = f" (and {len(told) - 4} more ranks)" if len(told) > 4 else ""
+        if difference is not None:
+            counts = f"{len(self._rows)} parameters here, {len(first)} there"
+            text = f"{difference[0]}, where the first rank has {difference[1]} ({counts})"
+        texts = gather_texts(text, dist.get_rank(), axes, device, "parameters of ranks")
+        listed = "; ".join(f"rank {rank} has {each}" for rank, each in list(texts.items())[:4])
+        more = f" (and {len(texts) - 4} more ranks)" if len(texts) > 4 else ""
         return (
-            f"process_group: the parameters of its ranks differ: {listed}{more}; every rank must "
-            "wrap the same model, and have parts of its own only in units with a process_group of "
-            "their own (experts)"
+            f"process_group: parameters differ between its ranks: {listed}{more}; every rank must "
+            "wrap the same model; ranks may differ only in units that have their own process_group "
+            "(experts)"
         )
 
 
@@ -145,23 +145,23 @@ def settle(
     """
     difference = digests.first_difference()
     text = difference if failure is None else f"\0{type(failure).__name__}: {failure}"
-    told = gather_texts(text, placement.rank, placement.groups, device, "initial values")
-    failed = [(rank, each[1:]) for rank, each in told.items() if each.startswith("\0")]
+    texts = gather_texts(text, placement.rank, placement.groups, device, "initial values")
+    failed = [(rank, each[1:]) for rank, each in texts.items() if each.startswith("\0")]
     if failure is not None:
         raise failure
     if failed:
         rank, text = failed[0]
         raise ValueError(f"rank {rank} could not initialise the model: {text}")
-    if not told:
+    if not texts:
         return None
-    order, label, count = min(each.split("\0") for each in told.values())
-    ranks = [rank for rank, each in told.items() if each.split("\0")[:2] == [order, label]]
+    order, label, count = min(each.split("\0") for each in texts.values())
+    ranks = [rank for rank, each in texts.items() if each.split("\0")[:2] == [order, label]]
     listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return (
-        f"{label} differs between ranks: on {'ranks' if len(ranks) > 1 else 'rank'} {listed} it "
-        f"has other values than on the first rank of the group, and so have {count} parameters "
-        "and buffers there. Each rank's part of the model would come from another model; seed all "
-        "ranks alike before the model is made, or pass sync_module_states=True"
+        f"{label} differs between ranks: on {'ranks' if len(ranks) > 1 else 'rank'} {listed} its "
+        f"values differ from those on the first rank of the group, as do those of {count} "
+        "parameters and buffers there. The shards of different models would be mixed; use one seed "
+        "on all ranks before building the model, or pass sync_module_states=True"
     )
 
 

@@ -102,15 +102,16 @@ def _check_agreement(
         )
     if any(other[3] != every[0][3] for other in every):
         raise ValueError(
-            "experts: ranks of the model's group have units of unequal sizes, or experts (units "
-            f"with a process_group of their own) at unequal places; rank {dist.get_rank()} has "
-            f"{'some' if experts else 'none'}; give every rank as many experts, of equal size"
+            "experts: the sizes of units, or which units are experts (have their own "
+            f"process_group), differ between ranks; rank {dist.get_rank()} has "
+            f"{'experts' if experts else 'no experts'}; every rank needs equally many experts of "
+            "equal size"
         )
     if any(other[2] != every[0][2] for other in every):
         raise ValueError(
             "process_group: its ranks have different parts of the DTensor parameters: their "
-            f"places in the tensor-parallel mesh (-1: no DTensors) are {[e[2] for e in every]}, "
-            "in the group's order; cut both groups from one mesh: "
+            f"positions in the tensor-parallel mesh (-1: no DTensors) are {[e[2] for e in every]}, "
+            "in the group's order; take both groups from one mesh: "
             'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
             'parallelize_module(..., mesh["tp"]), ZeRO3(..., process_group=mesh["dp"])'
         )
@@ -118,8 +119,9 @@ def _check_agreement(
         raise ValueError(outline.explain(axes, device))
     if zero3_size is not None and len(axes) == 2 and zero3_size != num_inner:
         raise ValueError(
-            f"zero3_size={zero3_size} and a mesh (outer, inner) of {num_outer, num_inner}: the "
-            f"shard groups of the mesh have {num_inner} ranks; leave out zero3_size"
+            f"zero3_size={zero3_size} contradicts the mesh (outer, inner) of "
+            f"{num_outer, num_inner}, whose shard groups have {num_inner} ranks; leave out "
+            "zero3_size"
         )
     if zero3_size is not None and (zero3_size < 1 or num_inner % zero3_size):
         raise ValueError(
@@ -129,8 +131,8 @@ def _check_agreement(
     if outer != "zero1" and not has_outer:
         warn_once(
             f"outer={outer}",
-            f"outer={outer!r} has no effect: the shard group is the whole group, there is no axis "
-            "outside it",
+            f"outer={outer!r} has no effect: the shard group is the whole group, so there is no "
+            "outer group",
             is_first=not any(other.rank for other in axes) and not own[2] > 0,
             stacklevel=outside(),
         )

@@ -26,13 +26,13 @@ _STRATEGIES = {
 }
 _OURS = {
     "sharding_strategy": 'use reshard_after_forward, zero3_size and outer="replicate"',
-    "use_orig_params": "leave it out: every original parameter has one of its own, always",
+    "use_orig_params": "leave it out: every original parameter always has its own",
     "cpu_offload": "use offload",
     "offload_policy": "use offload",
     "device_id": "use device",
-    "device_mesh": "use process_group, which takes a mesh",
-    "mesh": "use process_group, which takes a mesh",
-    "dp_mesh_dims": 'cut the axes out of the mesh: process_group=mesh["dp"]',
+    "device_mesh": "use process_group, which accepts a mesh",
+    "mesh": "use process_group, which accepts a mesh",
+    "dp_mesh_dims": 'take the axes from the mesh: process_group=mesh["dp"]',
     "mp_policy": "use mixed_precision",
     "ignored_states": "use ignored_modules and ignored_parameters",
     "ignored_params": "use ignored_parameters",
@@ -87,8 +87,8 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Prec
         return Precision(value, value)
     if value.keep_low_precision_grads:
         raise ValueError(
-            "mixed_precision: keep_low_precision_grads=True has no counterpart, gradients have "
-            "the dtype of the sharded parameters; leave it out, or make the model in that dtype"
+            "mixed_precision: keep_low_precision_grads=True has no counterpart: gradients have "
+            "the dtype of the sharded parameters; leave it out, or build the model in that dtype"
         )
     kept = tuple(value._module_classes_to_ignore) if has_policy else ()
     found = tuple(cls for cls in kept if any(isinstance(each, cls) for each in module.modules()))
@@ -180,7 +180,7 @@ def run_torch_policy(
     except TypeError as error:
         name = getattr(policy, "__name__", policy)
         raise TypeError(
-            f"auto_wrap_policy: {name} {error}: bind it, as in functools.partial("
+            f"auto_wrap_policy: {name} {error}: bind the argument, as in functools.partial("
             "transformer_auto_wrap_policy, transformer_layer_cls={Block})"
         ) from None
     return {key: {} for key in _run_function(policy, root, ignored_modules, ignored_parameters)}

@@ -63,8 +63,8 @@ class UnitArguments:
         for name in own:
             if name not in known:
                 raise ValueError(
-                    f"auto_wrap_policy gave {name}={own[name]!r}; expected arguments that "
-                    f"may differ between units, {known}: give others to ZeRO3 itself"
+                    f"auto_wrap_policy returned {name}={own[name]!r}; expected arguments that "
+                    f"may differ between units, {known}: pass others to ZeRO3 itself"
                 )
         mixed_precision = own.get("mixed_precision", self.mixed_precision)
         check_mixed_precision(mixed_precision)

@@ -145,8 +145,8 @@ def plan_units(
         owner = _nearest_common(users)
         if owner.existing is not None:
             raise ValueError(
-                f"parameter {original.fqn!r} is inside {owner.label!r}, which is wrapped already, "
-                "but was added to it afterwards; add parameters before wrapping"
+                f"parameter {original.fqn!r} was added to {owner.label!r} after that was wrapped; "
+                "add parameters before wrapping"
             )
         owner.originals.append(original)
         for user in users:
@@ -245,8 +245,8 @@ def _refuse_shared_with_wrapped(
         if id(original.parameter) in wrapped:
             plan, fqn = wrapped[id(original.parameter)]
             raise ValueError(
-                f"parameter {original.fqn!r} was tied to {fqn!r} of {plan.label!r}, which is "
-                "wrapped by a ZeRO3 of its own already: the tie would be lost; wrap both with one "
+                f"parameter {original.fqn!r} was tied to {fqn!r} of {plan.label!r}, which has been "
+                "wrapped separately: they would no longer be tied; wrap both with one "
                 "ZeRO3(..., auto_wrap_policy=...), which keeps tied parameters in a unit around "
                 "both"
             )

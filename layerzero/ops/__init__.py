@@ -31,7 +31,7 @@ STREAMING_NBYTES = 32 << 20
 cache, and an ordinary store reads each cache line first. Smaller outputs stay in the cache, where
 such stores are slower (benchmarks/bench_pad_copy.py)."""
 
-assert schema.LIBRARY is not None, "the schemas must be there before the kernels are"
+assert schema.LIBRARY is not None, "schemas must be defined before kernels are loaded"
 _status = load(Path(__file__).parents[1])
 
 
@@ -58,7 +58,7 @@ def missing_kernels(device: torch.device) -> str | None:
             )
         )
     else:
-        remedy = "there are none to install; nothing needs to be done"
+        remedy = "none exist; nothing needs to be done"
     return (
         f"no kernels of layerzero for device type {device.type!r}: {remedy}. Gradients and casts "
         "are packed in plain torch, with the same results and more kernel launches for each unit"

@@ -28,8 +28,8 @@ def load(folder: Path) -> NativeStatus:
         return NativeStatus(
             False,
             False,
-            f"no library in {folder}: `pip install -v --no-build-isolation` builds it where torch "
-            "and a C++ compiler are, or says why not",
+            f"no library in {folder}: with torch and a C++ compiler installed, `pip install -v "
+            "--no-build-isolation` builds it, or prints why it cannot",
         )
     try:
         torch.ops.load_library(found[0])
@@ -39,7 +39,7 @@ def load(folder: Path) -> NativeStatus:
     if not _has_kernel("CPU"):
         return NativeStatus(False, False, f"{found[0]} registers no kernels: build it again")
     if not _has_kernel("CUDA"):
-        return NativeStatus(True, False, "built without CUDA kernels: no nvcc, or it failed")
+        return NativeStatus(True, False, "built without CUDA kernels: nvcc is missing, or failed")
     return NativeStatus(True, True, "")
 
 

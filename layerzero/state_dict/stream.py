@@ -100,7 +100,7 @@ def _stream_model(
 
     def name_of(parameter: torch.Tensor) -> str:
         found = names.of(parameter)
-        assert found is not None, "handles are those of the model"
+        assert found is not None, "the handles belong to the model"
         return found[0]
 
     def is_wanted(name: str) -> bool:
@@ -169,7 +169,7 @@ def stream_sources(
 
 def _root_of(bucket: _Bucket) -> RootState:
     unit = unit_of(bucket.source.handle.sharded_params[0])
-    assert unit is not None, "the sources are of a model that is there"
+    assert unit is not None, "the model of the sources exists"
     return root_of(unit)
 
 

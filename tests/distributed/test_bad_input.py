@@ -272,7 +272,7 @@ def _different_models() -> None:
     def differs(module: nn.Module, pattern: str, **options: Any) -> None:
         refuses(
             ValueError,
-            rf"process_group: the parameters of its ranks differ: {pattern}",
+            rf"process_group: parameters differ between its ranks: {pattern}",
             module,
             **options,
         )
@@ -280,7 +280,7 @@ def _different_models() -> None:
     is_other = dist.get_rank() == 1
     pattern = (
         r"rank 1 has 'blocks\.2\.up\.weight' \[7, 5\] torch\.float32 trainable in blocks\.2, "
-        r"where the first rank has no other parameter \(15 parameters in all, 11 there\); "
+        r"where the first rank has no other parameter \(15 parameters here, 11 there\); "
         r"every rank must"
     )
     differs(Mlp(depth=2 + is_other), pattern, auto_wrap_policy={Block})

@@ -216,16 +216,26 @@ def _refuses() -> None:
             self.up = nn.Linear(2, 2)
 
     for own, error, message, kind in (
-        ({"expert_numbers": ep}, ValueError, f"{where} without a process_group", LocalExperts),
-        ({"process_group": edp, "expert_numbers": edp}, ValueError, "expected this rank alone", 0),
+        ({"expert_numbers": ep}, ValueError, f"{where} needs a process_group too", LocalExperts),
+        (
+            {"process_group": edp, "expert_numbers": edp},
+            ValueError,
+            "only this rank may be in both",
+            0,
+        ),
         ({"process_group": edp, "expert_numbers": 2}, TypeError, "expected a ProcessGroup", 0),
         ({"process_group": edp, "expert_numbers": {0: 1.5}}, TypeError, "expected a mapping", 0),
         ({"process_group": edp, "expert_numbers": {0: 2}}, ValueError, r"\[0, 1\], got numbers", 0),
-        ({"process_group": edp, "expert_numbers": {0: 2, 1: 2}}, ValueError, "have one number", 0),
-        ({"process_group": edp, "expert_numbers": {0: 2, 1: 3}}, ValueError, "one name means", 0),
-        ({"process_group": edp, "expert_numbers": ep}, ValueError, "no number in it", Stacked),
-        ({"process_group": edp, "expert_numbers": ep}, ValueError, "leave expert_n", NamedExperts),
-        ({"process_group": edp}, ValueError, "or give expert_numbers beside the process_group", 0),
+        (
+            {"process_group": edp, "expert_numbers": {0: 2, 1: 2}},
+            ValueError,
+            "have the same number",
+            0,
+        ),
+        ({"process_group": edp, "expert_numbers": {0: 2, 1: 3}}, ValueError, "under the same", 0),
+        ({"process_group": edp, "expert_numbers": ep}, ValueError, "contains no number", Stacked),
+        ({"process_group": edp, "expert_numbers": ep}, ValueError, "remove expert_n", NamedExperts),
+        ({"process_group": edp}, ValueError, "pass expert_numbers with the process_group", 0),
     ):
         kind = kind or LocalExperts
         model = seeded(lambda kind=kind: Model(kind))

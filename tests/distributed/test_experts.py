@@ -481,23 +481,28 @@ def _refuses() -> None:
         part(),
         mesh["edp"] if rank < 2 else None,
         ValueError,
-        "at unequal places; rank . has (some|none)",
+        "differ between ranks; rank . has (no )?experts",
     )
     uneven = part()
     if rank in (1, 3):
         uneven.layers[1].experts.each["9"] = Expert()
-    refused(uneven, mesh["edp"], ValueError, "give every rank as many experts")
+    refused(uneven, mesh["edp"], ValueError, "every rank needs equally many experts")
     plain = seeded(lambda: Model(StackedExperts))
     for layer in plain.layers:
         for name, whole in list(layer.experts.named_parameters()):
             setattr(layer.experts, name, nn.Parameter(whole.detach().chunk(2)[rank % 2].clone()))
-    refused(plain, mesh["edp"], ValueError, "one name means different parameters")
+    refused(plain, mesh["edp"], ValueError, "different parameters under the same names")
     tied = part()
     first = next(iter(tied.layers[0].experts.each.values()))
     first.up.bias = nn.Parameter(torch.zeros(5))
     tied.extra = nn.Linear(1, 5)
     tied.extra.bias = first.up.bias
-    refused(tied, mesh["edp"], ValueError, f"{where}: a parameter is tied to one outside")
+    refused(
+        tied,
+        mesh["edp"],
+        ValueError,
+        f"{where}: one of its parameters is tied to a parameter outside",
+    )
     copied = part()
     value = distribute_tensor(torch.zeros(2), mesh["ep"], [Replicate()])
     copied.layers[0].experts.bias = nn.Parameter(value)

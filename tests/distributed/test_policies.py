@@ -100,7 +100,7 @@ def _refusals() -> None:
         ("deterministic", True, {"reduction": reduction}),
     )
     for name, value, policy in flat:
-        pattern = f"{name}={value!r} are both given; say it in one of them"
+        pattern = f"{name}={value!r} are both given; pass only one"
         refuses(ValueError, pattern, **policy, **{name: value})
     refuses(TypeError, "prefetch: expected a PrefetchPolicy or None, got 2", prefetch=2)
     refuses(TypeError, "reduction: expected a ReductionPolicy or None, got 'sum'", reduction="sum")

@@ -64,11 +64,11 @@ def test_ranks_that_start_from_other_values_are_told_by_the_first() -> None:
     start = {name: each[0] for name, each in first.items() if each}
     assert start.keys() == {"seeds", "element", "first rank", "buffer", "meta"}
     assert start["seeds"].startswith(
-        "parameter 'blocks.0.up.weight' differs between ranks: on ranks 1, 2 it has other values "
-        "than on the first rank of the group, and so have 15 of 15 parameters and buffers there."
+        "parameter 'blocks.0.up.weight' differs between ranks: on ranks 1, 2 its values differ "
+        "from those on the first rank of the group, as do those of 15 of 15 parameters"
     )
     assert "pass sync_module_states=True" in start["seeds"]
-    assert "'blocks.1.up.bias' differs between ranks: on rank 2 it" in start["element"]
+    assert "'blocks.1.up.bias' differs between ranks: on rank 2 its" in start["element"]
     assert "1 of 16 parameters" in start["element"]
     assert "'head.weight' differs between ranks: on ranks 1, 2" in start["first rank"]
     assert start["buffer"].startswith("buffer 'blocks.1.order' differs between ranks: on rank 1")

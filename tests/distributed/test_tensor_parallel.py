@@ -707,8 +707,8 @@ def _refused() -> None:
         (r"'first'.*expected Shard\(dim\)", _Two(on(tp, strided), plain), dp),
         (r"one mesh.*'first'.*'second'", _Two(on(tp, Shard(0)), on(dp, Shard(0))), dp),
         (r"'first'.*process_group=mesh\[\"dp\"\]", _Two(on(tp, Shard(0)), plain), None),
-        (r"in common with", _Two(on(tp, Replicate()), plain), mesh),
-        (r"places in the .* mesh.*\[(0, 1|1, 0)\]", _Two(on(tp, Shard(0)), plain), crossed),
+        (r"it shares ranks", _Two(on(tp, Replicate()), plain), mesh),
+        (r"positions in the .* mesh.*\[(0, 1|1, 0)\]", _Two(on(tp, Shard(0)), plain), crossed),
     ]
     for message, module, group in cases:
         with pytest.raises(ValueError, match=message):

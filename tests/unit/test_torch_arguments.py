@@ -179,7 +179,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = (
         ("sync_module_states: expected True or False, got 'yes'", {"sync_module_states": "yes"}),
         ("deterministic: expected True or False, got 1", {"deterministic": 1}),
         ("param_init_fn: expected a function.*got 42", {"param_init_fn": 42}),
-        ("device: torch knows no 'cudda'", {"device": "cudda"}),
+        ("device: 'cudda' is not a device of torch", {"device": "cudda"}),
         ("device: expected a torch.device.*got True", {"device": True}),
         (r"device='mps'.*CUDA.*torch\.mps\.Stream", {"device": "mps"}),
         (r"device='meta'.*accelerator with streams", {"device": "meta"}),
@@ -191,7 +191,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = (
         ),
         ("ignored_modules: expected an iterable", _ignores(lambda model: model.head)),
         ("belong in ignored_parameters", _ignores(lambda model: [model.head.weight])),
-        ("ignored_modules: has the Mlp that is wrapped itself", _ignores(lambda model: [model])),
+        ("ignored_modules: contains the wrapped Mlp itself", _ignores(lambda model: [model])),
         (
             "ignored_parameters: expected parameters, got Linear; modules belong",
             _ignores(lambda model: [model.head], "ignored_parameters"),
