@@ -157,11 +157,17 @@ class ReductionPolicy:
             "unsharded": before anything is sent; "sharded": after a reduction over the shard group;
             "auto": chosen by memory and traffic, and logged.
         deterministic: sum gradients in rank order, in float32 at least.
+        separate_groups: reduce over process groups of their own, so that a gather does not queue
+            behind a reduction in the backend. Collective: the same on every rank.
+        in_flight: bound, such as "512MB", on the gradients that reductions under way may hold
+            together; a unit larger than that is reduced alone. None: one unit's at a time.
     """
 
     reduce: GradientReduction = "mean"
     accumulation: Accumulation = "auto"
     deterministic: bool = False
+    separate_groups: bool = False
+    in_flight: str | None = None
 
     def __post_init__(self) -> None:
         for field, expected in (
@@ -173,10 +179,18 @@ class ReductionPolicy:
                     f"ReductionPolicy.{field}: expected one of {expected}, got "
                     f"{getattr(self, field)!r}"
                 )
-        if not isinstance(self.deterministic, bool):
-            raise TypeError(
-                f"ReductionPolicy.deterministic: expected True or False, got {self.deterministic!r}"
-            )
+        for field in ("deterministic", "separate_groups"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(
+                    f"ReductionPolicy.{field}: expected True or False, got {getattr(self, field)!r}"
+                )
+        if self.in_flight is not None:
+            if not isinstance(self.in_flight, str):
+                raise TypeError(
+                    "ReductionPolicy.in_flight: expected a size such as '512MB' or None, got "
+                    f"{self.in_flight!r}"
+                )
+            parse_nbytes(self.in_flight, "ReductionPolicy.in_flight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +238,17 @@ _NBYTES_FACTORS = {
 }
 
 
-def parse_nbytes(text: str) -> int:
-    """Parse a string such as "512MB" or "1.5 GiB" to bytes. Raises ValueError if it is no size."""
+def parse_nbytes(text: str, name: str = "") -> int:
+    """Parse a string such as "512MB" or "1.5 GiB" to bytes. Raises ValueError if it is no size.
+
+    Args:
+        name: of the argument, for the message.
+    """
     match = _NBYTES_PATTERN.fullmatch(text)
     nbytes = int(float(match[1]) * _NBYTES_FACTORS[match[2].lower()]) if match else 0
     if nbytes < 1:
-        raise ValueError(f"expected a size such as '512MB' or '2GiB', got {text!r}")
+        prefix = f"{name}: " if name else ""
+        raise ValueError(f"{prefix}expected a size such as '512MB' or '2GiB', got {text!r}")
     return nbytes
 
 

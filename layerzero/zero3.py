@@ -107,7 +107,8 @@ class ZeRO3(ModuleWrapper):
             None: the timeout that somebody gave the process group, or else the default group; else
             5 minutes (docs/reference/errors.md).
         prefetch: `forward_prefetch`, `backward_prefetch` and `limit_all_gathers` as one policy.
-        reduction: `gradient_reduction`, `accumulation` and `deterministic` as one policy.
+        reduction: `gradient_reduction`, `accumulation` and `deterministic` as one policy, which
+            has more fields.
 
     Raises:
         ValueError, TypeError: an argument is wrong, ranks have different parameters, or a meta

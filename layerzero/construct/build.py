@@ -68,7 +68,7 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
         given.prefetch.backward,
         GatherBudget.parse(limit, default_units=default_units),
         budget_is_default=limit is True,
-        accumulation=given.reduction.accumulation,
+        reduction=given.reduction,
         tensor_parallel_groups=topology.tensor_parallel_groups,
         ignored=plan.ignored,
     )

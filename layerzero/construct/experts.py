@@ -226,6 +226,7 @@ def place_units(
     outer: Outer,
     deterministic: bool,
     timeout: timedelta | None,
+    separate_groups: bool = False,
 ) -> dict[int, Placement]:
     """The placement of each unit, keyed by id(plan). Collective if groups have to be made.
 
@@ -236,7 +237,9 @@ def place_units(
     made: dict[object, Placement] = {}
     for group in experts.values():
         if _key(group) not in made:
-            own = make_placement(group, device, None, outer, deterministic, timeout)
+            own = make_placement(
+                group, device, None, outer, deterministic, timeout, separate_groups
+            )
             made[_key(group)] = dataclasses.replace(
                 own, members=placement.members, data_parallel=placement
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -21,6 +23,7 @@ def make_placement(
     outer: Outer,
     deterministic: bool,
     timeout: timedelta | None,
+    separate_groups: bool = False,
 ) -> Placement:
     """Place shards for tensors on `device`. Collective where groups have to be made.
 
@@ -30,11 +33,27 @@ def make_placement(
         group: all ranks, cut into shard groups of `zero3_size` neighbours; or a 2-D mesh
             (outer, inner) that says it all.
         zero3_size: a divisor of the group's size, the same on every rank; None: all of it.
+        separate_groups: make groups for reductions alone, too.
 
     Raises:
         ValueError: this rank is not in the group or mesh.
     """
     groups = make_shard_groups(group, device, timeout)
+    placement = _place(group, groups, device, zero3_size, outer, deterministic)
+    if not separate_groups:
+        return placement
+    lane = (_group_of(g.ranks, groups, device, "reduce") for g in placement.reduce_groups)
+    return dataclasses.replace(placement, reduce_lane=tuple(lane))
+
+
+def _place(
+    group: dist.ProcessGroup | DeviceMesh | None,
+    groups: list[ShardGroup],
+    device: torch.device,
+    zero3_size: int | None,
+    outer: Outer,
+    deterministic: bool,
+) -> Placement:
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         table = group.mesh.tolist()
     else:
@@ -72,25 +91,31 @@ def _slices(table: list[list[int]]) -> dict[int, int]:
     return {rank: j * len(table) + k for k, row in enumerate(table) for j, rank in enumerate(row)}
 
 
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]
 _made = WeakKeyDictionary()
-"""Groups made for parts of a group or mesh, for the next model on it."""
+"""Groups made for parts of a group or mesh, by lane and ranks, for the next model on it."""
 
 
-def _group_of(ranks: list[int], groups: list[ShardGroup], device: torch.device) -> ShardGroup:
-    """These ranks as a group: one of `groups`, one made before, or a new one. Collective."""
+def _group_of(
+    ranks: Sequence[int], groups: list[ShardGroup], device: torch.device, lane: str = ""
+) -> ShardGroup:
+    """These ranks as a group: one of `groups`, one made before, or a new one. Collective.
+
+    Args:
+        lane: "reduce": a group for reductions alone, never one of `groups`.
+    """
     wanted = tuple(sorted(ranks))
     for group in groups:
-        if tuple(sorted(group.ranks)) == wanted:
+        if not lane and tuple(sorted(group.ranks)) == wanted:
             return group
     parent = groups[0]
     made = _made.setdefault(parent.process_group, {})
-    if wanted not in made:
-        made[wanted] = new_group(
+    if (lane, wanted) not in made:
+        made[lane, wanted] = new_group(
             wanted,
             dist.get_backend_config(parent.process_group),
             parent.timeout,
             options_like(parent.process_group, device),
         )
     # Its own timeout is that of the first model it was made for.
-    return make_shard_group(made[wanted], device, parent.timeout)
+    return make_shard_group(made[lane, wanted], device, parent.timeout)

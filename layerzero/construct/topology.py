@@ -49,15 +49,18 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
     axes = make_shard_groups(given.process_group, device, timeout)
     structure = structure_of(plan.units, plan.experts)
     outline = Outline(plan.units, plan.experts)
-    _check_agreement(axes, device, given.zero3_size, mode, plan.mesh, structure, outline)
+    separate = given.reduction.separate_groups
+    _check_agreement(axes, device, given.zero3_size, mode, separate, plan.mesh, structure, outline)
     agree_on_group_names(axes, device)
     in_order = given.reduction.deterministic
     placement = make_placement(
-        given.process_group, device, given.zero3_size, mode, in_order, timeout
+        given.process_group, device, given.zero3_size, mode, in_order, timeout, separate
     )
     check_experts(plan.units, plan.experts, placement, device)
     groups = mesh_groups(plan.mesh, device, timeout)
-    placements = place_units(plan.units, plan.experts, placement, device, mode, in_order, timeout)
+    placements = place_units(
+        plan.units, plan.experts, placement, device, mode, in_order, timeout, separate
+    )
     return Topology(placement=placement, placements=placements, tensor_parallel_groups=groups)
 
 
@@ -66,6 +69,7 @@ def _check_agreement(
     device: torch.device,
     zero3_size: int | None,
     outer: Outer,
+    separate_groups: bool,
     tensor_parallel: DeviceMesh | None,
     experts: int,
     outline: Outline,
@@ -89,6 +93,7 @@ def _check_agreement(
         -1 if tensor_parallel is None else _place_in(tensor_parallel),
         experts,
         outline.number,
+        separate_groups,
     ]
     values = torch.tensor(own, device=device)
     for axis in axes:
@@ -99,6 +104,12 @@ def _check_agreement(
         listed = "; ".join(f"zero3_size={size}, outer={_OUTER[mode]!r}" for size, mode, *_ in every)
         raise ValueError(
             f"zero3_size and outer differ between ranks, in the group's order: {listed}"
+        )
+    if any(other[5] != every[0][5] for other in every):
+        listed = ", ".join(str(bool(other[5])) for other in every)
+        raise ValueError(
+            "ReductionPolicy.separate_groups differs between ranks, in the group's order: "
+            f"{listed}; give every rank the same"
         )
     if any(other[3] != every[0][3] for other in every):
         raise ValueError(

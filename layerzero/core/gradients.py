@@ -155,6 +155,12 @@ class GradientBuffer:
         return self._sum.nbytes
 
     @property
+    def in_flight_nbytes(self) -> int:
+        """Bytes that a reduction under way holds at most, apart from its result."""
+        waits_on_host = self.sums_on is not None and not self.sum_is_buffer
+        return self.buffer_nbytes + (self.sum_nbytes if waits_on_host else 0)
+
+    @property
     def resident_nbytes(self) -> int:
         areas = {id(area): area.storage.nbytes() for area in (self._outgoing, self._sum)}
         return sum(areas.values()) + (0 if self.shard_sum is None else self.shard_sum.nbytes)

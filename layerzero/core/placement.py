@@ -49,6 +49,9 @@ class Placement:
     world_slices: tuple[int, ...] = ()
     """Slice of the flat buffer that each rank of `world` reduces."""
 
+    reduce_lane: tuple[ShardGroup, ...] = ()
+    """Groups made for reductions alone (`ReductionPolicy.separate_groups`), with the ranks that
+    `reduce_groups` has without them; (): none."""
     post_forward_group: ShardGroup | None = None
     """With `outer="shard"`: a smaller group that can hold a unit between forward and backward."""
     data_parallel: Placement | None = None
@@ -98,14 +101,24 @@ class Placement:
     @property
     def all_groups(self) -> tuple[ShardGroup, ...]:
         """Every group, without groups of one rank, over which a unit's collectives may run."""
-        rest = (self.world, self.post_forward_group)
+        rest = (self.world, self.post_forward_group, *self.reduce_lane)
         whole = () if self.data_parallel is None else self.data_parallel.all_groups
         return (*self.groups, *(g for g in rest if g is not None and g.size > 1), *whole)
 
     @cached_property
     def reduce_groups(self) -> tuple[ShardGroup, ...]:
         """Groups over which gradients are reduced, one hop each, in order."""
+        if self.reduce_lane:
+            return self.reduce_lane
         return self.groups if self.world is None else (self.world,)
+
+    @cached_property
+    def copy_group(self) -> ShardGroup:
+        """Outer peers, among which a reduced shard is copied with `outer="replicate"`."""
+        assert self.outer_group is not None, "copies are on outer peers"
+        ranks = self.outer_group.ranks
+        lane = (group for group in self.reduce_lane if group.ranks == ranks)
+        return next(lane, self.outer_group)
 
     @cached_property
     def sums_in_shards(self) -> bool:

@@ -95,28 +95,36 @@ class GradientReducer:
     def reduce(self, unit: Unit) -> None:
         """Take the unit's gradients, and start the hops that are due; see `reduce_unit`.
 
-        On CPU, blocks the host until the previous unit's reduction is done.
+        On CPU, blocks the host until earlier reductions are done that must not be in flight beside
+        it.
         """
-        self._complete_all()
+        self._make_room(unit)
         with torch.no_grad(), self._context.profile("reduce", unit.label):
             self._in_flight += reduce_unit(
                 self._context, unit, self.requires_sync, self.sums_sharded
             )
 
+    def _make_room(self, unit: Unit) -> None:
+        """Complete what must not be in flight beside the unit's reduction: here, all others."""
+        self._complete_all()
+
     def _complete_all(self) -> None:
         """Wait for the reductions in flight and free their input."""
         while self._in_flight:
-            # Removed only when done: after an error `drop` has to wait for it, too.
-            reduction = self._in_flight[0]
-            if reduction.pending is not None:
-                reduction.pending.wait()
-                if reduction.is_partial:
-                    reduction.handle.gradients.release_buffer()
-                else:
-                    reduction.handle.gradients.release()
-            if not reduction.is_partial:
-                self._undelivered.append(reduction)
-            self._in_flight.pop(0)
+            self._complete_oldest()
+
+    def _complete_oldest(self) -> None:
+        # Removed only when done: after an error `drop` has to wait for it, too.
+        reduction = self._in_flight[0]
+        if reduction.pending is not None:
+            reduction.pending.wait()
+            if reduction.is_partial:
+                reduction.handle.gradients.release_buffer()
+            else:
+                reduction.handle.gradients.release()
+        if not reduction.is_partial:
+            self._undelivered.append(reduction)
+        self._in_flight.pop(0)
 
     def deliver(self) -> None:
         """Wait for the last reductions and write `.grad` of every sharded parameter.

@@ -181,10 +181,10 @@ class Reduction:
             # block the host until it is done, where there are neither streams nor a thread.
             self.chunk = chunk
             return stream.enqueue_wait(started, on_done=gradients.free_buffer)
-        outer = placement.outer_group
         if copies:
-            assert outer is not None, "copies are on outer peers"
-            operations.append(context.operations.next("outer all-gather", unit.label, outer))
+            operations.append(
+                context.operations.next("outer all-gather", unit.label, placement.copy_group)
+            )
 
         def hops(input_done: Callable[[], None]) -> None:
             nonlocal chunk
@@ -205,9 +205,8 @@ class Reduction:
                 )
                 second.wait()
             if copies:
-                assert outer is not None
                 own, chunk = chunk, chunk.new_empty(chunk.numel() * placement.owned_slices)
-                all_gather(chunk, own, outer, operations[-1]).wait()
+                all_gather(chunk, own, placement.copy_group, operations[-1]).wait()
             self.chunk = chunk if result is None else result.copy_(chunk)
             if handle.params_on is not None:
                 self._download(chunk, stream)

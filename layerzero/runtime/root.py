@@ -19,7 +19,7 @@ from torch import nn
 
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.comm.streams import Streams
-from layerzero.config import Accumulation, BackwardPrefetch, GatherBudget
+from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
 from layerzero.runtime.autocast import CastCache, in_autocast
@@ -32,6 +32,7 @@ from layerzero.runtime.operations import Operations, remembers_failure
 from layerzero.runtime.passes import ForwardCall, ForwardPass
 from layerzero.runtime.rate_limiter import RateLimiter
 from layerzero.runtime.reducer import GradientReducer
+from layerzero.runtime.several_reductions import make_reducer
 from layerzero.runtime.states import Hold, ShardState, TrainingState
 from layerzero.runtime.structure import Ignored, Structure
 from layerzero.runtime.surroundings import check_surroundings
@@ -79,7 +80,7 @@ class RootState:
         backward_prefetch: BackwardPrefetch | None,
         budget: GatherBudget,
         budget_is_default: bool,
-        accumulation: Accumulation,
+        reduction: ReductionPolicy,
         tensor_parallel_groups: tuple[ShardGroup, ...],
         ignored: Ignored,
     ) -> None:
@@ -103,7 +104,7 @@ class RootState:
         self.scheduler = UnshardScheduler(
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
         )
-        self.reducer = GradientReducer(self.context, self.units, accumulation)
+        self.reducer = make_reducer(self.context, self.units, reduction)
         self._casts = CastCache(device)
         self.cast_watch = CastWatch(self.units, device)
         self._unsharded_checks = UnshardedChecks(self.context, self.units)

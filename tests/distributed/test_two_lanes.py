@@ -1,0 +1,419 @@
+"""Reductions on process groups of their own, and several in flight: the numbers are the same, every
+two accesses are ordered, and memory is within the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero import MixedPrecision, ReductionPolicy, ZeRO3
+from layerzero.runtime import reduction as reduction_module
+from layerzero.runtime.reducer import GradientReducer
+from layerzero.runtime.several_reductions import _SeveralInFlight
+from layerzero.runtime.unit import Unit
+from tests.distributed.test_streams import (
+    HOST_USES,
+    OFFLOADED,
+    USES,
+    accumulation,
+    plain_steps,
+    train,
+    wrapped,
+)
+from tests.harness.internals import root_state
+from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.plain_backend import make_plain_group
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import recorded_operations
+from tests.harness.reference import batches_of, forward_backward, seeded
+from tests.harness.simulated_device import simulated_device
+
+LANES: dict[str, dict[str, Any]] = {
+    "groups": {"separate_groups": True},
+    "in flight": {"in_flight": "1GB"},
+    "both": {"separate_groups": True, "in_flight": "1GB"},
+    "little room": {"separate_groups": True, "in_flight": "1kB"},
+}
+LAYERS: dict[str, dict[str, Any]] = {
+    "one group": {},
+    "zero1": {"zero3_size": 2, "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+    "replicate": {"zero3_size": 2, "outer": "replicate"},
+    "shard": {"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"},
+    "whole parameters": {"zero3_size": 1, "outer": "replicate"},
+}
+SUMS: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["groups", "in flight", "both", "little room"]),
+    ({"deterministic": True}, ["both"]),
+    ({"accumulation": "sharded"}, ["both"]),
+]
+"""How gradients are summed, and the lanes that are compared with none."""
+
+
+# The same numbers -----------------------------------------------------------------------------
+
+
+def _trained(
+    lanes: dict[str, Any], sums: dict[str, Any], layers: dict[str, Any], plain: bool
+) -> list[torch.Tensor]:
+    group = make_plain_group(timedelta(seconds=60)) if plain else None
+    model = ZeRO3(
+        seeded(lambda: Mlp(4)),
+        group,
+        auto_wrap_policy={Block},
+        reduction=ReductionPolicy(**lanes, **sums),
+        **layers,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
+    for index, batch in enumerate(batches):
+        with nullcontext() if index % 2 else model.no_sync():
+            forward_backward(model, batch[dist.get_rank()])
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _all_trained(layers: dict[str, Any]) -> None:
+    for plain in (False, True):
+        for sums, compared in SUMS:
+            expected = _trained({}, sums, layers, plain)
+            for lanes in compared:
+                found = _trained(LANES[lanes], sums, layers, plain)
+                assert all(map(torch.equal, found, expected)), (lanes, sums, plain)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_training_is_bitwise_the_same(layers: str) -> None:
+    """On gloo, and where messages carry no names."""
+    world_size = 2 * LAYERS[layers].get("zero3_size", 1)
+    run_ranks(world_size, _all_trained, LAYERS[layers], timeout=120)
+
+
+# Which group ----------------------------------------------------------------------------------
+
+
+def _groups_used(layers: dict[str, Any], separate: bool) -> dict[str, set[dist.ProcessGroup]]:
+    model = ZeRO3(
+        seeded(lambda: Mlp(3)),
+        auto_wrap_policy={Block},
+        reduction=ReductionPolicy(separate_groups=separate),
+        **layers,
+    )
+    used: dict[str, set[dist.ProcessGroup]] = {"gathers": set(), "reductions": set()}
+    operations = root_state(model).operations
+    original = operations.next
+
+    def noting(verb: str, unit: str, group: Any) -> Any:
+        # The outer gather of a forward brings weights, that of a reduction gradients.
+        in_backward = root_state(model).context.in_backward
+        if verb in ("reduce-scatter", "outer reduce-scatter"):
+            used["reductions"].add(group.process_group)
+        elif verb == "all-gather" or (verb == "outer all-gather" and not in_backward):
+            used["gathers"].add(group.process_group)
+        elif verb == "outer all-gather":
+            used["reductions"].add(group.process_group)
+        return original(verb, unit, group)
+
+    with mock.patch.object(operations, "next", noting):
+        train(model, 1)
+    return used
+
+
+def _separation() -> None:
+    for name, layers in LAYERS.items():
+        shared, apart = (_groups_used(layers, separate) for separate in (False, True))
+        assert not apart["gathers"] & apart["reductions"], name
+        if name in ("one group", "zero1"):
+            assert shared["gathers"] & shared["reductions"], name
+        # Over the same ranks.
+        ranks = [
+            sorted(dist.get_process_group_ranks(group) for group in used["reductions"])
+            for used in (shared, apart)
+        ]
+        assert ranks[0] == ranks[1], name
+
+
+def test_gathers_and_reductions_run_on_groups_of_their_own() -> None:
+    run_ranks(4, _separation, timeout=120)
+
+
+def _groups_are_kept() -> None:
+    before = len(dist.distributed_c10d._world.pg_names)
+    for _ in range(2):
+        ZeRO3(nn.Linear(4, 4), reduction=ReductionPolicy(separate_groups=True))
+    # One for the first model, and the second uses it again.
+    assert len(dist.distributed_c10d._world.pg_names) == before + 1
+    alone = ZeRO3(
+        nn.Linear(4, 4),
+        zero3_size=1,
+        outer="replicate",
+        reduction=ReductionPolicy(separate_groups=True),
+    )
+    assert all(group.size > 1 for group in root_state(alone).units[0].handles[0].placement.groups)
+
+
+def test_groups_are_made_once() -> None:
+    run_ranks(2, _groups_are_kept)
+
+
+# On the simulated device ----------------------------------------------------------------------
+
+
+def _races(settings: dict[str, Any], uses: list) -> dict[str, list[str]]:
+    found = {}
+    for use in uses:
+        with simulated_device() as device:
+            use(wrapped(**settings))
+        found[use.__name__] = sorted({str(each) for each in (*device.races, *device.early_frees)})
+    return found
+
+
+def _with_lanes(settings: dict[str, Any], lanes: str) -> dict[str, Any]:
+    settings = dict(settings)
+    sums = {name: settings.pop(name) for name in ("accumulation",) if name in settings}
+    return {**settings, "reduction": ReductionPolicy(**LANES[lanes], **sums)}
+
+
+@pytest.mark.parametrize("lanes", ["in flight", "both"])
+def test_every_two_accesses_are_ordered(lanes: str) -> None:
+    for found in run_ranks(2, _races, _with_lanes({}, lanes), USES):
+        assert found == {use.__name__: [] for use in USES}
+
+
+@pytest.mark.parametrize("offload", ["sums in shards", "everything"])
+def test_every_two_accesses_are_ordered_with_the_host(offload: str) -> None:
+    settings = _with_lanes(OFFLOADED[offload], "both")
+    for found in run_ranks(2, _races, settings, HOST_USES):
+        assert found == {use.__name__: [] for use in HOST_USES}
+
+
+def _races_of_layers() -> list[tuple[str, str, list[str]]]:
+    found = []
+    for name in ("zero1", "replicate", "whole parameters"):
+        for sums in ({}, {"accumulation": "sharded"}):
+            settings = _with_lanes({**LAYERS[name], **sums}, "both")
+            for use, races in _races(settings, [plain_steps, accumulation]).items():
+                found.append((name, use, races))
+    return found
+
+
+def test_every_two_accesses_are_ordered_with_an_outer_axis() -> None:
+    for found in run_ranks(4, _races_of_layers, timeout=120):
+        assert [each for each in found if each[2]] == []
+
+
+def without_waiting_for_a_reduction() -> object:
+    """Its input is freed, and its unit's next gradients collected, while it may still be read."""
+
+    def complete(reducer: GradientReducer) -> None:
+        reduction = reducer._in_flight.pop(0)
+        reduction.handle.gradients.release()
+        reducer._undelivered.append(reduction)
+
+    return mock.patch.object(_SeveralInFlight, "_complete_oldest", complete)
+
+
+def _found_without() -> list[int]:
+    found = []
+    for room in ("1GB", "1kB"):
+        policy = ReductionPolicy(separate_groups=True, in_flight=room)
+        with without_waiting_for_a_reduction(), simulated_device() as device:  # type: ignore[attr-defined]
+            plain_steps(wrapped(reduction=policy))
+        found.append(len(device.races) + len(device.early_frees))
+    return found
+
+
+def test_a_missing_wait_is_found() -> None:
+    for found in run_ranks(2, _found_without):
+        assert min(found) > 0
+
+
+# How many, and how much -----------------------------------------------------------------------
+
+
+@contextmanager
+def counted_in_flight(model: ZeRO3) -> Iterator[list[tuple[int, int]]]:
+    """(units whose reduction is in flight, bytes that these hold), after each unit's start."""
+    seen: list[tuple[int, int]] = []
+    reduce = GradientReducer.reduce
+
+    def counting(reducer: GradientReducer, unit: Unit) -> None:
+        reduce(reducer, unit)
+        units = {reduction.unit for reduction in reducer._in_flight}
+        nbytes = sum(
+            handle.gradients.resident_nbytes
+            for unit in root_state(model).units
+            for handle in unit.handles
+        )
+        seen.append((len(units), nbytes))
+
+    with mock.patch.object(GradientReducer, "reduce", counting):
+        yield seen
+
+
+def _input_nbytes(model: ZeRO3) -> list[int]:
+    return [
+        sum(handle.gradients.buffer_nbytes for handle in unit.handles)
+        for unit in root_state(model).units
+    ]
+
+
+def _counts(room: Callable[[list[int]], int | None]) -> tuple[list[tuple[int, int]], int]:
+    """What is in flight in a backward, and the bound."""
+    with simulated_device():
+        sizes = _input_nbytes(wrapped())
+        bound = room(sizes)
+        text = None if bound is None else f"{bound}B"
+        model = wrapped(reduction=ReductionPolicy(in_flight=text))
+        train(model, 2)
+        with counted_in_flight(model) as seen:
+            train(model, 1)
+    return seen, bound or 0
+
+
+def _no_room(sizes: list[int]) -> None:
+    return None
+
+
+def _room_for_two(sizes: list[int]) -> int:
+    return sum(sorted(sizes)[-2:])
+
+
+def _room_for_all(sizes: list[int]) -> int:
+    return sum(sizes)
+
+
+def _too_little(sizes: list[int]) -> int:
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("room", "most"), [(_no_room, 1), (_too_little, 1), (_room_for_two, 2), (_room_for_all, 4)]
+)
+def test_as_many_reductions_are_in_flight_as_there_is_room_for(room, most: int) -> None:
+    for seen, bound in run_ranks(2, _counts, room):
+        assert max(number for number, _ in seen) == most
+        assert len(seen) == 4
+        if bound > 1:
+            assert max(nbytes for _, nbytes in seen) <= bound
+
+
+def _is_waited_for(in_flight: str | None) -> list[bool]:
+    """When a unit's gradients are collected, whether compute waits for the reduction before."""
+    waits: list[bool] = []
+    last: Any = None
+    with simulated_device() as device:
+        policy = ReductionPolicy(in_flight=in_flight, separate_groups=True)
+        model = wrapped(reduction=policy)
+        train(model, 2, torch.optim.SGD)
+        loss = model(torch.randn(3, WIDTH)).sum()
+        reduce_unit = reduction_module.reduce_unit
+
+        def starting(*args: Any) -> Any:
+            nonlocal last
+            if last is not None:
+                waits.append(device.compute_waits_for(last))
+            started = reduce_unit(*args)
+            group = started[0].handle.placement.reduce_groups[0].process_group
+            comm = device._comms[group]
+            last = {comm.id: comm.clock[comm.id]}
+            return started
+
+        with mock.patch("layerzero.runtime.reducer.reduce_unit", starting):
+            loss.backward()
+    return waits
+
+
+@pytest.mark.parametrize(("in_flight", "waits"), [(None, True), ("1GB", False)])
+def test_compute_waits_for_the_reduction_before_only_without_room(in_flight, waits) -> None:
+    for found in run_ranks(2, _is_waited_for, in_flight):
+        assert len(found) == 3 and set(found) == {waits}
+
+
+def _same_order() -> None:
+    orders = []
+    for lanes in ({}, LANES["both"]):
+        model = ZeRO3(
+            seeded(lambda: Mlp(4)), auto_wrap_policy={Block}, reduction=ReductionPolicy(**lanes)
+        )
+        train(model, 1)
+        with recorded_operations(model) as operations:
+            train(model, 1)
+        orders.append([(each.verb, each.unit) for each in operations])
+    assert orders[0] == orders[1]
+
+
+def test_collectives_keep_their_order() -> None:
+    run_ranks(2, _same_order)
+
+
+def _twice_in_a_pass() -> None:
+    """Reentrant checkpoints run a backward inside a backward: a unit may be reduced in both."""
+    model = ZeRO3(nn.Linear(4, 4), reduction=ReductionPolicy(in_flight="1GB"))
+    (unit,) = root_state(model).units
+    reducer = root_state(model).reducer
+    model(torch.ones(2, 4)).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    reduce = reducer.reduce
+
+    def twice(unit: Unit) -> None:
+        reduce(unit)
+        assert reducer._in_flight
+        reduce(unit)
+        assert len(reducer._in_flight) == len(unit.handles)
+
+    with mock.patch.object(reducer, "reduce", twice):
+        model(torch.ones(2, 4)).sum().backward()
+    assert unit.handles
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, value)
+
+
+def test_a_unit_reduced_again_waits_for_its_own_reduction() -> None:
+    run_ranks(2, _twice_in_a_pass)
+
+
+# Refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "options"),
+    [
+        (TypeError, "ReductionPolicy.separate_groups: expected True or", {"separate_groups": 1}),
+        (TypeError, "ReductionPolicy.in_flight: expected a size such as", {"in_flight": 2}),
+        (ValueError, "ReductionPolicy.in_flight: expected a size such as", {"in_flight": "much"}),
+    ],
+)
+def test_a_bad_policy_is_refused_when_it_is_made(kind, pattern, options) -> None:
+    with pytest.raises(kind, match=pattern):
+        ReductionPolicy(**options)
+
+
+def _differing() -> None:
+    policy = ReductionPolicy(separate_groups=dist.get_rank() == 1)
+    with pytest.raises(ValueError, match=r"separate_groups differs .*: False, True; give every"):
+        ZeRO3(nn.Linear(4, 4), reduction=policy)
+
+
+def test_ranks_that_differ_are_refused_on_each() -> None:
+    run_ranks(2, _differing)
+
+
+def _alone() -> None:
+    policy = ReductionPolicy(separate_groups=True, in_flight="1MB")
+    model = ZeRO3(Mlp(2), auto_wrap_policy={Block}, reduction=policy)
+    train(model, 2)
+
+
+def test_one_rank_alone_needs_no_groups() -> None:
+    run_ranks(1, _alone)
