@@ -9,6 +9,9 @@ much fresh memory as the values take.
 Every contender fsyncs before the clock stops, and files are dropped from the page cache before a
 read. A load is that of a resumed run: the model exists, the optimizer is new. The contenders take
 turns in each round, so a ratio is within one round; the slowest rank counts.
+
+With --parts, layerzero also runs without each part that is there for speed alone, and without all
+of them: one that buys less than a tenth should go.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -43,10 +48,17 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 
 from layerzero import ZeRO3, checkpoint
+from layerzero.checkpoint.file_io import aligned_memory, direct_io, transfer
 from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES, bytes_of, pages
 
 SIZES = {"6m": (256, 8), "25m": (512, 8), "56m": (768, 8), "100m": (1024, 8)}  # width, layers
 NAMES = ("dd", "disk", "memory", "layerzero", "dcp", "dcp_fully_shard")
+PARTS: dict[str, tuple[Any, str, int]] = {
+    "direct_io": (direct_io, "_MIN_NBYTES", 1 << 62),
+    "aligned_memory": (aligned_memory, "_MIN_NBYTES", 1 << 62),
+    "threads": (transfer, "_NUM_THREADS", 1),
+}
+"""The constant that turns each part off: module, name and value."""
 BARS = {"of_dd": 0.8, "of_dcp": 0.5}
 
 
@@ -56,6 +68,12 @@ class Config:
     layers: int
     rounds: int
     folder: str
+    parts: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        without = (*(f"without_{part}" for part in PARTS), "without_all")
+        return ("layerzero", *without, "dcp", "dd") if self.parts else NAMES
 
 
 def main() -> None:
@@ -66,12 +84,13 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
+    parser.add_argument("--parts", action="store_true", help="what direct I/O and the like buy")
     args = parser.parse_args()
     width, layers = SIZES[args.size]
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=args.folder) as folder:
-        config = Config(width, layers, args.rounds, folder)
+        config = Config(width, layers, args.rounds, folder, args.parts)
         results = run_on_ranks(args.world_size, measure, config)[0]
-    report(args, results)
+    report(args, results, config.names)
 
 
 @dataclass
@@ -102,6 +121,9 @@ def measure(config: Config) -> dict[str, Any]:
         "dcp_fully_shard": dcp_contender(other, other_optimizer, torch_helpers),
     }
 
+    for part in (*PARTS, "all"):
+        contenders[f"without_{part}"] = without(contenders["layerzero"], part)
+
     def timed(name: str) -> tuple[float, float]:
         path = f"{config.folder}/{name}"
         if dist.get_rank() == 0:
@@ -124,12 +146,26 @@ def measure(config: Config) -> dict[str, Any]:
             shutil.rmtree(path)
         return took[0], took[1]
 
-    took = interleave(NAMES, timed, config.rounds)  # type: ignore[arg-type]
+    took = interleave(config.names, timed, config.rounds)  # type: ignore[arg-type]
     return {
         "nbytes": nbytes,
         "save": {name: [each[0] for each in values] for name, values in took.items()},
         "load": {name: [each[1] for each in values] for name, values in took.items()},
     }
+
+
+def without(contender: Contender, part: str) -> Contender:
+    """The same contender with one part of `PARTS` turned off, or "all" of them."""
+
+    @contextmanager
+    def turned_off() -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, (module, constant, value) in PARTS.items():
+                if part in (name, "all"):
+                    stack.enter_context(mock.patch.object(module, constant, value))
+            yield
+
+    return Contender(turned_off()(contender.save), turned_off()(contender.load))
 
 
 def build(
@@ -248,18 +284,19 @@ def drop_from_cache(path: str) -> None:
             os.close(descriptor)
 
 
-def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
+def report(args: argparse.Namespace, results: dict[str, Any], names: Sequence[str]) -> None:
     nbytes = results["nbytes"]
     print(f"{nbytes / 1e9:.2f} GB on {args.world_size} ranks, medians of {args.rounds} rounds\n")
+    base = "layerzero" if args.parts else "disk"
     rows, found = [], {}
     for verb in ("save", "load"):
         took = results[verb]
-        for name in NAMES:
+        for name in names:
             if (verb, name) == ("save", "memory"):
                 continue
             speed = Spread.of([nbytes / 1e9 / each for each in took[name]])
             of_dd = ratio(took["dd"], took[name])  # of its bytes per second
-            of_disk = ratio(took[name], took["disk"])  # of its time
+            of_disk = ratio(took[name], took[base])  # of its time
             of_dcp = ratio(took[name], took["dcp"])
             rows.append(
                 [
@@ -275,10 +312,10 @@ def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
                 "seconds": Spread.of(took[name]).as_dict(),
                 "gb_per_s": speed.as_dict(),
                 "of_dd": of_dd.as_dict(),
-                "of_disk_time": of_disk.as_dict(),
+                f"of_{base}_time": of_disk.as_dict(),
                 "of_dcp_time": of_dcp.as_dict(),
             }
-    columns = ["", "s", "GB/s", "of dd's GB/s", "of the disk's time", "of DCP's time"]
+    columns = ["", "s", "GB/s", "of dd's GB/s", f"of {base}'s time", "of DCP's time"]
     print_table(columns, rows)
     print(
         f"\nbars: layerzero at least {BARS['of_dd']} of dd, at most {BARS['of_dcp']} of DCP's time"
