@@ -68,6 +68,8 @@ def one_rank_group(device: torch.device) -> dist.ProcessGroup:
     backend._set_sequence_number_for_group()
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
+    group._set_group_name("mirror")
+    group._set_group_desc("one rank")
     return group
 
 

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +82,11 @@ def run_command(
             _kill_group(process)
         output.seek(0)
         return code, output.read().decode(errors="replace")
+
+
+def find_program(name: str) -> str | None:
+    """Where a program of CUDA's toolkit is; None if it is neither on the path nor there."""
+    return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
-from tests.gpu.process import in_process
+from tests.gpu.process import ProcessFailed, find_program, in_process
 
 pytestmark = pytest.mark.gpu
 
@@ -28,22 +26,25 @@ def test_memory_may_leave_its_pool_between_forward_and_backward(allocator, dtype
 
 
 def test_the_sanitizer_finds_no_use_after_free_in_stream_order() -> None:
-    sanitizer = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin") or shutil.which(
-        "compute-sanitizer"
-    )
+    sanitizer = find_program("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("no compute-sanitizer on this machine")
     tool = ["--tool", "memcheck", "--track-stream-ordered-races", "all", "--error-exitcode", "9"]
-    in_process(
-        "tests.gpu.scenes:empty_cache_between",
-        "cuda",
-        {},
-        1,
-        64,
-        timeout=120,
-        env={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
-        before=[sanitizer, *tool],
-    )
+    try:
+        in_process(
+            "tests.gpu.scenes:empty_cache_between",
+            "cuda",
+            {},
+            1,
+            64,
+            timeout=150,
+            env={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+            before=[sanitizer, *tool],
+        )
+    except ProcessFailed as error:
+        if "Device not supported" in str(error):
+            pytest.skip("compute-sanitizer refuses this device")
+        raise
 
 
 def test_a_steady_step_asks_the_driver_for_no_memory() -> None:

@@ -81,13 +81,17 @@ def test_tests_are_read_by_name(tmp_path: Path) -> None:
     assert outcome.data["passed"] == ["test_good"]
 
 
-def test_tests_that_were_all_skipped_prove_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [("no kernels", "failed"), ("compute-sanitizer refuses this device", "not run")],
+)
+def test_tests_that_were_all_skipped_prove_nothing(reason: str, status: str, tmp_path) -> None:
     (tmp_path / "tests.xml").write_text(
-        '<testsuites><testsuite><testcase name="a"><skipped message="no kernels"/></testcase>'
+        f'<testsuites><testsuite><testcase name="a"><skipped message="{reason}"/></testcase>'
         "</testsuite></testsuites>"
     )
     step = Step("skipped", "", SUSPECT, [], 1, day.read_tests)
-    assert day.read_tests(step, 0, "", tmp_path).status == "failed"
+    assert day.read_tests(step, 0, "", tmp_path).status == status
 
 
 @pytest.mark.parametrize("measure", EXPECTED)
