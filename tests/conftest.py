@@ -1,5 +1,6 @@
 """Seeds and markers of the whole suite."""
 
+import importlib.util
 import random
 
 import numpy as np
@@ -36,12 +37,14 @@ or two, and mostly waits."""
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    if torch.accelerator.is_available():
-        return
-    skip = pytest.mark.skip(reason="no accelerator on this machine")
+    missing = {}
+    if not torch.accelerator.is_available():
+        missing["gpu"] = "no accelerator on this machine"
+    if importlib.util.find_spec("torch_openreg") is None:
+        missing["openreg"] = "torch_openreg is not installed"
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for marker in missing.keys() & item.keywords:
+            item.add_marker(pytest.mark.skip(reason=missing[marker]))
 
 
 @pytest.fixture(autouse=True)

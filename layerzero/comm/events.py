@@ -52,8 +52,9 @@ class PooledEvent:
 class EventPool:
     """The events of one device that nobody uses now; see the Notes above."""
 
-    def __init__(self) -> None:
-        self._free: deque[Any] = deque()
+    def __init__(self, capacity: int | None = None) -> None:
+        """`capacity`: events that it keeps at most; None: all."""
+        self._free: deque[Any] = deque(maxlen=capacity)
 
     def record(self, stream: Any) -> PooledEvent:
         """Record an event on `stream`; makes one only if all others are in use."""
@@ -66,9 +67,10 @@ class EventPool:
 
 _pools: WeakKeyDictionary[Any, dict[torch.device, EventPool]]
 _pools = WeakKeyDictionary()
-"""By device module (such as `torch.cuda`) and device; an event belongs to one device."""
+"""By stream interface (such as `torch.cuda`) and device; an event belongs to one device."""
 
 
 def event_pool(module: Any, device: torch.device) -> EventPool:
-    """The pool of a device, with an index, of a device module."""
-    return _pools.setdefault(module, {}).setdefault(device, EventPool())
+    """The pool of a device, with an index, of its stream interface (core/device_streams.py)."""
+    pools = _pools.setdefault(module, {})
+    return pools.setdefault(device, EventPool(getattr(module, "event_pool_capacity", None)))

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from layerzero.comm.events import PooledEvent, event_pool
+from layerzero.core.device_streams import stream_interface
 
 Event = PooledEvent | None
 """A place in a stream of a device; None on CPU."""
@@ -199,7 +200,7 @@ class DeviceStream:
 
     def __init__(self, device: torch.device, is_urgent: bool = False) -> None:
         """`is_urgent`: its kernels go before those that wait on ordinary streams."""
-        self._module = torch.get_device_module(device)
+        self._module = stream_interface(device)
         self._device = device
         self._stream = _new_stream(self._module, device, is_urgent)
         self._events = event_pool(self._module, device)
@@ -303,7 +304,7 @@ class Streams:
     def __init__(self, device: torch.device, finishing_thread: bool) -> None:
         """`finishing_thread`: on CPU, give the unshard and reduce streams a thread; for backends
         on which the engine does the sums itself (gloo)."""
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._module = None if device.type == "cpu" else stream_interface(device)
         self._device = device
         if self._module is not None:
             self._events = event_pool(self._module, device)

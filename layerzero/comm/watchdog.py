@@ -182,7 +182,7 @@ class Watchdog:
 def _prepare_thread(device: torch.device) -> None:
     """Make queries of the device's events harmless on this thread."""
     # A new thread is on device 0, where a query would make a context, of some 500 MB.
-    torch.get_device_module(device).set_device(device)
+    torch.get_device_module(device).set_device(device.index)
     ignore_captures_of_other_threads()
 
 

@@ -18,6 +18,7 @@ from layerzero.config import (
     MixedPrecision,
     ReshardAfterForward,
 )
+from layerzero.construct.device import check_device_type
 from layerzero.core.groups import resolve_process_groups
 from layerzero.core.placement import Outer
 from layerzero.runtime.root import root_if_alive
@@ -60,34 +61,6 @@ def check_device(device: object) -> None:
     except RuntimeError as error:
         raise ValueError(f"device: {device!r} is not a device of torch: {error}") from None
     check_device_type(found, f"device={device!r}")
-
-
-_OF_DEVICES = ("Stream", "Event", "stream", "current_stream", "current_device", "device_count")
-
-
-def check_device_type(device: torch.device, what: str) -> None:
-    """Raise ValueError for a device without the streams and events that overlap needs.
-
-    Args:
-        what: the argument or object that requires the device, for the message.
-    """
-    if device.type == "cpu":
-        return
-    expected = "expected the CPU or an accelerator with streams and events like CUDA's"
-    if device.type == "meta":
-        raise ValueError(f"{what}: {expected}; the meta device holds no values")
-    try:
-        module = torch.get_device_module(device)
-    except RuntimeError:
-        raise ValueError(f"{what}: {expected}; torch has no module torch.{device.type}") from None
-    missing = [name for name in _OF_DEVICES if not hasattr(module, name)]
-    if missing:
-        listed = ", ".join(f"torch.{device.type}.{name}" for name in missing)
-        raise ValueError(f"{what}: {expected}; this torch lacks {listed}")
-    if not module.is_available() or (device.index or 0) >= module.device_count():
-        raise ValueError(
-            f"{what}: torch finds {module.device_count()} devices of type {device.type!r} here"
-        )
 
 
 def check_ignored(

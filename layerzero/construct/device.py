@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from layerzero.construct.wrap import UnitPlan
+from layerzero.core.device_streams import has_generic_streams, missing_stream_names
 from layerzero.core.flat_param import OriginalParameter
 from layerzero.core.parameter_hooks import kind_of_hooks
 from layerzero.core.parameter_info import foreign_class
@@ -29,9 +30,11 @@ def resolve_device(
 
     Raises:
         ValueError: parameters are on several devices and `device` is None, a parameter cannot be
-            sharded, or the device is not of the mesh's type.
+            sharded, the engine cannot run on the device, or the device is not of the mesh's type.
     """
     target = _resolve_device(device, plans, process_group, mesh)
+    check_device_type(target, f"rank {dist.get_rank()}: parameters go to {target}")
+    _check_resizing(target)
     if mesh is not None and target.type != mesh.device_type:
         raise ValueError(
             f"rank {dist.get_rank()}: parameters go to {target}, but the DTensors among them are "
@@ -39,6 +42,51 @@ def resolve_device(
             f"device={mesh.device_type!r}"
         )
     return target
+
+
+_OF_DEVICES = ("is_available", "current_device", "device_count")
+
+
+def check_device_type(device: torch.device, what: str) -> None:
+    """Raise ValueError for a device without the streams and events that overlap needs.
+
+    Args:
+        what: the argument or object that requires the device, for the message.
+    """
+    if device.type == "cpu":
+        return
+    expected = "expected the CPU or an accelerator with streams and events like CUDA's"
+    if device.type == "meta":
+        raise ValueError(f"{what}: {expected}; the meta device holds no values")
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        raise ValueError(f"{what}: {expected}; torch has no module torch.{device.type}") from None
+    missing = [name for name in _OF_DEVICES if not hasattr(module, name)]
+    of_streams = missing_stream_names(module)
+    if of_streams and not has_generic_streams(device):
+        missing += of_streams
+    if missing:
+        listed = ", ".join(f"torch.{device.type}.{name}" for name in missing)
+        raise ValueError(f"{what}: {expected}; this torch lacks {listed}")
+    if not module.is_available() or (device.index or 0) >= module.device_count():
+        raise ValueError(
+            f"{what}: torch finds {module.device_count()} devices of type {device.type!r} here"
+        )
+
+
+def _check_resizing(device: torch.device) -> None:
+    """Raise ValueError if memory of the device cannot be freed while tensors still refer to it."""
+    if device.type == "cpu":
+        return
+    try:
+        torch.empty(1, device=device).untyped_storage().resize_(0)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"rank {dist.get_rank()}: parameters go to {device}, whose storages torch cannot "
+            "resize: full parameters could not be freed. Ask the maker of the device's extension "
+            f"for it. ({error})"
+        ) from None
 
 
 def _resolve_device(

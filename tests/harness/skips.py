@@ -1,11 +1,13 @@
 """With --strict-skips, a test that was skipped and had no need to be is a failure.
 
-A machine without an accelerator skips what needs one. Everything else is there where the whole
-suite is meant to run: a framework that is no longer found must not pass for one that works.
+A machine without an accelerator skips what needs one, and one without PyTorch's `torch_openreg`,
+which no index has, the tests of it. Everything else is there where the whole suite is meant to run:
+a framework that is no longer found must not pass for one that works.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -21,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an accelerator; skipped where there is none")
+    config.addinivalue_line(
+        "markers", "openreg: needs torch_openreg (docs/internals/streams.md); else skipped"
+    )
     if not hasattr(config, "workerinput"):  # with pytest-xdist: the process that sees all reports
         config.pluginmanager.register(_Skips(), "layerzero-skips")
 
@@ -31,15 +36,15 @@ class _Skips:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
-            self._note(report, "gpu" in report.keywords)
+            self._note(report, _may_be_skipped(report.keywords))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
-            self._note(report, needs_gpu=False)
+            self._note(report, may_be=False)
 
-    def _note(self, report: Any, needs_gpu: bool) -> None:
+    def _note(self, report: Any, may_be: bool) -> None:
         _, _, reason = report.longrepr
-        if not needs_gpu or _has_accelerator():
+        if not may_be:
             self._unexpected.add(f"{report.nodeid}: {reason}")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -50,6 +55,13 @@ class _Skips:
         if config.getoption("--strict-skips"):
             for each in sorted(self._unexpected):
                 terminalreporter.write_line(f"unexpected skip: {each}", red=True)
+
+
+def _may_be_skipped(keywords: Any) -> bool:
+    if "openreg" in keywords:
+        # Not imported, which would make it this process's accelerator.
+        return importlib.util.find_spec("torch_openreg") is None
+    return "gpu" in keywords and not _has_accelerator()
 
 
 def _has_accelerator() -> bool:

@@ -38,13 +38,15 @@ class Module:
     """A device module: each thread begins on device 0."""
 
     def __init__(self) -> None:
-        self._devices: dict[int, torch.device] = {}
+        self._devices: dict[int, int] = {}
 
-    def set_device(self, device: torch.device) -> None:
-        self._devices[threading.get_ident()] = device
+    def set_device(self, index: int) -> None:
+        """Of modules from outside torch some take no `torch.device`, as OpenReg's."""
+        assert isinstance(index, int)
+        self._devices[threading.get_ident()] = index
 
     def current_device(self) -> int:
-        return self._devices.get(threading.get_ident(), torch.device("cuda", 0)).index
+        return self._devices.get(threading.get_ident(), 0)
 
 
 class Event:
@@ -126,6 +128,14 @@ def test_the_thread_destroys_no_event_and_they_are_used_again(module: Module) ->
     del pool
     gc.collect()
     assert set(Event.destroyed_by) == {"MainThread"}
+
+
+def test_a_pool_without_capacity_records_no_event_again(module: Module) -> None:
+    stream = Stream(module)
+    pool = EventPool(capacity=0)
+    for _ in range(5):
+        pool.record(stream)
+    assert stream.num_made == 5
 
 
 def test_without_the_pool_the_thread_would_destroy_them(module: Module) -> None:

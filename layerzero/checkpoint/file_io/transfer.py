@@ -21,6 +21,7 @@ from layerzero.checkpoint.file_io.direct_io import FileReader, FileWriter, bytes
 from layerzero.checkpoint.format.crc import crc32, placed
 from layerzero.checkpoint.format.inventory import Entry
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
+from layerzero.core.device_streams import stream_interface
 from layerzero.core.host import HostMemory
 
 _WINDOW_NBYTES = 8 << 20
@@ -145,7 +146,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 def wait_for(devices: Iterable[torch.device]) -> None:
     """Block until the current stream of each is done."""
     for device in devices:
-        torch.get_device_module(device).current_stream(device).synchronize()
+        stream_interface(device).current_stream(device).synchronize()
 
 
 def _move(

@@ -1,0 +1,259 @@
+"""The whole engine on a device that is neither CPU nor CUDA, beside one process on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3
+from layerzero.checkpoint import get_model_state_dict, get_optimizer_state_dict, load, save
+from layerzero.comm.streams import DeviceStream, Streams
+from tests.harness.checks import assert_close, assert_same_parameters
+from tests.harness.compare import Step, roundings_of, sharded, steps_of, zero3
+from tests.harness.models import CASES, Case, loss_of, tensors_of
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import (
+    OPTIMIZERS,
+    RunFn,
+    batches_of,
+    forward_backward,
+    full_gradients,
+    full_parameters,
+    seeded,
+)
+from tests.openreg.device import (
+    TYPE,
+    build_parts,
+    device_group,
+    moved,
+    on_device,
+    own_device,
+    register,
+)
+
+pytestmark = pytest.mark.openreg
+
+BF16 = torch.bfloat16
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "kept": {"reshard_after_forward": False},
+    "compute_shard": {"reshard_after_forward": "compute_shard", "zero3_size": 1},
+    "replicate": {"zero3_size": 1, "outer": "replicate"},
+    "deterministic": {"deterministic": True},
+    "no_prefetch": {"forward_prefetch": 0, "backward_prefetch": None},
+    "unsharded": {"accumulation": "unsharded"},
+    "offload": {"offload": OffloadPolicy(params=True, grads=True)},
+}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_parts(tmp_path_factory.mktemp("openreg"))
+
+
+def _run(model: nn.Module, batch: Any) -> Tensor:
+    return forward_backward(model, moved(batch, own_device()))
+
+
+def _wrapped(case: Case, **options: Any) -> ZeRO3:
+    return sharded(case, device=own_device(), process_group=device_group(), **options)
+
+
+def _train(
+    case: Case,
+    expected: list[Step],
+    batches: list[list[Any]],
+    options: dict[str, Any],
+    run: RunFn | None = None,
+) -> None:
+    model = _wrapped(case, **options)
+    optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
+    rank, roundings = dist.get_rank(), roundings_of(dist.get_world_size(), case)
+    for index, (step, truth) in enumerate(zip(batches, expected, strict=True)):
+        optimizer.zero_grad()
+        loss = (run or _run)(model, step[rank])
+        assert_close(loss.cpu(), truth.losses[rank].cpu(), roundings, f"step {index}: loss")
+        what = f"step {index}: gradient of"
+        _assert_same(full_gradients(model), truth.gradients, what, roundings)
+        optimizer.step()
+        what = f"after step {index}: parameter"
+        _assert_same(full_parameters(model), truth.parameters, what, roundings)
+
+
+def _assert_same(actual: Any, expected: Any, what: str, roundings: int = 0) -> None:
+    assert_same_parameters(moved(actual, "cpu"), moved(expected, "cpu"), roundings, what)
+
+
+def _train_all(library: Path, options: dict[str, Any]) -> None:
+    """Bitwise as one process on the device, which rounds as the CPU but for a few operators."""
+    register(library)
+    for name, case in CASES.items():
+        batches = batches_of(case, dist.get_world_size(), steps=3)
+        expected = list(steps_of(on_device(seeded(case.build)), batches, run=_run))
+        on_cpu = list(steps_of(seeded(case.build), batches))
+        try:
+            _assert_same(expected[-1].parameters, on_cpu[-1].parameters, "plain", roundings=64)
+            _train(case, expected, batches, options)
+        except Exception as error:
+            raise AssertionError(f"{name}: {error!r}") from error
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_model_trains_on_it_as_in_one_process_on_the_cpu(library: Path, options: str) -> None:
+    run_ranks(2, _train_all, library, OPTIONS[options], timeout=120)
+
+
+def _autocast_run(model: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast(TYPE, BF16):
+        loss = loss_of(model(moved(batch, own_device())))
+    loss.backward()
+    return loss.detach()
+
+
+def _train_in_autocast(library: Path) -> None:
+    register(library)
+    case = CASES["transformer"]
+    batches = batches_of(case, dist.get_world_size(), steps=3)
+    casting, without = (
+        list(steps_of(on_device(seeded(case.build)), batches, run=run))
+        for run in (_autocast_run, _run)
+    )
+    assert not torch.equal(casting[0].losses[0].cpu(), without[0].losses[0].cpu()), "it casts"
+    _train(case, casting, batches, {}, run=_autocast_run)
+
+
+def test_under_autocast_it_trains_as_in_one_process(library: Path) -> None:
+    run_ranks(2, _train_in_autocast, library, timeout=120)
+
+
+# The same run on both devices --------------------------------------------------------------------
+
+LOW = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
+HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+HOST = OffloadPolicy(params=True, grads=True)
+RUNS: dict[str, tuple[str, dict[str, Any], dict[str, bool]]] = {
+    "bfloat16": ("tied_across_units", {"mixed_precision": LOW}, {}),
+    "bfloat16, offloaded": ("mlp", {"mixed_precision": LOW, "offload": HOST}, {}),
+    "float16, scaled": ("mlp", {"mixed_precision": HALF}, {"scaled": True}),
+    "float16, scaled, offloaded": (
+        "mlp",
+        {"mixed_precision": HALF, "offload": HOST},
+        {"scaled": True},
+    ),
+    "recomputed": ("mlp", {"reshard_after_forward": "compute_shard"}, {"recomputed": True}),
+    "frozen": ("frozen_parts", {"accumulation": "unsharded"}, {}),
+    "unused": ("unused_parts", {"zero3_size": 1}, {}),
+    "clipped": ("mlp", {}, {"clipped": True}),
+}
+
+
+class Run:
+    """A model on one of the two devices, trained for steps of two micro-batches each."""
+
+    def __init__(self, case: Case, place: str, options: dict[str, Any], seed: int = 0) -> None:
+        self.case, self.place = case, place
+        self.group = None if place == "cpu" else device_group()
+        build = functools.partial(seeded, case.build, seed)
+        self.model = zero3(build, *case.units, device=place, process_group=self.group, **options)
+        self.optimizer = OPTIMIZERS["adamw"](self.model.parameters())
+
+    def train(
+        self, scaled: bool = False, recomputed: bool = False, clipped: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Losses of two steps and what an evaluation gives; norms of the gradients."""
+        model, kind = self.model, torch.device(self.place).type
+        scaler = GradScaler(kind, init_scale=1024.0, enabled=scaled, process_group=self.group)
+        found, norms = [], []
+        for step in batches_of(self.case, 2 * dist.get_world_size(), steps=2):
+            self.optimizer.zero_grad()
+            for index, batch in enumerate(step[2 * dist.get_rank() :][:2]):
+                batch = moved(batch, self.place)
+                with nullcontext() if index else model.no_sync():
+                    call = functools.partial(checkpoint, use_reentrant=False)
+                    output = call(model, batch) if recomputed else model(batch)
+                    loss = loss_of(output)
+                    scaler.scale(loss).backward()
+                found.append(loss.detach().cpu())
+            scaler.unscale_(self.optimizer)
+            norms.append(model.clip_grad_norm_(0.3 if clipped else 1e6).cpu())
+            scaler.step(self.optimizer)
+            scaler.update()
+        with torch.no_grad():
+            outputs = tensors_of(model.eval()(batch))
+        return found + [output.cpu() for output in outputs], norms
+
+    def state(self) -> dict[str, Tensor]:
+        """All values of the model and the optimizer, by name."""
+        values = dict(get_model_state_dict(self.model, full=True))
+        state = get_optimizer_state_dict(self.model, self.optimizer, full=True)["state"]
+        for name, each in state.items():
+            values |= {f"{name}.{key}": value for key, value in each.items()}
+        return moved(dict(sorted(values.items())), "cpu")
+
+
+def _both(library: Path, folder: Path, names: list[str]) -> None:
+    register(library)
+    for name in names:
+        case_name, options, how = RUNS[name]
+        case, path = CASES[case_name], folder / name
+        here, there = (Run(case, place, options) for place in ("cpu", own_device()))
+        (expected, norms), (got, got_norms) = here.train(**how), there.train(**how)
+        # Shards start elsewhere on a device (alignment), so a norm's sum has another order.
+        for one, other in zip(got_norms, norms, strict=True):
+            assert_close(one, other, 64, f"{name}: norm")
+        roundings = 64 if "clipped" in how else 0
+        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+            assert_close(one, other, roundings, f"{name}: value {index}")
+        state = there.state()
+        assert_same_parameters(state, here.state(), roundings, f"{name}: state of")
+        save(path, there.model, there.optimizer, blocking=name == "frozen").wait()
+        for place in ("cpu", own_device()):
+            new = Run(case, place, options, seed=1)
+            load(path, new.model, new.optimizer)
+            assert_same_parameters(new.state(), state, what=f"{name}: loaded on {place}:")
+
+
+def test_runs_and_their_checkpoints_equal_those_on_the_cpu(library: Path, tmp_path: Path) -> None:
+    run_ranks(2, _both, library, tmp_path, list(RUNS), timeout=180)
+
+
+# What else asks for the device ------------------------------------------------------------------
+
+
+def _refused(library: Path) -> None:
+    register(library, resizes=False)
+    with pytest.raises(ValueError, match="whose storages torch cannot resize"):
+        _wrapped(CASES["mlp"])
+
+
+def test_without_storages_that_change_size_every_rank_refuses(library: Path) -> None:
+    run_ranks(2, _refused, library)
+
+
+def _streams(library: Path) -> None:
+    register(library)
+    device = torch.device(TYPE, 1)
+    assert torch.accelerator.current_device_index() == 0
+    compute = torch.accelerator.current_stream(device)
+    stream = DeviceStream(device)
+    with stream, stream:
+        inside = torch.accelerator.current_stream(device)
+        assert inside != compute
+        event = stream.record_event()
+    assert torch.accelerator.current_stream(device) == compute
+    assert torch.accelerator.current_device_index() == 0
+    stream.wait(Streams(device, False).record_compute_event())
+    event.synchronize()
+    assert event.query()
+
+
+def test_a_stream_of_another_device_nests_and_leaves_all_as_it_was(library: Path) -> None:
+    run_ranks(1, _streams, library)
