@@ -42,9 +42,10 @@ def _summary(module: nn.Module, root: RootState) -> str:
     largest = max(units, key=lambda unit: unit.nbytes)
     return (
         f"ZeRO3: {len(units)} units of {type(module).__name__} on {root.device}: {total:,} "
-        f"parameters{f' ({frozen:,} frozen)' if frozen else ''}, {nbytes_text(shards)} of them on "
-        f"this rank, {nbytes_text(full)} if all units are full, the largest, {largest.label}, "
-        f"{nbytes_text(largest.nbytes)}\n  units: {names_text([unit.label for unit in units])}"
+        f"parameters{f' ({frozen:,} frozen)' if frozen else ''}, {nbytes_text(shards)} of shards "
+        f"on this rank, {nbytes_text(full)} with all units full; the largest unit, "
+        f"{largest.label}, has {nbytes_text(largest.nbytes)}\n  units: "
+        f"{names_text([unit.label for unit in units])}"
     )
 
 
@@ -86,9 +87,9 @@ def _precisions(module: nn.Module, units: Sequence[Unit]) -> list[str]:
         lines.append(
             "mixed precision: "
             + ", ".join(f"{name}={value}" for name, value in dtypes.items())
-            + (f"; float32 stay: {stays}" if stays else "")
-            + (f"; keep_float32 met no {', '.join(unmet)}" if unmet else "")
-            + (f"; of {names_text(labels)}" if len(by_precision) > 1 else "")
+            + (f"; kept in float32: {stays}" if stays else "")
+            + (f"; keep_float32 matches no {', '.join(unmet)}" if unmet else "")
+            + (f"; for {names_text(labels)}" if len(by_precision) > 1 else "")
         )
     return lines
 
@@ -103,9 +104,9 @@ def _gathering(root: RootState) -> str:
     kept = [unit.label for unit in root.units if unit.options.reshard_after_forward is not True]
     when = scheduler.backward_prefetch
     return (
-        f"gathered ahead: {scheduler.forward_depth} in forward, "
+        f"prefetch: {scheduler.forward_depth} in forward, "
         f"{'none' if when is None else when.name} in backward, "
-        f"at most {' and '.join(limits) or 'any number'} at a time"
+        f"at most {' and '.join(limits) or 'any number'} full at a time"
         + (f"; not freed after forward: {names_text(kept)}" if kept else "")
     )
 

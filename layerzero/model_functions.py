@@ -63,8 +63,8 @@ def register_forward_method(model: nn.Module, name: str) -> None:
     unit = get_unit(model)
     if unit is None:
         raise ValueError(
-            f"register_forward_method: {type(model).__name__} is not a unit; give a ZeRO3 module "
-            "or one that auto_wrap_policy named"
+            f"register_forward_method: {type(model).__name__} is not a unit; pass a ZeRO3 module "
+            "or a module that auto_wrap_policy selected"
         )
     if not callable(getattr(unit.module, name, None)):
         raise ValueError(

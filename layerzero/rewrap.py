@@ -49,19 +49,22 @@ def rewrap(model: ZeRO3) -> list[str]:
     if busy or waits:
         raise RuntimeError(
             "rewrap: expected a model between steps, but "
-            + ("it is in forward, backward or summon_full_params" if busy else "gradients wait")
-            + "; leave that, or call reduce_gradients(), first"
+            + (
+                "it is in forward, backward or summon_full_params; leave that first"
+                if busy
+                else "it has unreduced gradients; call reduce_gradients() first"
+            )
         )
     for name, module in model.named_modules():
         if module is not model and isinstance(module, ZeRO3):
             raise NotImplementedError(
-                f"rewrap: {name!r} has a ZeRO3 of its own, whose arguments would be lost; build "
-                "and wrap the model anew, with auto_wrap_policy"
+                f"rewrap: {name!r} was wrapped by its own ZeRO3, whose arguments would be lost; "
+                "build the model again and wrap it with auto_wrap_policy"
             )
     if root.reducer.on_delivered is not None:
         raise NotImplementedError(
-            "rewrap: the optimizer of step_in_backward has pieces that may go; call "
-            "step_in_backward(None) before, and step_in_backward(a new optimizer) after"
+            "rewrap: would replace sharded parameters of the optimizer that steps in backward; "
+            "call step_in_backward(None) before, and step_in_backward(a new optimizer) afterwards"
         )
     sharded_params = {
         id(sharded_param): sharded_param
@@ -90,8 +93,8 @@ def rewrap(model: ZeRO3) -> list[str]:
     if lost:
         warn_once(
             f"rewrap: {lost}",
-            f"rewrap: hooks on {lost} were on pieces that are gone, since their units are laid "
-            "out anew; register them again",
+            f"rewrap: the hooks on {lost} were lost, because their sharded parameters were "
+            "replaced; register them again",
         )
     return [
         name

@@ -22,10 +22,11 @@ def context_parallel(
         return nullcontext()
     if mesh.device_type not in _DEVICE_TYPES:
         raise NotImplementedError(
-            f"context_parallel: torch has attention over parts of a sequence for CUDA's kernels, "
-            f"this mesh is one of {mesh.device_type!r} (cp_size={mesh.size()}); cut sequences "
-            'yourself, and gather keys and values over manager.mesh["cp"] in an attention of '
-            "yours: docs/reference/parallelism.md"
+            "context_parallel: torch supports attention over parts of a sequence on CUDA only, but "
+            f"this mesh is on {mesh.device_type!r} (cp_size={mesh.size()}); cut sequences "
+            "yourself, and "
+            'gather keys and values over manager.mesh["cp"] in your own attention: '
+            "docs/reference/parallelism.md"
         )
     return experimental.context_parallel(
         mesh, buffers=list(buffers), buffer_seq_dims=list(seq_dims)
@@ -49,14 +50,14 @@ def _check_buffers(
             )
         if buffer.requires_grad:
             raise ValueError(
-                f"context_parallel: buffer {index} requires grad; buffers are cut in place: pass "
-                "inputs, labels, positions, and no parameters or activations"
+                f"context_parallel: buffer {index} requires grad, but buffers are cut in place: "
+                "pass inputs, labels and positions, not parameters or activations"
             )
         lengths.add(buffer.shape[dim])
     if len(lengths) > 1 or lengths.pop() % mesh.size():
         shapes = [tuple(buffer.shape) for buffer in buffers]
         raise ValueError(
-            f"context_parallel: expected buffers of one sequence length, which cp_size="
-            f"{mesh.size()} divides, got shapes {shapes} with sequence dimensions "
+            f"context_parallel: expected buffers of one sequence length, divisible by cp_size="
+            f"{mesh.size()}, got shapes {shapes} with sequence dimensions "
             f"{list(seq_dims)}; pad the sequence"
         )

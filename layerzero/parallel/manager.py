@@ -201,9 +201,9 @@ class ParallelManager:
         check_module(model)
         if self.sizes.ep > 1 and not (plan is not None and plan.ep_plan):
             raise ValueError(
-                f"ParallelManager.parallelize: ep_size={self.sizes.ep}, and no plan names the "
-                "experts: pass a plan with ep_plan, or else each rank's experts would be taken for "
-                "copies of the same"
+                f"ParallelManager.parallelize: ep_size={self.sizes.ep}, but no plan names the "
+                "experts: pass a plan with ep_plan; otherwise the experts of different ranks would "
+                "be treated as copies of each other"
             )
         if plan is None:
             arguments = self._arguments(model, options)
@@ -241,7 +241,7 @@ class ParallelManager:
         for name in own.keys() & options.keys():
             raise ValueError(
                 f"{name}: given to ParallelManager ({own[name]!r}) and to parallelize "
-                f"({options[name]!r}); say it in one of them"
+                f"({options[name]!r}); pass it to one of them only"
             )
         return {"auto_wrap_policy": _layers_of(model), **own, **options}
 
@@ -255,10 +255,10 @@ class ParallelManager:
             raise TypeError(f"plan: expected a ShardingPlan or None, got {plan!r}")
         if options:
             raise TypeError(
-                f"ParallelManager.parallelize: {sorted(options)} and a plan; put arguments of "
-                "ZeRO3 into the plan's defaults"
+                f"ParallelManager.parallelize: {sorted(options)} and a plan are both given; put "
+                "arguments of ZeRO3 into the plan's defaults"
             )
-        own, said = self._own_options(), plan.options
+        own, options_of_plan = self._own_options(), plan.options
         same = {
             "mixed_precision": ("mixed_precision", *PRECISION_OPTIONS),
             "offload": ("offload", "cpu_offload"),
@@ -266,10 +266,11 @@ class ParallelManager:
         }
         for name, value in own.items():
             for other in same[name]:
-                if other in said:
+                if other in options_of_plan:
                     raise ValueError(
-                        f"{name}={value!r} of ParallelManager and {other}={said[other]!r} of the "
-                        "plan are both given; say it in one of them"
+                        f"{name}={value!r} of ParallelManager and "
+                        f"{other}={options_of_plan[other]!r} of the plan are both given; set it in "
+                        "one of them only"
                     )
         # Without `outer`, a plan casts the parameters themselves if dp x cp is one rank. A model
         # that keeps float32 weights on one mesh would lose them on another.
@@ -308,7 +309,7 @@ def _check_agreement(own: str) -> None:
     if len(first_with) > 1:
         listed = "; ".join(f"rank {rank}: {each}" for each, rank in first_with.items())
         raise ValueError(
-            f"ParallelManager: arguments differ between ranks, the first with each: {listed}"
+            f"ParallelManager: arguments differ between ranks; first rank with each: {listed}"
         )
 
 

@@ -82,8 +82,8 @@ class ZeRO3PipelineStage(PipelineStage):
             )
         if root_of(ordered_units(submodule)[0]).units[0] is not get_unit(submodule):
             raise ValueError(
-                f"stage {stage_index}: its module is a part of another ZeRO3 module; wrap each "
-                "stage by itself: stages reduce and free at different times"
+                f"stage {stage_index}: its module is part of another ZeRO3 module; wrap each stage "
+                "separately, because stages reduce and free at different times"
             )
         super().__init__(submodule, stage_index, num_stages, device, **options)
         self.model = submodule
@@ -135,9 +135,9 @@ class ZeRO3PipelineStage(PipelineStage):
         """Run the backward of one micro-batch; the last one ends the step."""
         if self.has_backward and not full_backward:
             raise NotImplementedError(
-                f"stage {self.stage_index}: the schedule asks for the backward of inputs alone, "
-                "as zero-bubble schedules do; ZeRO3 units need both in one: use ScheduleGPipe, "
-                "Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
+                f"stage {self.stage_index}: the schedule runs the backward of inputs separately, "
+                "as zero-bubble schedules do; ZeRO3 needs the backward of inputs and weights in "
+                "one: use ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
             )
         result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self.has_backward and last_backward:
@@ -191,7 +191,7 @@ def gather_as_scheduled(schedule: Any, stages: Sequence[ZeRO3PipelineStage]) -> 
     if register is None:
         raise TypeError(
             f"gather_as_scheduled: {type(schedule).__name__} plans no gathers; expected a schedule "
-            "of several stages a rank, such as ScheduleInterleaved1F1B"
+            "with several stages per rank, such as ScheduleInterleaved1F1B"
         )
     by_index: dict[int, ZeRO3PipelineStage] = {}
     for stage in stages:

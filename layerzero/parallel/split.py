@@ -49,14 +49,14 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"rank {dist.get_rank()}: {name!r} is a DTensor already; parallelize the model "
-                'yourself on manager.mesh["tp"] and pass tp_plan={}, or not at all'
+                f"rank {dist.get_rank()}: {name!r} is a DTensor already; parallelize the whole "
+                'model yourself on manager.mesh["tp"] and pass tp_plan={}, or do not parallelize it'
             )
         if not parameter.is_meta and parameter.device.type != mesh.device_type:
             raise ValueError(
-                f"rank {dist.get_rank()}: {name!r} is on {parameter.device}, but the mesh is one "
-                f"of {mesh.device_type!r}; move the model there, or say backend="
-                f'"{parameter.device.type}:gloo", or another one for that device, to '
+                f"rank {dist.get_rank()}: {name!r} is on {parameter.device}, but the mesh is on "
+                f"{mesh.device_type!r}; move the model there, or pass backend="
+                f'"{parameter.device.type}:gloo" (or another backend for that device) to '
                 "ParallelManager"
             )
 
@@ -101,11 +101,11 @@ def _check_heads(model: nn.Module, name: str, projection: nn.Linear, tp_size: in
     if rest or num_heads % tp_size:
         config = getattr(model, "config", None)
         names = ("num_attention_heads", "num_key_value_heads")
-        said = [f"{key}={getattr(config, key)}" for key in names if hasattr(config, key)]
+        details = [f"{key}={getattr(config, key)}" for key in names if hasattr(config, key)]
         raise ValueError(
             f"{name}: tp_size={tp_size} does not divide its {projection.out_features / head_dim:g} "
             f"heads (out_features={projection.out_features}, head_dim={head_dim}"
-            f"{''.join(', ' + each for each in said)}); choose a tp_size that divides them"
+            f"{''.join(', ' + each for each in details)}); choose a tp_size that divides them"
         )
 
 
@@ -158,10 +158,10 @@ def _check_tie(first: _Slot, other: _Slot) -> None:
     placements = [getattr(slot.parameter, "placements", None) for slot in (first, other)]
     if placements[0] != placements[1]:
         raise ValueError(
-            f"{first.fqn!r} and {other.fqn!r} were one parameter, and the tensor-parallel plan "
+            f"{first.fqn!r} and {other.fqn!r} are tied, but the tensor-parallel plan "
             f"places them differently: {placements[0]} and {placements[1]} (None: not split); give "
-            "both modules styles that split the same dimension, and build the model anew: it is "
-            "changed"
+            "both modules styles that split the same dimension, and build the model again, because "
+            "it has been changed"
         )
 
 

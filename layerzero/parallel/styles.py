@@ -220,6 +220,6 @@ def style_named(name: str, where: str) -> ParallelStyle | None:
     if make is None:
         raise ValueError(
             f"{where}: layerzero has no tensor-parallel style {name!r}; expected one of "
-            f"{sorted(_STYLES)}, or a torch ParallelStyle: give tp_plan a mapping that says it"
+            f"{sorted(_STYLES)}, or a torch ParallelStyle: pass a mapping with it as tp_plan"
         )
     return make()

@@ -58,7 +58,7 @@ def resolve_styles(model: nn.Module, plan: TensorParallelPlan, sequence_parallel
             "tensor parallelism: %s splits %s%s: styles for %d modules",
             which,
             type(model).__name__,
-            ", sequences as well" if sequence_parallel else "",
+            ", including sequences" if sequence_parallel else "",
             len(styles),
         )
     return styles
@@ -69,10 +69,10 @@ def _choose(
 ) -> tuple[Styles, str]:
     """The styles, and a description of the plan for the log."""
     if isinstance(plan, Mapping):
-        return _from_mapping(model, plan, sequence_parallel), "tp_plan, a mapping,"
+        return _from_mapping(model, plan, sequence_parallel), "the mapping tp_plan"
     if plan not in ("auto", "llama", "model"):
         raise ValueError(
-            "tp_plan: expected 'auto', 'llama', 'model' or a mapping from names of modules to "
+            "tp_plan: expected 'auto', 'llama', 'model' or a mapping from module names to "
             f"styles, got {plan!r}"
         )
     if plan == "llama":
@@ -85,12 +85,12 @@ def _choose(
         shared = {} if sequence_parallel else _shared_inputs(model, styles)
         return styles | shared, "the model's own plan"
     if plan == "auto":
-        reason = "the model's own says nothing of sequences" if own else "the model has none"
+        reason = "the model's own does not cover sequences" if own else "the model has none"
         return _llama(model, sequence_parallel), f"Llama's plan ({reason})"
     if not own:
         raise ValueError(
-            f"tp_plan='model': {type(model).__name__} has no tensor-parallel plan (`_tp_plan`, as "
-            "transformers makes it); use 'llama' or a mapping"
+            f"tp_plan='model': {type(model).__name__} has no tensor-parallel plan (`_tp_plan` of "
+            "transformers); use 'llama' or a mapping"
         )
     raise ValueError(
         f"tp_plan='model' and sequence_parallel=True: the plan of {type(model).__name__} does not "
@@ -108,13 +108,13 @@ def _from_mapping(
     for pattern, style in plan.items():
         if not isinstance(pattern, str) or not isinstance(style, (str, ParallelStyle)):
             raise TypeError(
-                "tp_plan: expected a mapping from names of modules to torch ParallelStyles or "
+                "tp_plan: expected a mapping from module names to torch ParallelStyles or "
                 f"names of styles, got {pattern!r}: {style!r}"
             )
     if plan and sequence_parallel and not any(map(_splits_sequences, plan.values())):
         raise ValueError(
-            "sequence_parallel=True: a tp_plan that is a mapping says itself where sequences are "
-            "split, and this one has no SequenceParallel(); add it, or leave out sequence_parallel"
+            "sequence_parallel=True: a mapping tp_plan must specify where sequences are split, but "
+            "this one has no SequenceParallel(); add it, or leave out sequence_parallel"
         )
     return _expand(model, plan, "tp_plan", must_match=True)
 
@@ -141,14 +141,14 @@ def _expand(
         names = [name for name in modules if _matches(pattern, name)]
         if not names and any(_matches(pattern, name) for name in parameters):
             raise ValueError(
-                f"{where}: {pattern!r} names a parameter; torch's styles are for modules: give "
-                "tp_plan a mapping with a style of yours for the module it is in"
+                f"{where}: {pattern!r} names a parameter, but torch's styles apply to modules: "
+                "pass a mapping with your own style for the module that owns it"
             )
         if not names and must_match:
             children = [name for name, _ in model.named_children()]
             raise ValueError(
                 f"{where}: {pattern!r} matches no module of {type(model).__name__}, whose children "
-                f"are {children}; '*' is one part of a dotted name"
+                f"are {children}; '*' stands for one part of a dotted name"
             )
         for name in names:
             own = style_named(style, f"{where}: {pattern!r}") if isinstance(style, str) else style
@@ -206,8 +206,8 @@ def _llama(model: nn.Module, sequence_parallel: bool) -> Styles:
     if not styles:
         raise ValueError(
             f"tp_plan: {type(model).__name__} has no plan of its own, and no module with `layers` "
-            f"that have {list(_PROJECTIONS)}, as Llama has; give tp_plan a mapping from names of "
-            "modules to styles"
+            f"that have {list(_PROJECTIONS)}, as Llama has; pass a mapping from module names to "
+            "styles"
         )
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] == "lm_head" and isinstance(module, nn.Linear):
@@ -246,8 +246,7 @@ def _decoder_styles(prefix: str, decoder: nn.Module, sequence_parallel: bool) ->
         if not isinstance(getattr(decoder, "norm", None), nn.Module):
             raise ValueError(
                 f"sequence_parallel=True: {prefix or type(decoder).__name__} has no module `norm` "
-                "after its layers, where Llama's plan puts sequences together again; give tp_plan "
-                "a mapping"
+                "after its layers, where Llama's plan gathers sequences; pass a mapping as tp_plan"
             )
         styles[_join(prefix, "norm")] = norm_of_parts_to_whole()
     return styles
@@ -294,8 +293,8 @@ def _check_known(
         module = name.rpartition(".")[0]
         if module not in styles and (sequence_parallel or module not in _NORMS):
             raise ValueError(
-                f"{where}: Llama's tensor-parallel plan does not know the parameter {name!r}; use "
-                "tp_plan='model' where the model has a plan, or give a mapping"
+                f"{where}: Llama's tensor-parallel plan does not cover the parameter {name!r}; use "
+                "tp_plan='model' if the model has a plan, or pass a mapping"
             )
 
 

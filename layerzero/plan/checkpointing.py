@@ -55,8 +55,8 @@ class ActivationCheckpointing:
             if name in _NOT_REENTRANT and self.mode != "wrapped_offload":
                 if value != _NOT_REENTRANT[name]:
                     raise ValueError(
-                        f"act_ckpt: {name}={value!r}: only recomputation that is not reentrant "
-                        f"sees parameters that are gathered again; leave {name} out"
+                        f"act_ckpt: {name}={value!r}: reentrant recomputation does not gather "
+                        f"parameters again; leave {name} out"
                     )
             elif name not in known:
                 raise ValueError(

@@ -24,10 +24,10 @@ def explain(plan: PlanFields, model: nn.Module) -> str:
     expected = expect(plan, module, resolved)
     own = ""
     if callable(getattr(module, "fully_shard", None)):
-        own = f" ({type(module).__name__}.fully_shard may decide otherwise)"
+        own = f" ({type(module).__name__}.fully_shard may override this)"
     lines = [
-        f"{len(expected.units)} units of {type(module).__name__}{own}; gathered ahead until an "
-        "order was recorded",
+        f"{len(expected.units)} units of {type(module).__name__}{own}; prefetched until an order "
+        "is recorded",
         "forward:",
         *list_lines(expected.forward),
         "backward:",
@@ -55,13 +55,13 @@ def applied(plan: PlanFields, module: nn.Module, by_model: bool, expected: Expec
     lines += [f"{pattern.text}: {own}" for pattern, own in plan.patterns if own]
     lines += ["pregather: all units before each forward"] if plan.pregather else []
     if expected is None:
-        lines.append("prefetch lists by its own set_modules_to_prefetch")
+        lines.append("prefetch lists set by the model's set_modules_to_prefetch")
     else:
         for direction, lists in (("forward", expected.forward), ("backward", expected.backward)):
             shown = list(list_lines(lists))
             more = len(shown) - _LOGGED
             if shown:
-                lines.append(f"set {direction} prefetch, until an order was recorded:")
+                lines.append(f"{direction} prefetch, until an order is recorded:")
             lines += shown[:_LOGGED] + ([f"  and {more} more"] if more > 0 else [])
     return "\n  ".join(lines)
 

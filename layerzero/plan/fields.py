@@ -94,7 +94,7 @@ class PlanFields:
             if default in self.defaults:
                 raise ValueError(
                     f"plan: {name}={getattr(self, name)!r} and, in defaults, {default}="
-                    f"{self.defaults[default]!r} are both given; say it in one of them"
+                    f"{self.defaults[default]!r} are both given; set only one of them"
                 )
 
     # Derived settings -----------------------------------------------------------------------
@@ -102,7 +102,7 @@ class PlanFields:
     @property
     def patterns(self) -> list[tuple[NamePattern, Mapping[str, Any]]]:
         """The parsed patterns of `apply_modules`, each with its options."""
-        assert isinstance(self.apply_modules, Mapping), "made one in __post_init__"
+        assert isinstance(self.apply_modules, Mapping), "__post_init__ made it a mapping"
         return [(NamePattern.parse(text), own) for text, own in self.apply_modules.items()]
 
     @property
@@ -139,7 +139,7 @@ def _read_apply_modules(value: Any) -> dict[str, dict[str, Any]]:
     for pattern, own in items:
         _parse("apply_modules", pattern)
         where = f"apply_modules: {pattern!r}"
-        why_not = "one model has one value of it: put it into defaults"
+        why_not = "it applies to the whole model: put it into defaults"
         read[pattern] = read_options(where, own, MODULE_OPTIONS, why_not)
     return read
 
@@ -158,10 +158,10 @@ def _read_ep_plan(value: Any) -> tuple[str, ...]:
         return _read_patterns("ep_plan", value)
     units = value.get("apply_efsdp_modules") or value.get("apply_modules") or ["layers.{*}.experts"]
     raise TypeError(
-        f"ep_plan: expected a list of patterns of the units that are experts, got the mapping "
+        f"ep_plan: expected a list of patterns of units that are experts, got the mapping "
         f"{dict(value)!r}; write ep_plan: {list(units)!r}, and the same names in apply_modules. "
-        "These units are sharded over the axis edp of expert_mesh; that each rank has experts of "
-        "its own, and that tokens reach them, is up to the model"
+        "These units are sharded over the axis edp of expert_mesh; the model itself splits "
+        "experts over ranks and routes tokens"
     )
 
 
@@ -172,7 +172,7 @@ def _read_patterns(name: str, value: Any) -> tuple[str, ...]:
     for pattern in patterns:
         _parse(name, pattern)
         if patterns.count(pattern) > 1:
-            raise ValueError(f"{name}: {pattern!r} is there twice; leave one out")
+            raise ValueError(f"{name}: {pattern!r} occurs twice; remove one")
     return patterns
 
 
@@ -183,8 +183,8 @@ def _parse(name: str, pattern: Any) -> NamePattern:
         raise type(error)(f"{name}: {error}") from None
     if not pattern:
         raise ValueError(
-            f"{name}: expected a pattern, got ''; the whole model is a unit always, and its "
-            "options are fields of the plan and its defaults"
+            f"{name}: expected a pattern, got ''; the whole model is always a unit, whose options "
+            "are fields of the plan and its defaults"
         )
     return parsed
 

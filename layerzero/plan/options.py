@@ -55,11 +55,11 @@ MODULE_OPTIONS = (
 """Options that may differ between the modules of one model."""
 _TORCHS = {"mp_policy": "mixed_precision", "offload_policy": "offload"}
 """Options of `fully_shard` that have another name here; torch's policies are accepted as values."""
-_SAID_ELSEWHERE = {
-    "process_group": "it is the mesh that shard_with_plan is given",
-    "mesh": "it is the mesh that shard_with_plan is given",
-    "device_mesh": "it is the mesh that shard_with_plan is given",
-    "shard_placement_fn": "leave it out, parameters are split as flat elements",
+_SET_ELSEWHERE = {
+    "process_group": "pass the mesh to shard_with_plan",
+    "mesh": "pass the mesh to shard_with_plan",
+    "device_mesh": "pass the mesh to shard_with_plan",
+    "shard_placement_fn": "leave it out: parameters are split as flat elements",
     "ignored_params": "use the plan's ignored_parameters",
     "ignored_states": "use the plan's ignored_modules and ignored_parameters",
     "sharding_strategy": "use reshard_after_forward, and zero3_size and outer in defaults",
@@ -106,10 +106,10 @@ def read_options(
     for given, value in options.items():
         name = _TORCHS.get(given, given)
         if name != given and name in options:
-            raise ValueError(f"{where}: {given} and {name} are both given; say it in one of them")
-        if name in _SAID_ELSEWHERE:
+            raise ValueError(f"{where}: {given} and {name} are both given; set only one of them")
+        if name in _SET_ELSEWHERE:
             raise ValueError(
-                f"{where}: {name}={value!r} cannot be an option: {_SAID_ELSEWHERE[name]}"
+                f"{where}: {name}={value!r} cannot be an option: {_SET_ELSEWHERE[name]}"
             )
         if name not in known:
             reason = f"; {why_not}" if name in ZERO3_OPTIONS else near_matches(str(name), known)
@@ -121,7 +121,7 @@ def read_options(
             read[name] = _read_value(name, value)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}: {error}") from None
-    _refuse_said_twice(where, read)
+    _refuse_given_twice(where, read)
     return read
 
 
@@ -186,8 +186,8 @@ def read_bool(name: str, value: Any) -> bool:
 def _read_mixed_precision(value: Any) -> MixedPrecision:
     if hasattr(value, "cast_root_forward_inputs"):
         raise TypeError(
-            "mixed_precision: FSDP1's MixedPrecision treats the whole model and batch norms apart, "
-            "which a plan says by names; use layerzero.MixedPrecision, or FSDP2's "
+            "mixed_precision: FSDP1's MixedPrecision has special rules for the root and batch "
+            "norms, which a plan expresses by names; use layerzero.MixedPrecision, or FSDP2's "
             f"MixedPrecisionPolicy; got {value!r}"
         )
     value = to_precision(value, nn.Module()).units
@@ -261,17 +261,17 @@ def _read_timeout(value: Any) -> timedelta | None:
     return timedelta(seconds=value)
 
 
-def _refuse_said_twice(where: str, options: Mapping[str, Any]) -> None:
+def _refuse_given_twice(where: str, options: Mapping[str, Any]) -> None:
     twice = [name for name in PRECISION_OPTIONS if name in options]
     if "mixed_precision" in options and twice:
         raise ValueError(
             f"{where}: mixed_precision={options['mixed_precision']!r} and "
-            f"{twice[0]}={options[twice[0]]!r} are both given; say it in one of them"
+            f"{twice[0]}={options[twice[0]]!r} are both given; set only one of them"
         )
     if "offload" in options and "cpu_offload" in options:
         raise ValueError(
             f"{where}: offload={options['offload']!r} and cpu_offload={options['cpu_offload']!r} "
-            "are both given; say it in one of them"
+            "are both given; set only one of them"
         )
 
 

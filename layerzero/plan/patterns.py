@@ -21,8 +21,8 @@ from typing import NamedTuple
 _REGEX_PREFIX = "re:"
 _NUMBER = re.compile(r"\{(?:\*|([0-9]+)-([0-9]+))\}")
 _LANGUAGE = (
-    "a pattern is a name in which {*} is a number, {0-4} one of a range, * any characters and ? "
-    "one, or 're:' and a regular expression"
+    "a pattern is a name in which {*} matches a number, {0-4} a number in a range, * any "
+    "characters and ? one character; or 're:' and a regular expression"
 )
 
 
@@ -98,7 +98,7 @@ class NamePattern:
                 return match.regex.expand(self.text)
             except (re.error, IndexError) as error:
                 raise ValueError(
-                    f"{self.text!r} asks for a group that {owner.text!r} does not have: {error}"
+                    f"{self.text!r} refers to a group that {owner.text!r} does not have: {error}"
                 ) from None
         captures = iter(match.captures)
         parts = []
@@ -109,8 +109,8 @@ class NamePattern:
             part = next(captures, None)
             if part is None:
                 raise ValueError(
-                    f"{self.text!r} has more wildcards than {owner.text!r}, which fill them in "
-                    "order"
+                    f"{self.text!r} has more wildcards than {owner.text!r}, whose matches fill "
+                    "them in order"
                 )
             parts.append(part)
         return "".join(parts)
@@ -148,8 +148,8 @@ def _refuse_touching(text: str, start: int, stop: int, after_number: bool) -> No
     touches = text[start - 1 : start].isdigit() or text[stop : stop + 1].isdigit()
     if after_number or touches:
         raise ValueError(
-            f"pattern {text!r}: {text[start:stop]!r} at {start} is beside a digit or another "
-            "number, but a number is a whole run of digits; write the number out, or use 're:'"
+            f"pattern {text!r}: {text[start:stop]!r} at {start} is next to a digit or another "
+            "number, but matches a whole run of digits; write the number out, or use 're:'"
         )
 
 

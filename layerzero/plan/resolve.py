@@ -225,8 +225,8 @@ class _Resolver:
                     row.used.append(unit.fqn)
             if self._names_no_unit(row):
                 self.result.errors.append(
-                    f"ep_plan: {text!r} matches {names(row.fqns)}, but no unit: name them in "
-                    "apply_modules, too"
+                    f"ep_plan: {text!r} matches {names(row.fqns)}, but no unit: list them in "
+                    "apply_modules as well"
                 )
 
     def _names_no_unit(self, row: Row) -> bool:
@@ -251,8 +251,8 @@ class _Resolver:
                     self._hook(row, unit, pattern, match, template)
             if self._names_no_unit(row):
                 self.result.errors.append(
-                    f"hook_modules: {owner!r} matches {names(row.fqns)}, but no unit: name them in "
-                    "apply_modules, too"
+                    f"hook_modules: {owner!r} matches {names(row.fqns)}, but no unit: list them in "
+                    "apply_modules as well"
                 )
 
     def _hook(
@@ -272,9 +272,9 @@ class _Resolver:
             return
         module = self._modules.get(fqn)
         if module is None or not has_forward(module) or module is unit.module:
-            fault = "there is no such module" if module is None else "it has no forward"
+            fault = "no such module exists" if module is None else "it has no forward"
             if module is unit.module:
-                fault = "that is the unit's own module, whose forward gathers it anyway"
+                fault = "this is the unit's own module, whose forward gathers it anyway"
             self.result.errors.append(
                 f"{where}: {unit.fqn!r} would be gathered by {fqn!r}, but {fault}"
                 f"{near_matches(fqn, self._modules) if module is None else ''}; name a module "
@@ -322,11 +322,10 @@ class _Resolver:
                 continue
             kind = type(self._modules[containers[0]]).__name__
             self.result.warnings.append(
-                f"apply_modules: {row.pattern!r} matches {names(containers)}, which cannot be "
-                f"called ({kind} has no forward), so nothing would gather it: it is skipped, with "
-                "its options; name the modules "
-                f"inside it, such as {containers[0] + '.{*}'!r}, or give it a module with a "
-                "forward in hook_modules"
+                f"apply_modules: {row.pattern!r} matches {names(containers)}, but a {kind} has no "
+                "forward, so nothing would gather it: it is skipped, with its options; list the "
+                f"modules inside it, such as {containers[0] + '.{*}'!r}, or name a hook module for "
+                "it in hook_modules"
             )
 
     def check(self) -> None:
@@ -338,22 +337,21 @@ class _Resolver:
         for row in self._unit_rows:
             if sharded := row.notes.get(_SHARDED):
                 self.result.warnings.append(
-                    f"apply_modules: {row.pattern!r} matches {names(sharded)}, sharded already by "
-                    "a ZeRO3 of its own or around it: it is skipped, with its options (act_ckpt, "
-                    "too), and keeps those of that ZeRO3; leave it out of the plan, or do not wrap "
-                    "it before"
+                    f"apply_modules: {row.pattern!r} matches {names(sharded)}, which an earlier "
+                    "ZeRO3 has sharded: it is skipped, with its options (act_ckpt included), and "
+                    "keeps those of that ZeRO3; leave it out of the plan, or do not wrap it before"
                 )
             if row.fqns and not row.used and not {_NO_FORWARD, _SHARDED} & {*row.notes}:
                 why = "; ".join(f"{names(fqns)}: {why}" for why, fqns in row.notes.items())
                 self.result.warnings.append(
-                    f"apply_modules: {row.pattern!r} has no effect ({why}); a later pattern wins "
-                    "over an earlier one: put the more special one later, or leave it out"
+                    f"apply_modules: {row.pattern!r} has no effect ({why}); later patterns "
+                    "override earlier ones: put the more specific one later, or remove it"
                 )
         for unit in self.result.units:
             if unit.options.get("act_ckpt") is not None and not has_forward(unit.module):
                 self.result.errors.append(
                     f"apply_modules: {self._unit_rows[unit.pattern].pattern!r}: act_ckpt on "
-                    f"{unit.fqn!r}, which has no forward; give it to the module that calls it"
+                    f"{unit.fqn!r}, which has no forward; set it on the module that calls it"
                 )
         self._check_mix()
 
@@ -372,9 +370,9 @@ class _Resolver:
         whole = [fqn for fqn, is_left in trainable if is_left]
         if whole and len(whole) < len(trainable):
             self.result.warnings.append(
-                f"ignored parameters that are trained: {names(whole)}; the other "
-                f"{len(trainable) - len(whole)} are sharded. Nobody reduces the gradients of "
-                "ignored ones over ranks: do that yourself, freeze them, or do not ignore them"
+                f"ignored parameters require grad: {names(whole)}; the other "
+                f"{len(trainable) - len(whole)} are sharded. The engine does not reduce gradients "
+                "of ignored parameters: reduce them yourself, freeze them, or do not ignore them"
             )
 
     def _row(self, key: str, text: str, known: Mapping[str, Any]) -> Row:
@@ -388,6 +386,6 @@ class _Resolver:
             series = [re.sub("[0-9]+", "{*}", fqn) for fqn in known]
             self.result.errors.append(
                 f"{key}: {text!r} matches no {kind}{near_matches(text, [*series, *known])}; a "
-                f"pattern matches a whole name, as named_{kind}s() shows it"
+                f"pattern must match a whole name of named_{kind}s()"
             )
         return row

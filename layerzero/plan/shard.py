@@ -109,8 +109,8 @@ def _expert_arguments(plan: ShardingPlan, expert_mesh: Mesh) -> dict[str, Any]:
     """Arguments of expert units: the expert-data group, and the axis that numbers experts."""
     if plan.ep_plan and expert_mesh is None:
         raise ValueError(
-            f"shard_with_plan: the plan has experts, ep_plan={list(plan.ep_plan)}; pass "
-            "expert_mesh, the ranks that have the same ones, or leave out ep_plan"
+            f"shard_with_plan: ep_plan={list(plan.ep_plan)} needs expert_mesh, the ranks that "
+            "have the same experts; pass it, or leave out ep_plan"
         )
     if not plan.ep_plan and expert_mesh is not None:
         text = "shard_with_plan: expert_mesh has no effect: the plan names no experts (ep_plan)"
@@ -122,8 +122,8 @@ def _expert_arguments(plan: ShardingPlan, expert_mesh: Mesh) -> dict[str, Any]:
     if plan.ep_plan and plan.local_experts:
         if not isinstance(expert_mesh, DeviceMesh) or "ep" not in axes:
             raise ValueError(
-                "shard_with_plan: local_experts needs an expert_mesh with an axis 'ep', whose "
-                f"ranks have different experts, beside 'edp'; got {expert_mesh!r}"
+                "shard_with_plan: local_experts needs an expert_mesh with the axes 'edp' and 'ep', "
+                f"whose ranks have different experts; got {expert_mesh!r}"
             )
         arguments["expert_numbers"] = expert_mesh["ep"]
     return arguments
@@ -151,8 +151,8 @@ def _shard(
 ) -> ZeRO3:
     if get_unit(model) is not None:
         raise RuntimeError(
-            f"shard_with_plan: {type(model).__name__}.fully_shard sharded the model as a whole, "
-            "but returned no ZeRO3; return the one it made, or shard parts of the model alone"
+            f"shard_with_plan: {type(model).__name__}.fully_shard sharded the whole model, but did "
+            "not return the ZeRO3; return it, or shard only parts of the model"
         )
     expected = expect(plan, model, resolved)
     arguments = _model_arguments(plan, expected)
@@ -263,8 +263,8 @@ def _keep_whole(
         if is_first_rank():
             logger.info(
                 "shard_with_plan: the shard group has one rank, but the model is on the meta "
-                "device: it is sharded over %d ranks all the same, with main weights in the dtype "
-                "that they are initialised in",
+                "device: it is still sharded over %d ranks, with main weights in the dtype of "
+                "initialisation",
                 num_ranks,
             )
         return False
@@ -290,8 +290,8 @@ def _keep_whole(
     if is_first_rank():
         logger.info(
             "shard_with_plan: the shard group has one rank, so nothing is sharded: plain data "
-            "parallelism over %d ranks, %d parameters cast to the dtype of their forward, %d of "
-            "low-rank adapters left as they are",
+            "parallelism over %d ranks, %d parameters cast to their compute dtype, %d of "
+            "low-rank adapters unchanged",
             num_ranks,
             num_cast,
             num_kept,

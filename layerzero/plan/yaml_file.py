@@ -18,7 +18,7 @@ def load(path: Path) -> Any:
         yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
         raise ImportError(
-            f"{path}: reading YAML needs PyYAML: pip install pyyaml, or give the plan's fields to "
+            f"{path}: reading YAML needs PyYAML: pip install pyyaml, or pass the plan's fields to "
             "ShardingPlan.from_dict"
         ) from error
 
@@ -32,7 +32,7 @@ def load(path: Path) -> Any:
         for index, key in enumerate(keys):
             if key in keys[:index]:
                 line = nodes[index].start_mark.line + 1
-                raise ValueError(f"{path}: line {line}: the key {key!r} is there twice")
+                raise ValueError(f"{path}: line {line}: the key {key!r} occurs twice")
         loader.flatten_mapping(node)
         return dict(loader.construct_pairs(node, deep=True))
 
@@ -41,6 +41,6 @@ def load(path: Path) -> Any:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
     except yaml.YAMLError as error:
         raise ValueError(
-            f"{path}: not YAML: {error}; a pattern needs quotes where it starts with '*' or '{{', "
-            "and where it has braces inside [...] or {...}"
+            f"{path}: not YAML: {error}; put quotes around a pattern that starts with '*' or '{{', "
+            "or has braces inside [...] or {...}"
         ) from None

@@ -46,8 +46,8 @@ def _has_graphs(device: torch.device) -> bool:
 def _refuse(where: str, is_recorded: bool) -> None:
     if is_recorded:
         raise ValueError(
-            f"{where}: this mode of torch.compile records CUDA graphs, which keep addresses of "
-            "parameters, and sharded parameters get others at each gather; use mode='default' or "
+            f"{where}: this mode of torch.compile records CUDA graphs, which keep the addresses of "
+            "parameters, but each gather gives full parameters new ones; use mode='default' or "
             "'max-autotune-no-cudagraphs'"
         )
 

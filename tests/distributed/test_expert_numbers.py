@@ -251,7 +251,7 @@ def _refuses() -> None:
             ZeRO3(model, auto_wrap_policy=choose)
         assert not any("_layerzero" in key for m in model.modules() for key in vars(m))
     plan = ShardingPlan.from_dict(PLAN)
-    with pytest.raises(ValueError, match=r"local_experts.*an axis 'ep'"):
+    with pytest.raises(ValueError, match=r"local_experts.*axes 'edp' and 'ep'"):
         shard_with_plan(part_of(seeded(lambda: Model(LocalExperts)), 2), plan, expert_mesh=edp)
 
 

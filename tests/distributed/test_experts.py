@@ -414,7 +414,7 @@ def _trains_by_a_plan() -> None:
         ]
         train(model, seeded(Model), 1)
     model = part_of(seeded(Model), 2)
-    with pytest.raises(ValueError, match=r"ep_plan=\['layers.\{\*\}.experts'\]; pass expert_mesh"):
+    with pytest.raises(ValueError, match=r"ep_plan=\['layers.\{\*\}.experts'\] needs expert_mesh"):
         shard_with_plan(model, plan)
     with warns_on_first_rank("expert_mesh has no effect"):
         shard_with_plan(part_of(seeded(Model), 1), ShardingPlan(), expert_mesh=mesh)

@@ -77,9 +77,9 @@ def test_the_log_tells_what_was_made() -> None:
         "units: the root unit, layers.0, layers.1",
         "layers.10 and 3 more",
         "group of 2, gloo, timeout 60 s: the root unit",
-        "mixed precision: param_dtype=bfloat16; float32 stay: LayerNorm (1)",
-        "keep_float32 met no BatchNorm1d",
-        "gathered ahead: 1 in forward, BACKWARD_PRE in backward, at most",
+        "mixed precision: param_dtype=bfloat16; kept in float32: LayerNorm (1)",
+        "keep_float32 matches no BatchNorm1d",
+        "prefetch: 1 in forward, BACKWARD_PRE in backward, at most",
         "not freed after forward: layers.13",
     ):
         assert part in text, (part, text)
@@ -90,7 +90,7 @@ def test_the_log_tells_what_was_made() -> None:
         "norm: {'reshard_after_forward': False}",
         "(root) -> [layers.0, layers.1]",
         "layers.12 -> [layers.13, norm]",
-        "set backward prefetch, until an order was recorded:",
+        "backward prefetch, until an order is recorded:",
         "layers.1 -> [layers.0]",
     ):
         assert part in of_plan, (part, of_plan)

@@ -288,14 +288,14 @@ def _refused_plans() -> None:
         (r"norm: ColwiseParallel splits .* got LayerNorm", {"norm": "colwise"}),
         (r"norm: ColwiseParallel splits .* got LayerNorm", {"norm": "colwise_rep"}),
         (r"tp_size=2 does not divide its 3 heads .*=12, head_dim=4", {"attention.*": "colwise"}),
-        (r"'table.weight' and 'head.weight' were one.*dim=1.*dim=0.*styles that split", tied),
+        (r"'table.weight' and 'head.weight' are tied.*dim=1.*dim=0.*styles that split", tied),
     ]:
         module = _Odd()
         with pytest.raises(ValueError, match=message):
             manager.parallelize(module, tp_plan=plan)
         changed = any(isinstance(parameter, DTensor) for parameter in module.parameters())
         assert changed == (plan is tied)
-    with pytest.raises(TypeError, match="expected a mapping from names"):
+    with pytest.raises(TypeError, match="expected a mapping from module names"):
         manager.parallelize(_Odd(), tp_plan={"up": ColwiseParallel})
     with pytest.raises(ValueError, match="is a DTensor already"):
         mlp = parallelize_module(GatedMlp(), manager.mesh["tp"], {"up": ColwiseParallel()})
@@ -303,7 +303,7 @@ def _refused_plans() -> None:
     for options in ({"process_group": None}, {"zero3_sise": 1}):
         with pytest.raises(TypeError, match="unknown argument"):
             manager.parallelize(GatedMlp(), **options)
-    with pytest.raises(ValueError, match="ep_size=2, and no plan names the experts"):
+    with pytest.raises(ValueError, match="ep_size=2, but no plan names the experts"):
         ParallelManager(ep_size=2).parallelize(GatedMlp())
     in_sequence = ParallelManager(tp_size=2, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"no SequenceParallel\(\)"):

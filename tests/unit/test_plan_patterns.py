@@ -96,11 +96,11 @@ def test_a_pattern_matches_whole_names(pattern: str, matching: list[str], others
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("layers.[0-3]", r"unexpected '\[' at 7; .*\{0-4\} one of a range"),
+        ("layers.[0-3]", r"unexpected '\[' at 7; .*\{0-4\} a number in a range"),
         ("layers.{0,2}", r"unexpected '\{' at 7"),
         ("layers.{4-0}", r"\{4-0\} is empty; write \{0-4\}"),
-        ("layers.1{*}", r"'\{\*\}' at 8 is beside a digit"),
-        ("{*}{0-4}", r"'\{0-4\}' at 3 is beside a digit or another number"),
+        ("layers.1{*}", r"'\{\*\}' at 8 is next to a digit"),
+        ("{*}{0-4}", r"'\{0-4\}' at 3 is next to a digit or another number"),
         ("re:(", "not a regular expression: missing \\)"),
         (7, "pattern: expected a string, got 7"),
     ],
@@ -133,5 +133,5 @@ def test_a_template_with_more_wildcards_than_its_owner_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'layers.\{\*\}.\?' has more wildcards than 'layers"):
         NamePattern.parse("layers.{*}.?").fill(pattern.match("layers.1.experts"), pattern)
     regex = NamePattern.parse(r"re:layers\.(\d+)")
-    with pytest.raises(ValueError, match="asks for a group"):
+    with pytest.raises(ValueError, match="refers to a group"):
         NamePattern.parse(r"layers.\2").fill(regex.match("layers.1"), regex)
