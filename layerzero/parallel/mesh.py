@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +34,11 @@ def make_meshes(sizes: MeshSizes, backend: str | None) -> Meshes:
         backend: backend of every group that is made; None: that of the default group.
     """
     device_type = device_type_of(backend or dist.get_backend_config())
-    override = None if backend is None else dict.fromkeys(AXES, backend)
     everyone = init_device_mesh(
         device_type,
         sizes.shape,
         mesh_dim_names=AXES,
-        backend_override=override,  # type: ignore[arg-type]
+        backend_override=_backends_of_axes(sizes, device_type, backend),
     )
     _agree_on_group_names(device_type)
     if sizes.cp == 1 or sizes.dp == 1:
@@ -47,6 +47,20 @@ def make_meshes(sizes: MeshSizes, backend: str | None) -> Meshes:
         data_group = _new_group(sizes.data_ranks(dist.get_rank()), device_type, backend)
     data = DeviceMesh.from_group(data_group, device_type, mesh_dim_names=(DATA_AXIS,))
     return Meshes(everyone, data, _expert_mesh(sizes, data_group, device_type, backend))
+
+
+def _backends_of_axes(
+    sizes: MeshSizes, device_type: str, backend: str | None
+) -> dict[int | str, Any] | None:
+    """The backend of each axis, or its options; without any torch takes its own defaults."""
+    if backend is not None:
+        return dict.fromkeys(AXES, backend)
+    (world,) = resolve_process_groups(None)
+    options = {axis: options_like(world, torch.device(device_type)) for axis in AXES}
+    # An axis of all ranks is the default group itself, unless something is said of it.
+    sized = zip(AXES, sizes.shape, strict=True)
+    parts = [axis for axis, size in sized if size != world.size()]
+    return {axis: options[axis] for axis in parts if options[axis] is not None} or None
 
 
 def _expert_mesh(

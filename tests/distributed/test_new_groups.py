@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Backend
 from torch.distributed import distributed_c10d as c10d
 
 from layerzero import ZeRO3
@@ -69,26 +71,26 @@ def test_the_binding_comes_back_after_an_error() -> None:
     run_ranks(2, _binding_after_an_error)
 
 
-class Options:
+class Options(Backend.Options):
     """As ProcessGroupNCCL.Options, as far as the engine looks."""
 
     def __init__(self) -> None:
+        super().__init__("priority", timedelta(minutes=10))
         self.is_high_priority_stream = False
         self.config = "default"
         self.group_name = ""
-        self._timeout = timedelta(minutes=10)
 
 
-class Backend:
+class FakeBackend:
     def __init__(self, options: object) -> None:
         self.options = options
 
 
 class Group:
     def __init__(self, options: object) -> None:
-        self._backend = Backend(options)
+        self._backend = FakeBackend(options)
 
-    def _get_backend(self, device: torch.device) -> Backend:
+    def _get_backend(self, device: torch.device) -> FakeBackend:
         return self._backend
 
 
@@ -124,6 +126,31 @@ def _passed_on() -> list[tuple[bool, str, timedelta]]:
     with mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen):
         ZeRO3(nn.Linear(4, 4), group, zero3_size=2)
     return seen
+
+
+def _passed_on_by_meshes() -> set[tuple[int, bool]]:
+    """(size, whether it is of high priority) of each group that is made."""
+    seen = set()
+    helper = c10d._new_process_group_helper
+
+    def noting(size: int, *args: Any, backend_options: Options | None = None, **rest: Any) -> Any:
+        seen.add((size, backend_options is not None and backend_options.is_high_priority_stream))
+        return helper(size, *args, backend_options=backend_options, **rest)
+
+    chosen = Options()
+    chosen.is_high_priority_stream = True
+    with (
+        mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen),
+        mock.patch.object(c10d, "_new_process_group_helper", noting),
+    ):
+        ParallelManager(dp_size=2, cp_size=2).parallelize(nn.Linear(8, 8))
+    return seen
+
+
+def test_groups_of_meshes_get_the_options_of_the_default_group() -> None:
+    for seen in run_ranks(4, _passed_on_by_meshes):
+        assert {size for size, _ in seen} == {1, 2, 4}
+        assert all(is_high for _, is_high in seen), seen
 
 
 def test_groups_made_for_parts_get_the_options_of_the_whole() -> None:
