@@ -20,6 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of each test of random models, instead of the few of every day (make soak)",
     )
     parser.addoption(
+        "--slow",
+        action="store_true",
+        help="also tests marked slow: the same promises at more sizes, and other people's tools",
+    )
+    parser.addoption(
         "--every-fault",
         action="store_true",
         help="kill at every call instead of once at each stage (make faults)",
@@ -27,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+    config.addinivalue_line("markers", "slow: runs with --slow, as .ci/run does, or by name")
 
 
 LONGEST = ("test_several_machines.py", "test_cuda_build.py", "test_wheel.py")
@@ -35,8 +40,12 @@ LONGEST = ("test_several_machines.py", "test_cuda_build.py", "test_wheel.py")
 or two, and mostly waits."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    if not config.getoption("slow") and not any("::" in argument for argument in config.args):
+        slow = [item for item in items if "slow" in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if "slow" not in item.keywords]
     missing = {}
     if not torch.accelerator.is_available():
         missing["gpu"] = "no accelerator on this machine"

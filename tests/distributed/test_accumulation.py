@@ -114,7 +114,7 @@ def _train(hows: Sequence[str], names: list[str], options: dict) -> None:
                 raise AssertionError(f"{name}, {how}: {error}") from error
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_micro_batches_add_up_unsharded_bitwise(world_size: int) -> None:
     run_ranks(world_size, _train, list(UNSHARDED), _NAMES, {}, timeout=120)
 
@@ -273,7 +273,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_micro_batches_add_up_in_shards(world_size: int) -> None:
     sharded = {"accumulation": "sharded"}
     run_ranks(world_size, _train, list(UNSHARDED), _NAMES, sharded, timeout=120)
@@ -312,7 +312,7 @@ def _six_ranks(zero3_size: int) -> None:
                     raise AssertionError(f"{name}, {mode}, {accumulation}: {error}") from error
 
 
-@pytest.mark.parametrize("zero3_size", [2, 3])
+@pytest.mark.parametrize("zero3_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_six_ranks_add_up_in_every_mode_and_way(zero3_size: int) -> None:
     run_ranks(6, _six_ranks, zero3_size, timeout=120)
 
@@ -340,7 +340,9 @@ def _in_bfloat16(zero3_sizes: list[int]) -> None:
                 assert losses(**options) == expected, options
 
 
-@pytest.mark.parametrize(("world_size", "zero3_sizes"), [(4, [2]), (6, [2, 3])])
+@pytest.mark.parametrize(
+    ("world_size", "zero3_sizes"), [(4, [2]), pytest.param(6, [2, 3], marks=pytest.mark.slow)]
+)
 def test_bfloat16_adds_up_bitwise_in_every_mode_and_way(
     world_size: int, zero3_sizes: list[int]
 ) -> None:

@@ -147,6 +147,7 @@ def _assert_resumed(roots: list[Path], world_size: int, expected: list[Losses]) 
     return begins
 
 
+@pytest.mark.slow
 def test_killed_at_any_call_a_run_resumes_to_the_same_losses(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -179,7 +180,7 @@ def _calls_of_a_save(root: str) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
     tmp_path: Path, rank: int, pytestconfig: pytest.Config
 ) -> None:

@@ -125,7 +125,12 @@ def _read(root: str, num_tensors: list[int], expected: Any) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_tensor", "in_sequence", "zero3_size"),
-    [(4, 2, True, None), (4, 2, False, 1), (2, 2, True, None), (3, 1, True, None)],
+    [
+        (2, 2, True, None),
+        pytest.param(4, 2, True, None, marks=pytest.mark.slow),
+        pytest.param(4, 2, False, 1, marks=pytest.mark.slow),
+        pytest.param(3, 1, True, None, marks=pytest.mark.slow),
+    ],
 )
 def test_any_split_loads_into_any_other(
     tmp_path: Path, num_ranks: int, num_tensor: int, in_sequence: bool, zero3_size: int | None

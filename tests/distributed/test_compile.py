@@ -143,7 +143,11 @@ def _trained(build: Callable[[], nn.Module], model: ZeRO3) -> nn.Module:
     return plain
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["units around units", "the whole model"])
+@pytest.mark.parametrize(
+    "whole",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["units around units", "the whole model"],
+)
 def test_a_unit_inside_a_compiled_module_runs_between_two_graphs(whole: bool) -> None:
     run_ranks(2, _nested, whole, timeout=90)
 

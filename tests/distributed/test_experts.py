@@ -431,6 +431,7 @@ def _trains_compiled() -> None:
     train(model, seeded(Model), 2)
 
 
+@pytest.mark.slow
 def test_layers_with_experts_train_compiled() -> None:
     run_ranks(4, _trains_compiled)
 

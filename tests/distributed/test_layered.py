@@ -90,7 +90,7 @@ def _train(runs: list[tuple[str, list[tuple[int, str]]]], optimizer: str) -> Non
                 raise AssertionError(f"{name}, {zero3_size=}, {mode}: {error}") from error
 
 
-@pytest.mark.parametrize("world_size", [4, 6])
+@pytest.mark.parametrize("world_size", [pytest.param(4, marks=pytest.mark.slow), 6])
 def test_every_toy_model_trains_in_every_mode_and_split(world_size: int) -> None:
     few = ["transformer", "odd_shapes", "unused_parts"]
     # What a structure of outputs needs does not ask how ranks are layered: all kinds once.
@@ -213,7 +213,11 @@ def _losses_of_all_splits(precision: MixedPrecision | None, steps: int) -> None:
 @pytest.mark.parametrize(
     ("world_size", "reduce_dtype", "steps"),
     # A sum in another order shows in the first steps; long enough, once, for what builds up.
-    [(4, torch.float32, 30), (4, torch.bfloat16, 10), (6, torch.float32, 8)],
+    [
+        pytest.param(4, torch.float32, 30, marks=pytest.mark.slow),
+        (4, torch.bfloat16, 10),
+        (6, torch.float32, 8),
+    ],
 )
 def test_losses_are_bitwise_those_of_every_split(
     world_size: int, reduce_dtype: torch.dtype, steps: int
@@ -430,7 +434,11 @@ def _never_stale(mode: str, zero3_size: int, low: bool) -> None:
             assert_same_parameters(full_gradients(model), expected_gradients, what=what)
 
 
-@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "low",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["float32", "bfloat16"],
+)
 def test_changed_weights_are_never_stale(low: bool) -> None:
     run_ranks(4, _never_stale_in_each, low, timeout=120)
 

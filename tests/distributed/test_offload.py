@@ -101,6 +101,7 @@ def test_offloading_changes_no_bit(layers: str) -> None:
     run_ranks(4, _same_as_without, policies, LAYERS[layers], runs, 3, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero3_size", [2, 3])
 @pytest.mark.parametrize("mode", ["zero1", "replicate", "shard"])
 def test_offloading_changes_no_bit_on_six_ranks(mode: str, zero3_size: int) -> None:

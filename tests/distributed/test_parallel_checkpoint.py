@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -58,6 +59,7 @@ def _read(path: str, many: list[dict[str, int]], full: dict[str, Any], losses: T
         assert_close(_train(model, optimizer), losses, ROUNDINGS, f"{sizes}: losses")
 
 
+@pytest.mark.slow
 def test_checkpoints_load_into_any_sizes(tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     full, losses = run_ranks(4, _write, path)[0]

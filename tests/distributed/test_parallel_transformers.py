@@ -154,6 +154,7 @@ def _compiled() -> None:
         assert_follows(manager, model, seeded(build), what, steps=1, roundings=4 * ROUNDINGS)
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_as_one_process() -> None:
     run_ranks(2, _compiled, timeout=120)
 

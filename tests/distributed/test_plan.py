@@ -731,5 +731,6 @@ def _compiled() -> None:
         assert counter.frame_count == warm
 
 
+@pytest.mark.slow
 def test_compiled_units_of_a_plan_train_alike_without_recompilation() -> None:
     run_ranks(2, _compiled, timeout=90)

@@ -65,6 +65,7 @@ def _losses(log: Path) -> list[tuple[int, list[float]]]:
     return [(line["step"], line["rank_losses"]) for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo is told the loopback interface of Linux")
 def test_two_agents_train_as_one_agent_with_two_ranks(tmp_path: Path) -> None:
     text = tmp_path / "text"
@@ -108,6 +109,7 @@ def _plain_loss(num_steps: int) -> float:
     return float(loss)
 
 
+@pytest.mark.slow
 def test_two_ray_workers_resume_after_a_failure(tmp_path: Path) -> None:
     pytest.importorskip("ray.train")
     flags = ["--workers", "2", "--steps", "6", "--checkpoint-every", "2", "--fail-at", "5"]

@@ -197,7 +197,14 @@ def _last_json(output: str) -> dict[str, Any] | None:
 
 
 def _pytest(*args: str) -> list[str]:
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "--junitxml={folder}/tests.xml"]
+    options = [
+        "-q",
+        "--slow",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "--junitxml={folder}/tests.xml",
+    ]
     return [sys.executable, "-m", "pytest", *options, *args]
 
 

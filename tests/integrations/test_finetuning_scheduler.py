@@ -346,6 +346,7 @@ def _changed(tmp_path: Path) -> Any:
     return model.losses, whole(model), watch.epochs
 
 
+@pytest.mark.slow
 def test_wrapped_split_and_remade_layers_are_thawed_by_their_phases(tmp_path: Path) -> None:
     results = run_ranks(4, _changed, tmp_path, timeout=120)
     model, alone = _short(tmp_path / "alone")

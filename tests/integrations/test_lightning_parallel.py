@@ -244,6 +244,7 @@ def _goes_on(tmp_path: Path) -> None:
         assert_same_parameters(whole(model), torch.load(tmp_path / "expected"), ROUNDINGS)
 
 
+@pytest.mark.slow
 def test_two_by_two_ranks_train_save_and_go_on_as_one_process(tmp_path: Path) -> None:
     results = run_ranks(4, _trains, tmp_path)
     plain = fit()

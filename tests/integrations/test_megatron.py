@@ -112,6 +112,7 @@ def test_losses_and_norms_are_those_of_megatrons_ddp_on_two_ranks() -> None:
     run_ranks(2, _same_numbers, cases, timeout=120)
 
 
+@pytest.mark.slow
 def test_losses_and_norms_are_those_of_megatrons_ddp_with_model_parallel_ranks() -> None:
     pipeline = ["--pipeline", "2", "--micro-batches", "4"]
     sequence = ["--tensor", "2", "--sequence-parallel"]
@@ -128,6 +129,7 @@ def test_losses_and_norms_are_those_of_megatrons_ddp_with_model_parallel_ranks()
     run_ranks(4, _same_numbers, cases, timeout=120)
 
 
+@pytest.mark.slow
 def test_losses_and_norms_of_split_experts_are_those_of_megatrons_ddp() -> None:
     experts = ["--experts", "4", "--expert-parallel", "2"]
     cases = [

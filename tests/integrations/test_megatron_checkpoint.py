@@ -264,6 +264,7 @@ def _experts_of_all(root: str, expected: dict[str, Tensor]) -> None:
         _assert_same({**_tensors(found), **moments}, expected)
 
 
+@pytest.mark.slow
 def test_experts_split_over_ranks_are_saved_as_megatron_does_and_load_at_other_splits(
     tmp_path: Path,
 ) -> None:
@@ -552,6 +553,7 @@ def _narrowed(values: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> 
     return {name: value.bfloat16().to(dtype) for name, value in values.items()}
 
 
+@pytest.mark.slow
 def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
     tmp_path: Path,
 ) -> None:

@@ -63,6 +63,7 @@ def test_a_broken_compiler_is_one_line_and_no_failure(checkout: Path) -> None:
     assert not list(checkout.glob("layerzero/_C*"))
 
 
+@pytest.mark.slow
 def test_a_broken_compiler_fails_where_the_native_part_is_asked_for(checkout: Path) -> None:
     done = build(checkout, CC="/bin/false", CXX="/bin/false", LAYERZERO_BUILD_EXT="1")
     assert done.returncode != 0
@@ -71,6 +72,7 @@ def test_a_broken_compiler_fails_where_the_native_part_is_asked_for(checkout: Pa
     assert "/bin/false" in last
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_is_one_line_and_no_failure(checkout: Path) -> None:
     done = build(checkout, CC="no-such-compiler", CXX="no-such-compiler")
     assert done.returncode == 0, done.stderr

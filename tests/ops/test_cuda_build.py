@@ -146,6 +146,7 @@ def has_driver() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_spills_for_all_architectures_and_load(nvcc: str) -> None:
     # One test, because xdist would build once for each; in a folder that goes at once, because
     # pytest keeps its own for a while and the intermediate files are 45 MB.

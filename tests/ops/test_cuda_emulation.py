@@ -43,6 +43,7 @@ def emulate(sources: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sanitizers")
 def test_every_thread_of_the_kernels_stays_in_bounds_and_is_right(tmp_path: Path) -> None:
     done = emulate(SOURCES, tmp_path)
@@ -53,6 +54,7 @@ def test_every_thread_of_the_kernels_stays_in_bounds_and_is_right(tmp_path: Path
     assert int(counts[2]) > 1_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sanitizers")
 def test_the_emulation_notices_a_bound_that_is_off_by_one(tmp_path: Path) -> None:
     broken = tmp_path / "broken"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each makes an environment, and most compile
+
 ROOT = Path(__file__).resolve().parents[2]
 
 TRAIN_A_STEP = """

@@ -235,6 +235,7 @@ def _pytest_on(folder: Path, *args: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_strict_skips_fail_what_is_skipped_without_need(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(SKIPPED_TESTS)
     expected = int(torch.accelerator.is_available())
