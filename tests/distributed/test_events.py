@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from unittest import mock
 
 import pytest
@@ -56,3 +57,24 @@ def test_a_step_of_layers_makes_no_events(settings: str) -> None:
     for made, recorded in run_ranks(4, _made_and_recorded, LAYERED[settings], accumulation):
         assert recorded > 50
         assert made == 0
+
+
+def with_an_event_that_is_still_waited_for() -> object:
+    """The pool gives out an event whose last record somebody has yet to wait for."""
+    events: dict[int, object] = {}
+
+    def record(pool: EventPool, stream: Stream) -> PooledEvent:
+        event = events[id(pool)] = stream.record_event(events.get(id(pool)))
+        return PooledEvent(event, deque())
+
+    return mock.patch.object(EventPool, "record", record)
+
+
+def _races_with_it() -> int:
+    with with_an_event_that_is_still_waited_for(), simulated_device() as device:  # type: ignore[attr-defined]
+        plain(wrapped())
+    return len(device.races)
+
+
+def test_an_event_recorded_again_too_early_is_found() -> None:
+    assert min(run_ranks(2, _races_with_it)) > 0
