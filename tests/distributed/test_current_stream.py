@@ -1,9 +1,11 @@
-"""Collectives that run on the current stream and return no work, as NCCL's with asyncOp=False."""
+"""Collectives that run on the current stream and return no work, as NCCL's with asyncOp=False.
+
+On the simulated device test_streams.py runs each second rank so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -14,117 +16,11 @@ import torch.distributed as dist
 
 from layerzero.comm import collectives, streams, watchdog
 from layerzero.comm.collectives import Operation, Pending
-from layerzero.comm.streams import DeviceStream, Streams, _OnStream
+from layerzero.comm.streams import Streams
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
-from tests.distributed.test_streams import (
-    LAYERED,
-    SETTINGS,
-    USES,
-    accumulation,
-    plain_steps,
-    train,
-    wrapped,
-)
-from tests.harness.plain_backend import PLAIN
-from tests.harness.ranks import run_ranks
-from tests.harness.simulated_device import SimulatedDevice, simulated_device
 
 CPU = torch.device("cpu")
-
-
-# On the simulated device ----------------------------------------------------------------------
-
-
-def _in_stream_order(
-    device: SimulatedDevice, verb: Callable[..., Any], in_place: bool
-) -> Callable[..., None]:
-    """`SimulatedDevice._collective` for a backend that uses the current stream."""
-
-    def queued(*args: Any, **kwargs: Any) -> None:
-        stream = device._current[-1]
-        stream.tick()
-        device._access(args[0 if in_place else 1], stream, verb.__name__, writes=False)
-        device._access(args[0], stream, verb.__name__, writes=True)
-        device._is_paused = True
-        try:
-            work = verb(*args, **kwargs)
-            if work is not None:
-                work.wait()
-        finally:
-            device._is_paused = False
-
-    return queued
-
-
-@contextmanager
-def on_current_streams() -> Iterator[SimulatedDevice]:
-    with (
-        mock.patch.object(collectives, "_ON_CURRENT_STREAM", (PLAIN,)),
-        mock.patch.object(SimulatedDevice, "_collective", _in_stream_order),
-        simulated_device() as device,
-    ):
-        yield device
-
-
-def _races(settings: dict, uses: list) -> dict[str, list[str]]:
-    found = {}
-    for use in uses:
-        with on_current_streams() as device:
-            use(wrapped(**settings))
-        found[use.__name__] = sorted({*device.races, *device.early_frees})
-    return found
-
-
-@pytest.mark.parametrize("settings", ["default", "bfloat16", "deterministic"])
-def test_every_two_accesses_are_ordered(settings: str) -> None:
-    for found in run_ranks(2, _races, SETTINGS[settings], USES):
-        assert found == {use.__name__: [] for use in USES}
-
-
-def _races_of_layers() -> dict[str, dict[str, list[str]]]:
-    return {
-        name: _races(LAYERED[name], [plain_steps, accumulation])
-        for name in ("zero1", "replicate, bfloat16", "sums in shards", "kept shards")
-    }
-
-
-def test_every_two_accesses_are_ordered_with_an_outer_axis() -> None:
-    for found in run_ranks(4, _races_of_layers, timeout=120):
-        assert [races for uses in found.values() for races in uses.values() if races] == []
-
-
-def without_waiting_for_streams() -> object:
-    return mock.patch.object(_OnStream, "wait", lambda _: None)
-
-
-def without_waiting_for_events() -> object:
-    return mock.patch.object(DeviceStream, "wait", lambda *_: None)
-
-
-def _races_without() -> list[int]:
-    found = []
-    for missing in (without_waiting_for_streams, without_waiting_for_events):
-        with missing(), on_current_streams() as device:  # type: ignore[attr-defined]
-            plain_steps(wrapped())
-        found.append(len(device.races))
-    return found
-
-
-def test_a_missing_wait_is_found() -> None:
-    for found in run_ranks(2, _races_without):
-        assert min(found) > 0
-
-
-def _losses(on_current: bool) -> list[float]:
-    if not on_current:
-        return [loss.item() for loss in train(wrapped(), 3)]
-    with on_current_streams():
-        return [loss.item() for loss in train(wrapped(), 3)]
-
-
-def test_training_is_the_same() -> None:
-    assert run_ranks(2, _losses, True) == run_ranks(2, _losses, False)
 
 
 # What the backend is asked for ----------------------------------------------------------------

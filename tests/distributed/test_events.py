@@ -11,9 +11,9 @@ import pytest
 from layerzero import ZeRO3
 from layerzero.comm.events import EventPool, PooledEvent
 from layerzero.comm.watchdog import Watchdog
-from tests.distributed.test_streams import LAYERED, SETTINGS, accumulation, train, wrapped
-from tests.harness.ranks import run_ranks
+from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.simulated_device import Stream, simulated_device
+from tests.harness.stream_uses import LAYERED, SETTINGS, accumulation, train, wrapped
 
 
 def plain(model: ZeRO3) -> None:
@@ -47,14 +47,16 @@ def _made_and_recorded(settings: dict, use) -> tuple[int, int]:
 
 @pytest.mark.parametrize("settings", ["default", "bfloat16", "deterministic"])
 def test_a_step_makes_no_events(settings: str) -> None:
-    for made, recorded in run_ranks(2, _made_and_recorded, SETTINGS[settings], plain):
+    for made, recorded in run_fake_ranks((0, 1), 2, _made_and_recorded, SETTINGS[settings], plain):
         assert recorded > 50
         assert made == 0
 
 
 @pytest.mark.parametrize("settings", ["zero1", "replicate, bfloat16", "sums in shards"])
 def test_a_step_of_layers_makes_no_events(settings: str) -> None:
-    for made, recorded in run_ranks(4, _made_and_recorded, LAYERED[settings], accumulation):
+    for made, recorded in run_fake_ranks(
+        (0, 3), 4, _made_and_recorded, LAYERED[settings], accumulation
+    ):
         assert recorded > 50
         assert made == 0
 
@@ -77,4 +79,4 @@ def _races_with_it() -> int:
 
 
 def test_an_event_recorded_again_too_early_is_found() -> None:
-    assert min(run_ranks(2, _races_with_it)) > 0
+    assert min(run_fake_ranks((0, 1), 2, _races_with_it)) > 0

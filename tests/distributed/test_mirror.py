@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from layerzero.core.flat_param import FlatParam
-from tests.distributed import test_streams
+from tests.distributed import test_missing_waits
 from tests.gpu import scenes
 from tests.gpu.mirror_runs import (
     PLAIN_CASES,
@@ -24,6 +24,7 @@ from tests.gpu.mirror_runs import (
 )
 from tests.gpu.process import ProcessFailed, in_process
 from tests.gpu.test_mirror import VISIBLE
+from tests.harness import stream_uses
 from tests.harness.ranks import run_ranks
 
 
@@ -43,7 +44,7 @@ def _with_a_shard_never_cast() -> dict:
 
 
 def _with_a_sum_for_a_mean() -> dict:
-    with mock.patch.dict(SETTINGS, {"sum": test_streams.SETTINGS["sum"]}):
+    with mock.patch.dict(SETTINGS, {"sum": stream_uses.SETTINGS["sum"]}):
         return run("cpu", 3, 8, [("sum", "plain")])
 
 
@@ -57,7 +58,7 @@ def test_wrong_values_are_seen(broken, seen: str) -> None:
 
 
 def test_every_visible_wait_is_one_that_the_simulation_takes_away() -> None:
-    names = {missing.__name__ for missing, _ in test_streams.MISSING}
+    names = {defect.__name__ for defect, _, _, _ in test_missing_waits.ONE_GROUP}
     assert VISIBLE.keys() <= names and set(VISIBLE.values()) <= SETTINGS.keys()
 
 

@@ -81,8 +81,9 @@ def _same_as_without(
         for policy in policies:
             what = f"{name}, {accumulation}, offloading {policy}:"
             offloaded = {**options, "offload": POLICIES[policy]}
-            with simulated_device():
+            with simulated_device() as device:
                 losses, parameters = _train(name, offloaded, num_micro_batches)
+            assert device.findings == [], what
             for own, other in zip(losses, expected[0], strict=True):
                 assert_bitwise(own, other, f"{what} loss")
             assert_same_parameters(parameters, expected[1], what=what)
@@ -120,18 +121,18 @@ def _what_is_where() -> None:
             forward_backward(model, batch)
         for handle in handles:
             gradients = handle.gradients
-            assert gradients.host_sum is not None and device._is_on_host(gradients.host_sum)
+            assert gradients.host_sum is not None and device.is_on_host(gradients.host_sum)
             assert gradients.resident_nbytes == 0, "no gradients wait on the device"
         forward_backward(model, batch)
         optimizer.step()
         for handle in handles:
             assert handle.gradients.host_sum is None
-            assert device._is_on_host(handle.main_shard)
-            assert not device._is_on_host(handle.compute_shard)
+            assert device.is_on_host(handle.main_shard)
+            assert not device.is_on_host(handle.compute_shard)
         for parameter in model.parameters():
             state = optimizer.state[parameter]
             on_host = [parameter.data, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
-            assert all(device._is_on_host(t) for t in on_host if t.numel())
+            assert all(device.is_on_host(t) for t in on_host if t.numel())
 
 
 def test_main_shards_gradients_and_optimizer_state_are_on_the_host() -> None:
@@ -284,7 +285,7 @@ def _steps_as_gradients_land() -> None:
         events.clear()
         output.sum().backward()
         assert [event for event in events if event] == ["wait", "step"] * len(units(model))
-        assert device.races == []
+        assert device.findings == []
 
 
 def test_the_host_steps_one_unit_while_the_next_is_on_its_way() -> None:

@@ -19,7 +19,15 @@ from layerzero.runtime import reduction as reduction_module
 from layerzero.runtime.reducer import GradientReducer
 from layerzero.runtime.several_reductions import _SeveralInFlight
 from layerzero.runtime.unit import Unit
-from tests.distributed.test_streams import (
+from tests.harness.fake_ranks import run_fake_ranks
+from tests.harness.internals import root_state
+from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.plain_backend import make_plain_group
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import recorded_operations
+from tests.harness.reference import batches_of, forward_backward, seeded
+from tests.harness.simulated_device import simulated_device
+from tests.harness.stream_uses import (
     HOST_USES,
     OFFLOADED,
     USES,
@@ -28,13 +36,6 @@ from tests.distributed.test_streams import (
     train,
     wrapped,
 )
-from tests.harness.internals import root_state
-from tests.harness.models import CASES, WIDTH, Block, Mlp
-from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
-from tests.harness.recording import recorded_operations
-from tests.harness.reference import batches_of, forward_backward, seeded
-from tests.harness.simulated_device import simulated_device
 
 LANES: dict[str, dict[str, Any]] = {
     "groups": {"separate_groups": True},
@@ -173,7 +174,7 @@ def _races(settings: dict[str, Any], uses: list) -> dict[str, list[str]]:
     for use in uses:
         with simulated_device() as device:
             use(wrapped(**settings))
-        found[use.__name__] = sorted({str(each) for each in (*device.races, *device.early_frees)})
+        found[use.__name__] = device.findings
     return found
 
 
@@ -185,14 +186,14 @@ def _with_lanes(settings: dict[str, Any], lanes: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lanes", ["in flight", "both"])
 def test_every_two_accesses_are_ordered(lanes: str) -> None:
-    for found in run_ranks(2, _races, _with_lanes({}, lanes), USES):
+    for found in run_fake_ranks((0, 1), 2, _races, _with_lanes({}, lanes), USES):
         assert found == {use.__name__: [] for use in USES}
 
 
 @pytest.mark.parametrize("offload", ["sums in shards", "everything"])
 def test_every_two_accesses_are_ordered_with_the_host(offload: str) -> None:
     settings = _with_lanes(OFFLOADED[offload], "both")
-    for found in run_ranks(2, _races, settings, HOST_USES):
+    for found in run_fake_ranks((0, 1), 2, _races, settings, HOST_USES):
         assert found == {use.__name__: [] for use in HOST_USES}
 
 
@@ -207,7 +208,7 @@ def _races_of_layers() -> list[tuple[str, str, list[str]]]:
 
 
 def test_every_two_accesses_are_ordered_with_an_outer_axis() -> None:
-    for found in run_ranks(4, _races_of_layers, timeout=120):
+    for found in run_fake_ranks((0, 3), 4, _races_of_layers):
         assert [each for each in found if each[2]] == []
 
 
@@ -233,7 +234,7 @@ def _found_without() -> list[int]:
 
 
 def test_a_missing_wait_is_found() -> None:
-    for found in run_ranks(2, _found_without):
+    for found in run_fake_ranks((0, 1), 2, _found_without):
         assert min(found) > 0
 
 
@@ -300,7 +301,7 @@ def _too_little(sizes: list[int]) -> int:
     ("room", "most"), [(_no_room, 1), (_too_little, 1), (_room_for_two, 2), (_room_for_all, 4)]
 )
 def test_as_many_reductions_are_in_flight_as_there_is_room_for(room, most: int) -> None:
-    for seen, bound in run_ranks(2, _counts, room):
+    for seen, bound in run_fake_ranks((0, 1), 2, _counts, room):
         assert max(number for number, _ in seen) == most
         assert len(seen) == 4
         if bound > 1:
@@ -324,7 +325,7 @@ def _is_waited_for(in_flight: str | None) -> list[bool]:
                 waits.append(device.compute_waits_for(last))
             started = reduce_unit(*args)
             group = started[0].handle.placement.reduce_groups[0].process_group
-            comm = device._comms[group]
+            comm = device.comms[group]
             last = {comm.id: comm.clock[comm.id]}
             return started
 
@@ -335,7 +336,7 @@ def _is_waited_for(in_flight: str | None) -> list[bool]:
 
 @pytest.mark.parametrize(("in_flight", "waits"), [(None, True), ("1GB", False)])
 def test_compute_waits_for_the_reduction_before_only_without_room(in_flight, waits) -> None:
-    for found in run_ranks(2, _is_waited_for, in_flight):
+    for found in run_fake_ranks((0, 1), 2, _is_waited_for, in_flight):
         assert len(found) == 3 and set(found) == {waits}
 
 

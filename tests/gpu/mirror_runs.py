@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import ZeRO3
-from tests.distributed import test_streams
 from tests.gpu.mirror import Mirror, Replica, compare_delivered, fake_world
+from tests.harness import missing_waits, stream_uses
 from tests.harness.internals import inner_units
 from tests.harness.models import Block, Mlp
 
 WIDTH, HIDDEN, ROWS, DEPTH = 24, 7, 8, 3
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{name: test_streams.SETTINGS[name] for name in test_streams.SETTINGS if name != "sum"},
-    **{f"layered: {name}": each for name, each in test_streams.LAYERED.items()},
-    **{f"offloaded: {name}": each for name, each in test_streams.OFFLOADED.items()},
+    **{name: stream_uses.SETTINGS[name] for name in stream_uses.SETTINGS if name != "sum"},
+    **{f"layered: {name}": each for name, each in stream_uses.LAYERED.items()},
+    **{f"offloaded: {name}": each for name, each in stream_uses.OFFLOADED.items()},
 }
 """The mean over ranks that all have one batch is what one of them computes; a sum is not."""
 
@@ -184,14 +184,14 @@ def run(
     Args:
         device_type: "cuda" or "cpu".
         sleep_cycles: longest sleep of a stream, in cycles of the GPU's clock.
-        missing: a function of test_streams that takes a wait away from the engine.
+        missing: a function of missing_waits that takes a wait away from the engine.
     """
     if dist.is_initialized():  # The ranks of run_ranks have a default group already.
         dist.destroy_process_group()
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     found: dict[str, Any] = {}
     for number, (setting, use) in enumerate(cases):
-        mutation = getattr(test_streams, missing)() if missing is not None else nullcontext()
+        mutation = getattr(missing_waits, missing)() if missing is not None else nullcontext()
         mirror = Mirror(device, sleep_cycles, seed=number)
         with fake_world(rank, size), mirror.installed(), mutation:
             torch.manual_seed(1)

@@ -24,9 +24,9 @@ VISIBLE = {
     "without_the_event_of_the_cast": "bfloat16",
     "without_the_event_of_collected_gradients": "default",
 }
-"""Waits whose absence changes a value, and a setting that has them. The others of `MISSING` order
-an access before memory leaves its pool (test_memory.py), need a second device, or wait for a stream
-of the backend, which on NCCL is the engine's own."""
+"""Waits whose absence changes a value, and a setting that has them. Others of missing_waits.py
+order an access before memory leaves its pool (test_memory.py), need a second device, or wait for a
+stream of the backend, which on NCCL is the engine's own."""
 
 
 @pytest.mark.parametrize("sleep_cycles", [0, SLEEP_CYCLES], ids=["at once", "late"])

@@ -2,48 +2,63 @@
 
 The engine runs its code for devices: streams are side streams, collectives are queued, the host
 does not wait. Every operation really runs at once, on CPU, so results are right; beside that, each
-access of memory is noted with a vector clock of its stream, and two accesses of the same bytes, one
-of them a write, must be ordered by events. As on a device, memory that was freed may be handed out
-again at once on the stream it was allocated on: what is written there must come after every use
-that the old contents had on any stream. (Vector clocks as in Mattern, Virtual Time and Global
-States of Distributed Systems, 1989.)
+access of memory is noted with a vector clock of its stream (simulated_streams.py), and checked
+(simulated_memory.py).
 
-The host is in the picture too. Memory that `HostMemory` gave out, and what is computed from it, is
-the host's; operations on it alone run on the host at once, and must come after every access that a
-stream has of it, by `Event.synchronize`. What the host did before it queued something is done.
+The host is in the picture too. Memory that `HostMemory` gave out, what Python numbers became
+(`torch.tensor`), and what is computed from these, is the host's; operations on it alone run on the
+host at once, and must come after every access that a stream has of it. What blocks the host until
+the device has come to it is listed.
 
-What it cannot tell: how fast anything is, and whether a real device does what it is believed to.
+All other memory is that of one device, and its index is not that of the host's current device: what
+forgets to name the model's device gets streams of another.
+
+docs/internals/streams.md says what it models and what it cannot see.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero.comm import collectives
-from layerzero.comm.streams import Streams
+from layerzero.comm.streams import DeviceStream, Streams
 from layerzero.construct import unit_arguments
+from layerzero.core.gradients import GradientBuffer
 from layerzero.core.host import HostMemory
 from layerzero.runtime import root
+from layerzero.runtime.context import RuntimeContext
+from tests.harness.simulated_memory import (
+    _ENGINE,
+    EarlyFree,
+    MemoryWatch,
+    Race,
+    Use,
+    allocated_by,
+)
+from tests.harness.simulated_streams import Clock, Event, Host, HostStream, Stream
 
-Clock = dict[int, int]
-"""Stream -> how many of its actions are known to have happened."""
+__all__ = ["Event", "HostWait", "SimulatedDevice", "Stream", "simulated_device"]
 
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_FREED = ", in memory freed since"
-_expired = torch.UntypedStorage._expired
-_BLOCKS_HOST = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
+_COPIES = ("copy_", "_to_copy", "_copy_from", "_foreach_copy_")
+_BLOCKS_HOST = (
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "linalg_check_errors"),
+    # The size of the result depends on the values.
+    *("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
+    *("unique_dim_consecutive", "bincount", "argwhere"),
+)
+_TAKES_MASK = ("index", "index_put_", "index_put", "_index_put_impl_")
 
 
 def _tensors_in(value: Any) -> Sequence[Tensor]:
@@ -53,6 +68,15 @@ def _tensors_in(value: Any) -> Sequence[Tensor]:
     if isinstance(value, (list, tuple)) and value:
         return [tensor for item in value for tensor in _tensors_in(item)]
     return ()
+
+
+class _Facts(NamedTuple):
+    """What the simulation asks of an operator."""
+
+    name: str
+    is_view: bool
+    arguments: list[tuple[str, bool]]
+    """(name, whether it is written to), in order."""
 
 
 @functools.cache
@@ -66,219 +90,218 @@ def _facts_of(func: Any) -> _Facts:
     return _Facts(name, func.is_view or name == "detach", arguments)
 
 
-class _Facts(NamedTuple):
-    """What the simulation asks of an operator."""
+class HostWait(NamedTuple):
+    """Something that blocks the host until the device has come to it."""
 
-    name: str
-    is_view: bool
-    arguments: list[tuple[str, bool]]
-    """(name, whether it is written to), in order."""
+    what: str
+    where: str
+    """The engine's function that does it; "" outside the engine."""
 
-
-def _merge(clock: Clock, other: Clock) -> None:
-    for stream, time in other.items():
-        clock[stream] = max(clock.get(stream, 0), time)
+    def __str__(self) -> str:
+        return f"{self.what} in {self.where or 'code outside the engine'}"
 
 
-class Event:
-    def __init__(self, clock: Clock, host: Clock) -> None:
-        self.clock = clock
-        self._host = host
-
-    def record(self, stream: Stream) -> None:
-        """Another place from now on; who waited already, waited for the one before."""
-        self.clock = dict(stream.clock)
-
-    def wait(self, stream: Stream) -> None:
-        stream.wait_event(self)
-
-    def synchronize(self) -> None:
-        """The host waits."""
-        _merge(self._host, self.clock)
-
-    def query(self) -> bool:
-        return True
+def _engine_function() -> str:
+    """The innermost one that is more than a wait for an event."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_ENGINE) and not file.endswith(("comm/streams.py", "comm/events.py")):
+            return frame.f_code.co_qualname
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
-class Stream:
-    """A queue of the device; what it has waited for is in its clock."""
+class _ThreadState(threading.local):
+    """As on CUDA each thread has its own current device, and current stream of each device."""
 
-    _ids = itertools.count()
-
-    def __init__(self, host: Stream | None = None, name: str = "") -> None:
-        self.id = next(Stream._ids)
-        self.name = name or f"side stream {self.id}"
-        self.clock: Clock = {self.id: 0}
-        self._host = host or self
-
-    def tick(self) -> None:
-        """One more action, queued by the host after all it did."""
-        _merge(self.clock, self._host.clock)
-        self.clock[self.id] += 1
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event({}, self._host.clock)
-        event.record(self)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        _merge(self.clock, event.clock)
-
-
-@dataclass
-class _Memory:
-    """Accesses of one storage since it was allocated."""
-
-    alive: StorageWeakRef
-    home: Stream
-    """The stream it was allocated on, whose allocations may get its memory next."""
-    written: Clock
-    read: Clock
-    last: dict[int, str] = field(default_factory=dict)
-    """Stream -> what it did here last, for the report."""
-
-    def is_gone(self) -> bool:
-        return _expired(self.alive.cdata)
+    def __init__(self, compute: Sequence[Stream]) -> None:
+        self.index = 0
+        self.streams = [[stream] for stream in compute]
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """Stands in for a device module such as `torch.cuda`, and watches what torch does."""
+    """Stands in for a device module such as `torch.cuda`, and watches what torch does.
 
-    races: list[str]
-    """Accesses in no order, in words."""
-    early_frees: list[str]
-    """Memory that was freed before the stream that owns it comes after all uses, in words. It
-    could leave the pool of that stream (`empty_cache`, a retry after out of memory)."""
-    host_waits: list[str]
-    """Operations that block the host until the device has come to them."""
+    Attributes:
+        index: of the device that all memory is on; the current device is another.
+        host_waits: what blocked the host until the device had come to it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        index: int = 1,
+        num_streams: int | None = None,
+        lag: int = 20,
+        seed: int | None = None,
+        on_current_stream: bool = False,
+    ) -> None:
+        """
+        Args:
+            on_current_stream: collectives run on the current stream and return no work, as NCCL's
+                do unless `asyncOp` is set; else each process group has a stream of its own.
+            num_streams: side streams that the device has; `Stream()` hands them out in turns, so
+                models may share them. None: each is a new one.
+            lag: actions of the host by which the device is behind.
+            seed: draw the lag of each event, up to twice `lag`; None: all have the same.
+        """
         super().__init__()
-        self.races = []
-        self.early_frees = []
-        self.host_waits = []
-        self._host = Stream(name="the host")
-        self._compute = Stream(self._host, "compute")
-        self._comms: dict[Any, Stream] = {}
-        """By process group, as NCCL has a communicator for each."""
-        self._elsewhere = Stream(self._host, "the compute stream of another device")
-        self._current = [self._compute]
-        self._memories: dict[int, _Memory] = {}
-        self._alive: dict[int, int] = {}  # the same keys -> `_Memory.alive.cdata`
-        self._freed: dict[int, Clock] = {}
-        self._freed_last: dict[int, dict[int, str]] = {}
+        self.index = index
+        self.host_waits: list[HostWait] = []
+        self.host = Host(lag, seed, self._note_host_wait)
+        self.host_stream = HostStream(self.host)
+        names = {index: "compute"}
+        computes = [
+            Stream(self.host, each, names.get(each, f"compute of device {each}"))
+            for each in range(index + 1)
+        ]
+        self.compute = computes[index]
+        self.memory = MemoryWatch(self.host_stream)
+        self._on_current_stream = on_current_stream
+        self._thread = _ThreadState(computes)
+        self._num_streams = num_streams
+        self._handed_out: list[Stream] = []
+        self.comms: dict[Any, Stream] = {}
+        self._at: list[str] = []
         self._is_paused = False
+
+    @property
+    def races(self) -> list[Race]:
+        """Accesses in no order."""
+        return self.memory.races
+
+    @property
+    def early_frees(self) -> list[EarlyFree]:
+        """Memory that was freed before the stream that owns it comes after all uses."""
+        return self.memory.early_frees
+
+    @property
+    def findings(self) -> list[str]:
+        """All races and early frees, in words, each once."""
+        return sorted({str(found) for found in (*self.races, *self.early_frees)})
 
     @property
     def queued_collectives(self) -> Clock:
         """By stream of a process group, how many collectives were queued there."""
-        return {comm.id: comm.clock[comm.id] for comm in self._comms.values()}
+        return {comm.id: comm.clock[comm.id] for comm in self.comms.values()}
 
     def compute_waits_for(self, queued: Clock) -> bool:
         """Whether what is queued on compute next comes after all of these collectives."""
-        return all(self._compute.clock.get(comm, 0) >= number for comm, number in queued.items())
+        return all(self.compute.clock.get(comm, 0) >= number for comm, number in queued.items())
 
     # The device module -----------------------------------------------------------------------
 
-    def Stream(self, device: object = None) -> Stream:
-        return Stream(self._host)
+    def Stream(self, device: object = None, priority: int = 0) -> Stream:
+        index = self._index_of(device)
+        number = len(self._handed_out)
+        if self._num_streams is not None and number >= self._num_streams:
+            stream = self._handed_out[number % self._num_streams]
+        else:
+            stream = Stream(self.host, index)
+        self._handed_out.append(stream)
+        return stream
+
+    def Event(self, *args: object, **kwargs: object) -> Event:
+        return _RecordedAnywhere(self)
 
     def is_available(self) -> bool:
         """For others than the engine who ask: torch's checkpoint does in builds for a device."""
         return False
 
-    def set_device(self, device: object) -> None:
-        """Of the thread; here no device but the model's is simulated."""
+    def device_count(self) -> int:
+        return len(self._thread.streams)
 
-    def current_stream(self, device: object = None) -> Stream:
-        """Of the model's device; without one of the current device, which is another."""
-        return self._elsewhere if device is None else self._current[-1]
+    def current_device(self) -> int:
+        return self._thread.index
+
+    def set_device(self, device: object) -> None:
+        self._thread.index = self._index_of(device)
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        self._current.append(stream)
+    def device(self, device: object) -> Iterator[None]:
+        before, self._thread.index = self._thread.index, self._index_of(device)
         try:
             yield
         finally:
-            self._current.pop()
+            self._thread.index = before
+
+    def default_stream(self, device: object = None) -> Stream:
+        return self._thread.streams[self._index_of(device)][0]
+
+    def current_stream(self, device: object = None) -> Stream:
+        return self._thread.streams[self._index_of(device)][-1]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        thread = self._thread
+        before, thread.index = thread.index, stream.index
+        thread.streams[stream.index].append(stream)
+        try:
+            yield
+        finally:
+            thread.streams[stream.index].pop()
+            thread.index = before
+
+    def synchronize(self, device: object = None) -> None:
+        for stream in (self.compute, *self._handed_out, *self.comms.values()):
+            stream.synchronize()
+
+    def _index_of(self, device: object) -> int:
+        """Of a device, a number, or the current device; the engine says "cpu" of the model's."""
+        if isinstance(device, int):
+            return device
+        if device is None:
+            return self._thread.index
+        index = torch.device(device).index  # type: ignore[call-overload]
+        return self.index if index is None else index
+
+    # Where the engine is ---------------------------------------------------------------------
+
+    @contextmanager
+    def at(self, unit: str) -> Iterator[None]:
+        """Uses inside are told with the unit."""
+        self._at.append(unit)
+        try:
+            yield
+        finally:
+            self._at.pop()
+
+    def _use(self, what: str, stream: Stream) -> Use:
+        return Use(f"{what} [{self._at[-1]}]" if self._at else what, stream.name)
+
+    def _note_host_wait(self, what: str) -> None:
+        self.host_waits.append(HostWait(what, _engine_function()))
 
     # Memory ----------------------------------------------------------------------------------
 
-    def take_for_host(self, tensor: Tensor) -> Tensor:
-        """Event memory as the host's, whose allocator waits for copies before it gives it out."""
+    @property
+    def _stream(self) -> Stream:
+        """Where operations on the device's memory go: its current stream, whatever the host's
+        current device is."""
+        return self._thread.streams[self.index][-1]
+
+    def take_for_host(self, tensor: Tensor, is_pinned: bool = True) -> Tensor:
         storage = tensor.untyped_storage()
-        self._remember(storage, self._host, {}, {})
+        memory = self.memory.allocate(storage, self.host_stream, allocated_by("the host"))
+        memory.is_pinned = is_pinned
         return tensor
 
-    def _remember(
-        self, storage: torch.UntypedStorage, home: Stream, before: Clock, last: dict[int, str]
-    ) -> _Memory:
-        memory = _Memory(StorageWeakRef(storage), home, before, {}, last)
-        self._memories[storage._cdata] = memory
-        self._alive[storage._cdata] = memory.alive.cdata
-        return memory
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return self.memory.is_on_host(tensor)
 
-    def _is_on_host(self, tensor: Tensor) -> bool:
-        memory = self._memories.get(tensor.untyped_storage()._cdata)
-        return memory is not None and not memory.is_gone() and memory.home is self._host
+    def read_on_host(self, tensor: Tensor) -> None:
+        """The host itself looks at the device's memory, for what it knows to be done."""
+        use = self._use("a read", self.host_stream)
+        self.memory.access(tensor, self.host_stream, use, self._stream, writes=False)
 
-    def _allocate(self, storage: torch.UntypedStorage) -> _Memory:
-        """Memory from the pool of the current stream."""
-        # As `is_gone()`, without its call: every allocation asks all memories.
-        gone = [key for key, weak in self._alive.items() if _expired(weak)]
-        for key in gone:
-            self._free(key)
-        home = self._current[-1]
-        before = dict(self._freed.get(home.id, {}))
-        last = dict(self._freed_last.get(home.id, {}))
-        return self._remember(storage, home, before, last)
-
-    def _free(self, key: int) -> None:
-        memory = self._memories.pop(key)
-        del self._alive[key]
-        if memory.home is self._host:
-            return
-        for stream, time in (*memory.written.items(), *memory.read.items()):
-            if memory.home.clock.get(stream, 0) < time:
-                self.early_frees.append(
-                    f"memory of {memory.home.name} is freed before it waits for "
-                    f"{memory.last.get(stream, 'an earlier operation')}"
-                )
-        pool = self._freed.setdefault(memory.home.id, {})
-        _merge(pool, memory.written)
-        _merge(pool, memory.read)
-        self._freed_last.setdefault(memory.home.id, {}).update(
-            {stream: f"{what.removesuffix(_FREED)}{_FREED}" for stream, what in memory.last.items()}
-        )
-
-    def _resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        if storage._cdata in self._memories:
-            self._free(storage._cdata)
-        if nbytes:
-            self._allocate(storage)
-
-    def _access(self, tensor: Tensor, stream: Stream, what: str, writes: bool) -> None:
-        storage = tensor.untyped_storage()
-        if not storage.nbytes() or not tensor.numel():
-            return
-        memory = self._memories.get(storage._cdata)
-        if memory is None or memory.is_gone():
-            memory = self._allocate(storage)
-        self._require(memory.written, memory, stream, what)
-        if writes:
-            self._require(memory.read, memory, stream, what)
-            memory.written[stream.id] = stream.clock[stream.id]
-        else:
-            memory.read[stream.id] = stream.clock[stream.id]
-        memory.last[stream.id] = f"{what} on {stream.name}"
-
-    def _require(self, before: Clock, memory: _Memory, stream: Stream, what: str) -> None:
-        for other, time in before.items():
-            if stream.clock.get(other, 0) < time:
-                self.races.append(
-                    f"{what} on {stream.name} does not wait for what was used by "
-                    f"{memory.last.get(other, 'an earlier operation')}"
-                )
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not the device's."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     # What torch does -------------------------------------------------------------------------
 
@@ -293,113 +316,251 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _note(self, facts: _Facts, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         name = facts.name
-        outputs = _tensors_in(result)
-        on_host = self._runs_on_host(args, kwargs)
-        if name in _ALLOCATES:
-            for output in outputs:
-                if on_host:
-                    self.take_for_host(output)
-                else:
-                    self._allocate(output.untyped_storage())
-            return
-        if name in _BLOCKS_HOST:
-            self.host_waits.append(name)
         if facts.is_view:
             return
-        stream = self._host if on_host else self._current[-1]
+        outputs = _tensors_in(result)
+        on_host = self._runs_on_host(args, kwargs)
+        stream = self.host_stream if on_host else self._stream
+        if name in _ALLOCATES:
+            for output in outputs:
+                self.memory.allocate(output.untyped_storage(), stream, allocated_by(name))
+            return
         stream.tick()
+        use = self._use(name, stream)
         seen = set()
         for position, (argument, writes) in enumerate(facts.arguments):
             given = args[position] if position < len(args) else kwargs.get(argument)
             for tensor in _tensors_in(given):
                 if tensor.dim() or not on_host:
                     seen.add(tensor.untyped_storage()._cdata)
-                    self._access(tensor, stream, name, writes)
+                    self.memory.access(tensor, stream, use, stream, writes)
         for output in outputs:
             storage = output.untyped_storage()
             if storage._cdata not in seen:
-                if on_host:
-                    self.take_for_host(output)
-                else:
-                    self._allocate(storage)
-                self._access(output, stream, name, writes=True)
+                self.memory.allocate(storage, stream, allocated_by(name))
+                self.memory.access(output, stream, use, stream, writes=True)
+        if not on_host and self._blocks_host(name, args, kwargs):
+            self.host.wait(stream.clock, name)
 
     def _runs_on_host(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether all tensors are the host's; a scalar is at home on both sides."""
+        """Whether all tensors are the host's; a number of the host's is at home on both sides."""
         if kwargs.get("device") is not None:
             return False
         found = False
         for given in (args, tuple(kwargs.values())):
             for tensor in _tensors_in(given):
-                if tensor.dim():
-                    if not self._is_on_host(tensor):
+                if not self.memory.is_on_host(tensor):
+                    if tensor.dim():
                         return False
-                    found = True
+                    continue
+                found = True
         return found
 
-    def _collective(self, verb: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
+    def _blocks_host(self, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+        if name in _COPIES:
+            return self._copy_blocks_host(args, kwargs)
+        if name in _TAKES_MASK:
+            return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors_in(args[1]))
+        if name == "repeat_interleave":
+            return kwargs.get("output_size") is None
+        return name in _BLOCKS_HOST
+
+    def _copy_blocks_host(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """A copy between host and device does not block if told so, of memory that is pinned."""
+        ends = [self.memory.find(tensor) for tensor in _tensors_in(args)]
+        hosts = [end for end in ends if end is not None and end.home is self.host_stream]
+        if not hosts or len(hosts) == len(ends):
+            return False
+        is_asked = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        return not is_asked or not all(end.is_pinned for end in hosts)
+
+    # What Tensor's methods do without an operator ----------------------------------------------
+
+    def _is_devices(self, tensor: Tensor) -> bool:
+        if self._is_paused or type(tensor) not in (Tensor, torch.nn.Parameter):
+            return False
+        memory = self.memory.find(tensor)
+        return memory is not None and memory.home is not self.host_stream
+
+    def _read_and_wait(self, tensor: Tensor, what: str) -> None:
+        stream = self._stream
+        stream.tick()
+        self.memory.access(tensor, stream, self._use(what, stream), stream, writes=False)
+        self.host.wait(stream.clock, what)
+
+    def reading(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`Tensor.tolist` and `numpy`: the values are copied to the host, which waits for them."""
+
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._is_devices(tensor):
+                self._read_and_wait(tensor, method.__name__)
+            with self.paused():
+                return method(tensor, *args, **kwargs)
+
+        return read
+
+    def bringing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`Tensor.cpu`: a copy in memory of the host's, which waits for it."""
+
+        def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not self._is_devices(tensor):
+                return method(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+            self._read_and_wait(tensor, "cpu")
+            with self.paused():
+                copy = tensor.detach().clone()
+            return self.take_for_host(copy, is_pinned=False)
+
+        return cpu
+
+    def making(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`torch.tensor`: memory of the host's; on a device also a copy, which blocks the host.
+
+        "cpu" as text is the host; as a `torch.device` it is what the engine takes for the device.
+        """
+
+        def tensor(*args: Any, **kwargs: Any) -> Tensor:
+            made = make(*args, **kwargs)
+            device = kwargs.get("device")
+            if self._is_paused or type(made) is not Tensor:
+                return made
+            if device is None or (device == "cpu" and isinstance(device, str)):
+                return self.take_for_host(made, is_pinned=False)
+            stream = self._stream
+            self.memory.allocate(made.untyped_storage(), stream, allocated_by("tensor"))
+            self.memory.access(made, stream, self._use("tensor", stream), stream, writes=True)
+            self.host.wait(stream.clock, "tensor")
+            return made
+
+        return tensor
+
+    def moving(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`Tensor.to` of the host's memory to a device: a copy there."""
+
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device", args[0] if args else None)
+            if (
+                isinstance(device, torch.device)
+                and not self._is_paused
+                and type(tensor) in (Tensor, torch.nn.Parameter)
+                and self.memory.is_on_host(tensor)
+            ):
+                there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                there.copy_(tensor.detach(), non_blocking=bool(kwargs.get("non_blocking")))
+                rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking")}
+                return method(there, *args[1:], **rest) if args[1:] or rest else there
+            return method(tensor, *args, **kwargs)
+
+        return to
+
+    # Collectives -----------------------------------------------------------------------------
+
+    def collective(self, verb: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
         """`verb(output, input, ...)`, or `verb(tensor, ...)`, queued as NCCL does."""
 
-        def queued(*args: Any, **kwargs: Any) -> _Queued:
-            comm = self._comm_of(args, kwargs)
-            comm.wait_event(self._current[-1].record_event())
+        def queued(*args: Any, **kwargs: Any) -> _Queued | None:
+            comm = self._stream if self._on_current_stream else self._comm_of(args, kwargs)
+            comm.wait_event(self._stream.record_event())
             comm.tick()
             output, given = args[0], args[0 if in_place else 1]
-            self._access(given, comm, verb.__name__, writes=False)
-            self._access(output, comm, verb.__name__, writes=True)
-            self._is_paused = True
-            try:
+            use = self._use(verb.__name__, comm)
+            for tensor, writes in ((given, False), (output, True)):
+                if self.is_on_host(tensor):
+                    raise RuntimeError(f"{verb.__name__}: the backend takes no memory of the host")
+                self.memory.access(tensor, comm, use, self._stream, writes)
+            with self.paused():
                 work = verb(*args, **kwargs)
                 if work is not None:
                     work.wait()
-            finally:
-                self._is_paused = False
-            return _Queued(self, comm.record_event())
+            if self._on_current_stream:
+                return None
+            return _Queued(self, comm.record_event(), (output, given))
 
         return queued
 
     def _comm_of(self, args: Any, kwargs: dict[str, Any]) -> Stream:
+        """The stream of the process group: NCCL has a communicator for each."""
         given = (*args, *kwargs.values())
         groups = (getattr(each, "process_group", each) for each in given)
-        group = next(each for each in groups if isinstance(each, dist.ProcessGroup))
-        return self._comms.setdefault(
-            group, Stream(self._host, f"the stream of group {len(self._comms)}")
-        )
+        group = next((each for each in groups if isinstance(each, dist.ProcessGroup)), None)
+        name = f"the stream of group {len(self.comms)}"
+        return self.comms.setdefault(group, Stream(self.host, self.index, name))
+
+
+class _RecordedAnywhere(Event):
+    """Made by itself, as the device module's `Event()`: recorded on the current stream."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__(device.host)
+        self._device = device
+
+    def record(self, stream: Stream | None = None) -> None:
+        super().record(self._device.current_stream() if stream is None else stream)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        super().wait(self._device.current_stream() if stream is None else stream)
 
 
 class _Queued:
-    """A collective's handle: waiting orders streams, not the host."""
+    """A collective's handle: waiting orders streams, not the host.
 
-    def __init__(self, device: SimulatedDevice, done: Event) -> None:
+    As NCCL's it keeps the tensors until it is waited for.
+    """
+
+    def __init__(self, device: SimulatedDevice, done: Event, tensors: Sequence[Tensor]) -> None:
         self._device = device
         self._done = done
+        self._stash = tensors
 
     def wait(self, timeout: object = None) -> None:
-        self._device._current[-1].wait_event(self._done)
+        self._device._stream.wait_event(self._done)
+        self._stash = ()
 
     def is_completed(self) -> bool:
-        return True
+        return self._done.query()
 
 
 @contextmanager
-def simulated_device() -> Iterator[SimulatedDevice]:
-    """Models wrapped and trained inside run as on a device with streams."""
-    device = SimulatedDevice()
-    resize = torch.UntypedStorage.resize_
+def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
+    """Models wrapped and trained inside run as on a device with streams.
+
+    Args:
+        settings: of `SimulatedDevice`.
+    """
+    device = SimulatedDevice(**settings)
+    resize, collect = torch.UntypedStorage.resize_, GradientBuffer.collect
+    profile = RuntimeContext.profile
+    num_models = 0
 
     def noted_resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
         result = resize(storage, nbytes)
-        device._resize(storage, nbytes)
+        device.memory.resize(storage, device._stream)
         return result
 
-    def streams(_: torch.device, finishing_thread: bool) -> Streams:
-        return Streams(torch.device("cuda", 0), finishing_thread)
+    def streams(_: torch.device, *args: Any, **kwargs: Any) -> Streams:
+        nonlocal num_models
+        num_models += 1
+        made = Streams(torch.device("cuda", device.index), *args, **kwargs)
+        for name, stream in vars(made).items():
+            if isinstance(stream, DeviceStream) and stream._stream.name.startswith("side stream"):
+                stream._stream.name = name if num_models == 1 else f"{name} of model {num_models}"
+        return made
 
-    def on_host(_: HostMemory, numel: int, dtype: torch.dtype) -> Tensor:
-        return device.take_for_host(torch.zeros(numel, dtype=dtype))
+    def on_host(memory: HostMemory, numel: int, dtype: torch.dtype) -> Tensor:
+        return device.take_for_host(torch.zeros(numel, dtype=dtype), memory._pin_memory)
+
+    def noted_collect(buffer: GradientBuffer, leaves: Any, *args: Any, **kwargs: Any) -> None:
+        for leaf in leaves:
+            if leaf.grad is not None:
+                device.memory.name(leaf.grad, "unsharded gradient")
+        collect(buffer, leaves, *args, **kwargs)
+
+    @contextmanager
+    def noted_profile(context: RuntimeContext, action: str, unit: str) -> Iterator[None]:
+        with profile(context, action, unit), device.at(unit):
+            yield
 
     def queued(module: Any, name: str, in_place: bool = False) -> Any:
-        verb = device._collective(getattr(module, name), in_place)
+        verb = device.collective(getattr(module, name), in_place)
         return mock.patch.object(module, name, verb)
 
     with (
@@ -408,6 +569,13 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         mock.patch.object(root, "Streams", streams),
         mock.patch.object(unit_arguments, "has_separate_memory", lambda _: True),
         mock.patch.object(HostMemory, "empty", on_host),
+        mock.patch.object(GradientBuffer, "collect", noted_collect),
+        mock.patch.object(RuntimeContext, "profile", noted_profile),
+        mock.patch.object(torch, "tensor", device.making(torch.tensor)),
+        mock.patch.object(Tensor, "tolist", device.reading(Tensor.tolist)),
+        mock.patch.object(Tensor, "numpy", device.reading(Tensor.numpy)),
+        mock.patch.object(Tensor, "cpu", device.bringing(Tensor.cpu)),
+        mock.patch.object(Tensor, "to", device.moving(Tensor.to)),
         queued(collectives, "_issue_all_gather"),
         queued(collectives, "_issue_reduce_scatter"),
         queued(dist, "all_to_all_single"),

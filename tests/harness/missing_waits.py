@@ -1,0 +1,475 @@
+"""Waits of the engine taken away, one at a time, and memory or streams that are the wrong ones.
+
+Each function returns a context in which the engine has the defect. test_missing_waits.py trains
+with each on the simulated device, tests/gpu on a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from layerzero import ops
+from layerzero.comm.collectives import Pending
+from layerzero.comm.events import EventPool
+from layerzero.comm.streams import DeviceStream, Streams, _OnStream
+from layerzero.core import flat_param
+from layerzero.core.gradients import GradientBuffer
+from layerzero.core.host import HostMemory
+from layerzero.runtime.context import RuntimeContext
+from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.runtime.reducer import GradientReducer
+from layerzero.runtime.reduction import Reduction
+from layerzero.runtime.unit import Unit
+
+_DEVICE = torch.device("cuda")
+Defect = Callable[[], AbstractContextManager[object]]
+
+
+class _Never:
+    """An attribute that cannot be set: the event is always None, for nothing to wait for."""
+
+    def __get__(self, *_: object) -> None:
+        return None
+
+    def __set__(self, *_: object) -> None: ...
+
+
+def _with_stream(change: Callable[[Streams], None]) -> AbstractContextManager[object]:
+    original = Streams.__init__
+
+    def changed(streams: Streams, device: torch.device, finishing_thread: bool) -> None:
+        original(streams, device, finishing_thread)
+        change(streams)
+
+    return mock.patch.object(Streams, "__init__", changed)
+
+
+def _without_waits_of(name: str) -> AbstractContextManager[object]:
+    """The stream never waits for an event."""
+    return _with_stream(lambda streams: setattr(getattr(streams, name), "wait", lambda _: None))
+
+
+def _without_waiting_for(verb: str) -> AbstractContextManager[object]:
+    """For a collective's end, before its result is used on the stream that started it."""
+    original = Pending._await
+
+    def skipping(pending: Pending) -> None:
+        if pending.operation.verb != verb:
+            original(pending)
+
+    return mock.patch.object(Pending, "_await", skipping)
+
+
+# Waits of several streams at once -----------------------------------------------------------------
+
+
+def without_waiting_for_marks() -> AbstractContextManager[object]:
+    return mock.patch.object(DeviceStream, "wait", lambda *_: None)
+
+
+def without_waiting_for_gathers() -> AbstractContextManager[object]:
+    return mock.patch.object(_OnStream, "wait", lambda _: None)
+
+
+def without_the_streams_event() -> AbstractContextManager[object]:
+    """The stream is never ordered after the collective."""
+
+    def enqueue_wait(
+        stream: DeviceStream, pending: Any, on_done: Callable[[], None] | None = None
+    ) -> Any:
+        return _OnStream(stream._current_stream, stream.record_event(), pending)
+
+    return mock.patch.object(DeviceStream, "enqueue_wait", enqueue_wait)
+
+
+# Unsharding ---------------------------------------------------------------------------------------
+
+
+def without_the_event_of_weights() -> AbstractContextManager[object]:
+    return mock.patch.object(RuntimeContext, "weights_written", _Never(), create=True)
+
+
+def without_a_new_event_of_weights() -> AbstractContextManager[object]:
+    """Recorded in the first forward alone."""
+    original = RuntimeContext.note_weights
+
+    def note_weights(context: RuntimeContext) -> None:
+        if context.weights_written is None:
+            original(context)
+
+    return mock.patch.object(RuntimeContext, "note_weights", note_weights)
+
+
+def without_the_event_of_the_cast() -> AbstractContextManager[object]:
+    return _with_stream(lambda streams: setattr(streams.pre_unshard, "record_event", lambda: None))
+
+
+def without_the_cast_waiting() -> AbstractContextManager[object]:
+    return _without_waits_of("pre_unshard")
+
+
+def without_the_unshard_stream_waiting() -> AbstractContextManager[object]:
+    return _without_waits_of("unshard")
+
+
+def without_compute_waiting_for_unsharded_parameters() -> AbstractContextManager[object]:
+    return mock.patch.object(FlatParamHandle, "wait_for_unshard", lambda _: None)
+
+
+def without_waiting_for_unused_gathers() -> AbstractContextManager[object]:
+    """`reshard` frees what is still being gathered."""
+    reshard, wait = Unit.reshard, Unit.wait_for_unshard
+    is_resharding = False
+
+    def resharding(unit: Unit, *args: Any, **kwargs: Any) -> None:
+        nonlocal is_resharding
+        is_resharding = True
+        try:
+            reshard(unit, *args, **kwargs)
+        finally:
+            is_resharding = False
+
+    def waiting(unit: Unit) -> None:
+        if not is_resharding:
+            wait(unit)
+        else:
+            with mock.patch.object(FlatParamHandle, "wait_for_unshard", lambda _: None):
+                wait(unit)
+
+    both = mock.patch.multiple(Unit, reshard=resharding, wait_for_unshard=waiting)
+    return both
+
+
+def without_waiting_for_the_outer_gather() -> AbstractContextManager[object]:
+    return _without_waiting_for("outer all-gather")
+
+
+def without_waiting_for_the_gather() -> AbstractContextManager[object]:
+    return _without_waiting_for("all-gather")
+
+
+def without_waiting_before_frees() -> AbstractContextManager[object]:
+    return mock.patch.object(RuntimeContext, "before_free", lambda _: None)
+
+
+def waiting_at_the_next_gather_only() -> AbstractContextManager[object]:
+    """Enough for memory that stays in its stream's pool."""
+    gather = FlatParamHandle._gather
+
+    def waits_first(handle: FlatParamHandle, context: RuntimeContext, *args: Any) -> Any:
+        context.streams.unshard.wait(context.streams.record_compute_event())
+        return gather(handle, context, *args)
+
+    both = mock.patch.multiple(FlatParamHandle, _gather=waits_first)
+    return _both(without_waiting_before_frees(), both)
+
+
+def waiting_after_the_free() -> AbstractContextManager[object]:
+    """The stream that owns full buffers waits when they are in its pool already."""
+    before, reshard = RuntimeContext.before_free, Unit.reshard
+
+    def resharding(unit: Unit, *args: Any, **kwargs: Any) -> None:
+        with mock.patch.object(RuntimeContext, "before_free", lambda _: None):
+            reshard(unit, *args, **kwargs)
+        before(unit.context)
+
+    return mock.patch.object(Unit, "reshard", resharding)
+
+
+def with_full_buffers_of_the_first_user() -> AbstractContextManager[object]:
+    """Allocated before the unshard stream is entered: memory of compute."""
+    allocate = FlatParamHandle.allocate_full
+
+    def allocated(handle: FlatParamHandle) -> None:
+        device = torch.get_device_module(_DEVICE)
+        with device.stream(device.default_stream(_DEVICE)):
+            allocate(handle)
+
+    return mock.patch.object(FlatParamHandle, "allocate_full", allocated)
+
+
+def without_compute_waiting_for_whole_parameters() -> AbstractContextManager[object]:
+    """A compute shard that is the full buffer is cast on another stream, with no gather after."""
+
+    class Done:
+        def wait(self) -> None: ...
+
+    return mock.patch.object(DeviceStream, "drain_handle", lambda _: Done())
+
+
+# Another device's streams -------------------------------------------------------------------------
+
+
+def with_the_current_device() -> AbstractContextManager[object]:
+    """Not the model's: the stream of another device, where nothing is queued."""
+
+    def record_compute_event(streams: Streams) -> object:
+        return streams._module.current_stream().record_event()
+
+    return mock.patch.object(Streams, "record_compute_event", record_compute_event)
+
+
+def with_waits_of_the_current_device() -> AbstractContextManager[object]:
+    def current_stream(stream: DeviceStream) -> Any:
+        return stream._module.current_stream()
+
+    return mock.patch.object(DeviceStream, "_current_stream", current_stream)
+
+
+# Reductions ---------------------------------------------------------------------------------------
+
+
+def without_the_event_of_collected_gradients() -> AbstractContextManager[object]:
+    return _without_waits_of("reduce")
+
+
+def without_memory_of_compute_for_chunks() -> AbstractContextManager[object]:
+    return mock.patch.object(Reduction, "_allocate_chunk", lambda *_: None)
+
+
+def without_waiting_for_the_first_hop() -> AbstractContextManager[object]:
+    return _without_waiting_for("reduce-scatter")
+
+
+def without_waiting_for_the_second_hop() -> AbstractContextManager[object]:
+    return _without_waiting_for("outer reduce-scatter")
+
+
+def without_waiting_for_gradient_presence() -> AbstractContextManager[object]:
+    return _without_waiting_for("gradient presence")
+
+
+def _completing(waits: bool) -> AbstractContextManager[object]:
+    """Compute takes what was reduced without a wait, or frees what is reduced before its wait."""
+    complete = GradientReducer._complete_all
+
+    def completing(reducer: GradientReducer) -> None:
+        pendings = [r.pending for r in reducer._in_flight if r.pending is not None]
+        with mock.patch.object(_OnStream, "wait", lambda _: None):
+            complete(reducer)
+        for pending in pendings if waits else ():
+            pending.wait()
+
+    return mock.patch.object(GradientReducer, "_complete_all", completing)
+
+
+def without_compute_waiting_for_reductions() -> AbstractContextManager[object]:
+    return _completing(waits=False)
+
+
+def freeing_gradients_before_they_are_reduced() -> AbstractContextManager[object]:
+    return _completing(waits=True)
+
+
+@contextmanager
+def _collecting_on_reduce(waits: bool) -> Iterator[None]:
+    """Gradients are copied into the buffer on the reduce stream: more overlap."""
+    start, collect = Reduction.start, GradientBuffer.collect
+    current: list[RuntimeContext] = []
+
+    def starting(reduction: Reduction, in_shards: bool) -> None:
+        current.append(reduction._context)
+        try:
+            start(reduction, in_shards)
+        finally:
+            current.pop()
+
+    def collecting(buffer: GradientBuffer, *args: Any, **kwargs: Any) -> None:
+        if not current:
+            return collect(buffer, *args, **kwargs)
+        streams = current[-1].streams
+        compute = streams.record_compute_event()
+        with streams.reduce as stream:
+            if waits:
+                stream.wait(compute)
+            return collect(buffer, *args, **kwargs)
+
+    with (
+        mock.patch.object(Reduction, "start", starting),
+        mock.patch.object(GradientBuffer, "collect", collecting),
+    ):
+        yield
+
+
+def collecting_on_reduce_at_once() -> AbstractContextManager[object]:
+    return _collecting_on_reduce(waits=False)
+
+
+def collecting_on_reduce_after_a_wait() -> AbstractContextManager[object]:
+    """Gradients of compute are freed while the reduce stream reads them."""
+    return _collecting_on_reduce(waits=True)
+
+
+def with_one_event_for_all() -> AbstractContextManager[object]:
+    """As a pool would that gives an event to a second user while the first needs it."""
+    events: list[Any] = []
+
+    def record(_: EventPool, stream: Any) -> Any:
+        if not events:
+            events.append(stream.record_event())
+        return stream.record_event(events[0])
+
+    return mock.patch.object(EventPool, "record", record)
+
+
+# Host memory --------------------------------------------------------------------------------------
+
+
+def without_the_host_waiting() -> AbstractContextManager[object]:
+    return mock.patch.object(Streams, "wait_on_host", lambda *_: None)
+
+
+def asking_instead_of_waiting() -> AbstractContextManager[object]:
+    """The host asks whether the event has happened, and goes on whatever the answer."""
+
+    def asks(_: Streams, event: Any) -> None:
+        if event is not None:
+            event.query()
+
+    return mock.patch.object(Streams, "wait_on_host", asks)
+
+
+def without_the_event_of_uploads() -> AbstractContextManager[object]:
+    return mock.patch.object(RuntimeContext, "shard_uploaded", _Never(), create=True)
+
+
+def without_the_event_of_landed_gradients() -> AbstractContextManager[object]:
+    return mock.patch.object(Reduction, "landed", _Never(), create=True)
+
+
+def without_the_event_of_offloaded_chunks() -> AbstractContextManager[object]:
+    def only_recorded(_: object, offload: DeviceStream) -> object:
+        return offload.record_event()
+
+    return mock.patch.object(Reduction, "_wait_for_offload", staticmethod(only_recorded))
+
+
+def without_waiting_on_the_offload_stream() -> AbstractContextManager[object]:
+    return _without_waits_of("offload")
+
+
+@contextmanager
+def _staging_on_compute(owner: type, name: str) -> Iterator[None]:
+    """What an upload is staged in is memory of compute."""
+    original, empty_like = getattr(owner, name), torch.empty_like
+
+    def allocated(*args: Any, **kwargs: Any) -> Tensor:
+        device = torch.get_device_module(_DEVICE)
+        with device.stream(device.default_stream(_DEVICE)):
+            return empty_like(*args, **kwargs)
+
+    def staging(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(torch, "empty_like", allocated):
+            return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, staging):
+        yield
+
+
+def staging_shards_on_compute() -> AbstractContextManager[object]:
+    return _staging_on_compute(flat_param.FlatParam, "write_compute_slice")
+
+
+def staging_sums_on_compute() -> AbstractContextManager[object]:
+    return _staging_on_compute(GradientBuffer, "add_host_sum_to")
+
+
+# The host blocked ---------------------------------------------------------------------------------
+
+
+def _at_each_reduction(
+    block: Callable[[Tensor, Unit], object],
+) -> AbstractContextManager[object]:
+    """`block(a tensor of the device, the unit)`."""
+    reduce = GradientReducer.reduce
+
+    def reducing(reducer: GradientReducer, unit: Unit) -> None:
+        reduce(reducer, unit)
+        block(unit.handles[0].full.data.new_ones(3), unit)
+
+    return mock.patch.object(GradientReducer, "reduce", reducing)
+
+
+def packing_by_a_table_on_the_device() -> AbstractContextManager[object]:
+    """What an install without kernels for the device would do."""
+    pack = ops.pack_
+
+    def packing(out: Tensor, srcs: Any, segs: Any, *args: Any, **kwargs: Any) -> Any:
+        torch.zeros(3, dtype=torch.int64, device=out.device).tolist()
+        return pack(out, srcs, segs, *args, **kwargs)
+
+    return mock.patch("layerzero.core.gradients.pack_", packing)
+
+
+def reading_a_list() -> AbstractContextManager[object]:
+    return _at_each_reduction(lambda tensor, _: tensor.tolist())
+
+
+def reading_a_number() -> AbstractContextManager[object]:
+    return _at_each_reduction(lambda tensor, _: tensor[0].item())
+
+
+def branching_on_a_tensor() -> AbstractContextManager[object]:
+    return _at_each_reduction(lambda tensor, _: bool(tensor.isnan().any()))
+
+
+def reading_into_numpy() -> AbstractContextManager[object]:
+    return _at_each_reduction(lambda tensor, _: tensor.detach().numpy())
+
+
+def bringing_to_the_cpu() -> AbstractContextManager[object]:
+    return _at_each_reduction(lambda tensor, _: tensor.cpu())
+
+
+def choosing_by_values() -> AbstractContextManager[object]:
+    return _at_each_reduction(lambda tensor, _: tensor.nonzero())
+
+
+def choosing_by_a_mask() -> AbstractContextManager[object]:
+    return _at_each_reduction(lambda tensor, _: tensor[tensor > 0])
+
+
+def comparing_tensors() -> AbstractContextManager[object]:
+    return _at_each_reduction(lambda tensor, _: torch.equal(tensor, tensor))
+
+
+def sending_a_list_to_the_device() -> AbstractContextManager[object]:
+    return _at_each_reduction(lambda tensor, _: torch.tensor([1.0], device=tensor.device))
+
+
+def copying_to_pageable_memory() -> AbstractContextManager[object]:
+    def copies(tensor: Tensor, _: Unit) -> None:
+        host = HostMemory(False, _DEVICE).empty(tensor.numel(), tensor.dtype)
+        host.copy_(tensor, non_blocking=True)
+
+    return _at_each_reduction(copies)
+
+
+def copying_and_waiting() -> AbstractContextManager[object]:
+    def copies(tensor: Tensor, _: Unit) -> None:
+        tensor.copy_(HostMemory(True, _DEVICE).empty(tensor.numel(), tensor.dtype))
+
+    return _at_each_reduction(copies)
+
+
+def waiting_for_an_event() -> AbstractContextManager[object]:
+    return _at_each_reduction(
+        lambda _, unit: unit.context.streams.record_compute_event().synchronize()
+    )
+
+
+def waiting_for_the_device() -> AbstractContextManager[object]:
+    return _at_each_reduction(lambda *_: torch.get_device_module(_DEVICE).synchronize())
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
+    first, second = contexts
+    with first, second:
+        yield
