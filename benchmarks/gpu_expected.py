@@ -31,7 +31,7 @@ class Expected:
         """The range, in a table."""
         if self.low == self.high:
             return f"{self.low:g} {self.unit}".strip()
-        if self.low == 0:
+        if self.low <= 0:
             return f"<= {self.high:g} {self.unit}".strip()
         return f"{self.low:g} to {self.high:g} {self.unit}".strip()
 
@@ -78,7 +78,7 @@ def _of_world(world: int) -> dict[str, Expected]:
         ),
         f"transient_gb_w{world}": Expected(
             f"peak above that and the activations, rank 3 of {world}",
-            0.0,
+            -0.5,
             1.3,
             "GB",
             "estimate: two full units, one gradient buffer, chunks: about 0.9",

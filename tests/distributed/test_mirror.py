@@ -8,6 +8,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from layerzero.core.flat_param import FlatParam
 from tests.distributed import test_missing_waits
@@ -79,6 +80,14 @@ def test_the_scenes_of_the_gpu_run_on_the_cpu() -> None:
         "allocations": [0, 0],
         "busy": [True] * len(scenes.USES),
     }
+
+
+def _one_of_two() -> int:
+    return scenes.one_of_two("cpu", dist.get_rank(), "")
+
+
+def test_two_ranks_train_like_the_replica() -> None:
+    assert run_ranks(2, _one_of_two) == [0, 0]
 
 
 def _fails() -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+REFUSED = "refused: "
+"""Begins the reason of a skip where the machine does not let a test run that needs not pass."""
 _OUTPUT_CHARS = 4000
 
 

@@ -161,6 +161,43 @@ def another_device(index: int) -> dict[str, int]:
         return mirror.wrong()
 
 
+# Two ranks ------------------------------------------------------------------------------------
+
+
+def one_of_two(device_type: str, rank: int, folder: str) -> int:
+    """Train as one of two real ranks, each with a batch of its own; elements that differ.
+
+    The mean of two gradients is half of each, added: exact, in whatever order.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=45),
+        )
+    device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
+    replica = build(24, 7, 3).to(device)
+    model = ZeRO3(build(24, 7, 3).to(device), auto_wrap_policy={Block})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (replica, model)]
+    for _ in range(3):
+        batches = torch.randn(2, 8, 24, device=device)
+        model(batches[rank]).square().mean().backward()
+        for batch in batches:
+            (replica(batch).square().mean() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with model.summon_full_params():
+        wrong = sum(
+            int((expected != got).sum())
+            for expected, got in zip(replica.parameters(), model.module.parameters(), strict=True)
+        )
+    dist.barrier()
+    return wrong
+
+
 # Memory ---------------------------------------------------------------------------------------
 
 

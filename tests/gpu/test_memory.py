@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.process import ProcessFailed, find_program, in_process
+from tests.gpu.process import REFUSED, ProcessFailed, find_program, in_process
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def test_memory_may_leave_its_pool_between_forward_and_backward(allocator, dtype
 def test_the_sanitizer_finds_no_use_after_free_in_stream_order() -> None:
     sanitizer = find_program("compute-sanitizer")
     if sanitizer is None:
-        pytest.skip("no compute-sanitizer on this machine")
+        pytest.skip(f"{REFUSED}no compute-sanitizer on this machine")
     tool = ["--tool", "memcheck", "--track-stream-ordered-races", "all", "--error-exitcode", "9"]
     try:
         in_process(
@@ -43,7 +43,7 @@ def test_the_sanitizer_finds_no_use_after_free_in_stream_order() -> None:
         )
     except ProcessFailed as error:
         if "Device not supported" in str(error):
-            pytest.skip("compute-sanitizer refuses this device")
+            pytest.skip(f"{REFUSED}by compute-sanitizer, this device")
         raise
 
 

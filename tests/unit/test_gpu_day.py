@@ -13,6 +13,7 @@ import torch
 from benchmarks.gpu_expected import EXPECTED
 from tests.gpu import day
 from tests.gpu.day import Outcome, Step, judge, run_steps
+from tests.gpu.process import REFUSED
 from tests.harness.pages import REPOSITORY
 
 SUSPECT = "finding 1, docs/internals/streams.md"
@@ -83,7 +84,7 @@ def test_tests_are_read_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [("no kernels", "failed"), ("compute-sanitizer refuses this device", "not run")],
+    [("no kernels", "failed"), (f"{REFUSED}by compute-sanitizer", "not run")],
 )
 def test_tests_that_were_all_skipped_prove_nothing(reason: str, status: str, tmp_path) -> None:
     (tmp_path / "tests.xml").write_text(
