@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3
+from layerzero import (
+    CollectiveError,
+    GradScaler,
+    MixedPrecision,
+    OffloadPolicy,
+    ParallelManager,
+    ZeRO3,
+)
 from layerzero.checkpoint import get_model_state_dict, get_optimizer_state_dict, load, save
 from layerzero.comm.streams import DeviceStream, Streams
+from tests.distributed.test_watchdog import Chain
 from tests.harness.checks import assert_close, assert_same_parameters
 from tests.harness.compare import Step, roundings_of, sharded, steps_of, zero3
-from tests.harness.models import CASES, Case, loss_of, tensors_of
+from tests.harness.models import CASES, WIDTH, Block, Case, Mlp, loss_of, tensors_of
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -30,6 +39,7 @@ from tests.harness.reference import (
     seeded,
 )
 from tests.openreg.device import (
+    BACKENDS,
     TYPE,
     build_parts,
     device_group,
@@ -67,14 +77,13 @@ def _wrapped(case: Case, **options: Any) -> ZeRO3:
     return sharded(case, device=own_device(), process_group=device_group(), **options)
 
 
-def _train(
+def _compare(
+    model: ZeRO3,
     case: Case,
     expected: list[Step],
     batches: list[list[Any]],
-    options: dict[str, Any],
     run: RunFn | None = None,
 ) -> None:
-    model = _wrapped(case, **options)
     optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
     rank, roundings = dist.get_rank(), roundings_of(dist.get_world_size(), case)
     for index, (step, truth) in enumerate(zip(batches, expected, strict=True)):
@@ -101,7 +110,7 @@ def _train_all(library: Path, options: dict[str, Any]) -> None:
         on_cpu = list(steps_of(seeded(case.build), batches))
         try:
             _assert_same(expected[-1].parameters, on_cpu[-1].parameters, "plain", roundings=64)
-            _train(case, expected, batches, options)
+            _compare(_wrapped(case, **options), case, expected, batches)
         except Exception as error:
             raise AssertionError(f"{name}: {error!r}") from error
 
@@ -127,7 +136,7 @@ def _train_in_autocast(library: Path) -> None:
         for run in (_autocast_run, _run)
     )
     assert not torch.equal(casting[0].losses[0].cpu(), without[0].losses[0].cpu()), "it casts"
-    _train(case, casting, batches, {}, run=_autocast_run)
+    _compare(_wrapped(case), case, casting, batches, _autocast_run)
 
 
 def test_under_autocast_it_trains_as_in_one_process(library: Path) -> None:
@@ -257,3 +266,68 @@ def _streams(library: Path) -> None:
 
 def test_a_stream_of_another_device_nests_and_leaves_all_as_it_was(library: Path) -> None:
     run_ranks(1, _streams, library)
+
+
+def _named_by_the_group_alone(library: Path, folder: Path) -> None:
+    """The default group's backends name the device; the current one is each rank's own."""
+    register(library)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    torch.accelerator.set_device_index(rank % 2)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group(BACKENDS, store=store, rank=rank, world_size=world_size)
+    mesh = ParallelManager().data_mesh
+    assert mesh.device_type == TYPE
+    for group in (None, mesh):
+        with torch.device("meta"):
+            module = Mlp()
+        model = ZeRO3(module, group, auto_wrap_policy={Block})
+        assert {each.device for each in model.parameters()} == {torch.device(own_device())}
+        before = full_parameters(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler()
+        loss = loss_of(model(torch.randn(3, WIDTH, device=TYPE)))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        after = full_parameters(model)
+        assert all(not torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_the_backends_of_the_default_group_choose_the_device(library: Path, tmp_path: Path) -> None:
+    run_ranks(2, _named_by_the_group_alone, library, tmp_path)
+
+
+def _from_meta(library: Path) -> None:
+    register(library)
+    found = []
+    for place, group in (("cpu", None), (own_device(), device_group())):
+        with torch.device("meta"):
+            module = Mlp()
+        torch.manual_seed(3)
+        model = ZeRO3(module, group, auto_wrap_policy={Block}, device=place)
+        found.append(moved({**full_parameters(model), "drawn next": torch.rand(3)}, "cpu"))
+    assert_same_parameters(found[1], found[0])
+
+
+def test_a_model_from_the_meta_device_gets_the_values_that_it_gets_on_the_cpu(
+    library: Path,
+) -> None:
+    run_ranks(2, _from_meta, library)
+
+
+def _diverges(library: Path) -> str:
+    register(library)
+    model = ZeRO3(Chain(), device_group(), device=own_device(), auto_wrap_policy={Block})
+    batch = torch.randn(3, WIDTH).to(own_device())
+    with pytest.raises(CollectiveError) as caught:
+        for step in itertools.count():
+            if step == 2 and dist.get_rank() == 1:
+                model.module.route = [0, 2, 1, 3]
+            loss_of(model(batch)).backward()
+    return str(caught.value)
+
+
+def test_ranks_that_gather_different_units_are_found(library: Path) -> None:
+    messages = run_ranks(2, _diverges, library)
+    assert messages[0] == messages[1]
+    assert "rank 0 and rank 1 issued different collectives" in messages[0]
