@@ -135,6 +135,16 @@ def _resolve_device(
     return torch.device("cpu")
 
 
+def current_accelerator() -> torch.device | None:
+    """This process's accelerator, of any kind that has streams; None without one."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return None
+    if missing_stream_names(torch.get_device_module(kind)) and not has_generic_streams(kind):
+        return None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
 def _with_index(device: torch.device) -> torch.device:
     if device.type != "cpu" and device.index is None:
         return torch.device(device.type, torch.get_device_module(device).current_device())

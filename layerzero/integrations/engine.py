@@ -12,6 +12,7 @@ and the names below; everything else is internal, which `tests/unit/test_imports
     ranks       `ShardGroup`, `Placement`, `make_shard_group`, `new_group`,
                 `resolve_process_groups`; `Operation`, `gather_small`, `broadcast_`,
                 `broadcast_from_first`: collectives
+    devices     `current_accelerator`, `check_device_type`: which can be used
     optimizers  `attach`: functions called for each optimizer of sharded parameters;
                 `clip_grad_norm_`, `clip_factor`, `clipped`
     plans       `NamePattern`, `load_yaml`, `read_plan_options`, `merge_precision`, `near_matches`,
@@ -28,6 +29,7 @@ from layerzero.comm.collectives import (
     gather_small,
 )
 from layerzero.comm.new_groups import new_group
+from layerzero.construct.device import check_device_type, current_accelerator
 from layerzero.construct.wrap import Choice, WrapPolicy, has_forward, make_chooser
 from layerzero.core.groups import ShardGroup, make_shard_group, resolve_process_groups
 from layerzero.core.names import WRAPPER_NAMES, clean_name
@@ -74,11 +76,13 @@ __all__ = [
     "attach",
     "broadcast_",
     "broadcast_from_first",
+    "check_device_type",
     "clean_name",
     "clip_factor",
     "clip_grad_norm_",
     "clipped",
     "copy_attributes",
+    "current_accelerator",
     "gather_small",
     "get_info",
     "get_unit",

@@ -21,7 +21,12 @@ from lightning.pytorch.plugins import (
 
 from layerzero import GradScaler, ShardingPlan
 from layerzero.checkpoint.adapters import encode
-from layerzero.integrations.engine import ZERO3_OPTIONS, WrapPolicy, near_matches
+from layerzero.integrations.engine import (
+    ZERO3_OPTIONS,
+    WrapPolicy,
+    check_device_type,
+    near_matches,
+)
 
 StateDictType = Literal["full", "sharded"]
 _OPTIONS = [name for name in ZERO3_OPTIONS if name not in ("auto_wrap_policy", "device", "timeout")]
@@ -74,11 +79,9 @@ def check_devices(devices: list[torch.device]) -> None:
             f"ZeRO3Strategy: expected devices of one type, got {kinds}; a rank on another device "
             "cannot take part in a collective: use accelerator='cpu' or 'cuda' for all"
         )
-    if kinds and kinds[0] not in ("cpu", "cuda"):
-        raise ValueError(
-            f"ZeRO3Strategy: expected devices of type cpu or cuda, got {kinds[0]}; use "
-            "accelerator='cpu'"
-        )
+    if kinds:
+        what = f"ZeRO3Strategy: devices of type {kinds[0]!r} (or use accelerator='cpu')"
+        check_device_type(torch.device(kinds[0]), what)
 
 
 def read_plan(plan: ShardingPlan | Mapping[str, Any] | str | Path | None) -> ShardingPlan | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -15,6 +14,7 @@ from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_p
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
+from layerzero.integrations.engine import current_accelerator
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.optimizer import (
     MakeOptimizer,
@@ -72,8 +72,9 @@ def setup_model_and_optimizer(
             f"initialize_model_parallel was called with {global_virtual}: the schedule goes by the "
             "one, the model by the other; give both the same number"
         )
-    if torch.cuda.is_available():
-        zero3_options.setdefault("device", torch.device("cuda", torch.cuda.current_device()))
+    accelerator = current_accelerator()
+    if accelerator is not None:
+        zero3_options.setdefault("device", accelerator)
     chunks = []
     for stage in range(num_virtual or 1):
         vp_stage = None if num_virtual is None else stage

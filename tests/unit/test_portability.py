@@ -1,0 +1,108 @@
+"""One kind of device is named only where torch or a framework has that limit; see npu_xpu.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import layerzero
+from layerzero.comm import collectives
+from layerzero.comm.collectives import Operation, reduce_scatter
+from layerzero.construct import device
+from layerzero.construct.device import current_accelerator
+
+PACKAGE = Path(layerzero.__file__).parent
+ALLOWED = {
+    "comm/cuda_driver.py": "calls of the CUDA driver, for events that have a CUDA handle",
+    "construct/argument_types.py": "an example of a device, in a message",
+    "construct/device.py": "a comparison, in a message",
+    "core/pinned.py": "torch binds the calls that register memory for CUDA and HIP alone",
+    "integrations/lightning/arguments.py": "the name of an accelerator of Lightning, in a message",
+    "integrations/megatron/arguments.py": "the name of an option of Megatron",
+    "ops/__init__.py": "the kernels that csrc/ has",
+    "ops/native.py": "the kernels that csrc/ has",
+    "parallel/context.py": "torch has that attention for CUDA alone",
+    "runtime/graph_modes.py": "names of options of torch.compile",
+    "wrapper.py": "names of methods of nn.Module",
+}
+
+
+def _mentions(tree: ast.AST) -> Iterator[int]:
+    """Lines of code that name CUDA; docstrings and comments may."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""  # `ast.walk` goes outside in.
+        named = {
+            ast.Attribute: "attr",
+            ast.Name: "id",
+            ast.Constant: "value",
+            ast.ImportFrom: "module",
+            ast.alias: "name",
+        }.get(type(node))
+        text = str(getattr(node, named)) if named else ""
+        if re.search("cuda", text, re.IGNORECASE) and not text.startswith("layerzero."):
+            yield getattr(node, "lineno", 0)
+
+
+def test_code_names_cuda_only_where_somebody_else_has_the_limit() -> None:
+    found: dict[str, list[int]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        lines = list(_mentions(ast.parse(path.read_text())))
+        if lines:
+            found[path.relative_to(PACKAGE).as_posix()] = lines
+    strangers = {name: lines for name, lines in found.items() if name not in ALLOWED}
+    assert not strangers, f"name the device's module or type instead: {strangers}"
+    assert set(found) == set(ALLOWED), "a reason without a line"
+
+
+def test_a_line_that_names_cuda_is_found() -> None:
+    for code in (
+        'x = torch.device("cuda", 0)',
+        "torch.cuda.synchronize()",
+        "from torch.cuda import nvtx",
+    ):
+        assert list(_mentions(ast.parse(code))), code
+    assert not list(_mentions(ast.parse('"""On CUDA."""\nx = 1  # cuda')))
+
+
+@pytest.mark.parametrize(
+    ("backend", "averages"), [("nccl", True), ("xccl", True), ("hccl", False), ("mccl", False)]
+)
+def test_only_backends_that_can_are_asked_for_an_average(backend: str, averages: bool) -> None:
+    """HCCL takes an operation that it does not know for a sum."""
+    asked = []
+
+    def issue(summed: torch.Tensor, chunks: torch.Tensor, op: Any, group: Any) -> Any:
+        asked.append(op)
+        summed.copy_(chunks[:3] if op == dist.ReduceOp.AVG else 2 * chunks[:3])
+        return mock.Mock()
+
+    group: Any = SimpleNamespace(size=2, rank=0, backend=backend)
+    with mock.patch.object(collectives, "_issue_reduce_scatter", issue):
+        summed, pending = reduce_scatter(
+            torch.ones(6), group, Operation("reduce-scatter", "a unit", 1), scale=0.5
+        )
+        pending.wait()
+    assert asked == [dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM]
+    assert summed.tolist() == [1.0] * 3
+
+
+def test_megatron_models_go_to_the_accelerator_whatever_its_kind() -> None:
+    with mock.patch.object(torch, "accelerator") as accelerator:
+        accelerator.current_accelerator.return_value = torch.device("xpu")
+        accelerator.current_device_index.return_value = 3
+        assert current_accelerator() == torch.device("xpu", 3)
+        accelerator.current_accelerator.return_value = None
+        assert current_accelerator() is None
+        accelerator.current_accelerator.return_value = torch.device("mps")
+        with mock.patch.object(device, "has_generic_streams", lambda kind: False):
+            assert current_accelerator() is None
