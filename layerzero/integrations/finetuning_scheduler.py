@@ -89,7 +89,7 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
         if not isinstance(strategy, ZeRO3Strategy):
             raise TypeError(
                 f"ZeRO3StrategyAdapter: expected a ZeRO3Strategy, got {type(strategy).__name__}; "
-                "in custom_strategy_adapters name it for 'layerzero' alone"
+                "in custom_strategy_adapters register it for 'layerzero' only"
             )
         strategy.before_restore = self._resume
         strategy.before_sharding = self._follow_changes
@@ -128,7 +128,7 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
             gone = [name for name in phase["params"] if name not in parameters]
             if gone:
                 raise ValueError(
-                    f"ZeRO3StrategyAdapter: phase {depth} thaws {list_names(gone)}, which the "
+                    f"ZeRO3StrategyAdapter: phase {depth} unfreezes {list_names(gone)}, which the "
                     f"module no longer has{near_matches(gone[0], parameters)}: configure_model, "
                     "which runs after the schedule is made, changed the names; change them in "
                     "__init__"
@@ -199,6 +199,6 @@ def _known_mode(where: str, choice: Any) -> Any:
         raise TypeError(f"{where}: {error}") from None
     if is_mode(mode):
         return choice
-    text = f"{where}: act_ckpt: unknown mode {mode!r}; 'composable' is taken instead"
+    text = f"{where}: act_ckpt: unknown mode {mode!r}; 'composable' is used instead"
     warn_once(text, text)
     return "composable", arguments

@@ -79,7 +79,7 @@ def _refuse_hooks(summoned: list[_Summoned]) -> None:
             hooks_from = kind_of_hooks(parameter)
             if hooks_from is not None:
                 raise RuntimeError(
-                    f"parameter {name!r}: {hooks_from} registered hooks on it inside "
+                    f"parameter {name!r}: hooks were registered on it ({hooks_from}) inside "
                     "summon_full_params, where full parameters are temporary, so the hooks would "
                     "never run; register them outside, on the sharded parameters"
                 )

@@ -105,7 +105,7 @@ def _integers() -> None:
     module.codes = _Trained(torch.zeros(3, dtype=torch.int64), requires_grad=False)
     refuses(
         ValueError,
-        rf"rank {dist.get_rank()}\): parameter 'codes' is of torch.int64 and requires grad; "
+        rf"rank {dist.get_rank()}\): parameter 'codes' has dtype torch.int64 and requires grad; "
         r"expected a floating-point dtype",
         module,
     )

@@ -391,7 +391,7 @@ def _embeddings() -> None:
         with _OnTheWire() as sent, torch.no_grad():
             model.embed_tokens(symbols)
         assert sent.numel == expected, (sent.numel, "of the 64 elements of the hidden states")
-    line = "tensor parallelism: Llama's plan (the model has none) splits _Decoder, sequences as"
+    line = "tensor parallelism: Llama's plan (the model has none) splits _Decoder, including"
     assert [each.startswith(line) for each in handler.lines] == [True] * 2 * (dist.get_rank() == 0)
 
 

@@ -186,7 +186,7 @@ def _refused() -> None:
         model(input_ids=torch.zeros(2, 5, dtype=torch.long))
     odd_norm = build()
     odd_norm.model.layers[1].mlp.norm = nn.LayerNorm(24)
-    with pytest.raises(ValueError, match=r"layers.1: .*does not know the parameter 'mlp.norm.wei"):
+    with pytest.raises(ValueError, match=r"layers.1: .*does not cover the parameter 'mlp.norm.wei"):
         manager.parallelize(odd_norm, tp_plan="llama")
 
 

@@ -253,7 +253,7 @@ def _refuse() -> None:
         module = Mlp()
         put(module.blocks[1].up.weight)
         with pytest.raises(
-            ValueError, match=rf"'blocks.1.up.weight' has hooks, put there by {kind}"
+            ValueError, match=rf"'blocks.1.up.weight' has hooks, registered with {kind}"
         ):
             ZeRO3(module, auto_wrap_policy={Block})
         model = zero3(Mlp, Block)

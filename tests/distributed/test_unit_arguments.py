@@ -93,7 +93,11 @@ def test_the_gradient_reduction_may_be_a_units_own() -> None:
 
 def _refused() -> None:
     for own, error, message in (
-        ({"timeout": 3}, ValueError, r"blocks\.1: auto_wrap_policy gave timeout=3; expected arg"),
+        (
+            {"timeout": 3},
+            ValueError,
+            r"blocks\.1: auto_wrap_policy returned timeout=3; expected arg",
+        ),
         ({"mixed_precision": "bf16"}, TypeError, r"blocks\.1: mixed_precision: expected a Mixed"),
         ({"reshard_after_forward": 3}, ValueError, r"blocks\.1: reshard_after_forward: expected"),
         ({"gradient_reduction": "avg"}, ValueError, r"blocks\.1: gradient_reduction: expected"),

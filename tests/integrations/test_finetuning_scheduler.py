@@ -287,7 +287,7 @@ def _planned(tmp_path: Path) -> None:
     assert [found[f"blocks.{i}"].options.reshard_after_forward for i in (0, 1)] == [False, True]
     with pytest.raises(ValueError, match=r"matches no.*near matches: 'blocks'"):
         fit(ZeRO3Strategy(), zero3_plan={"bloks": {}})
-    with pytest.raises(ValueError, match="auto_wrap_policy is given, and strategy_adapter_cfg has"):
+    with pytest.raises(ValueError, match="auto_wrap_policy is given, but strategy_adapter_cfg has"):
         fit(zero3_strategy(), zero3_plan={"head": {}})
     with pytest.raises(ValueError, match="deterministic is given"):
         fit(ZeRO3Strategy(deterministic=True), zero3_defaults={"deterministic": False})
@@ -400,7 +400,7 @@ def test_wrappers_of_init_are_in_no_name_a_schedule_sees() -> None:
 def test_what_the_adapter_cannot_use_is_refused() -> None:
     with pytest.raises(TypeError, match="unknown argument 'fsdp_plan': use zero3_plan"):
         ZeRO3StrategyAdapter(fsdp_plan={})
-    with pytest.warns(UserWarning, match="unknown mode 'selective'; 'composable' is taken"):
+    with pytest.warns(UserWarning, match="unknown mode 'selective'; 'composable' is used"):
         plan = _plan_of(zero3_plan={"head": {"act_ckpt": ("selective", {"debug": True})}})
     assert plan.apply_modules["head"]["act_ckpt"].mode == "composable"
     assert plan.apply_modules["head"]["act_ckpt"].arguments == {"debug": True}

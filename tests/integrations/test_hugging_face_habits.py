@@ -243,7 +243,7 @@ def _automatic(folder: str) -> None:
     assert_same_parameters(weights_of(model), saved[2])
     accelerator.load_state(root / "checkpoint_1")
     assert_same_parameters(weights_of(model), saved[1])
-    with pytest.raises(ValueError, match=r"checkpoint_2: is there already"):
+    with pytest.raises(ValueError, match=r"checkpoint_2: exists already"):
         accelerator.save_state()
     accelerator.project_configuration.iteration = 3
     assert Path(accelerator.save_state()).parent == root / "checkpoint_3"

@@ -284,7 +284,7 @@ def _before_it_is_sharded(tmp_path: Path) -> None:
     unmade = trainer()
     with unmade.init_module(empty_init=True):
         unmade.strategy.connect(Regression())
-    with pytest.raises(RuntimeError, match=r"'num_calls' has no storage, .* save after fit"):
+    with pytest.raises(RuntimeError, match=r"'num_calls' is on the meta device, .* save after fit"):
         unmade.save_checkpoint(tmp_path / "never.ckpt")
     # Sharded by an earlier Trainer.
     model = seeded()
@@ -299,7 +299,7 @@ def _before_it_is_sharded(tmp_path: Path) -> None:
 def _one_rank_fails(tmp_path: Path) -> None:
     (tmp_path / "a_file").touch()
     (tmp_path / "a_folder").mkdir(exist_ok=True)
-    for name, text in (("a_file/x.ckpt", "FileExists"), ("a_folder", "no checkpoint")):
+    for name, text in (("a_file/x.ckpt", "FileExists"), ("a_folder", "not a checkpoint")):
         with pytest.raises(RuntimeError, match=f"rank 0 could not write it: .*{text}"):
             _saved(tmp_path / name)
 
@@ -431,7 +431,7 @@ def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
         ({"data_parallel_size": "all"}, TypeError, "expected an int or 'auto', got 'all'"),
         ({"activation_checkpointing_policy": {Block}}, TypeError, "use act_ckpt of a plan"),
         ({"save_distributed_checkpoint": True}, TypeError, "use state_dict_type='sharded'"),
-        ({"device_mesh": (2, 2)}, TypeError, "use process_group, which takes a mesh"),
+        ({"device_mesh": (2, 2)}, TypeError, "use process_group, which accepts a mesh"),
         ({"device": "cpu"}, ValueError, "use accelerator and devices of the Trainer"),
         ({"plan": {}, "auto_wrap_policy": {Block}}, ValueError, "both given"),
         ({"plan": {}, "outer": "zero1"}, ValueError, "plan and outer are both given"),
@@ -475,9 +475,9 @@ def _refused() -> None:
 
     with pytest.raises(ValueError, match="average the weights of saved checkpoints"):
         fit(trainer(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]))
-    with pytest.raises(ValueError, match="compile\\(\\) of the layers"):
+    with pytest.raises(ValueError, match="compile\\(\\) of its layers"):
         fit(trainer(), torch.compile(seeded()))
-    with pytest.raises(ValueError, match="nccl does not serve the cpu"):
+    with pytest.raises(ValueError, match="nccl does not support the CPU"):
         fit(trainer(zero3_strategy(process_group_backend="nccl")))
     with pytest.raises(RuntimeError, match=r"expects rank . of 3.*has rank . of 2"):
         fit(trainer(devices=3))

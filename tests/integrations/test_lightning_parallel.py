@@ -218,16 +218,18 @@ class _OnOwnMesh(Regression):
 
 
 def _what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"make 1 x 3 = 3 ranks, the Trainer has 4; choose"):
+    with pytest.raises(ValueError, match=r"make 1 x 3 = 3 ranks, but the Trainer has 4; choose"):
         fit(ZeRO3Strategy(tensor_parallel_size=3))
-    with pytest.raises(ValueError, match=r"expected either the ranks that share the model"):
+    with pytest.raises(ValueError, match=r"pass either the process group"):
         ZeRO3Strategy(process_group=dist.group.WORLD, tensor_parallel_size=2)
     plain = trainer(strategy(), max_epochs=1)
-    with warns_on_first_rank("but no parameter is a DTensor: 2 ranks each compute the same"):
+    with warns_on_first_rank("but no parameter is a DTensor, so 2 ranks each compute the same"):
         plain.fit(seeded(), loader(2))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _OnOwnMesh.mesh = mesh
-    with pytest.raises(ValueError, match=r"pass tensor_parallel_size=2 and .* or pass process_gro"):
+    with pytest.raises(
+        ValueError, match=r"pass tensor_parallel_size=2 and .* or pass as process_gro"
+    ):
         fit(ZeRO3Strategy(), _OnOwnMesh)
     own = ZeRO3Strategy({Block}, process_group=mesh["dp"], zero3_size=1)
     model = fit(own, _OnOwnMesh)

@@ -1,6 +1,6 @@
 """Megatron's own GPTModel and schedules, on the engine and on Megatron's DistributedDataParallel.
 
-Both train the same model on the same data. Where data-parallel ranks are two, and nothing is
+Both train the same model on the same data. Where data-parallel ranks are two, and nothing was
 clipped, sums have the same terms in the same order: losses are equal bit for bit. Norms are sums of
 all elements in another order.
 """
@@ -326,7 +326,7 @@ def _gradients_of(options: Any) -> None:
     chunk.finish_grad_sync()
     if dist.get_rank() == 1:
         next(p for p in chunk.parameters() if p.numel()).grad[0] = math.nan
-    with pytest.raises(RuntimeError, match=r"gradients are not finite.*of 1 pieces"):
+    with pytest.raises(RuntimeError, match=r"gradients are not finite.*in 1 shards"):
         chunk.finish_grad_sync()
 
 
@@ -376,7 +376,7 @@ def _other_arguments_of(options: Any) -> None:
     assert len({numbers[name] for name in vectors}) == 1
     assert {numbers[name] for name in names - vectors} == {1 - numbers[next(iter(vectors))]}
     collection.dp_cp = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    with pytest.raises(ValueError, match=r"other ranks than the chunks.*ranks \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"differ from those of the chunks.*ranks \[0, 1\]"):
         get_zero3_optimizer(settings, [surface.chunk], pg_collection=collection)
 
 
@@ -394,10 +394,10 @@ def _reloads(options: Any) -> None:
     del missing[name]
     misshapen[name] = fine[name][:1]
     for broken, message in ((missing, "is missing"), (misshapen, "size mismatch")):
-        given, expected = fine, "on 1 other ranks the state dict does not fit"
+        given, expected = fine, "the state dict does not fit on 1 other ranks"
         if dist.get_rank() == 1:
             given, expected = broken, f"{name}.* {message}"
-        with pytest.raises(ValueError, match=f"(?s)reload_model_params: .*{expected}.*nothing is"):
+        with pytest.raises(ValueError, match=f"(?s)reload_model_params: .*{expected}.*nothing was"):
             optimizer.reload_model_params({"model": given})
     for sharded_param, value in zip(chunk.parameters(), before, strict=True):
         assert torch.equal(sharded_param, value)
@@ -458,7 +458,7 @@ def _state_of(options: Any) -> None:
             assert torch.equal(other.optimizer.state[mine][key], value)
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, saved)
-    with pytest.raises(ValueError, match="is of another rank, or of other units"):
+    with pytest.raises(ValueError, match="belongs to another rank, or to other units"):
         other.optimizer.load_state_dict(everyone[1 - dist.get_rank()])
 
 
@@ -662,7 +662,7 @@ def _refused_with_groups() -> None:
         config = example.transformer_config(options)
         model = example.MakeModel(options, config)()
         settings = example.optimizer_config(options)
-        with pytest.raises(NotImplementedError, match="freeze them, or let them be sharded"):
+        with pytest.raises(NotImplementedError, match="freeze or shard them"):
             ZeRO3DataParallel(config, _ddp(), model, ignored_modules=[model.embedding])
         packed = torch.nn.Linear(2, 2)
         packed.weight.allreduce = False
@@ -684,7 +684,7 @@ def _refused_with_groups() -> None:
         config.virtual_pipeline_model_parallel_size = 2
         with pytest.raises(ValueError, match=r"got 1 chunks of the model.*interleaved schedule"):
             get_zero3_optimizer(settings, [chunk])
-        with pytest.raises(ValueError, match="give both the same number"):
+        with pytest.raises(ValueError, match="pass the same number to both"):
             example.with_layerzero(options, config)
         options.dtype = "bf16"
         config = example.transformer_config(options)

@@ -677,7 +677,7 @@ def _refusals() -> None:
             sharded_state_dict(everyone)
     with megatron_on_cpu():
         for way, message in (
-            ("transposed", "weight: its module makes a new tensor"),
+            ("transposed", "weight: its module saves a new tensor"),
             ("rows", "weight: its module saves a part of weight"),
             ("columns", "weight: its module rearranges weight"),
             ("less", "weight: its module does not save each element once of weight"),
@@ -697,16 +697,18 @@ def _refusals() -> None:
         own = sharded_state_dict(model)
         with pytest.raises(CheckpointError, match="is not in the model's sharded state dict"):
             optimizer_sharded_state_dict([model], optimizer, {})
-        with pytest.raises(CheckpointError, match=r"parameter 0, of shape .* is none of the model"):
+        with pytest.raises(
+            CheckpointError, match=r"parameter 0, of shape .* does not belong to the model"
+        ):
             optimizer_sharded_state_dict([zero3(gpt())], optimizer, own)
         state = optimizer_sharded_state_dict([model], optimizer, own)
         groups = state["param_groups"]
         some_model = zero3(gpt())
         with pytest.raises(
-            CheckpointError, match=r"no state of decoder\.layers\.0\..*non_homogene"
+            CheckpointError, match=r"no state for decoder\.layers\.0\..*non_homogene"
         ):
             _entries(some_model, _frozen(some_model))
-        with pytest.raises(CheckpointError, match=r"optimizer state .*'exp_avg'.* is not in what"):
+        with pytest.raises(CheckpointError, match=r"optimizer state .*'exp_avg'.* was not loaded"):
             load_optimizer_state_dict([model], optimizer, {"state": {}, "param_groups": groups})
         found = next(p for p in model.parameters() if p.numel())
         optimizer.state[found]["step"] += 1
@@ -719,7 +721,7 @@ def _refusals() -> None:
         for number, group in enumerate(groups):
             group["wd_mult"] = 5.0 + number
         loadable = {number: dict(optimizer.state[p]) for number, p in _numbered(optimizer)}
-        with pytest.raises(CheckpointError, match=r"group 0 is none of .* expected one of \[\(5"):
+        with pytest.raises(CheckpointError, match=r"group 0 is not in .* to be one of \[\(5"):
             load_optimizer_state_dict(
                 [model], optimizer, {"state": loadable, "param_groups": groups}
             )

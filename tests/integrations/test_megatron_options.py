@@ -167,7 +167,7 @@ def test_a_name_that_matches_nothing_is_a_warning_with_near_ones() -> None:
         ({"ignored_modules": {"a": 1}}, TypeError, "ignored_modules: expected a list of names"),
         ({"transformer_layers": [3]}, TypeError, "transformer_layers: pattern: expected a string"),
         ({"process_group": 0}, ValueError, "it is Megatron's data-parallel group; use zero3_size"),
-        ({"auto_wrap_policy": 0}, ValueError, "say which modules become units in transformer_la"),
+        ({"auto_wrap_policy": 0}, ValueError, "list the modules that become units in transf"),
         ({"act_ckpt": "wrapped"}, ValueError, "use recompute_granularity of the TransformerConfig"),
         (
             {"mixed_precision": {}, "param_dtype": "bf16"},
@@ -195,7 +195,7 @@ def test_what_is_no_mapping_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"zero3\.yaml: expected a mapping of options, got \["):
         read_options(path)
     path.write_text("zero3_size: 2\nzero3_size: 4\n")
-    with pytest.raises(ValueError, match="line 2: the key 'zero3_size' is there twice"):
+    with pytest.raises(ValueError, match="line 2: the key 'zero3_size' occurs twice"):
         read_options(path)
 
 

@@ -39,8 +39,8 @@ _OF_OTHER_STRATEGIES = {
     "activation_checkpointing": "use act_ckpt of a plan",
     "activation_checkpointing_policy": "use act_ckpt of a plan",
     "save_distributed_checkpoint": "use state_dict_type='sharded'",
-    "device_mesh": "use process_group, which takes a mesh, or tensor_parallel_size",
-    "find_unused_parameters": "leave it out: parameters without a gradient need no mention",
+    "device_mesh": "use process_group, which accepts a mesh, or tensor_parallel_size",
+    "find_unused_parameters": "leave it out: unused parameters need no setting",
     "static_graph": "leave it out",
 }
 
@@ -54,10 +54,10 @@ def check_arguments(
             f"{state_dict_type!r}"
         )
     if plan is not None and (auto_wrap_policy is not None or options):
-        said = ["auto_wrap_policy"] if auto_wrap_policy is not None else list(options)
+        given = ["auto_wrap_policy"] if auto_wrap_policy is not None else list(options)
         raise ValueError(
-            f"ZeRO3Strategy: plan and {said[0]} are both given; a plan says it in apply_modules, "
-            "its fields and its defaults"
+            f"ZeRO3Strategy: plan and {given[0]} are both given; set it in the plan, as "
+            "apply_modules, a field or in defaults"
         )
     for name in options:
         if name == "device":
@@ -76,8 +76,8 @@ def check_devices(devices: list[torch.device]) -> None:
     kinds = sorted({torch.device(device).type for device in devices})
     if len(kinds) > 1:
         raise ValueError(
-            f"ZeRO3Strategy: expected devices of one type, got {kinds}; a rank on another device "
-            "cannot take part in a collective: use accelerator='cpu' or 'cuda' for all"
+            f"ZeRO3Strategy: expected devices of one type, got {kinds}; ranks on different device "
+            "types share no collectives: use accelerator='cpu' or 'cuda' for all"
         )
     if kinds:
         what = f"ZeRO3Strategy: devices of type {kinds[0]!r} (or use accelerator='cpu')"
@@ -132,21 +132,21 @@ def check_run(trainer: Trainer, module: LightningModule, state_dict_type: StateD
     for callback in trainer.callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
-                f"ZeRO3Strategy: {type(callback).__name__} copies the whole module, which a "
-                "sharded one cannot be; average the weights of saved checkpoints instead"
+                f"ZeRO3Strategy: {type(callback).__name__} copies the whole module, but a sharded "
+                "module cannot be copied; average the weights of saved checkpoints instead"
             )
     if getattr(module, "_compiler_ctx", None) is not None:
         raise ValueError(
-            "ZeRO3Strategy: the LightningModule as a whole was given to torch.compile; call "
-            "compile() of the layers instead, in configure_model, or trainer.model.compile() "
-            "in on_fit_start"
+            "ZeRO3Strategy: the whole LightningModule was compiled by torch.compile; call "
+            "compile() of its layers in configure_model instead, or trainer.model.compile() in "
+            "on_fit_start"
         )
     if state_dict_type == "sharded":
         checkpoint_io = trainer.strategy.checkpoint_io
         if type(checkpoint_io) is not TorchCheckpointIO:
             raise ValueError(
-                f"ZeRO3Strategy: {type(checkpoint_io).__name__} has no part in sharded "
-                "checkpoints, which every rank writes to; use state_dict_type='full'"
+                f"ZeRO3Strategy: {type(checkpoint_io).__name__} cannot write sharded checkpoints, "
+                "which every rank writes; use state_dict_type='full'"
             )
         # Raises now for hyper-parameters that cannot be saved, not at the first checkpoint.
         for each in (module, trainer.datamodule):

@@ -32,8 +32,9 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     unmade = next((n for n, value in state.items() if getattr(value, "is_meta", False)), None)
     if unmade is not None:
         raise RuntimeError(
-            f"ZeRO3Strategy: {unmade!r} has no storage, so there is nothing to save; it gets "
-            "values when the model is sharded: save after fit, validate, test or predict began"
+            f"ZeRO3Strategy: {unmade!r} is on the meta device, so there is nothing to save; it "
+            "gets values when the model is sharded: save after fit, validate, test or predict has "
+            "begun"
         )
     return state
 
@@ -84,8 +85,8 @@ def named(
     if [len(each) for each in saved] != [len(each) for each in own]:
         raise ValueError(
             "the checkpoint's optimizer has groups of "
-            f"{[len(each) for each in saved]} parameters, the configured one of "
-            f"{[len(each) for each in own]}; build the groups as they were"
+            f"{[len(each) for each in saved]} parameters, the configured optimizer groups of "
+            f"{[len(each) for each in own]}; build the same groups as in the saved run"
         )
     name_of = {
         number: name
@@ -106,7 +107,7 @@ def _own_if_small(tensor: torch.Tensor) -> torch.Tensor:
 def local_path(path: str | Path) -> Path:
     if "://" in str(path):
         raise ValueError(
-            f"{path}: sharded checkpoints are folders of a file system that all ranks share; use "
+            f"{path}: sharded checkpoints are folders on a file system that all ranks share; use "
             "state_dict_type='full'"
         )
     return Path(path)
@@ -121,7 +122,7 @@ def make_way_for_file(path: Path) -> None:
     if not path.is_dir():
         return
     if not (path / LATEST).is_file():
-        raise IsADirectoryError(f"{path} is a folder, and no checkpoint")
+        raise IsADirectoryError(f"{path} is a folder, but not a checkpoint")
     shutil.rmtree(path)
 
 
@@ -148,7 +149,7 @@ def open_folder(path: Path) -> dict[str, Any]:
     checkpoint: dict[str, Any] = decode(extras[own])
     if not isinstance(checkpoint, dict) or "loops" not in checkpoint:
         raise CheckpointError(
-            f"{path}: layerzero.checkpoint.save wrote it, and not the Trainer; load it with "
+            f"{path}: was written by layerzero.checkpoint.save, not by the Trainer; load it with "
             "layerzero.checkpoint.load(path, trainer.model) in on_fit_start"
         )
     if checkpoint.pop("has_optimizer"):

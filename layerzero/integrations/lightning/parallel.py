@@ -57,8 +57,8 @@ def check_sizes(data_size: Size, tensor_size: Size, process_group: object) -> No
     if (data_size, tensor_size) != ("auto", 1):
         raise ValueError(
             f"ZeRO3Strategy: process_group, data_parallel_size={data_size!r} and "
-            f"tensor_parallel_size={tensor_size!r}: expected either the ranks that share the "
-            "model, or the sizes of a mesh that the strategy makes"
+            f"tensor_parallel_size={tensor_size!r} are both given: pass either the process "
+            "group, or the sizes of a mesh that the strategy makes"
         )
 
 
@@ -87,8 +87,8 @@ class MeshStrategy(DDPStrategy):
         """
         if self._device_mesh is None:
             raise RuntimeError(
-                "ZeRO3Strategy: there is no device mesh: it is made when the Trainer starts, and "
-                "with process_group it is the mesh that this is an axis of, if it is one"
+                "ZeRO3Strategy: there is no device mesh yet: it is made when the Trainer starts; "
+                "with process_group there is one only if that is an axis of a mesh"
             )
         return self._device_mesh
 
@@ -132,10 +132,10 @@ class MeshStrategy(DDPStrategy):
         data = max(world // tensor, 1) if given_data == "auto" else given_data
         if data * tensor != world:
             raise ValueError(
-                f"ZeRO3Strategy: data_parallel_size={self._sizes[0]!r} and tensor_parallel_size="
-                f"{self._sizes[1]!r} make {data} x {tensor} = {data * tensor} ranks, the Trainer "
-                f"has {world}; choose a tensor_parallel_size that divides {world}, and leave out "
-                "data_parallel_size"
+                f"ZeRO3Strategy: data_parallel_size={self._sizes[0]!r} and "
+                f"tensor_parallel_size={self._sizes[1]!r} make {data} x {tensor} = {data * tensor} "
+                f"ranks, but the Trainer has {world}; choose a tensor_parallel_size that divides "
+                f"{world}, and leave out data_parallel_size"
             )
         return data, tensor
 
@@ -197,23 +197,23 @@ class MeshStrategy(DDPStrategy):
                     module.process_group = groups[0]
         split = next(filter(None, map(_split_of, model.parameters())), None)
         if self._given_group is None:
-            assert self._device_mesh is not None, "made with the environment"
+            assert self._device_mesh is not None, "setup_environment has made it"
             mesh = self._device_mesh[TENSOR]
             if split is None and mesh.size() > 1:
                 warn_once(
                     "tensor_parallel_size without DTensors",
                     f"ZeRO3Strategy: tensor_parallel_size={mesh.size()}, but no parameter is a "
-                    f"DTensor: {mesh.size()} ranks each compute the same; call "
+                    f"DTensor, so {mesh.size()} ranks each compute the same; call "
                     f'parallelize_module(..., self.device_mesh["{TENSOR}"], ...) in '
                     "configure_model",
                 )
             if split is not None and mesh.size() == 1 and split.mesh.size() > 1:
                 raise ValueError(
                     f"ZeRO3Strategy: parameters are split over ranks {split.mesh.mesh.tolist()} "
-                    "already, and the strategy shards over all "
+                    "already, but the strategy shards over all "
                     f"ranks; pass tensor_parallel_size={split.mesh.size()} and parallelize "
-                    f'on self.device_mesh["{TENSOR}"], or pass process_group, the data-parallel '
-                    "axis of a mesh of yours"
+                    f'on self.device_mesh["{TENSOR}"], or pass as process_group the data-parallel '
+                    "axis of your own mesh"
                 )
         if equalize and split is not None:
             for tensor in _whole_tensors(model):

@@ -53,7 +53,7 @@ def _by_identity(
         if len(left) < len(given):
             rank_zero_warn(
                 f"{len(given) - len(left)} of {len(given)} parameters to be added are in this "
-                f"{type(optimizer).__name__} already and are left out; make it of "
+                f"{type(optimizer).__name__} already and are skipped; build the optimizer from "
                 "(p for p in self.parameters() if p.requires_grad) in configure_optimizers"
             )
         return left

@@ -173,11 +173,12 @@ class ZeRO3Strategy(MeshStrategy):
             ValueError: the strategy has a plan or policy already, or both set the same option.
         """
         twice = self._zero3_options.keys() & (plan.defaults.keys() - {"sync_module_states"})
-        said = [name for name in ("plan", "auto_wrap_policy") if getattr(self, name) is not None]
-        said += [name for name in sorted(twice) if self._zero3_options[name] is not None]
-        if said and self.plan != plan:  # They are equal if the same model is fitted again.
+        given = [name for name in ("plan", "auto_wrap_policy") if getattr(self, name) is not None]
+        given += [name for name in sorted(twice) if self._zero3_options[name] is not None]
+        if given and self.plan != plan:  # They are equal if the same model is fitted again.
             raise ValueError(
-                f"ZeRO3Strategy: {said[0]} is given, and {giver} has a plan; say it in one of them"
+                f"ZeRO3Strategy: {given[0]} is given, but {giver} has a plan; set it in one of "
+                "them only"
             )
         self.plan = plan
 
@@ -199,7 +200,7 @@ class ZeRO3Strategy(MeshStrategy):
         check_devices(self.parallel_devices)
         backend, device = self._get_process_group_backend(), self.root_device
         if backend == "nccl" and device.type == "cpu":
-            raise ValueError("ZeRO3Strategy: nccl does not serve the cpu; use backend 'gloo'")
+            raise ValueError("ZeRO3Strategy: nccl does not support the CPU; use backend 'gloo'")
         super().setup_environment()
         expected, got = (
             (self.global_rank, self.world_size),
@@ -207,9 +208,9 @@ class ZeRO3Strategy(MeshStrategy):
         )
         if expected != got:
             raise RuntimeError(
-                f"ZeRO3Strategy: the Trainer expects rank {expected[0]} of {expected[1]}, the "
-                f"process group that is there already has rank {got[0]} of {got[1]}; make devices "
-                "and num_nodes of the Trainer those of the launcher"
+                f"ZeRO3Strategy: the Trainer expects rank {expected[0]} of {expected[1]}, but the "
+                f"existing process group has rank {got[0]} of {got[1]}; set devices and num_nodes "
+                "of the Trainer to those of the launcher"
             )
 
     # The model ------------------------------------------------------------------------------
@@ -254,13 +255,13 @@ class ZeRO3Strategy(MeshStrategy):
         if get_unit(model) is not None:
             raise RuntimeError(
                 f"ZeRO3Strategy: this {type(model).__name__} is wrapped already, with arguments "
-                "that would be lost; let the strategy wrap it, and wrap by hand only modules "
-                "inside it"
+                "that would be lost; leave wrapping it to the strategy, and wrap only modules "
+                "inside it yourself"
             )
         if self.before_sharding is not None:
             self.before_sharding(model)
-        said = {} if self.plan is None else self.plan.defaults
-        options = {**self._zero3_options, "device": self.root_device, **said}
+        defaults = {} if self.plan is None else self.plan.defaults
+        options = {**self._zero3_options, "device": self.root_device, **defaults}
         self.prepare_mesh(model, options["sync_module_states"])
         group = self.data_parallel_group
         if self.plan is None:
@@ -377,9 +378,9 @@ class ZeRO3Strategy(MeshStrategy):
                 action()
             except Exception as caught:
                 error = caught
-        told = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
-        if told is not None:
-            raise RuntimeError(f"{path}: rank 0 could not write it: {told}") from error
+        failure = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+        if failure is not None:
+            raise RuntimeError(f"{path}: rank 0 could not write it: {failure}") from error
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
         model = self._known
@@ -453,7 +454,7 @@ class ZeRO3Strategy(MeshStrategy):
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise ValueError(
-                f"the checkpoint has the state of {len(states)} optimizers, "
+                f"the checkpoint has the state of {len(states)} optimizers, but "
                 f"{len(self.optimizers)} are configured"
             )
         names = Names(self.model)

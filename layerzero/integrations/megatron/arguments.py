@@ -21,7 +21,7 @@ def _is_set(value: Any) -> bool:
 _DISTRIBUTED_OPTIMIZER = (
     "layerzero splits the optimizer's state over all data-parallel ranks anyway: leave it off"
 )
-_OTHER_ENGINE = "it chooses another engine than layerzero: leave it off, or do not use ZeRO3 here"
+_OTHER_ENGINE = "it selects another engine: leave it off, or do not use ZeRO3 here"
 
 _DDP = (
     _Refusal("use_distributed_optimizer", _is_set, _DISTRIBUTED_OPTIMIZER),
@@ -41,9 +41,9 @@ _DDP = (
     _Refusal(
         "overlap_param_gather",
         _is_set,
-        "parameters are gathered ahead in any case (forward_prefetch=): leave it off",
+        "parameters are always prefetched (forward_prefetch=): leave it off",
     ),
-    _Refusal("align_param_gather", _is_set, "parameters are gathered on use: leave it off"),
+    _Refusal("align_param_gather", _is_set, "parameters are gathered when used: leave it off"),
     _Refusal("fp8_param_gather", _is_set, "parameters are gathered in bf16 or fp16: leave it off"),
     _Refusal("reuse_grad_buf_for_mxfp8_param_ag", _is_set, "there is no such buffer: leave it off"),
     _Refusal("nccl_ub", _is_set, "buffers are not registered with NCCL: leave it off"),
@@ -51,12 +51,12 @@ _DDP = (
     _Refusal(
         "delay_wgrad_compute",
         _is_set,
-        "a unit is reduced when its backward is over, weights included: leave it off",
+        "a unit is reduced when its backward ends, weight gradients included: leave it off",
     ),
     _Refusal(
         "check_for_large_grads",
         _is_set,
-        "look at the norm that the optimizer's step() returns: leave it off",
+        "use the norm that the optimizer's step() returns, and leave it off",
     ),
 )
 
@@ -75,7 +75,7 @@ _MODEL = (
     _Refusal(
         "delay_wgrad_compute",
         _is_set,
-        "a unit is reduced when its backward is over, weights included: leave it off",
+        "a unit is reduced when its backward ends, weight gradients included: leave it off",
     ),
     _Refusal(
         "overlap_moe_expert_parallel_comm",
@@ -85,14 +85,14 @@ _MODEL = (
     _Refusal(
         "cuda_graph_impl",
         lambda v: v not in (None, "none"),
-        "a graph holds addresses of parameters, whose memory comes and goes: set 'none'",
+        "a graph keeps addresses of parameters, whose memory is freed and reallocated: set 'none'",
     ),
     _Refusal("fp8_param", _is_set, "parameters are gathered in bf16 or fp16: leave it off"),
 )
 
 _OPTIMIZER = (
     _Refusal("use_distributed_optimizer", _is_set, _DISTRIBUTED_OPTIMIZER),
-    _Refusal("overlap_param_gather", _is_set, "leave it off: parameters are gathered ahead anyway"),
+    _Refusal("overlap_param_gather", _is_set, "leave it off: parameters are always prefetched"),
     _Refusal(
         "overlap_param_gather_with_optimizer_step",
         _is_set,
@@ -132,23 +132,23 @@ def check_model_config(config: Any, ddp_config: Any) -> None:
     if is_interleaved and stages == 2 and not getattr(config, "overlap_p2p_comm", True):
         raise ValueError(
             "TransformerConfig.overlap_p2p_comm=False with virtual stages on "
-            "pipeline_model_parallel_size=2: both neighbours of a stage are one rank, Megatron's "
-            "batched messages take each other's place, and gradients are wrong without an error; "
-            "set overlap_p2p_comm=True and batch_p2p_comm=False"
+            "pipeline_model_parallel_size=2: both neighbours of a stage are the same rank, so "
+            "Megatron confuses its batched messages, and gradients are silently wrong; set "
+            "overlap_p2p_comm=True and batch_p2p_comm=False"
         )
     tensor = getattr(config, "tensor_model_parallel_size", 1)
     expert_tensor = getattr(config, "expert_tensor_parallel_size", None)
     if getattr(config, "num_moe_experts", None) and expert_tensor not in (None, tensor):
         raise ValueError(
-            f"TransformerConfig.expert_tensor_parallel_size={expert_tensor}: experts then have "
+            f"TransformerConfig.expert_tensor_parallel_size={expert_tensor}: experts would have "
             f"other data-parallel ranks than the rest; set it to "
             f"tensor_model_parallel_size={tensor}"
         )
     if getattr(ddp_config, "average_in_collective", False) and config.calculate_per_token_loss:
         raise ValueError(
             "DistributedDataParallelConfig.average_in_collective with "
-            "TransformerConfig.calculate_per_token_loss: gradients are summed then, and divided by "
-            "the number of tokens; leave average_in_collective off"
+            "TransformerConfig.calculate_per_token_loss, with which gradients are summed and "
+            "divided by the number of tokens; leave average_in_collective off"
         )
 
 
@@ -175,9 +175,9 @@ def check_chunks(config: Any, num_chunks: int) -> None:
     if num_chunks != (stages or 1):
         raise ValueError(
             f"got {num_chunks} chunks of the model, but "
-            f"virtual_pipeline_model_parallel_size={stages} asks for {stages or 1} on each rank: "
-            "the interleaved schedule runs as many chunks as there are virtual stages, the others "
-            "run one; give both the same number, or leave virtual stages out"
+            f"virtual_pipeline_model_parallel_size={stages} needs {stages or 1} on each rank: "
+            "the interleaved schedule runs one chunk per virtual stage, other schedules run one "
+            "chunk; use the same number for both, or no virtual stages"
         )
 
 

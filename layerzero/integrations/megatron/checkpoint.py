@@ -64,8 +64,8 @@ def sharded_state_dict(
     root = root_state_of(engine, "sharded_state_dict")
     if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in root.units):
         raise RuntimeError(
-            "sharded_state_dict: inside summon_full_params the pieces may be older than the full "
-            "parameters; leave it first"
+            "sharded_state_dict: inside summon_full_params the shards may be older than the full "
+            "parameters; leave the context first"
         )
     given = {} if metadata is None else metadata
     group = given.get("dp_cp_group")
@@ -147,6 +147,6 @@ def _check_group(engine: ZeRO3, group: dist.ProcessGroup) -> None:
                 raise ValueError(
                     f"sharded_state_dict: {unit.label} (rank {dist.get_rank()}) is sharded over "
                     f"ranks {list(placement.members)}, expected Megatron's data-parallel ranks "
-                    f"{expected}: give ZeRO3 the process_group parallel_state."
+                    f"{expected}: pass ZeRO3 the process_group parallel_state."
                     "get_data_parallel_group(with_context_parallel=True)"
                 )

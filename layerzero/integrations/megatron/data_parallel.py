@@ -31,9 +31,9 @@ from layerzero.integrations.megatron.ranks import MegatronRanks
 from layerzero.integrations.megatron.units import MegatronPolicy, widen
 
 _OURS = {
-    "process_group": "they are the data- and context-parallel ranks: see pg_collection",
+    "process_group": "it consists of the data- and context-parallel ranks: see pg_collection",
     "gradient_reduction": "calculate_per_token_loss of the TransformerConfig decides",
-    "reduction": "give deterministic and accumulation by themselves",
+    "reduction": "pass deterministic and accumulation separately",
 }
 
 
@@ -207,9 +207,9 @@ class ZeRO3DataParallel(_BaseDataParallel):
             anywhere = gather_small(anywhere, group, operation).sum(dim=0)
         if anywhere.item():
             raise RuntimeError(
-                f"check_for_nan_in_grad: gradients are not finite; on this rank in its pieces of "
-                f"{names[:5] or 'none'}, of {int(anywhere.item())} pieces on all data-parallel "
-                "ranks"
+                f"check_for_nan_in_grad: gradients are not finite in this rank's shards of "
+                f"{names[:5] or 'no parameter'}, and in {int(anywhere.item())} shards over all "
+                "data-parallel ranks"
             )
 
     # Parameters -----------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def _ignored(options: Mapping[str, Any]) -> list[nn.Parameter]:
     if any(parameter.requires_grad for parameter in ignored):
         raise NotImplementedError(
             "ZeRO3DataParallel: ignored_modules or ignored_parameters have parameters that require "
-            "grad, which nobody would reduce; freeze them, or let them be sharded"
+            "grad, whose gradients would not be reduced; freeze or shard them"
         )
     return ignored
 
@@ -301,8 +301,8 @@ def _check_no_sync_func(config: Any) -> None:
     functions = installed if isinstance(installed, list) else [installed]
     if any(function is not None and _chunk_of(function) is None for function in functions):
         raise ValueError(
-            f"TransformerConfig.no_sync_func={installed!r}: it becomes that of ZeRO3DataParallel; "
-            "leave it None"
+            f"TransformerConfig.no_sync_func={installed!r}: ZeRO3DataParallel sets it; leave it "
+            "None"
         )
 
 

@@ -97,9 +97,10 @@ def _check_ranks(chunk: ZeRO3DataParallel, collection: Any) -> None:
     given = MegatronRanks.of(collection, context_parallel_size)
     if not given.is_same_as(chunk.ranks):
         raise ValueError(
-            "get_zero3_optimizer: pg_collection has other ranks than the chunks, which are sharded "
-            f"over the data-parallel ranks {dist.get_process_group_ranks(chunk.ranks.data)}; pass "
-            "it to ZeRO3DataParallel, and here the same or none"
+            "get_zero3_optimizer: the ranks of pg_collection differ from those of the chunks, "
+            "which are sharded over the data-parallel ranks "
+            f"{dist.get_process_group_ranks(chunk.ranks.data)}; pass the same collection to "
+            "ZeRO3DataParallel and here, or none here"
         )
 
 
@@ -197,13 +198,13 @@ def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Placement:
     wholes = {each.data_parallel or each for each in placements}
     if len(wholes) > 1:
         raise NotImplementedError(
-            "chunks sharded differently are not done here: give all of them the same groups"
+            "chunks with different shardings are not supported: give all chunks the same groups"
         )
     whole = wholes.pop()
     if experts and any(each.owned_slices > 1 for each in (whole, *experts)):
         raise NotImplementedError(
-            "outer='replicate' with experts of which ranks have different ones is not done here, "
-            "since norms would meet their parts unequally often; use outer='zero1'"
+            "outer='replicate' is not supported when ranks have different experts, because a norm "
+            "would count some shards more often than others; use outer='zero1'"
         )
     return whole
 
@@ -371,8 +372,8 @@ class ZeRO3Optimizer(MegatronOptimizer):
             raise problem
         if num_failed:
             raise ValueError(
-                f"reload_model_params: on {num_failed} other ranks the state dict does not fit; "
-                "nothing is changed"
+                f"reload_model_params: the state dict does not fit on {num_failed} other ranks; "
+                "nothing was changed"
             )
         put_main_parameters(self.chunks, values)
 
@@ -399,8 +400,8 @@ class ZeRO3Optimizer(MegatronOptimizer):
                 self.optimizer.load_state_dict(state_dict[_SHARDS])
             except CheckpointError as error:
                 raise ValueError(
-                    f"{error}. The state is of another rank, or of other units: use "
-                    "sharded_state_dict for that"
+                    f"{error}. The state belongs to another rank, or to other units: use "
+                    "sharded_state_dict"
                 ) from error
         elif self.optimizer is not None:
             from layerzero.integrations.megatron.checkpoint import load_optimizer_state_dict
@@ -436,7 +437,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
         saved = [index for group in state["param_groups"] for index in group["params"]]
         if len(saved) != len(sharded_params):
             raise ValueError(
-                f"optimizer state of {len(saved)} parameters, this rank has "
-                f"{len(sharded_params)}: it is of another model; use sharded_state_dict for "
-                "other ranks"
+                f"the optimizer state has {len(saved)} parameters, but this rank has "
+                f"{len(sharded_params)}: it belongs to another model, or to other ranks, for "
+                "which use sharded_state_dict"
             )

@@ -120,9 +120,9 @@ def load_optimizer_state_dict(
         missing = sorted(set(expected) - set(loaded))
         if missing:
             raise CheckpointError(
-                f"{_name_of(names, parameter, number)}: optimizer state {missing} is not in what "
-                "was loaded: give dist_checkpointing.load what "
-                "optimizer_sharded_state_dict(..., is_loading=True) returns"
+                f"{_name_of(names, parameter, number)}: optimizer state {missing} was not loaded: "
+                "pass the result of optimizer_sharded_state_dict(..., is_loading=True) to "
+                "dist_checkpointing.load"
             )
         states[parameter] = loaded
     put_state(optimizer, _options(optimizer, groups), states)
@@ -156,8 +156,8 @@ def _name_of(names: Mapping[int, str], parameter: nn.Parameter, number: int) -> 
     name = names.get(id(parameter))
     if name is None:
         raise CheckpointError(
-            f"the optimizer's parameter {number}, of shape {tuple(parameter.shape)}, is none of "
-            "the model's: build the optimizer from the sharded model's parameters()"
+            f"the optimizer's parameter {number}, of shape {tuple(parameter.shape)}, does not "
+            "belong to the model: build the optimizer from the sharded model's parameters()"
         )
     return name
 
@@ -188,7 +188,7 @@ def _state_entry(
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise CheckpointError(
-            f"optimizer state {key!r} of {name}: expected a tensor of the piece's shape "
+            f"optimizer state {key!r} of {name}: expected a tensor of the shard's shape "
             f"{tuple(parameter.shape)}, got {got}; Megatron's checkpoints hold element-wise state "
             "and one step"
         )
@@ -196,7 +196,7 @@ def _state_entry(
     if place is None:
         raise CheckpointError(
             f"optimizer state {key!r} of {name}: its parameter is not in the model's sharded state "
-            "dict; pass what sharded_state_dict(engine) gave, before it was saved"
+            "dict; pass the result of sharded_state_dict(engine) from before it was saved"
         )
     if not parameter.numel():
         return LocalNonpersistentObject(value)
@@ -218,9 +218,9 @@ def _check_layers(
     frozen = [names[number] for number in others if places[number].key in keys]
     if frozen:
         raise CheckpointError(
-            f"the optimizer has no state of {some(frozen)}, but of the same parameter of other "
-            "layers, and Megatron saves all layers as one tensor: give each a name of its own, "
-            "with metadata={'non_homogeneous_layers': True} for sharded_state_dict, or with "
+            f"the optimizer has no state for {some(frozen)}, but has it for the same parameter of "
+            "other layers, and Megatron saves all layers as one tensor: give each layer its own "
+            "name, with metadata={'non_homogeneous_layers': True} for sharded_state_dict, or with "
             "hetereogenous_dist_checkpoint=True in the TransformerConfig"
         )
 
@@ -234,7 +234,8 @@ def _same_step(states: _States, names: Mapping[int, str]) -> torch.Tensor | None
         if other != value:
             raise CheckpointError(
                 f"the optimizer made {value:g} steps on {first} and {other:g} on {name}; "
-                "Megatron's checkpoints hold one number for all: use layerzero.checkpoint.save"
+                "Megatron's checkpoints hold one number for all parameters: use "
+                "layerzero.checkpoint.save"
             )
     return torch.tensor(value)
 
@@ -254,9 +255,9 @@ def _options(
     for number, key in enumerate(_group_keys(optimizer.param_groups)):
         if key not in by_key:
             raise CheckpointError(
-                f"the optimizer's group {number} is none of the checkpoint's; "
-                f"{_GROUP_KEYS} and which one of these: expected one of {list(by_key)}, got {key}. "
-                "Build the groups as they were"
+                f"the optimizer's group {number} is not in the checkpoint; expected "
+                f"{_GROUP_KEYS} and the number among equal groups to be one of {list(by_key)}, "
+                f"got {key}. Build the same groups as in the saved run"
             )
         found, group = by_key[key], optimizer.param_groups[number]
         options.append({k: found[k] for k in group if k in found and k != "params"})

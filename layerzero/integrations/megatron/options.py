@@ -37,10 +37,10 @@ _LAYERS = "transformer_layers"
 _IGNORED = ("ignored_modules", "ignored_parameters")
 _REFUSED = {
     "process_group": "it is Megatron's data-parallel group; use zero3_size for shard groups in it",
-    "auto_wrap_policy": f"say which modules become units in {_LAYERS}",
+    "auto_wrap_policy": f"list the modules that become units in {_LAYERS}",
     "gradient_reduction": "it follows calculate_per_token_loss of the TransformerConfig",
-    "device": "Megatron has put the modules where they are",
-    "param_init_fn": "Megatron initialises parameters; load a checkpoint for other values",
+    "device": "Megatron places the modules",
+    "param_init_fn": "Megatron initialises parameters; for other values load a checkpoint",
     "act_ckpt": "use recompute_granularity of the TransformerConfig",
 }
 _ENGINE = [name for name in ZERO3_OPTIONS if name not in (*_REFUSED, *_IGNORED)]
@@ -180,8 +180,8 @@ def _warn(key: str, text: str, known: list[str], is_first: bool | None) -> None:
     warn_once(
         f"{key}: {text}",
         f"{key}: {text!r} matches nothing in this chunk of the model"
-        f"{near_matches(text, known)}; a name matches as a whole, and a pipeline stage has only "
-        "its own layers",
+        f"{near_matches(text, known)}; a pattern must match a whole name, and a pipeline stage has "
+        "only its own layers",
         is_first=is_first,
         stacklevel=4,
     )

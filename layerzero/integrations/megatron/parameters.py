@@ -47,8 +47,8 @@ def main_parameters(
         raise ValueError(
             f"reload_model_params: the state dict does not fit: {'; '.join(problems[:4])}"
             + (f", and {len(problems) - 4} more" if len(problems) > 4 else "")
-            + "; expected full tensors, or shards, of this rank's part of the model by name, as "
-            "state_dict_for_save_checkpoint gives them; nothing is changed"
+            + "; expected full tensors or shards of this rank's part of the model by name, as "
+            "state_dict_for_save_checkpoint returns them; nothing was changed"
         )
     return values
 
@@ -72,13 +72,13 @@ def _entries_of(number: int, num_chunks: int, state_dict: Mapping[str, Any]) -> 
             if not isinstance(found, Mapping):
                 raise ValueError(
                     f"reload_model_params: expected the entries of {num_chunks} chunks, but "
-                    f"{prefix}{number!r} is not in the state dict; nothing is changed"
+                    f"{prefix}{number!r} is not in the state dict; nothing was changed"
                 )
             return found
     if num_chunks > 1:
         raise ValueError(
             f"reload_model_params: expected the entries of {num_chunks} chunks under 'model0', "
-            f"'model1' and so on, got the keys {list(state_dict)[:4]}; nothing is changed"
+            f"'model1' and so on, got the keys {list(state_dict)[:4]}; nothing was changed"
         )
     inside = state_dict.get("model")
     return inside if isinstance(inside, Mapping) else state_dict

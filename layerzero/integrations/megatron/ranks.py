@@ -46,7 +46,7 @@ class MegatronRanks:
         if collection is None:
             if not parallel_state.model_parallel_is_initialized():
                 raise RuntimeError(
-                    "Megatron's process groups are not there: call "
+                    "Megatron's process groups do not exist yet: call "
                     "megatron.core.parallel_state.initialize_model_parallel first"
                 )
             return cls(

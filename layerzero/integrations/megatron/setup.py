@@ -69,8 +69,8 @@ def setup_model_and_optimizer(
     if pg_collection is None and num_virtual != global_virtual:
         raise ValueError(
             f"TransformerConfig.virtual_pipeline_model_parallel_size={num_virtual}, but "
-            f"initialize_model_parallel was called with {global_virtual}: the schedule goes by the "
-            "one, the model by the other; give both the same number"
+            f"initialize_model_parallel was called with {global_virtual}: the schedule would use "
+            "one number and the model the other; pass the same number to both"
         )
     accelerator = current_accelerator()
     if accelerator is not None:
@@ -122,7 +122,7 @@ def _read(
     read = read_options(options)
     twice = sorted(read.keys() & zero3_options.keys())
     if twice:
-        raise ValueError(f"{twice} are in options and among the arguments; say each in one place")
+        raise ValueError(f"{twice} are both in options and arguments; set each in one place only")
     return read
 
 

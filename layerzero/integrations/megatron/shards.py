@@ -106,8 +106,9 @@ def _shards_of(handle: FlatParamHandle) -> Iterator[Shard]:
         assert info is not None, "sharded parameters have ParameterInfo"
         if info.tensor_parallel is not None:
             raise NotImplementedError(
-                f"sharded_state_dict: {info.fqn} is a DTensor, whose place Megatron cannot tell; "
-                "use Megatron's own tensor-parallel layers, or layerzero.checkpoint.save"
+                f"sharded_state_dict: {info.fqn} is a DTensor, whose offset Megatron's format "
+                "cannot express; use Megatron's own tensor-parallel layers, or "
+                "layerzero.checkpoint.save"
             )
         yield Shard(parameter, info, shape, handle.placement.replica)
 
@@ -128,8 +129,9 @@ def shard_entry(entry: Any, shards: Shards) -> Any:
     if shard is None:
         if entry.data.is_meta:
             raise NotImplementedError(
-                f"sharded_state_dict: {entry.key}: its module makes a new tensor of parameters, "
-                "of which a rank with pieces does not know its part; use layerzero.checkpoint.save"
+                f"sharded_state_dict: {entry.key}: its module saves a new tensor computed from "
+                "parameters, in which this rank cannot locate its shards; use "
+                "layerzero.checkpoint.save"
             )
         return entry  # A buffer, or a parameter that is not sharded.
     build = _whole_of(entry, shard)
@@ -201,8 +203,8 @@ def _parts(
 
 def _refusal(key: str, shard: Shard, does: str) -> NotImplementedError:
     return NotImplementedError(
-        f"sharded_state_dict: {key}: its module {does} {shard.info.fqn}, and a rank with a piece "
-        "does not know its part; use layerzero.checkpoint.save"
+        f"sharded_state_dict: {key}: its module {does} {shard.info.fqn}, so this rank cannot "
+        "locate its shard; use layerzero.checkpoint.save"
     )
 
 

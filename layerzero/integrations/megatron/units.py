@@ -56,8 +56,8 @@ def _tied_embeddings(module: nn.Module) -> dict[int, Mapping[str, Any]]:
             continue
         if len(own) > 1:
             raise NotImplementedError(
-                f"{name}: its weight is tied to another pipeline stage, and it has a bias, so that "
-                "the stages would split the weight differently; use a module without bias, or "
+                f"{name}: its weight is tied to one of another pipeline stage, and it has a bias, "
+                "so the stages would split the weight differently; use a module without bias, or "
                 "share_embeddings_and_output_weights=False"
             )
         is_called = not language or getattr(language[0], "pre_process", True)
@@ -81,18 +81,18 @@ def _split_experts(module: nn.Module, ranks: MegatronRanks) -> dict[int, Mapping
             continue
         if ranks.experts is None or ranks.expert_data is None:
             raise ValueError(
-                "pg_collection: process groups 'ep' and 'expt_dp' are needed by experts of which "
-                "ranks have different ones; set them"
+                "pg_collection: process groups 'ep' and 'expt_dp' are needed when ranks have "
+                "different experts; set them"
             )
         found[id(inner)] = {"process_group": ranks.expert_data, "expert_numbers": ranks.experts}
         known |= {id(parameter) for parameter in inner.parameters()}
     for name, parameter in module.named_parameters():
         if not getattr(parameter, "allreduce", True) and id(parameter) not in known:
             raise NotImplementedError(
-                f"{name}: a parameter of experts that only some ranks have, in one tensor for all "
-                "experts of a rank, so that checkpoints could not name them; set "
-                "moe_grouped_gemm=False (SequentialMLP), or expert_model_parallel_size=1: every "
-                "rank then has all experts, sharded as the rest"
+                f"{name}: one tensor holds all experts of a rank, and ranks have different "
+                "experts, so checkpoints could not name single experts; set moe_grouped_gemm=False "
+                "(SequentialMLP), or expert_model_parallel_size=1: every rank then has all "
+                "experts, sharded like the rest"
             )
     return found
 
@@ -124,7 +124,7 @@ def widen(
     given = given or MixedPrecision()
     if len(narrow) > 1 or given.param_dtype not in (None, *narrow):
         raise ValueError(
-            f"the model has parameters in {sorted(map(str, narrow))}, and mixed_precision says "
+            f"the model has parameters in {sorted(map(str, narrow))}, but mixed_precision has "
             f"param_dtype={given.param_dtype}: expected one 16-bit dtype; leave param_dtype out"
         )
     for parameter in named.values():

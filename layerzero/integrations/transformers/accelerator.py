@@ -74,7 +74,9 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         )
     if isinstance(model, ZeRO3):
         if options:
-            raise ValueError(f"{sorted(options)}: expected none, the model is sharded already")
+            raise ValueError(
+                f"{sorted(options)}: no options can be set, the model is sharded already"
+            )
         sharded = model
     else:
         if accelerator.mixed_precision == "bf16":
@@ -107,12 +109,12 @@ def check_accelerator(accelerator: Accelerator) -> None:
         raise ValueError(
             f"Accelerator is set up for {kind.value}, which shards or replaces the model itself; "
             "use a plain configuration (accelerate launch without --use_fsdp and --use_deepspeed, "
-            "no fsdp_plugin or deepspeed_plugin) and give ZeRO3's options to layerzero"
+            "no fsdp_plugin or deepspeed_plugin) and pass options of ZeRO3 to prepare()"
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise NotImplementedError(
             f"mixed_precision={accelerator.mixed_precision!r}: expected 'no' or 'bf16'. float16 "
-            "needs layerzero.GradScaler, whose ranks agree on overflow, in a loop of your own"
+            "needs layerzero.GradScaler, whose ranks agree on overflow, in your own training loop"
         )
     check_launched(accelerator)
 
@@ -128,21 +130,22 @@ def check_launched(state: Any) -> None:
     if launched > 1 and seen == 1 and not torch.accelerator.is_available():
         # Without an accelerator in the machine, accelerate is distributed only if use_cpu is set.
         raise ValueError(
-            f"a launcher started {launched} processes on a machine without an accelerator, and "
-            "accelerate sees one: ranks would all get the same batches. Pass use_cpu=True to "
-            "TrainingArguments, cpu=True to Accelerator, or --cpu to accelerate launch"
+            f"a launcher started {launched} processes on a machine without an accelerator, but "
+            "accelerate detects one process: all ranks would get the same batches. Pass "
+            "use_cpu=True to TrainingArguments, cpu=True to Accelerator, or --cpu to accelerate "
+            "launch"
         )
     if not dist.is_initialized():
         raise ValueError(
-            "expected an initialised process group, got a single process that no launcher started; "
+            "expected an initialised process group, got a single process without a launcher; "
             "start with torchrun or accelerate launch, or call torch.distributed."
             "init_process_group first"
         )
     if seen != dist.get_world_size():
         raise ValueError(
-            f"accelerate sees {seen} processes, torch.distributed {dist.get_world_size()}: ranks "
-            "would all get the same batches. Start with torchrun or accelerate launch, which set "
-            "RANK, LOCAL_RANK and WORLD_SIZE"
+            f"accelerate detects {seen} processes, but torch.distributed {dist.get_world_size()}: "
+            "all ranks would get the same batches. Start with torchrun or accelerate launch, which "
+            "set RANK, LOCAL_RANK and WORLD_SIZE"
         )
 
 
@@ -152,16 +155,16 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Mod
         name = type(optimizer).__name__
         if optimizer.state and not isinstance(model, ZeRO3):
             raise ValueError(
-                f"{name} has state of whole parameters, expected one that has not stepped; shard "
-                "the model before the first step"
+                f"{name} has state of whole parameters; expected an optimizer that has not "
+                "stepped: shard the model before the first step"
             )
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in known:
                     raise ValueError(
                         f"group {number} of {name} has a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not the model's; make the optimizer "
-                        "from this model's parameters()"
+                        f"{tuple(parameter.shape)} that does not belong to the model; build the "
+                        "optimizer from this model's parameters()"
                     )
 
 
@@ -302,7 +305,7 @@ class ZeRO3Accelerator(Accelerator):
         extra = load(folder, model, optimizer, scheduler=scheduler)
         if not isinstance(extra, dict) or "shuffles" not in extra:
             raise ValueError(
-                f"{folder}: has the weights, but was not written by save_state; load it with "
+                f"{folder}: contains the weights, but was not written by save_state; load it with "
                 "layerzero.checkpoint.load"
             )
         shuffling = list(self._shuffling())
@@ -311,7 +314,9 @@ class ZeRO3Accelerator(Accelerator):
             ("data loaders that shuffle", shuffling, extra["shuffles"]),
         ):
             if len(got) != len(saved):
-                raise ValueError(f"{folder}: {len(saved)} {what} were saved, here {len(got)}")
+                raise ValueError(
+                    f"{folder}: {len(saved)} {what} were saved, but here are {len(got)}"
+                )
         self.step = extra["step"]
         for (loader, sampler), place in zip(shuffling, extra["shuffles"], strict=True):
             _set_place(loader, sampler, place)
@@ -340,9 +345,10 @@ class ZeRO3Accelerator(Accelerator):
     def _refuse_hooks(self, what: str, hooks: Mapping[Any, Any]) -> None:
         if hooks:
             raise NotImplementedError(
-                f"{what}_state: {len(hooks)} hooks of register_{what}_state_pre_hook are there, "
-                "which take or leave whole weights, got a sharded model, whose weights no rank "
-                "has; call layerzero.checkpoint.save and load, or save_pretrained, in their place"
+                f"{what}_state: {len(hooks)} hooks of register_{what}_state_pre_hook are "
+                "registered, which process whole weights, but no rank has the whole weights of a "
+                "sharded model; call layerzero.checkpoint.save and load, or save_pretrained, "
+                "instead"
             )
 
     def _shuffling(self) -> Iterator[tuple[Any, Any]]:

@@ -31,8 +31,8 @@ def folder_to_save(accelerator: Any, folder: str | os.PathLike[str] | None) -> P
     if not is_automatic(accelerator):
         if folder is None:
             raise ValueError(
-                "save_state: expected a folder; or a ProjectConfiguration(project_dir, "
-                "automatic_checkpoint_naming=True), which names them"
+                "save_state: expected a folder, or a ProjectConfiguration(project_dir, "
+                "automatic_checkpoint_naming=True), which names folders"
             )
         return Path(folder)
 
@@ -40,7 +40,7 @@ def folder_to_save(accelerator: Any, folder: str | os.PathLike[str] | None) -> P
         path = _root(accelerator) / f"checkpoint_{accelerator.save_iteration}"
         if path.exists():
             raise ValueError(
-                f"{path}: is there already; set accelerator.project_configuration.iteration to the "
+                f"{path}: exists already; set accelerator.project_configuration.iteration to the "
                 "number of the next checkpoint"
             )
         return str(path)
@@ -69,8 +69,7 @@ def folder_to_load(accelerator: Any, folder: str | os.PathLike[str] | None) -> P
         found = _complete(accelerator)
         if not found:
             raise ValueError(
-                f"load_state: {_root(accelerator)}: expected checkpoint_N that was saved to its "
-                "end, found none"
+                f"load_state: {_root(accelerator)}: expected a complete checkpoint_N, found none"
             )
         return str(found[max(found)])
 
@@ -93,7 +92,7 @@ def is_automatic(accelerator: Any) -> bool:
 
 def _root(accelerator: Any) -> Path:
     if accelerator.project_dir is None:
-        raise ValueError("automatic_checkpoint_naming: expected project_dir with it, got None")
+        raise ValueError("automatic_checkpoint_naming needs project_dir, got None")
     return Path(accelerator.project_dir, "checkpoints")
 
 

@@ -93,7 +93,7 @@ def make_ready(model: ZeRO3, options: Mapping[str, Any] | None = None) -> None:
         module.__dict__["save_pretrained"] = _saving(module, weakref.ref(model))
 
 
-_AS_EVER = {
+_DEFAULTS = {
     "safe_serialization": True,
     "push_to_hub": False,
     "variant": None,
@@ -125,12 +125,12 @@ def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
         if (largest := options.pop("max_shard_size", None)) is not None:
             sizes["max_file_size"] = f"{largest}B" if isinstance(largest, int) else largest
         options.pop("save_function", None)  # Ignored: files are always written in our way.
-        options = {k: v for k, v in options.items() if k not in _AS_EVER or v != _AS_EVER[k]}
+        options = {k: v for k, v in options.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
         if options:
             raise NotImplementedError(
-                f"save_pretrained of a sharded model: expected a folder and max_shard_size, got "
-                f"{[*options]}; pass state_dict=get_model_state_dict(model, full=True, "
-                "cpu_offload=True) as well"
+                "save_pretrained of a sharded model: expected a folder and max_shard_size, also "
+                f"got {[*options]}; to use these, pass state_dict=get_model_state_dict(model, "
+                "full=True, cpu_offload=True) as well"
             )
         save_pretrained(model, folder, **sizes)
 
@@ -145,14 +145,15 @@ def check_model(module: nn.Module) -> None:
         name = type(part).__name__
         if getattr(part, "hf_quantizer", None) is not None or getattr(part, "is_quantized", False):
             raise ValueError(
-                f"{name}: is quantized, whose tensors cannot be cut into pieces; load it without "
-                "quantization_config. To save memory: LoRA, whose frozen weights are sharded too, "
-                "or mixed_precision with param_dtype=torch.bfloat16"
+                f"{name}: is quantized, and quantized tensors cannot be sharded; load it without "
+                "quantization_config. To save memory use LoRA, whose frozen weights are sharded "
+                "too, or mixed_precision with param_dtype=torch.bfloat16"
             )
         if getattr(part, "is_distributed_loading_by_transformers", False):
             raise ValueError(
-                f"{name}: from_pretrained has sharded it (distributed_config); load it without, "
-                "or straight into shards with layerzero.integrations.transformers.load_pretrained"
+                f"{name}: from_pretrained has sharded it already; load it without "
+                "distributed_config, or directly into shards with "
+                "layerzero.integrations.transformers.load_pretrained"
             )
         devices = set((getattr(part, "hf_device_map", None) or {}).values())
         if len(devices) > 1:
@@ -174,8 +175,9 @@ def wrap_classes(module: nn.Module) -> set[type[nn.Module]]:
     found = {type(part) for part in module.modules() if type(part).__name__ in names}
     if not found:
         raise ValueError(
-            f"{type(module).__name__}: expected _no_split_modules with the classes of its layers, "
-            f"got {sorted(names)}, of which it has none; pass auto_wrap_policy={{LayerClass}}"
+            f"{type(module).__name__}: expected _no_split_modules to list the classes of its "
+            f"layers, got {sorted(names)}, which match no module; pass "
+            "auto_wrap_policy={LayerClass}"
         )
     return found
 
@@ -201,8 +203,8 @@ class Initialiser:
             reset = getattr(module, "reset_parameters", None)
             if reset is None:
                 raise ValueError(
-                    f"{type(module).__name__} has tensors on the meta device, no "
-                    "reset_parameters(), and is in no transformers model: pass param_init_fn"
+                    f"{type(module).__name__} has tensors on the meta device and no "
+                    "reset_parameters(), and is not inside a transformers model: pass param_init_fn"
                 )
             reset()
             return
@@ -214,8 +216,8 @@ class Initialiser:
                 if not torch.equal(value, second[name]):
                     raise ValueError(
                         f"{type(owner).__name__}._init_weights leaves buffer {name!r} of "
-                        f"{type(module).__name__} without a value, and no file holds it: build the "
-                        "model with from_pretrained, or pass param_init_fn"
+                        f"{type(module).__name__} without a value, and no file contains it: build "
+                        "the model with from_pretrained, or pass param_init_fn"
                     )
 
     def _initialised(self, owner: PreTrainedModel, module: nn.Module, fill: int) -> Tensors:
@@ -268,14 +270,14 @@ def load_pretrained(
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(
-            f"{folder}: expected a folder with config.json and *.safetensors; a model of the hub "
-            "becomes one with huggingface_hub.snapshot_download, called on one rank of each node"
+            f"{folder}: expected a folder with config.json and *.safetensors; download a model of "
+            "the hub with huggingface_hub.snapshot_download, called on one rank of each node"
         )
     if config is None:
         config = getattr(model_class, "config_class", None) or AutoConfig
         config = config.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{folder}: its weights are quantized, which cannot be cut into pieces")
+        raise ValueError(f"{folder}: its weights are quantized, and cannot be sharded")
     build = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
         module = build(config, **({} if dtype is None else {"dtype": dtype}))
@@ -315,9 +317,9 @@ def _names_in_model(module: nn.Module) -> Callable[[str], str | None] | None:
         if converter is not None:
             raise NotImplementedError(
                 f"{name!r} becomes part of {found!r}: {type(module).__name__} merges or splits "
-                "tensors of this folder, which needs them in full. Load it with from_pretrained "
-                "and shard that, or write it once with save_pretrained(..., "
-                "save_original_format=False) and load what that wrote"
+                "tensors of this folder, which needs whole tensors. Load it with from_pretrained "
+                "and shard the model, or convert the folder once with save_pretrained(..., "
+                "save_original_format=False) and load the result"
             )
         if found not in known and any(pattern.search(found) for pattern in ignored):
             return None

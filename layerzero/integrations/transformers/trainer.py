@@ -102,7 +102,9 @@ class ZeRO3Trainer(Trainer):
         before = sharded_before(model)
         if isinstance(model, ZeRO3):
             if self._options:
-                raise ValueError(f"zero3={self._options}: expected none, the model is sharded")
+                raise ValueError(
+                    f"zero3={self._options}: expected none, the model is sharded already"
+                )
             self.sharded_model = model
             make_ready(model)
         elif before is not None:
@@ -136,8 +138,8 @@ class ZeRO3Trainer(Trainer):
         if other:
             raise ValueError(
                 f"zero3: an earlier trainer sharded this {type(before.model.module).__name__}, "
-                f"with other {other}; sharding is for good: leave zero3 out, or give each trainer "
-                "a model of its own"
+                f"with other values of {other}; sharding is permanent: leave zero3 out, or use a "
+                "separate model for each trainer"
             )
 
     # Preparing the model ------------------------------------------------------------------------
@@ -167,8 +169,8 @@ class ZeRO3Trainer(Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            "hyperparameter_search: trials start and stop on one rank, which leaves the others "
-            "waiting; start one run of all ranks for each trial"
+            "hyperparameter_search: trials start and stop on one rank, while the others would "
+            "wait; start one run of all ranks for each trial"
         )
 
     # Saving -------------------------------------------------------------------------------------
@@ -250,13 +252,13 @@ class ZeRO3Trainer(Trainer):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
-        _logger.info("loading the best model, of %s (%s)", best, self.state.best_metric)
+        _logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
         if (best / _OURS).is_dir():
             load(best / _OURS, self.sharded_model)
         elif is_peft_model(self.model):
             raise NotImplementedError(
-                f"{best}: holds adapters alone (save_only_model); load_best_model_at_end with peft "
-                "needs save_only_model=False"
+                f"{best}: contains only adapters (save_only_model); load_best_model_at_end with "
+                "peft needs save_only_model=False"
             )
         else:
             load_weights(self.sharded_model, best)
@@ -276,7 +278,7 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> Path:
     if not found:
         raise ValueError(
             f"{output_dir}: expected checkpoint-N with {_STATE} to resume from, found none; leave "
-            "out resume_from_checkpoint to start anew"
+            "out resume_from_checkpoint to start from the beginning"
         )
     return found[max(found)]
 
@@ -285,8 +287,8 @@ def _check_resumable(folder: Path) -> None:
     for what, path in (("trainer state", _STATE), ("optimizer state", _OURS)):
         if not (folder / path).exists():
             raise ValueError(
-                f"{folder}: has no {path}, the {what}: its save did not end, or was one of a plain "
-                "Trainer or with save_only_model. To go on from the weights alone: "
+                f"{folder}: has no {path}, the {what}: its save was interrupted, or was made by a "
+                "plain Trainer or with save_only_model. To continue from the weights alone, use "
                 "ZeRO3Trainer(load_pretrained(ModelClass, folder), ...)"
             )
 

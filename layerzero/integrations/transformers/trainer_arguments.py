@@ -25,42 +25,42 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "fsdp",
         lambda args: bool(args.fsdp),
-        "ZeRO3 shards in its place: give its options as zero3={...}, such as "
-        "reshard_after_forward or offload",
+        "ZeRO3 shards instead: pass options as zero3={...}, such as reshard_after_forward or "
+        "offload",
     ),
     (
         "deepspeed",
         lambda args: bool(args.deepspeed),
-        "ZeRO3 shards in its place: leave it out, give options as zero3={...} and the optimizer "
-        "as optim=",
+        "ZeRO3 shards instead: leave it out, pass options as zero3={...} and the optimizer as "
+        "optim=",
     ),
     (
         "parallelism_config",
         lambda args: args.parallelism_config is not None,
-        "give a mesh with zero3={'process_group': mesh}, or shard a model that "
+        "pass a mesh as zero3={'process_group': mesh}, or shard a model that "
         "parallelize_module split (docs/reference/parallelism.md) and pass that as model",
     ),
     (
         "fp16",
         lambda args: args.fp16,
-        "use bf16=True; float16 needs layerzero.GradScaler, whose ranks agree on overflow, in a "
-        "loop of your own",
+        "use bf16=True; float16 needs layerzero.GradScaler, whose ranks agree on overflow, in "
+        "your own training loop",
     ),
     (
         "fp16_full_eval or bf16_full_eval",
         lambda args: args.fp16_full_eval or args.bf16_full_eval,
-        "they cast the main weights; use bf16=True, or give zero3={'mixed_precision': ...}",
+        "they cast the main weights; use bf16=True, or pass zero3={'mixed_precision': ...}",
     ),
     (
         "use_liger_kernel",
         lambda args: args.use_liger_kernel,
-        "it replaces methods that gather parameters; apply liger's kernels to the model before it "
-        "is sharded",
+        "it replaces methods that gather parameters; apply liger's kernels before sharding the "
+        "model",
     ),
     (
         "auto_find_batch_size",
         lambda args: args.auto_find_batch_size,
-        "one rank that is out of memory would start again alone; set per_device_train_batch_size",
+        "a rank that runs out of memory would restart alone; set per_device_train_batch_size",
     ),
 ]
 
@@ -76,14 +76,14 @@ def check_arguments(args: Any) -> None:
             raise ValueError(f"ZeRO3Trainer: {name} was set: {instead}")
     if args.n_gpu > 1:
         raise ValueError(
-            f"ZeRO3Trainer: one process has {args.n_gpu} GPUs, which is DataParallel; start one "
-            f"for each GPU: torchrun --nproc-per-node {args.n_gpu} your_script.py"
+            f"ZeRO3Trainer: one process has {args.n_gpu} GPUs, which means DataParallel; start one "
+            f"process per GPU: torchrun --nproc-per-node {args.n_gpu} your_script.py"
         )
     optim = getattr(args.optim, "value", args.optim)
     if optim not in _ELEMENTWISE:
         raise ValueError(
-            f"ZeRO3Trainer: optim={optim!r} needs whole parameters; expected one that treats each "
-            f"element by itself: {', '.join(_ELEMENTWISE)}"
+            f"ZeRO3Trainer: optim={optim!r} needs whole parameters; expected an element-wise one: "
+            f"{', '.join(_ELEMENTWISE)}"
         )
 
 
@@ -98,7 +98,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: ZeRO3) -> None:
     if strangers:
         raise ValueError(
             f"ZeRO3Trainer: optimizers=: {len(strangers)} parameters of {type(optimizer).__name__} "
-            "are not the sharded model's; pass a model that is sharded already (shard, "
+            "do not belong to the sharded model; pass a model that is sharded already (shard, "
             "load_pretrained) and an optimizer over its parameters(), or use "
             "optimizer_cls_and_kwargs="
         )
