@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+_PORTABLE = 1
+"""Page-locked for every context of the process."""
+
 
 class Runtime(Protocol):
     """What page-locks memory for a device."""
@@ -35,7 +38,10 @@ class DeviceRuntime:
     def register(self, address: int, nbytes: int) -> None:
         # In the context of the model's device: the current one may be another.
         with self._module.device(self._device):
-            self._module.check_error(int(self._calls.cudaHostRegister(address, nbytes, 0)))
+            code = int(self._calls.cudaHostRegister(address, nbytes, _PORTABLE))
+        # Not `check_error` of torch.cuda: it takes an int for an error, also 0.
+        if code:
+            raise RuntimeError(f"error {code} of {self._device.type}'s runtime")
 
     def unregister(self, address: int) -> None:
         with self._module.device(self._device):
