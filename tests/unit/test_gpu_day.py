@@ -73,6 +73,10 @@ def test_tests_are_read_by_name(tmp_path: Path) -> None:
         "def test_bad(): assert 1 == 2\n"
         "def test_away(): pytest.skip('not here')\n"
     )
+    # The steps run slow tests, too; the option is one of tests/conftest.py.
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser): parser.addoption('--slow', action='store_true')\n"
+    )
     command = day._pytest(str(file), "--rootdir", str(tmp_path), "-c", str(tmp_path / "no.ini"))
     (tmp_path / "no.ini").write_text("[pytest]\n")
     outcome = run_one(command, day.read_tests)
