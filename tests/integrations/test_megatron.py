@@ -1,6 +1,6 @@
 """Megatron's own GPTModel and schedules, on the engine and on Megatron's DistributedDataParallel.
 
-Both train the same model on the same data. Where data-parallel ranks are two, and nothing was
+Both train the same model on the same data. Where data-parallel ranks are two, and nothing is
 clipped, sums have the same terms in the same order: losses are equal bit for bit. Norms are sums of
 all elements in another order.
 """
