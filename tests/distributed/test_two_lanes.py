@@ -19,6 +19,7 @@ from layerzero.runtime import reduction as reduction_module
 from layerzero.runtime.reducer import GradientReducer
 from layerzero.runtime.several_reductions import _SeveralInFlight
 from layerzero.runtime.unit import Unit
+from tests.distributed import test_experts
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
@@ -97,6 +98,28 @@ def test_training_is_bitwise_the_same(layers: str) -> None:
     """On gloo, and where messages carry no names."""
     world_size = 2 * LAYERS[layers].get("zero3_size", 1)
     run_ranks(world_size, _all_trained, LAYERS[layers], timeout=120)
+
+
+def _experts_trained(name: str, lanes: dict[str, Any]) -> list[torch.Tensor]:
+    ep, options = test_experts.SETTINGS[name]
+    model = test_experts.wrapped(ep, reduction=ReductionPolicy(**lanes), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in test_experts.batches(2):
+        test_experts.run(model, batch[dist.get_rank()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _experts() -> None:
+    """Experts are reduced over some of the ranks, on groups that only these make."""
+    for name in ("ep 2", "layered", "all replicated outside"):
+        expected, found = (_experts_trained(name, lanes) for lanes in ({}, LANES["both"]))
+        assert all(map(torch.equal, found, expected)), name
+
+
+def test_training_of_experts_is_bitwise_the_same() -> None:
+    run_ranks(4, _experts, timeout=120)
 
 
 # Which group ----------------------------------------------------------------------------------
