@@ -110,16 +110,18 @@ def test_an_error_of_the_call_names_the_collective() -> None:
 # Streams --------------------------------------------------------------------------------------
 
 
-class Module:
+class WithoutPriorities:
     """A device module; its streams are their priorities."""
 
-    def Stream(self, device: torch.device, priority: int = 0) -> int:
-        return priority
+    stream = current_stream = None
 
-
-class WithoutPriorities:
     def Stream(self, device: torch.device) -> int:
         return 0
+
+
+class Module(WithoutPriorities):
+    def Stream(self, device: torch.device, priority: int = 0) -> int:
+        return priority
 
 
 @pytest.mark.parametrize(("module", "urgent"), [(Module(), -1), (WithoutPriorities(), 0)])
