@@ -24,6 +24,7 @@ from layerzero.core.layout import FlatLayout, GradientLayout, ShardRange
 from layerzero.core.parameter_hooks import stepped_by_torch
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
+from layerzero.core.sum_dtype import sum_dtype
 from layerzero.core.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 
@@ -96,7 +97,7 @@ class GradientBuffer:
             for index, place in self._source.items()
             if index in self._splits
         ]
-        wide = torch.promote_types(self._dtype, torch.float32)
+        wide = sum_dtype(self._dtype)
         # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False):
             self._outgoing = _Area(self, self._dtype)

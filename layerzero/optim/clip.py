@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.core.placement import Placement
+from layerzero.core.sum_dtype import sum_dtype
 from layerzero.optim.norm import Part, checked_norm_type, global_power, root_of_power
 from layerzero.runtime.root import RootState
 from layerzero.runtime.unit import Unit
@@ -86,9 +87,7 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
             "the norm is unknown; do not ignore it, or remove its .grad and scale it yourself"
         )
     # From all parameters, not only those with a gradient here: the same on every rank.
-    dtype = torch.float32
-    for parameter in of.parameters:
-        dtype = torch.promote_types(dtype, parameter.dtype)
+    dtype = sum_dtype(*{parameter.dtype for parameter in of.parameters})
     power = global_power(
         of.root,
         [(placement, _with_gradients(parameters)) for placement, parameters in of.sharded],

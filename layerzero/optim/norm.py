@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.comm.collectives import gather_small
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
+from layerzero.core.sum_dtype import sum_dtype
 from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each, owners
@@ -68,7 +69,7 @@ def global_norm(
     whole: list[Part] = []
     for parameter, tensor in _entries(tensors_or_model, like, known):
         owner = known.get(id(parameter))
-        dtype = torch.promote_types(dtype, parameter.dtype)
+        dtype = sum_dtype(dtype, parameter.dtype)
         parts = whole if owner is None else sharded.setdefault(owner.root, [])
         if tensor is None:
             continue
@@ -82,7 +83,7 @@ def global_norm(
                 f"global_norm: expected a tensor like this rank's shard of {_name(parameter)}, "
                 f"shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
             )
-        dtype = torch.promote_types(dtype, tensor.dtype)
+        dtype = sum_dtype(dtype, tensor.dtype)
         if tensor.numel():
             parts.append(Part(parameter, tensor.detach()))
     if not sharded:

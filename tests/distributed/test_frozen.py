@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
+from layerzero.checkpoint import get_model_state_dict
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import (
     assert_same_gradients,
@@ -14,7 +15,7 @@ from tests.harness.compare import (
     sharded,
     zero3,
 )
-from tests.harness.models import CASES, Block, FrozenParts, Mlp
+from tests.harness.models import CASES, WIDTH, Block, FrozenParts, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -200,3 +201,31 @@ def _old_gradients_survive_freezing() -> None:
 
 def test_freezing_leaves_a_gradient_that_is_there_alone() -> None:
     run_ranks(2, _old_gradients_survive_freezing)
+
+
+class _Float8(nn.Module):
+    """A scale that is stored in eight bits beside what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        scale = torch.linspace(0.5, 2.0, WIDTH).to(torch.float8_e4m3fn)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale.float()
+
+
+def _float8() -> None:
+    model, plain = ZeRO3(seeded(_Float8)), seeded(_Float8)
+    batches = [[torch.randn(3, WIDTH) for _ in range(2)] for _ in range(2)]
+    assert_trains_alike(model, plain, batches)
+    forward_backward(model, batches[0][dist.get_rank()])
+    assert model.clip_grad_norm_(1.0).dtype == torch.float32
+    state = get_model_state_dict(model, full=True)
+    assert state["scale"].dtype == torch.float8_e4m3fn
+    assert torch.equal(state["scale"].float(), plain.scale.float())
+
+
+def test_a_frozen_float8_parameter_stands_beside_trained_ones() -> None:
+    run_ranks(2, _float8)
