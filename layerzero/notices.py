@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
-_told: set[str] = set()
+_issued: set[str] = set()
 """Keys of warnings that this process has given, or left to the first rank."""
 
 
@@ -28,9 +28,9 @@ def warn_once(key: str, message: str, *, is_first: bool | None = None, stackleve
             the default group does.
         stacklevel: as in `warnings.warn`: 1 is the caller of this function.
     """
-    if key in _told:
+    if key in _issued:
         return
-    _told.add(key)
+    _issued.add(key)
     if is_first_rank() if is_first is None else is_first:
         warnings.warn(message, stacklevel=stacklevel + 1)
 

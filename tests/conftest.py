@@ -66,4 +66,4 @@ def fixed_seeds() -> None:
 @pytest.fixture(autouse=True)
 def nothing_told() -> None:
     """A warning that comes once in a process comes once in each test."""
-    notices._told.clear()
+    notices._issued.clear()

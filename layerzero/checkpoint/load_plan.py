@@ -129,7 +129,7 @@ class LoadPlanner:
     def match_scheduler(self) -> None:
         manifest = self._source.manifest
         if manifest is None or manifest.scheduler is None:
-            self._lacks("scheduler")
+            self._note_missing("scheduler")
         else:
             self.plan.scheduler = decode(manifest.scheduler)
 
@@ -142,7 +142,7 @@ class LoadPlanner:
         """
         manifest = self._source.manifest
         if manifest is None or manifest.optimizer_groups is None:
-            self._lacks("optimizer")
+            self._note_missing("optimizer")
             return
         self._scalar_keys = manifest.optimizer_scalars
         saved: dict[str, list[str]] = {}
@@ -217,7 +217,7 @@ class LoadPlanner:
         self.plan.lives.append(life)
         return len(self.plan.transfers) - 1
 
-    def _lacks(self, what: str) -> None:
+    def _note_missing(self, what: str) -> None:
         if self._strict:
             raise CheckpointError(
                 f"{self._source.folder}: contains no {what} state; leave out {what}= or pass "

@@ -110,7 +110,7 @@ def load(
         return json.dumps(summary).encode()
 
     summaries = [json.loads(each) for each in together.exchange("names to load", find)]
-    _settle(source, summaries, strict, together)
+    _check_names(source, summaries, strict, together)
     tallies: list[Tally] = []
 
     def read() -> bytes:
@@ -130,7 +130,7 @@ def load(
     return _extra_of(source, together)
 
 
-def _settle(
+def _check_names(
     source: Source, summaries: Sequence[dict[str, Any]], strict: bool, together: CheckpointGroup
 ) -> None:
     """Raise, or warn unless `strict`, about names missing on any rank or unexpected on all."""

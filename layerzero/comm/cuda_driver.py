@@ -48,7 +48,10 @@ def ignore_captures_of_other_threads() -> None:
     mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
     code = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if code != _SUCCESS:
-        _logger.warning("graph captures may be disturbed: the CUDA driver says %d", code)
+        _logger.warning(
+            "watchdog threads may invalidate graph captures: the CUDA driver returned error %d",
+            code,
+        )
 
 
 def is_done(event: Any) -> bool:

@@ -41,7 +41,10 @@ class DeviceRuntime:
             code = int(self._calls.cudaHostRegister(address, nbytes, _PORTABLE))
         # Not `check_error` of torch.cuda: it takes an int for an error, also 0.
         if code:
-            raise RuntimeError(f"error {code} of {self._device.type}'s runtime")
+            raise RuntimeError(
+                f"cannot page-lock {nbytes} bytes of host memory: error {code} of the "
+                f"{self._device.type} runtime"
+            )
 
     def unregister(self, address: int) -> None:
         with self._module.device(self._device):

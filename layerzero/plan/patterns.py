@@ -123,7 +123,7 @@ def _tokenize(text: str) -> Iterator[_Token]:
         character = text[position]
         number = _NUMBER.match(text, position)
         if number is not None:
-            _refuse_touching(text, position, number.end(), after_number)
+            _refuse_adjacent(text, position, number.end(), after_number)
             yield _Token(_number_regex(text, number), True, True, number[0])
             position = number.end()
             after_number = True
@@ -140,7 +140,7 @@ def _tokenize(text: str) -> Iterator[_Token]:
         after_number = False
 
 
-def _refuse_touching(text: str, start: int, stop: int, after_number: bool) -> None:
+def _refuse_adjacent(text: str, start: int, stop: int, after_number: bool) -> None:
     """Raise ValueError for a number beside a digit or another number.
 
     A number is a whole run of digits, so such a pattern could never match.

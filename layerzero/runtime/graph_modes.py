@@ -25,7 +25,7 @@ def check_compile(unit: Unit, arguments: Mapping[str, Any]) -> None:
         ValueError: they turn CUDA graphs on, and the unit's parameters are on a device.
     """
     if any(_has_graphs(handle.gradients.device) for handle in unit.handles):
-        _refuse(unit.label, _asks_for_graphs(**arguments))
+        _refuse(unit.label, _uses_graphs(**arguments))
 
 
 def check_compiled(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
@@ -52,7 +52,7 @@ def _refuse(where: str, is_recorded: bool) -> None:
         )
 
 
-def _asks_for_graphs(
+def _uses_graphs(
     *,
     backend: Any = "inductor",
     mode: str | None = None,

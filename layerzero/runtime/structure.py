@@ -98,7 +98,7 @@ class Structure:
 
     def _check_compiled(self) -> None:
         root = self._root_ref()
-        assert root is not None, "whoever asks has it"
+        assert root is not None, "its methods are called on a living model"
         handles = [handle for unit in self._units for handle in unit.handles]
         if handles:
             modules = root.named_modules()

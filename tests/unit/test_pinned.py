@@ -70,7 +70,7 @@ def test_only_lasting_memory_is_registered_and_only_if_it_is_to_be_pinned() -> N
 def test_where_the_runtime_refuses_torchs_allocator_is_used_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notices, "_told", set())
+    monkeypatch.setattr(notices, "_issued", set())
     own, runtime = memory(FakeRuntime(refuses=True)), FakeRuntime(refuses=True)
     monkeypatch.setattr(own, "empty", lambda numel, dtype: torch.ones(numel, dtype=dtype))
     with warnings.catch_warnings(record=True) as caught:

@@ -317,7 +317,7 @@ class ZeRO3Strategy(MeshStrategy):
         Raises:
             RuntimeError: the model is not sharded yet, and has parameters on the meta device.
         """
-        model = self._known
+        model = self._wrapper_or_module
         if not isinstance(model, ZeRO3):
             state = plain_state_dict(model)
             return state if self.is_global_zero else {}
@@ -326,7 +326,7 @@ class ZeRO3Strategy(MeshStrategy):
         return get_model_state_dict(model, full=True, cpu_offload=True, rank0_only=True)
 
     @property
-    def _known(self) -> nn.Module:
+    def _wrapper_or_module(self) -> nn.Module:
         """The wrapper of the module, which another Trainer may have made; else the module."""
         model = self.model
         assert model is not None, "connect() comes first"
@@ -358,7 +358,7 @@ class ZeRO3Strategy(MeshStrategy):
             RuntimeError, CheckpointError: on all ranks, even if only one failed.
         """
         filepath = self.broadcast(filepath)
-        if self._state_dict_type == "sharded" and isinstance(self._known, ZeRO3):
+        if self._state_dict_type == "sharded" and isinstance(self._wrapper_or_module, ZeRO3):
             if storage_options is not None:
                 raise TypeError("ZeRO3Strategy: sharded checkpoints take no storage_options")
             self._save_folder(checkpoint, local_path(filepath))
@@ -383,7 +383,7 @@ class ZeRO3Strategy(MeshStrategy):
             raise RuntimeError(f"{path}: rank 0 could not write it: {failure}") from error
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
-        model = self._known
+        model = self._wrapper_or_module
         own_names = get_model_state_dict(model).keys()
         if checkpoint["state_dict"].keys() != own_names:
             raise CheckpointError(

@@ -122,13 +122,13 @@ def _on_first(action: Callable[[], str]) -> str:
     Raises:
         ValueError: on all ranks: `action` raised ValueError or OSError.
     """
-    told: list[Any] = [None, None]
+    result: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            told[0] = action()
+            result[0] = action()
         except (ValueError, OSError) as error:
-            told[1] = f"{error}"
-    dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise ValueError(told[1])
-    return str(told[0])
+            result[1] = f"{error}"
+    dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise ValueError(result[1])
+    return str(result[0])
