@@ -81,7 +81,7 @@ def run_command(
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _kill_group(process)
+            _kill_tree(process)
         output.seek(0)
         return code, output.read().decode(errors="replace")
 
@@ -91,10 +91,29 @@ def find_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all it has started, also what has a session of its own by now."""
+    running = [] if process.poll() is not None else [*_descendants(process.pid), process.pid]
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    # Orphans of those that had ended before are in the session's group only.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    """Children, their children and so on, by /proc; where there is none, nothing."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found[1:]
 
 
 def _main() -> None:

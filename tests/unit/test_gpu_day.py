@@ -44,10 +44,14 @@ def test_a_step_that_fails_names_its_suspect_and_shows_its_output() -> None:
     assert outcome.suspects == [SUSPECT] and "the reason" in outcome.output
 
 
-def test_a_step_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+@pytest.mark.parametrize("session", [False, True], ids=["same session", "own session"])
+def test_a_step_that_hangs_is_killed_with_its_children(session: bool, tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    code = (
+        "import subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}], start_new_session={session})"
+    )
     outcome = run_one(python(code), limit_s=1.0)
     assert (outcome.status, outcome.suspects) == ("killed", [SUSPECT])
     time.sleep(3)
