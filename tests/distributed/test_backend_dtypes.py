@@ -20,7 +20,7 @@ from tests.harness.ranks import run_ranks
 
 NCCL = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool}
 NCCL |= {torch.uint8, torch.int8, torch.int32, torch.int64}
-RARE = (torch.int16, torch.uint16, torch.complex64)
+RARE = (torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn)
 
 
 class _Rare(nn.Module):
