@@ -213,7 +213,7 @@ def measure_ceilings(config: Config, world: int) -> Result:
     """Bandwidth of a copy (read plus written), and rate of a bfloat16 product of random values."""
     clock = Clock(config.device)
     on_gpu = config.device.type == "cuda"
-    numel, side = (1 << 31, 8192) if on_gpu else (1 << 20, 256)
+    numel, side = (1 << 31, 8192) if on_gpu else (1 << 16, 64)
     source = torch.empty(numel, dtype=torch.uint8, device=config.device).random_(0, 256)
     target = torch.empty_like(source)
     left, right = (
