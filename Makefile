@@ -58,7 +58,7 @@ soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_random_models.py --seeds $(SEEDS) $(ARGS)
 
 faults: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_checkpoint_safety.py --every-fault $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_checkpoint_safety.py --every-fault --slow $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
