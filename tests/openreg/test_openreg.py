@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from layerzero import (
     MixedPrecision,
     OffloadPolicy,
     ParallelManager,
+    ReductionPolicy,
     ZeRO3,
 )
 from layerzero.checkpoint import get_model_state_dict, get_optimizer_state_dict, load, save
@@ -27,7 +29,7 @@ from layerzero.comm.streams import DeviceStream, Streams
 from tests.distributed.test_watchdog import Chain
 from tests.harness.checks import assert_close, assert_same_parameters
 from tests.harness.compare import Step, roundings_of, sharded, steps_of, zero3
-from tests.harness.models import CASES, WIDTH, Block, Case, Mlp, loss_of, tensors_of
+from tests.harness.models import CASES, WIDTH, Block, Case, Mlp, loss_of, rows, tensors_of
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -61,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no_prefetch": {"forward_prefetch": 0, "backward_prefetch": None},
     "unsharded": {"accumulation": "unsharded"},
     "offload": {"offload": OffloadPolicy(params=True, grads=True)},
+    "two_lanes": {"reduction": ReductionPolicy(separate_groups=True, in_flight="1MB")},
 }
 
 
@@ -331,3 +334,41 @@ def test_ranks_that_gather_different_units_are_found(library: Path) -> None:
     messages = run_ranks(2, _diverges, library)
     assert messages[0] == messages[1]
     assert "rank 0 and rank 1 issued different collectives" in messages[0]
+
+
+class ViaHost(nn.Module):
+    """Between units and inside one, what is computed goes through the CPU and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.inner = HostBlock()
+        self.threads: set[int] = set()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.blocks[1](self.inner(self.blocks[0](x)))
+        on_host = torch.tanh(x.cpu())
+        for each in (x, on_host):
+            if each.requires_grad:
+                each.register_hook(lambda _: self.threads.add(threading.get_ident()))
+        return self.blocks[2](on_host.to(x.device)), on_host.to(x.device)
+
+
+class HostBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x).cpu().to(x.device))
+
+
+def _two_threads(library: Path) -> None:
+    register(library)
+    case = Case("via host", ViaHost, (Block, HostBlock), rows)
+    batches = batches_of(case, dist.get_world_size(), steps=3)
+    expected = list(steps_of(on_device(seeded(case.build)), batches, run=_run))
+    for options in OPTIONS.values():
+        model = _wrapped(case, **options)
+        _compare(model, case, expected, batches)
+        assert len(model.module.threads) == 2, "one for nodes on the device, one for the host's"
+
+
+def test_backward_on_both_of_autograds_threads_equals_one_process(library: Path) -> None:
+    run_ranks(2, _two_threads, library, timeout=120)
