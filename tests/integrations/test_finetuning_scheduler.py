@@ -341,7 +341,9 @@ def _changed(tmp_path: Path) -> Any:
     model, watch = _short(tmp_path, strategy, _Changed, strategy_adapter_cfg=cfg)
     assert isinstance(model, _Changed) and type(model).__name__ == "_Changed"
     assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1", "head"]
-    with pytest.raises(ValueError, match=r"phase 0 thaws 'blocks.1.down.weight', which .* no lon"):
+    with pytest.raises(
+        ValueError, match=r"phase 0 unfreezes 'blocks.1.down.weight', which .* no lon"
+    ):
         _short(tmp_path, ZeRO3Strategy(), _Renamed)
     return model.losses, whole(model), watch.epochs
 
