@@ -228,12 +228,12 @@ def _torch_attention() -> None:
         (r"got 2 buffers and seq_dims=\[1\]", [symbols, mask], [1]),
         (r"buffer 1 of shape \(8,\) has no dimension 1", [symbols, mask], [1, 1]),
         (r"buffer 0 requires grad", [torch.zeros(8, requires_grad=True)], [0]),
-        (r"cp_size=2 divides, got shapes \[\(3, 8\)\]", [symbols], [0]),
+        (r"divisible by cp_size=2, got shapes \[\(3, 8\)\]", [symbols], [0]),
         (r"one sequence length.*\(3, 8\), \(4,\)", [symbols, mask[:4]], [1, 0]),
     ]:
         with pytest.raises(ValueError, match=message):
             manager.context_parallel(buffers, dims)
-    with pytest.raises(NotImplementedError, match=r"mesh is one of 'cpu' \(cp_size=2\)"):
+    with pytest.raises(NotImplementedError, match=r"mesh is on 'cpu' \(cp_size=2\)"):
         manager.context_parallel([symbols], [1])
     context._DEVICE_TYPES = ("cpu",)
     before = F.scaled_dot_product_attention
