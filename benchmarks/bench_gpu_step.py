@@ -116,9 +116,10 @@ def _with_fully_shard(model: nn.Module, flow: Flow) -> nn.Module:
             async_op: bool = False,
         ) -> Any:
             options = ReduceScatterOptions()
-            options.reduceOp = dist.ReduceOp(
-                op if flow.device.type == "cuda" else dist.ReduceOp.SUM
-            )
+            if flow.device.type != "cuda":
+                op = dist.ReduceOp.SUM  # gloo has no average; over one rank it is the sum.
+            is_plain = isinstance(op, dist.ReduceOp.RedOpType)
+            options.reduceOp = dist.ReduceOp(op) if is_plain else op
             options.asyncOp = async_op
             own = input_tensor.view(dist.get_world_size(), -1)[dist.get_rank()]
             verb = getattr(real, collectives._REDUCE_SCATTER)
