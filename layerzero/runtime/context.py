@@ -8,6 +8,7 @@ it depends neither on the root nor on other units.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -95,6 +96,21 @@ class RuntimeContext:
         `cudaMallocAsync`) is given back as soon as *that* stream is done with it.
         """
         self.streams.unshard.wait(self.streams.record_compute_event())
+
+    def before_deletion(self) -> None:
+        """Order the streams that own memory of the model after all that is queued on any of them.
+
+        `before_free` for an object that is deleted with its memory in use. Does not block the host.
+        """
+        streams = self.streams
+        if not streams.are_apart or sys.is_finalizing():
+            return  # On CPU a wait would block the host until peers take part.
+        owners = (streams.pre_unshard, streams.unshard, streams.reduce, streams.offload)
+        for stream in owners:
+            stream.drain_handle().wait()
+        compute = streams.record_compute_event()
+        for stream in owners:
+            stream.wait(compute)
 
     def note_upload(self, copied: Event) -> None:
         """`copied` follows a copy of a main shard, which the optimizer may overwrite next."""

@@ -52,6 +52,11 @@ class GradientReducer:
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
 
+    def __del__(self) -> None:
+        # After an error what is being reduced goes with the model.
+        if self.__dict__.get("_in_flight"):
+            self._context.before_deletion()
+
     def set_requires_sync(self, requires_sync: bool) -> None:
         """False: gradients accumulate from now on."""
         self.requires_sync = requires_sync

@@ -137,6 +137,11 @@ class Unit:
         self.views.show_sharded()
         self._follow_trainable()
 
+    def __del__(self) -> None:
+        # Its memory returns to the pools of several streams, whatever is still queued on others.
+        if self.has_joined:
+            self.context.before_deletion()
+
     # What users see -------------------------------------------------------------------------
 
     @property
