@@ -1,14 +1,14 @@
 """GradientBuffer: gradients of one flat parameter, from unsharded to sharded parameters.
 
-    leaf.grad --collect--> buffer --first hop--> chunk --further hops--> chunk --deliver--> .grad
-                             |                     |
-    micro-batches add up:  `_sum`, or         `shard_sum`                       (`no_sync`)
+    full .grad --collect--> buffer --first hop--> chunk --further hops--> chunk --deliver--> .grad
+                              |                     |
+     micro-batches add up:  `_sum`, or         `shard_sum`                       (`no_sync`)
 
-A leaf is an unsharded parameter. Each gradient is copied once, and the buffer's storage exists only
-from `collect` until the reduction is done. Micro-batches without synchronization add up in one of
-two places, in float32 at least: unsharded, before anything is sent, or sharded, after the first hop
-of the reduction. `.grad` is written only by `deliver`, and after it by parameter_hooks.py for
-parameters with hooks, so a backward pass that fails changes no gradient that the user can see.
+Each gradient is copied once, and the buffer's storage exists only from `collect` until the
+reduction is done. Micro-batches without synchronization add up in one of two places, in float32 at
+least: unsharded, before anything is sent, or sharded, after the first hop of the reduction. `.grad`
+is written only by `deliver`, and after it by parameter_hooks.py for parameters with hooks, so a
+backward pass that fails changes no gradient that the user can see.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class GradientBuffer:
         return segment.param, slice(segment.start, segment.stop), target
 
     def _plan_split(self) -> tuple[list[int], list[int]]:
-        """Sizes that split this rank's chunk into pieces and gaps; parameter of each, -1: a gap."""
+        """Sizes of the gradients and gaps in this rank's chunk; parameter of each, -1: a gap."""
         sizes, indices, end = [], [], 0
         own = self.layout.chunk(self._placement.main_shard_index)
         for owned in sorted(own, key=lambda owned: owned.offset):

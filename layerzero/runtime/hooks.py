@@ -131,7 +131,7 @@ def _method_of(module: nn.Module, name: str) -> Method:
     function = getattr(bound, "__func__", None)
     if function is None or getattr(bound, "__self__", None) is not module:
         return bound
-    # Bound anew at each call: a bound method stored on its own module is a cycle, and the
+    # Bound again at each call: a bound method stored on its own module is a cycle, and the
     # module's memory would wait for the garbage collector.
     is_of_class = getattr(type(module), name, None) is function
     return _bind_late(function, weakref.ref(module), name if is_of_class else None)

@@ -132,7 +132,7 @@ class UnshardScheduler:
                     # would gather it there.
                     other.unshard()
             else:
-                # These were to last until this forward, which decides anew.
+                # These were to last until this forward, which decides again.
                 other.end_hold(_FIRST | _OF_A_FORWARD)
         self._last = None
         if weights_may_have_changed:
@@ -261,7 +261,7 @@ class UnshardScheduler:
         is collective. So ranks record, predict and prefetch alike.
         """
         if self._last is unit:
-            # Its use begins again; `free_after_forward` or `free_in_backward` decides anew.
+            # Its use begins again; `free_after_forward` or `free_in_backward` decides again.
             self._last = None
             unit.end_hold(_LAST)
         # GATHERING counts as a visit: a correct prefetch must not drop the unit from the order.

@@ -165,8 +165,8 @@ def _from_first(
     """The first rank's state dict on every rank, with shards for its tensors. Collective.
 
     Args:
-        pieces: maps paths to sharded parameters; tensors at a path, or one level below it, have the
-            original shape of that parameter.
+        sharded_params: keyed by path; tensors at a path, or one level below it, have the original
+            shape of the parameter.
     """
     refuse_experts(root, "broadcast_from_rank0")
     together = checkpoint_group_of(root, None)

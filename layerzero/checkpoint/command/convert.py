@@ -2,7 +2,7 @@
 
 Runs in one process without a model. Copies tensor by tensor, large ones in chunks, and verifies
 checksums while reading. A checkpoint's own `model*.safetensors` are such files already; this casts,
-selects, renames and splits them anew.
+selects, renames and splits them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Names, global shapes and offsets are those of the unsharded model's `sharded_state_dict`, so
 `megatron.core.dist_checkpointing` writes one format for both. A checkpoint of Megatron's own data
 parallelism loads into a sharded model and vice versa, at any sizes of data-parallel, shard,
-tensor-parallel and pipeline groups. pieces.py explains how.
+tensor-parallel and pipeline groups. shards.py explains how.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chooses the units of a Megatron model and the dtypes of their parameters.
 
-Note [Main parameters are the pieces]
+Note [Main parameters are the sharded parameters]
     In a bf16 or fp16 model, sharded parameters are float32 and unsharded parameters 16-bit. So the
     optimizer updates the sharded parameters directly, without the float32 copies that Megatron's
     own optimizer needs.
@@ -105,8 +105,8 @@ def widen(
 ) -> MixedPrecision | None:
     """Cast 16-bit parameters to float32, and return a MixedPrecision that computes in 16 bits.
 
-    See Note [Main parameters are the pieces]. Parameters that are float32 in a 16-bit model are
-    also used in float32.
+    See Note [Main parameters are the sharded parameters]. Parameters that are float32 in a 16-bit
+    model are also used in float32.
 
     Args:
         given: the user's settings, which are completed; returned unchanged for a float32 model.
