@@ -389,12 +389,53 @@ BLOCKING: list[Row] = [
     _blocks(without.waiting_for_an_event, "synchronize of an event on compute"),
     _blocks(without.waiting_for_the_device, "synchronize of reduce"),
 ]
+ON_CURRENT_STREAM: list[Row] = [
+    (
+        without.without_waiting_for_marks,
+        "default",
+        plain_steps,
+        Race("full buffer", UNSHARD, COMPUTE),
+    ),
+    (
+        without.without_waiting_for_gathers,
+        "default",
+        plain_steps,
+        Race("full buffer", COMPUTE, UNSHARD),
+    ),
+    (
+        without.without_the_event_of_weights,
+        "default",
+        plain_steps,
+        Race("main shard", UNSHARD, COMPUTE),
+    ),
+    (without.without_waiting_before_frees, "default", plain_steps, FULL_FREED),
+    (
+        without.without_the_event_of_collected_gradients,
+        "default",
+        plain_steps,
+        Race("gradient buffer", REDUCE, COMPUTE),
+    ),
+    (
+        without.without_compute_waiting_for_reductions,
+        "default",
+        plain_steps,
+        Free("gradient buffer", COMPUTE, REDUCE),
+    ),
+    (
+        without.without_the_event_of_the_cast,
+        "bfloat16",
+        plain_steps,
+        Race("compute shard", UNSHARD, CAST),
+    ),
+]
+"""Where collectives return no work, as NCCL's."""
 GROUPS: dict[str, tuple[int, dict[str, dict[str, Any]], list[Row]]] = {
     "one shard group": (2, SETTINGS, ONE_GROUP),
     "outer axis": (4, LAYERED, LAYERS),
     "whole parameters": (2, LAYERED, WHOLE),
     "host": (2, OFFLOADED, WITH_HOST),
     "blocking": (2, SETTINGS, BLOCKING),
+    "on the current stream": (2, SETTINGS, ON_CURRENT_STREAM),
 }
 
 
@@ -406,13 +447,15 @@ def _found(device: SimulatedDevice) -> set[Race | Free | Blocks]:
     }
 
 
-def _not_found(settings: dict[str, dict[str, Any]], rows: list[Row]) -> list[str]:
+def _not_found(
+    settings: dict[str, dict[str, Any]], rows: list[Row], on_current_stream: bool
+) -> list[str]:
     runs: dict[tuple[Defect, str, Callable[..., None]], list[Race | Free | Blocks]] = {}
     for defect, setting, use, reason in rows:
         runs.setdefault((defect, setting, use), []).append(reason)
     missed = []
     for (defect, setting, use), reasons in runs.items():
-        with defect(), simulated_device() as device:
+        with defect(), simulated_device(on_current_stream=on_current_stream) as device:
             model = wrapped(**settings[setting])
             use(model)
             del model
@@ -428,7 +471,8 @@ def _not_found(settings: dict[str, dict[str, Any]], rows: list[Row]) -> list[str
 @pytest.mark.parametrize("group", GROUPS)
 def test_it_is_found_for_its_own_reason(group: str) -> None:
     world_size, settings, rows = GROUPS[group]
-    for missed in run_fake_ranks((0, world_size - 1), world_size, _not_found, settings, rows):
+    arguments = settings, rows, group == "on the current stream"
+    for missed in run_fake_ranks((0, world_size - 1), world_size, _not_found, *arguments):
         assert missed == []
 
 
