@@ -319,7 +319,7 @@ class SimulatedDevice(TorchDispatchMode):
         if facts.is_view:
             return
         outputs = _tensors_in(result)
-        on_host = self._runs_on_host(args, kwargs)
+        on_host = self._runs_on_host(facts, args, kwargs)
         stream = self.host_stream if on_host else self._stream
         if name in _ALLOCATES:
             for output in outputs:
@@ -342,18 +342,18 @@ class SimulatedDevice(TorchDispatchMode):
         if not on_host and self._blocks_host(name, args, kwargs):
             self.host.wait(stream.clock, name)
 
-    def _runs_on_host(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether all tensors are the host's; a number of the host's is at home on both sides."""
+    def _runs_on_host(self, facts: _Facts, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether all tensors are the host's; a number that is only read is at home on both."""
         if kwargs.get("device") is not None:
             return False
         found = False
-        for given in (args, tuple(kwargs.values())):
+        for position, (argument, writes) in enumerate(facts.arguments):
+            given = args[position] if position < len(args) else kwargs.get(argument)
             for tensor in _tensors_in(given):
-                if not self.memory.is_on_host(tensor):
-                    if tensor.dim():
-                        return False
-                    continue
-                found = True
+                if self.memory.is_on_host(tensor):
+                    found = True
+                elif tensor.dim() or writes:
+                    return False
         return found
 
     def _blocks_host(self, name: str, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -190,3 +190,12 @@ def test_seeds_draw_when_events_happen_and_streams_stay_in_order() -> None:
 
     assert answers(1) == answers(1)
     assert len({tuple(answers(seed)) for seed in range(5)}) > 1
+
+
+def test_a_number_that_the_host_sends_is_the_devices() -> None:
+    with simulated_device() as device:
+        number = HostMemory(pin_memory=True, device=CPU).empty(1, torch.float32).fill_(2)[0] * 1
+        assert device.is_on_host(number)
+        sent = number.to(CPU)
+        assert not device.is_on_host(sent)
+        assert device.is_on_host(number)
