@@ -130,7 +130,11 @@ class PartAttention(Attention):
         length, start = x.shape[1], 0
         if self.group is not None:
             start = length * self.group.rank()
-            key, value = (all_gather_tensor_autograd(each, 2, self.group) for each in (key, value))
+            # torch 2.11 gathers only what is contiguous.
+            key, value = (
+                all_gather_tensor_autograd(each.contiguous(), 2, self.group)
+                for each in (key, value)
+            )
         visible = torch.arange(key.shape[2]) <= torch.arange(length)[:, None] + start
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
         return self.out(mixed.transpose(1, 2).flatten(2))
