@@ -4,11 +4,13 @@
 PYTHON ?= python3
 ARGS ?=
 
-VENV := .venv
+# Another torch than that of constraints.txt, in an environment of its own: make test TORCH=2.11.0
+TORCH ?=
+VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h tests/ops/*.cpp tests/openreg/*.cpp)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 # Half of the cores, at least one: two ranks share the machine.
@@ -107,11 +109,12 @@ $(INSTALLED): constraints.txt setup.py pyproject.toml $(wildcard csrc/*.cpp csrc
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "layerzero needs Python 3.10 or newer, $(PYTHON) is " + sys.version)'
 	@echo "Setting up $(VENV) (the first time, torch takes a minute or so to download)"
 	$(PYTHON) -m venv $(VENV)
+	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
 	$(PIP_INSTALL) torch setuptools
 	$(PIP_INSTALL) --no-build-isolation --use-pep517 --editable '.[examples,dev]'
 	@$(BIN)/python -c 'import layerzero; s = layerzero.native_status(); s.native or print("layerzero runs plain torch, slower:", s.reason)'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) build dist layerzero/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-torch-* $(DOCS_VENV) build dist layerzero/_C*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
