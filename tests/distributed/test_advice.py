@@ -79,7 +79,7 @@ def _warned() -> dict[str, list[str]]:
     return told
 
 
-def test_a_choice_without_effect_is_told_once_by_the_first_rank() -> None:
+def test_a_choice_without_effect_warns_once_on_the_first_rank() -> None:
     first, second = run_ranks(2, _warned)
     assert not any(second.values()), second
     assert "no module is a Blok; the whole model is one unit" in first["class"][0]

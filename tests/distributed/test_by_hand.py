@@ -32,7 +32,7 @@ def _pregather() -> None:
         for wait in (True, False):
             with recorded_operations(model) as operations:
                 pregather(model, wait=wait)
-            # What is there stays; `parameters()` are pieces all the while.
+            # What is there stays; `parameters()` are shards all the while.
             assert names(operations) == (sorted(ALL) if wait else [])
         assert all(parameter.dim() == 1 for parameter in model.parameters())
         assert all(full_nbytes(model).values())

@@ -162,7 +162,7 @@ def _left_alone() -> None:
         assert_trains_alike(model, plain, batches)
     assert_trains_alike(zero3(Caching, Block), seeded(Caching), batches)
     model = zero3(Mlp, Block)
-    model.unshard()  # leaves are shown, not pieces
+    model.unshard()  # modules show unsharded parameters
     model(torch.randn(2, WIDTH))
     model.blocks.append(nn.Identity())
     assert_same_values(model, seeded(Mlp))

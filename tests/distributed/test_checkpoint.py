@@ -538,7 +538,7 @@ def _partly(root: str) -> list[str]:
     return messages
 
 
-def test_a_part_loads_on_request_and_what_was_left_is_told(tmp_path: Path) -> None:
+def test_a_part_loads_on_request_and_the_rest_is_reported(tmp_path: Path) -> None:
     told = run_ranks(2, _partly, str(tmp_path))
     assert [len(messages) for messages in told] == [2, 0]
     assert "missing in the checkpoint: blocks.3.down.bias" in told[0][0]

@@ -268,7 +268,7 @@ def test_damage_at_random_places_is_refused_before_anything_changes(tmp_path: Pa
 
 
 def _replica_damage(root: str) -> None:
-    """What one rank alone misreads is noticed too, also where another rank has the same piece."""
+    """What one rank alone misreads is noticed too, also where another rank has the same shard."""
     torch.manual_seed(0)
     model = ZeRO3(Mlp(), auto_wrap_policy={Block}, zero3_size=1, outer="replicate")
     save(root, model)

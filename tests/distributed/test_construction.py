@@ -117,15 +117,15 @@ def test_the_ranges_of_all_ranks_tile_each_parameter(world_size: int) -> None:
         assert end == parameter.numel(), name
 
 
-def _pieces_are_parts_of_the_value() -> None:
+def _shards_are_parts_of_the_value() -> None:
     model, plain = zero3(OddShapes, nn.Sequential), seeded(OddShapes)
     for own, full in zip(model.parameters(), plain.parameters(), strict=True):
         start, stop = own.layerzero.range
         assert_bitwise(own.detach(), full.detach().reshape(-1)[start:stop], own.layerzero.fqn)
 
 
-def test_a_piece_is_its_range_of_the_flattened_original() -> None:
-    run_ranks(3, _pieces_are_parts_of_the_value)
+def test_a_shard_is_its_range_of_the_flattened_original() -> None:
+    run_ranks(3, _shards_are_parts_of_the_value)
 
 
 def _balanced() -> list[int]:
@@ -198,7 +198,7 @@ def _attributes_of_parameters() -> None:
         assert dict(model.named_parameters())["head.weight"].shared is True
 
 
-def test_attributes_of_a_parameter_are_on_its_piece() -> None:
+def test_attributes_of_a_parameter_are_on_its_shard() -> None:
     run_ranks(2, _attributes_of_parameters)
 
 
@@ -503,7 +503,7 @@ def _old_optimizer() -> None:
     model = seeded(Mlp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()  # its state is of whole parameters: it cannot go on with the pieces
+    optimizer.step()  # its state is of whole parameters: it cannot go on with the shards
     with warns_on_first_rank("optimizer"):
         ZeRO3(model, auto_wrap_policy={Block})
 
@@ -529,7 +529,7 @@ def test_data_of_another_shape_after_wrapping_is_refused_with_the_name() -> None
 
 
 def _kept_data() -> None:
-    """Values assigned through `.data` in the piece's shape are the parameter's from then on."""
+    """Values assigned through `.data` in the shard's shape are the parameter's from then on."""
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     for parameter in model.parameters():
         parameter.data = parameter.data * 2

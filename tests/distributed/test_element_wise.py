@@ -1,4 +1,4 @@
-"""What takes pieces for whole parameters is told so: optimizers, torch's norm, groups by shape."""
+"""Code that takes shards for whole parameters warns: optimizers, norms, groups by shape."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _optimizers() -> None:
     _expect(messages)
 
 
-def test_an_optimizer_that_is_not_element_wise_is_told_once_on_the_first_rank() -> None:
+def test_an_optimizer_that_is_not_element_wise_warns_once_on_the_first_rank() -> None:
     run_ranks(2, _optimizers)
 
 
@@ -207,7 +207,7 @@ def _second_order() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_lbfgs_is_refused_on_every_rank_unless_pieces_are_whole(world_size: int) -> None:
+def test_lbfgs_is_refused_on_every_rank_unless_shards_are_whole(world_size: int) -> None:
     run_ranks(world_size, _second_order)
 
 
@@ -233,7 +233,7 @@ def _clips() -> None:
     _expect(messages, "get_total_norm", "layerzero.global_norm(model)")
 
 
-def test_torchs_norm_of_pieces_is_told() -> None:
+def test_torchs_norm_of_shards_warns() -> None:
     run_ranks(2, _clips)
 
 
@@ -277,7 +277,7 @@ def _groups() -> None:
 
 
 def _all_in_one_group() -> None:
-    """The usual recipe: weight decay for matrices. Pieces have one dimension."""
+    """The usual recipe: weight decay for matrices. Shards have one dimension."""
     model, _ = _with_gradients()
     sharded_params = list(model.parameters())
     matrices, vectors = (
@@ -293,9 +293,9 @@ def _all_in_one_group() -> None:
     _expect(messages, "weight_decay=0.1 is empty", "decay_groups(model, weight_decay=0.1)")
 
 
-def test_decay_groups_that_fell_into_one_are_told() -> None:
+def test_decay_groups_that_fell_into_one_warn() -> None:
     run_ranks(2, _all_in_one_group)
 
 
-def test_groups_by_the_dimensions_of_pieces_are_told() -> None:
+def test_groups_by_the_dimensions_of_shards_warn() -> None:
     run_ranks(2, _groups)

@@ -1,4 +1,4 @@
-"""Norms and parameter groups of whole parameters, from pieces."""
+"""Norms and parameter groups of whole parameters, from shards."""
 
 import math
 
@@ -40,7 +40,7 @@ def _of_everything() -> None:
             _assert_norm(values, list(plain.parameters()), norm_type, f"{name}: values")
             gradients = [p.grad for p in plain.parameters() if p.grad is not None]
             own = [p.grad for p in model.parameters() if p.grad is not None]
-            assert len(own) == len(gradients), "also of pieces without elements"
+            assert len(own) == len(gradients), "also of shards without elements"
             _assert_norm(global_norm(own, norm_type), gradients, norm_type, f"{name}: gradients")
             of_model = global_norm(model, norm_type)
             assert_bitwise(of_model, model.clip_grad_norm_(math.inf, norm_type), name)
@@ -55,7 +55,7 @@ def _of_everything() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_norms_of_pieces_are_those_of_whole_parameters(world_size: int) -> None:
+def test_norms_of_shards_are_those_of_whole_parameters(world_size: int) -> None:
     run_ranks(world_size, _of_everything)
 
 

@@ -125,7 +125,7 @@ def test_inputs_get_their_gradient() -> None:
     run_ranks(2, _gradients_of_the_input)
 
 
-def _pieces_have_gradients_of_their_size() -> list[tuple[str, int]]:
+def _shards_have_gradients_of_their_size() -> list[tuple[str, int]]:
     model = zero3(Mlp, Block)
     batch = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)[0][dist.get_rank()]
     loss = forward_backward(model, batch)
@@ -142,8 +142,8 @@ def _pieces_have_gradients_of_their_size() -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_has_a_gradient_for_every_piece(world_size: int) -> None:
-    sharded_params = run_ranks(world_size, _pieces_have_gradients_of_their_size)
+def test_every_rank_has_a_gradient_for_every_shard(world_size: int) -> None:
+    sharded_params = run_ranks(world_size, _shards_have_gradients_of_their_size)
     full = {name: parameter.numel() for name, parameter in seeded(Mlp).named_parameters()}
     for name, numel in full.items():
         assert sum(dict(each)[name] for each in sharded_params) == numel

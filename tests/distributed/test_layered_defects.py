@@ -132,7 +132,7 @@ def test_frozen_units_let_gradients_through() -> None:
 
 
 def _state_dict_after_evaluation() -> None:
-    """8: pieces, whatever ran before."""
+    """8: shards, whatever ran before."""
     for layers in LAYERS:
         model = sharded(CASES["mlp"], reshard_after_forward=False, **layers)
         before = {name: value.local.clone() for name, value in model.state_dict().items()}
@@ -143,7 +143,7 @@ def _state_dict_after_evaluation() -> None:
                 assert_bitwise(value.local, before[name], name)
 
 
-def test_a_state_dict_after_an_evaluation_has_the_pieces() -> None:
+def test_a_state_dict_after_an_evaluation_has_the_shards() -> None:
     run_ranks(4, _state_dict_after_evaluation)
 
 

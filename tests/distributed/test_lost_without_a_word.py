@@ -119,7 +119,7 @@ def _penalty(power: int) -> tuple[list[str], bool]:
     return [str(each.message) for each in caught], is_right
 
 
-def test_a_penalty_on_pieces_is_told_by_the_first_rank() -> None:
+def test_a_penalty_on_shards_warns_on_the_first_rank() -> None:
     (norms, is_right), (others, _) = run_ranks(2, _penalty, 1)
     assert not is_right and others == []
     (told,) = norms
@@ -136,11 +136,11 @@ def _hooked() -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_gradients_of_pieces_with_hooks_are_nothing_to_tell() -> None:
+def test_gradients_of_shards_with_hooks_warn_of_nothing() -> None:
     assert run_ranks(2, _hooked) == [[], []]
 
 
-def test_an_l2_penalty_on_pieces_is_right() -> None:
+def test_an_l2_penalty_on_shards_is_right() -> None:
     assert all(is_right for _, is_right in run_ranks(2, _penalty, 2))
 
 
@@ -169,7 +169,7 @@ def _refused_around() -> None:
         torch.func.vmap(model)(batch())
 
 
-def test_engines_that_would_mix_up_pieces_are_refused() -> None:
+def test_engines_that_would_mix_up_shards_are_refused() -> None:
     run_ranks(2, _refused_around)
 
 
@@ -186,7 +186,7 @@ def _scaled(scaler: type[torch.amp.GradScaler]) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_the_scaler_of_torch_is_told_of_once() -> None:
+def test_the_scaler_of_torch_warns_once() -> None:
     (told,), nothing = run_ranks(2, _scaled, torch.amp.GradScaler)
     assert "use layerzero.GradScaler" in told and nothing == []
     assert run_ranks(2, _scaled, layerzero.GradScaler) == [[], []]

@@ -35,7 +35,7 @@ SETTINGS: list[tuple[type[nn.Module], str, State]] = [
     (Mlp, "adamw", {}),
     (Mlp, "momentum", {"zero3_size": 1, "outer": "zero1"}),
     (TiedAcrossUnits, "adamw", {"zero3_size": 1, "outer": "replicate"}),
-    (OddShapes, "amsgrad", {}),  # more ranks than elements: pieces are empty somewhere
+    (OddShapes, "amsgrad", {}),  # more ranks than elements: shards are empty somewhere
     (FrozenParts, "momentum", {}),
     (Mlp, "adagrad", {}),
 ]
@@ -396,5 +396,5 @@ def _unequal() -> None:
         theirs._gather_state_dict(weights)
 
 
-def test_ranks_that_would_gather_different_tensors_are_told_so() -> None:
+def test_ranks_that_would_gather_different_tensors_raise() -> None:
     run_ranks(2, _unequal)

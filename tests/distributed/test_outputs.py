@@ -333,5 +333,5 @@ def _borrowed() -> None:
     assert "sharded" not in str(raised.value)
 
 
-def test_an_error_where_a_piece_was_used_names_the_parameter_and_what_to_do() -> None:
+def test_an_error_where_a_shard_was_used_names_the_parameter_and_what_to_do() -> None:
     run_ranks(2, _borrowed)

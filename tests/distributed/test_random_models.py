@@ -216,7 +216,7 @@ class _Run:
         self._generator = torch.Generator().manual_seed(seed)
         self._hooked: set[str] = set()
         self._ran: set[str] = set()
-        if seed % 2:  # the others may grow, and pieces that are laid out anew lose their hooks
+        if seed % 2:  # the others may grow, and shards that are laid out anew lose their hooks
             self._put_hooks(random.Random(~seed))
 
     def _put_hooks(self, rng: random.Random) -> None:

@@ -110,7 +110,7 @@ def _hooked() -> None:
     assert ran == ["blocks.0.up.bias"]
 
 
-def test_hooks_stay_on_pieces_that_stay_and_others_are_told_of() -> None:
+def test_hooks_stay_on_shards_that_stay_and_a_warning_names_the_others() -> None:
     run_ranks(2, _hooked)
 
 

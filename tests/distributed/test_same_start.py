@@ -58,7 +58,7 @@ def _other_values() -> dict[str, list[str]]:
     return told
 
 
-def test_ranks_that_start_from_other_values_are_told_by_the_first() -> None:
+def test_ranks_that_start_from_other_values_warn_on_the_first() -> None:
     first, *others = run_ranks(3, _other_values)
     assert not any(any(each.values()) for each in others)
     start = {name: each[0] for name, each in first.items() if each}

@@ -226,7 +226,7 @@ def _shards_alone() -> None:
         model.load_state_dict({**copied, "stem.weight": torch.ones(5, 4)})
     with pytest.raises(RuntimeError, match=r"Missing key.*head"):
         model.load_state_dict({n: v for n, v in copied.items() if "head" not in n})
-    model.load_state_dict(expected, assign=True)  # the pieces stay the parameters
+    model.load_state_dict(expected, assign=True)  # the shards stay the parameters
     loss_of(model(torch.ones(1, WIDTH))).backward()
     assert all(p.grad is not None for p in model.parameters() if p.numel())
     inner = model.blocks[0].state_dict()

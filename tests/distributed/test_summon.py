@@ -98,7 +98,7 @@ def _only_rank_0_sees_them() -> None:
             )
 
 
-def test_with_rank0_only_the_others_keep_their_pieces() -> None:
+def test_with_rank0_only_the_others_keep_their_shards() -> None:
     run_ranks(2, _only_rank_0_sees_them)
 
 
@@ -179,7 +179,7 @@ def _exception_inside() -> None:
     assert_trains_alike(model, plain, batches)
 
 
-def test_an_exception_inside_leaves_the_pieces_in_place() -> None:
+def test_an_exception_inside_leaves_the_shards_in_place() -> None:
     run_ranks(2, _exception_inside)
 
 

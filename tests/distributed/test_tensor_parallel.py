@@ -448,7 +448,7 @@ def test_all_ranks_of_the_mesh_agree_on_an_overflow() -> None:
 
 
 def _rebuild(model: ZeRO3) -> dict[str, Tensor]:
-    """The whole parameters, from what `parameter.layerzero` tells of every rank's pieces."""
+    """The whole parameters, from what `parameter.layerzero` says of every rank's shards."""
     own = []
     for name, sharded_param in model.named_parameters():
         info = sharded_param.layerzero
@@ -484,7 +484,7 @@ def _marks() -> None:
         assert rows == (7, 6)[mesh["tp"].get_local_rank()]
 
 
-def test_marks_tell_where_every_piece_lies() -> None:
+def test_marks_say_where_every_shard_lies() -> None:
     run_ranks(4, _marks)
 
 

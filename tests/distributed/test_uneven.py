@@ -79,8 +79,8 @@ def test_sizes_of_every_remainder_train(world_size: int) -> None:
     run_ranks(world_size, _widths)
 
 
-def _optimizers_with_empty_pieces() -> None:
-    """Pieces of no element are ordinary parameters to torch's optimizers."""
+def _optimizers_with_empty_shards() -> None:
+    """Shards of no element are ordinary parameters to torch's optimizers."""
     kinds = {
         "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, nesterov=True, momentum=0.9),
         "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, eps=1e-4),
@@ -105,8 +105,8 @@ def _optimizers_with_empty_pieces() -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
-def test_element_wise_optimizers_take_pieces_of_no_element() -> None:
-    run_ranks(3, _optimizers_with_empty_pieces)
+def test_element_wise_optimizers_take_shards_of_no_element() -> None:
+    run_ranks(3, _optimizers_with_empty_shards)
 
 
 def _batches_of_other_sizes() -> None:
@@ -171,5 +171,5 @@ def _groups_by_name() -> None:
     assert full_parameters(model)
 
 
-def test_parameter_groups_by_name_and_schedulers_work_on_pieces() -> None:
+def test_parameter_groups_by_name_and_schedulers_work_on_shards() -> None:
     run_ranks(3, _groups_by_name)

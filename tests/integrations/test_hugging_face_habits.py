@@ -166,7 +166,7 @@ def test_a_launcher_on_a_machine_without_an_accelerator_needs_use_cpu(tmp_path: 
 # Saving ----------------------------------------------------------------------------------------
 
 
-def _refuses_to_save_pieces(folder: str) -> None:
+def _refuses_to_save_shards(folder: str) -> None:
     from layerzero.integrations.transformers import shard
 
     as_if_launched(True)
@@ -199,8 +199,8 @@ def _refuses_to_save_pieces(folder: str) -> None:
     assert not (root / "refused").exists()
 
 
-def test_pieces_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
-    run_ranks(2, _refuses_to_save_pieces, str(tmp_path), timeout=120)
+def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
+    run_ranks(2, _refuses_to_save_shards, str(tmp_path), timeout=120)
 
 
 def _automatic(folder: str) -> None:

@@ -227,7 +227,7 @@ def _folders(tmp_path: Path) -> None:
         assert model.losses == whole.losses[NUM_BATCHES:]
         assert_same_parameters(full(model), full(whole))
         assert model.num_calls == 2 * NUM_BATCHES
-    # Other units, other places of pieces.
+    # Other units, so shards lie elsewhere.
     model = _resumed(path, ZeRO3Strategy())
     assert model.losses == whole.losses[NUM_BATCHES:]
     _a_callback_keeps_the_best(tmp_path)

@@ -229,7 +229,7 @@ def test_groups_and_attributes_are_those_of_the_original_parameters() -> None:
     run_ranks(2, _same_groups)
 
 
-def _pieces_are_float32() -> None:
+def _shards_are_float32() -> None:
     def run(options: Any) -> None:
         from layerzero.integrations.megatron import ZeRO3DataParallel
 
@@ -257,8 +257,8 @@ def _pieces_are_float32() -> None:
     _on_megatrons_ranks([*SMALL, "--dtype", "bf16"], run)
 
 
-def test_pieces_of_a_16_bit_model_are_float32() -> None:
-    run_ranks(1, _pieces_are_float32)
+def test_shards_of_a_16_bit_model_are_float32() -> None:
+    run_ranks(1, _shards_are_float32)
 
 
 # The data-parallel surface ---------------------------------------------------------------------

@@ -334,7 +334,7 @@ def _build_without_network() -> None:
             entries = _entries(model, optimizer)
         assert (sent.nbytes, operations) == (0, [])
         assert full_nbytes(model) == resident == dict.fromkeys(resident, 0)
-        # And the modules show the pieces again.
+        # And the modules show the shards again.
         assert all(not parameter.is_meta for parameter in model.parameters())
         assert entries["model"].keys() >= dict(model.named_parameters()).keys()
         assert not optimizer.state

@@ -511,7 +511,7 @@ def _refuses(folder: str) -> None:
         ZeRO3Trainer(nn.Linear(2, 2), arguments(folder))
     with pytest.raises(ValueError, match="the model is sharded"):
         ZeRO3Trainer(shard(build("llama")), arguments(folder), zero3={"forward_prefetch": 2})
-    # An optimizer that was built first goes on with the pieces, unless it has stepped.
+    # An optimizer that was built first goes on with the shards, unless it has stepped.
     module = build("llama")
     adam = torch.optim.AdamW(module.parameters())
     ZeRO3Trainer(module, arguments(folder), optimizers=(adam, None))

@@ -1,4 +1,4 @@
-"""Every torch optimizer that is given a piece of a wrapped model is known from then on."""
+"""Functions that are called for each torch optimizer of sharded parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     ],
     ids=["list", "second group", "named", "subclass"],
 )
-def test_an_optimizer_is_met_once_when_it_gets_a_piece(calls: Calls, make: object) -> None:
+def test_functions_are_called_once_for_an_optimizer_of_shards(calls: Calls, make: object) -> None:
     optimizer = make(sharded_param())  # type: ignore[operator]
     named = "param_names" in optimizer.param_groups[0]
     optimizer.add_param_group(

@@ -219,7 +219,7 @@ def test_one_flipped_bit_anywhere_is_found_and_named(
     assert main(["verify", str(latest)]) == 0
 
 
-def test_all_damage_is_told_not_only_the_first(
+def test_all_damage_is_reported_not_only_the_first(
     latest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = _description(capsys, latest, "--tensors")["checkpoint"]["tensors"]
@@ -247,7 +247,7 @@ class Planted:
         return (Path.touch, (self.path,))
 
 
-def test_a_planted_pickle_is_told_of_and_never_opened(
+def test_a_planted_pickle_is_reported_and_never_opened(
     latest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark = tmp_path / "opened"

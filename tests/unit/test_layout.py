@@ -107,7 +107,7 @@ def test_frozen_parameters_take_no_room_among_gradients(layout: FlatLayout) -> N
 
 
 def _table(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[list[ShardRange]]]:
-    """Chunk size and every rank's pieces, packed rank by rank: what the arithmetic must come to."""
+    """Chunk size and every rank's shards, packed rank by rank: what the arithmetic must come to."""
     if len(trainable) == len(layout.numels):
         chunks = [list(layout.shard_ranges(rank)) for rank in range(layout.group_size)]
         return layout.shard_numel, chunks

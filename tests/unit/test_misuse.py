@@ -38,7 +38,7 @@ linear(x, model.module[1].weight)
 """
 
 
-def test_only_an_error_where_a_piece_was_used_names_it(tmp_path: Path) -> None:
+def test_only_an_error_where_a_shard_was_used_names_it(tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # a file: the failing line is read from it
     program.write_text(_PROGRAM)
     found = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)

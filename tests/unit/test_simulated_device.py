@@ -123,7 +123,7 @@ def _host_waits(operation: Callable[[torch.Tensor], object]) -> SimulatedDevice:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_what_blocks_the_host_is_told(name: str) -> None:
+def test_what_blocks_the_host_is_reported(name: str) -> None:
     assert _host_waits(BLOCKS[name]).host_waits
 
 
