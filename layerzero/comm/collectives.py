@@ -295,7 +295,7 @@ def broadcast(
     """Broadcast from group rank `source`, in place. Collective; does not block the host."""
     global_rank, process_group = group.ranks[source], group.process_group
     sent = tensor if tensor.dtype in _SENT_BY_ALL else tensor.view(-1).view(torch.uint8)
-    has_work = not _runs_on_current_stream(group)
+    has_work = group.backend not in _ON_CURRENT_STREAM
     return _start(
         operation,
         tensor,
@@ -337,7 +337,7 @@ def _all_to_all(
     if not messages_carry_names(group, chunks.device):
         given = chunks if order is None else torch.cat(own)
         received = torch.empty_like(given)
-        has_work = not _runs_on_current_stream(group)
+        has_work = group.backend not in _ON_CURRENT_STREAM
         pending = _start(
             operation,
             given,
@@ -389,10 +389,6 @@ def messages_carry_names(group: ShardGroup, device: torch.device) -> bool:
     return group.backend == "gloo" and device.type == "cpu"
 
 
-def _runs_on_current_stream(group: ShardGroup) -> bool:
-    return group.backend in _ON_CURRENT_STREAM
-
-
 def _start(
     operation: Operation,
     tensor: torch.Tensor,
@@ -417,7 +413,7 @@ def _issue_all_gather(
     if full.dtype not in _SENT_BY_ALL:
         full, shard = full.view(torch.uint8), shard.view(torch.uint8)
     options = AllgatherOptions()
-    options.asyncOp = not _runs_on_current_stream(group)
+    options.asyncOp = group.backend not in _ON_CURRENT_STREAM
     return getattr(group.process_group, _ALL_GATHER)(full, shard, options)
 
 
@@ -429,7 +425,7 @@ def _issue_reduce_scatter(
         summed, chunks = torch.view_as_real(summed), torch.view_as_real(chunks)
     options = ReduceScatterOptions()
     options.reduceOp = dist.ReduceOp(op)
-    options.asyncOp = not _runs_on_current_stream(group)
+    options.asyncOp = group.backend not in _ON_CURRENT_STREAM
     return getattr(group.process_group, _REDUCE_SCATTER)(summed, chunks, options)
 
 
