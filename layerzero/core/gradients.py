@@ -350,7 +350,7 @@ class GradientBuffer:
                 sharded.grad = gradient
             else:
                 sharded.grad.add_(gradient)
-        hooked.sort(key=itemgetter(0))  # Pieces come in the order of this rank's chunk.
+        hooked.sort(key=itemgetter(0))  # Parts come in the order of this rank's chunk.
         return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
     def _parts_of(

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.core.tensor_parallel import TensorParallelSplit
 
 _ATTRIBUTE = "layerzero"
-_SHARDED_PARAM = "_layerzero_piece"
+_SHARDED_PARAM = "_layerzero_sharded_param"
 
 
 @dataclass(frozen=True)

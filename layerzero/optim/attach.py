@@ -2,7 +2,7 @@
 
 Callbacks are registered once, at import:
 
-    @attach.on_pieces
+    @attach.on_sharded_params
     def _show_shards(optimizer): ...      # it has just been given its first sharded parameter
 
     @attach.on_first_step

@@ -36,7 +36,7 @@ def differs_on_parts(optimizer: torch.optim.Optimizer, ndim: int, num_parts: int
     Args:
         optimizer: stays unchanged.
         ndim: dimensions of the whole parameter, 1 or 2.
-        num_pieces: number of 1-D parts to compare with, 1 or 2.
+        num_parts: number of 1-D parts to compare with, 1 or 2.
     """
     whole = (_ROWS, _COLUMNS) if ndim == 2 else (_ROWS * _COLUMNS,)
     try:

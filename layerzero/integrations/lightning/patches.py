@@ -18,7 +18,7 @@ from torch import nn
 from layerzero.integrations.engine import get_info
 from layerzero.integrations.parameter_counts import count, is_sharded
 
-_PATCHED = "_layerzero_knows_pieces"
+_PATCHED = "_layerzero_patched"
 
 
 def patch_lightning() -> None:

@@ -35,7 +35,7 @@ from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.parameters import main_parameters, put_main_parameters
 from layerzero.integrations.megatron.ranks import MegatronRanks, Totals
 
-_SHARDS = "pieces"
+_SHARDS = "pieces"  # As in files that exist.
 """Key of our per-rank optimizer state; no Megatron format uses it."""
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
