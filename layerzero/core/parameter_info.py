@@ -21,15 +21,20 @@ class ParameterInfo:
     fqn: str
     """Original dotted name in the outermost wrapped module."""
     shape: torch.Size
-    """Original shape."""
+    """Original shape; of a DTensor, that of the whole parameter, as `DTensor.shape`."""
     range: tuple[int, int]
     """(start, stop) of this rank's part in the flattened original; with `tensor_parallel`, in the
     flattened local tensor. Equal numbers if the rank owns nothing of it."""
     tensor_parallel: TensorParallelSplit | None = None
     """How a DTensor is split over tensor-parallel ranks; None for an ordinary parameter."""
 
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the original parameter."""
+        return len(self.shape)
 
-def get_info(parameter: nn.Parameter) -> ParameterInfo | None:
+
+def get_info(parameter: torch.Tensor) -> ParameterInfo | None:
     """The mark of a sharded parameter; None for any other."""
     return getattr(parameter, _ATTRIBUTE, None)
 

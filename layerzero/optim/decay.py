@@ -2,81 +2,198 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
+from layerzero.core.names import clean_name
 from layerzero.core.parameter_info import get_info
+from layerzero.runtime.states import TrainingState
+from layerzero.runtime.unit import get_unit
+
+Rule: TypeAlias = str | type[nn.Module]
+"""Selects parameters: by name, or by the class of a module around them."""
 
 
 def decay_groups(
     model: nn.Module,
     weight_decay: float = 0.1,
     *,
-    no_decay: Iterable[str | type[nn.Module]] = (),
+    no_decay: Rule | Iterable[Rule] = (),
     min_ndim: int = 2,
+    lr: Mapping[Rule, float | torch.Tensor] | None = None,
+    parameters: Iterable[nn.Parameter] | None = None,
 ) -> list[dict[str, Any]]:
-    """Two parameter groups for an optimizer: matrices decay, vectors and scalars do not.
+    """Parameter groups for an optimizer: matrices decay, vectors and scalars do not.
 
     Sharded parameters are 1-D, so a rule by `parameter.ndim` would put all of them into one group;
     this function uses the original shapes. A module that is not sharded gets the same groups. Not
-    collective; groups have the same names on every rank.
+    collective; groups have the same names on every rank. The groups have the sharded parameters,
+    also while the model shows unsharded ones (after `model.unshard()`).
+
+    A rule is a module class, which stands for all parameters inside such modules, or a name: a
+    whole one, consecutive parts of one such as "bias", "wpe" or "head.weight", or a shell pattern
+    for the whole name such as "layers.*.bias", in which `*` matches dots, too.
 
     Args:
         model: a ZeRO3 module, a module inside one, or any other module.
-        weight_decay: value for the first group.
-        no_decay: further parameters that do not decay: module classes, which stand for all
-            parameters inside such modules, and names, either whole ones or consecutive parts of
-            them, such as "bias", "wpe" or "head.weight".
+        weight_decay: value for the parameters that decay.
+        no_decay: rules for further parameters that do not decay.
         min_ndim: smallest number of original dimensions for which a parameter decays.
+        lr: learning rate for the parameters of a rule; the others get the optimizer's own.
+        parameters: only these of the model's parameters, such as those that no other optimizer has.
 
     Returns:
         [{"params": [...], "weight_decay": weight_decay}, {"params": [...], "weight_decay": 0.0}],
-        each in the order of `named_parameters()`. Frozen parameters are in neither. A tied
-        parameter occurs once, and does not decay if any of its names matches `no_decay`.
+        then, for each rule of `lr`, two such groups with "lr". Each is in the order of
+        `named_parameters()`, and may be empty. Frozen parameters are in none. A tied parameter
+        occurs once; a rule that matches any of its names counts.
 
     Raises:
-        TypeError: an entry of `no_decay` is neither a name nor a module class.
-        ValueError: an entry of `no_decay` matches nothing in the model.
+        TypeError: a rule is neither a name nor a module class; another argument has a wrong type.
+        ValueError: a rule matches nothing in the model; two rules of `lr` match one parameter; a
+            number is negative or not finite; one of `parameters` is not the model's.
+        RuntimeError: the model is inside `summon_full_params`, whose parameters are temporary.
     """
-    rules = [no_decay] if isinstance(no_decay, (str, type)) else list(no_decay)
+    rules = [no_decay] if isinstance(no_decay, (str, type)) else no_decay
+    _check(model, weight_decay, rules, min_ndim, lr)
+    members = _Members(model)
     spared: set[int] = set()
     for rule in rules:
-        if isinstance(rule, type) and issubclass(rule, nn.Module):
-            found = {
-                id(parameter)
-                for module in model.modules()
-                if isinstance(module, rule)
-                for parameter in module.parameters()
-            }
-        elif isinstance(rule, str):
-            found = {
-                id(parameter)
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-                if f".{rule}." in f".{name}."
-            }
-        else:
-            raise TypeError(f"no_decay: expected names and classes of modules, got {rule!r}")
-        if not found:
-            raise ValueError(
-                f"no_decay: {rule if isinstance(rule, str) else rule.__name__!r} matches no "
-                f"parameter of {type(model).__name__}; use names of named_parameters()"
-            )
-        spared |= found
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            decays = id(parameter) not in spared and original_ndim(parameter) >= min_ndim
-            (decayed if decays else others).append(parameter)
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+        spared |= members.matching(rule, "no_decay")
+    rates = members.by_rate(lr or {})
+    wanted = members.chosen(parameters)
+    groups: list[dict[str, Any]] = []
+    for rate in (None, *(lr or {})):
+        options = {} if rate is None else {"lr": (lr or {})[rate]}
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for parameter in wanted:
+            if parameter.requires_grad and rates.get(id(parameter)) == rate:
+                decays = id(parameter) not in spared and original_ndim(parameter) >= min_ndim
+                (decayed if decays else others).append(parameter)
+        groups.append({"params": decayed, "weight_decay": weight_decay, **options})
+        groups.append({"params": others, "weight_decay": 0.0, **options})
+    return groups
 
 
-def original_ndim(parameter: nn.Parameter) -> int:
+def original_ndim(parameter: torch.Tensor) -> int:
     """Dimensions of a parameter; of a sharded one, those of the original parameter."""
     info = get_info(parameter)
-    return parameter.ndim if info is None else len(info.shape)
+    return parameter.ndim if info is None else info.ndim
+
+
+class _Members:
+    """The parameters of a model, with all their names, and rules that select some of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        units = [unit for m in model.modules() if (unit := get_unit(m)) is not None]
+        if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
+            raise RuntimeError(
+                "decay_groups inside summon_full_params: these full parameters are temporary, and "
+                "no optimizer may keep them; call it outside"
+            )
+        self._sharded = {
+            id(shown): sharded
+            for handle in (handle for unit in units for handle in unit.handles)
+            for shown, sharded in zip(handle.unsharded_params, handle.sharded_params, strict=True)
+        }
+        self._named = [
+            (clean_name(name), self._at_rest(parameter))
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        ]
+
+    def _at_rest(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The sharded parameter of an unsharded one; any other is returned as it is."""
+        return self._sharded.get(id(parameter), parameter)
+
+    def matching(self, rule: Rule, option: str) -> set[int]:
+        """Ids of the parameters that a rule selects."""
+        if isinstance(rule, type) and issubclass(rule, nn.Module):
+            modules = (each for each in self._model.modules() if isinstance(each, rule))
+            found = {id(self._at_rest(p)) for module in modules for p in module.parameters()}
+        elif isinstance(rule, str):
+            found = {id(parameter) for name, parameter in self._named if _fits(name, rule)}
+        else:
+            raise TypeError(f"{option}: expected names and classes of modules, got {rule!r}")
+        if not found:
+            raise ValueError(
+                f"{option}: {_text(rule)} matches no parameter of {type(self._model).__name__}; "
+                "use names of named_parameters()"
+            )
+        return found
+
+    def by_rate(self, rules: Iterable[Rule]) -> dict[int, Rule]:
+        """The rule of `lr` that selects each parameter, by id."""
+        rates: dict[int, Rule] = {}
+        for rule in rules:
+            for each in self.matching(rule, "lr"):
+                if each in rates:
+                    name = next(name for name, parameter in self._named if id(parameter) == each)
+                    raise ValueError(
+                        f"lr: {name!r} matches both {_text(rates[each])} and {_text(rule)}; write "
+                        "rules that share no parameter"
+                    )
+                rates[each] = rule
+        return rates
+
+    def chosen(self, parameters: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+        """Those of the model's parameters that were given, each once, in the model's order."""
+        own = {id(parameter): parameter for _, parameter in self._named}
+        if parameters is None:
+            return list(own.values())
+        wanted = set()
+        for number, parameter in enumerate(parameters):
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(f"parameters[{number}]: expected a parameter, got {parameter!r}")
+            if id(self._at_rest(parameter)) not in own:
+                info = get_info(parameter)
+                what = f"of shape {tuple(parameter.shape)}" if info is None else f"{info.fqn!r}"
+                raise ValueError(
+                    f"parameters[{number}], {what}, is no parameter of "
+                    f"{type(self._model).__name__}; pass some of model.parameters()"
+                )
+            wanted.add(id(self._at_rest(parameter)))
+        return [parameter for key, parameter in own.items() if key in wanted]
+
+
+def _fits(name: str, rule: str) -> bool:
+    if any(sign in rule for sign in "*?["):
+        return fnmatchcase(name, rule)
+    return f".{rule}." in f".{name}."
+
+
+def _text(rule: Rule) -> str:
+    return repr(rule if isinstance(rule, str) else rule.__name__)
+
+
+def _check(
+    model: object, weight_decay: object, no_decay: object, min_ndim: object, lr: object
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    _check_number("weight_decay", weight_decay)
+    if not isinstance(no_decay, Iterable):
+        raise TypeError(f"no_decay: expected names and classes of modules, got {no_decay!r}")
+    if isinstance(min_ndim, bool) or not isinstance(min_ndim, int):
+        raise TypeError(f"min_ndim: expected an int, got {min_ndim!r}")
+    if min_ndim < 0:
+        raise ValueError(f"min_ndim: expected 0 or more, got {min_ndim}")
+    if lr is not None and not isinstance(lr, Mapping):
+        raise TypeError(f"lr: expected a mapping of rules to learning rates, got {lr!r}")
+    for rule, rate in (lr or {}).items():
+        if not (isinstance(rate, torch.Tensor) and rate.numel() == 1):
+            _check_number(f"the lr of {rule!r}", rate)
+
+
+def _check_number(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{what}: expected a number, got {value!r}")
+    if not (math.isfinite(value) and float(value) >= 0):
+        raise ValueError(f"{what}: expected a finite number of 0 or more, got {value!r}")

@@ -175,7 +175,7 @@ def _warn_of_decay(optimizer: torch.optim.Optimizer, sharded_params: _ShardedPar
         f"with weight_decay={empty.pop()} is empty. Sharded parameters are 1-D, so "
         "parameter.ndim cannot distinguish matrices from vectors: use "
         f"layerzero.optim.decay_groups(model, weight_decay={decay}), or "
-        "len(parameter.layerzero.shape)",
+        "parameter.layerzero.ndim",
         is_first=sharded_params.owner.issues_warnings,
         stacklevel=6,
     )

@@ -1,0 +1,176 @@
+"""What a sharded parameter was: `parameter.layerzero`, and groups made from it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from layerzero import ZeRO3, rewrap
+from layerzero.optim import decay_groups
+from tests.harness.compare import zero3
+from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
+from tests.harness.ranks import run_ranks
+
+
+class Convolved(nn.Module):
+    """Parameters of 0, 1, 2 and 4 dimensions, one of them without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Conv2d(1, 2, 3)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+
+
+def _ndims(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    return {
+        name: (p.layerzero.fqn, tuple(p.layerzero.shape), p.layerzero.ndim)
+        for name, p in model.named_parameters()
+    }
+
+
+def _marks_survive() -> None:
+    expected = {
+        name: (name, tuple(parameter.shape), parameter.ndim)
+        for name, parameter in Convolved().named_parameters()
+    }
+    model = zero3(Convolved, nn.Linear)
+    assert _ndims(model) == expected
+    with model.summon_full_params():  # There parameters are whole, and need no mark.
+        shown = dict(model.named_parameters())
+        assert all(not hasattr(parameter, "layerzero") for parameter in shown.values())
+    assert _ndims(model) == expected
+    model.load_state_dict(model.state_dict())
+    model.load_state_dict(model.state_dict(), assign=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
+    model.zero_grad()
+    model.to(model.out.weight.device)
+    assert _ndims(model) == expected
+    with pytest.raises(NotImplementedError, match="cannot be copied"):
+        copy.deepcopy(model)
+    # A copy of a parameter belongs to no model.
+    assert not hasattr(copy.deepcopy(model.out.weight), "layerzero")
+    with torch.device("meta"):
+        module = Convolved()
+    late = ZeRO3(module, auto_wrap_policy={nn.Linear}, device="cpu", param_init_fn="later")
+    assert _ndims(late) == expected
+    inner = zero3(lambda: nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)), nn.Linear)
+    outer = ZeRO3(nn.ModuleDict({"inside": inner}))
+    assert outer["inside"][0].weight.layerzero.fqn == "inside.0.weight"
+    model.module.more = nn.Linear(3, 2)
+    rewrap(model)
+    assert model.module.more.weight.layerzero.shape == (2, 3)
+    tied = zero3(TiedAcrossUnits, Block)
+    assert tied.blocks[2].up.weight.layerzero.fqn == "blocks.0.up.weight"
+
+
+def _marks_of_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    module = parallelize_module(
+        nn.Sequential(nn.Linear(4, 6)), mesh["tp"], {"0": ColwiseParallel()}
+    )
+    info = ZeRO3(module, mesh["dp"])[0].weight.layerzero
+    assert info.shape == (6, 4) and info.ndim == 2
+    assert info.range == (0, 12) and info.tensor_parallel.local_shape == (3, 4)
+
+
+def _names(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[name_of[id(p)] for p in group["params"]] for group in groups]
+
+
+def _rules() -> None:
+    for model in (Mlp(), zero3(Mlp, Block)):
+        everything = dict(model.named_parameters())
+        found = decay_groups(model, no_decay="*.up.weight")
+        assert {n for n in everything if n.endswith("up.weight")} <= set(_names(model, found)[1])
+        groups = decay_groups(model, 0.3, lr={"stem": 0.5, "blocks.1.*": torch.tensor(0.25)})
+        options = [{k: float(v) for k, v in g.items() if k != "params"} for g in groups]
+        assert options == [
+            {"weight_decay": decay, **rate}
+            for rate in ({}, {"lr": 0.5}, {"lr": 0.25})
+            for decay in (0.3, 0.0)
+        ]
+        listed = _names(model, groups)
+        assert listed[2:4] == [["stem.weight"], ["stem.bias"]]
+        assert all(name.startswith("blocks.1.") for name in listed[4] + listed[5])
+        assert sorted(name for group in listed for name in group) == sorted(everything)
+        torch.optim.AdamW(groups, lr=1.0)
+        rest = [p for name, p in everything.items() if not name.startswith("blocks")]
+        only = decay_groups(model, parameters=reversed(rest))
+        assert _names(model, only) == [["stem.weight", "head.weight"], ["stem.bias"]]
+        everything["head.weight"].requires_grad_(False)
+        assert all("head.weight" not in each for each in _names(model, decay_groups(model)))
+
+
+def _groups_of_unsharded() -> None:
+    model = zero3(Mlp, Block)
+    expected = _names(model, decay_groups(model, no_decay=[Block]))
+    sharded = {id(parameter) for parameter in model.parameters()}
+    with model.summon_full_params(), pytest.raises(RuntimeError, match="call it outside"):
+        decay_groups(model)
+    model.unshard()
+    assert any(not hasattr(parameter, "layerzero") for parameter in model.parameters())
+    groups = decay_groups(model, no_decay=[Block], parameters=model.parameters())
+    model.reshard()
+    assert {id(p) for group in groups for p in group["params"]} == sharded
+    assert _names(model, groups) == expected
+    tied = zero3(TiedAcrossUnits, Block)
+    listed = _names(tied, decay_groups(tied, no_decay=["blocks.2.up.weight"]))
+    assert "blocks.0.up.weight" in listed[1] and "blocks.0.up.weight" not in listed[0]
+    assert decay_groups(tied, no_decay=torch.nn.Linear)[0]["params"] == []
+
+
+def _refusals() -> None:
+    model = zero3(Mlp, Block)
+    stranger = zero3(Mlp, Block)
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (TypeError, "model: expected a module, got generator", {"model": model.parameters()}),
+        (TypeError, "weight_decay: expected a number, got 'x'", {"weight_decay": "x"}),
+        (TypeError, "weight_decay: expected a number, got True", {"weight_decay": True}),
+        (ValueError, "weight_decay: expected a finite number", {"weight_decay": float("nan")}),
+        (ValueError, "weight_decay: .* got -1", {"weight_decay": -1}),
+        (TypeError, "min_ndim: expected an int, got 1.0", {"min_ndim": 1.0}),
+        (ValueError, "min_ndim: .* got -1", {"min_ndim": -1}),
+        (TypeError, "no_decay: expected names", {"no_decay": 3}),
+        (TypeError, "no_decay: .* got None", {"no_decay": [None]}),
+        (ValueError, "no_decay: 'LayerNorm' matches no", {"no_decay": [nn.LayerNorm]}),
+        (ValueError, r"no_decay: 'bolcks\.\*' matches no", {"no_decay": "bolcks.*"}),
+        (TypeError, "lr: expected a mapping", {"lr": 0.1}),
+        (TypeError, "the lr of 'stem': expected a number, got None", {"lr": {"stem": None}}),
+        (ValueError, "the lr of 'stem': expected a finite", {"lr": {"stem": -0.1}}),
+        (ValueError, "lr: 'limbs' matches no", {"lr": {"limbs": 0.1}}),
+        (ValueError, "'stem.weight' matches both 'stem' and", {"lr": {"stem": 1, "*weight": 1}}),
+        (
+            ValueError,
+            r"parameters\[0\], 'stem.weight', is no",
+            {"parameters": stranger.parameters()},
+        ),
+        (ValueError, r"of shape \(2,\), is no", {"parameters": [nn.Parameter(torch.ones(2))]}),
+        (TypeError, r"parameters\[0\]: expected a par", {"parameters": model.named_parameters()}),
+    ]
+    for error, text, arguments in refused:
+        with pytest.raises(error, match=text):
+            decay_groups(**{"model": model, **arguments})
+    loss_of(model(torch.ones(2, WIDTH))).backward()
+
+
+def _everything() -> None:
+    _marks_survive()
+    _rules()
+    _groups_of_unsharded()
+    _refusals()
+    _marks_of_tensor_parallel()
+
+
+def test_marks_survive_and_groups_are_made_by_what_parameters_were() -> None:
+    run_ranks(2, _everything)
