@@ -80,7 +80,22 @@ class Summed(torch.optim.SGD):
         return super().step(closure)
 
 
+class Squares(Signed):
+    """Asks for parameters of two dimensions; nothing in its name says so."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rows, columns = parameter.shape
+                parameter.mul_(1 - group["lr"] / (rows * columns))
+
+
 class AdaFactor(Signed):
+    pass
+
+
+class DAdaptSGD(Signed):
     pass
 
 
@@ -136,7 +151,19 @@ def _optimizers() -> None:
         _expect(steps(lambda p, lr=lr: Signed(p, lr)))
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"):
         _expect(steps(lambda p, name=name: getattr(torch.optim, name)(p, lr=1e-3)))
-    _expect(steps(AdaFactor), "AdaFactor", "rows", "AdamW or SGD")
+    whole = "layerzero.optim.WholeTensorOptimizer(model.parameters(), AdaFactor, ...)"
+    _expect(steps(AdaFactor), "AdaFactor", "rows", whole, "AdamW or SGD")
+    messages = steps(DAdaptSGD)
+    _expect(messages, "the elements of all parameters", "whole parameters. Use one that treats")
+    asks = Squares(model.parameters(), 0.1)
+    with _told() as messages, pytest.raises(ValueError, match="not enough values to unpack"):
+        asks.step()
+    _expect(messages, "Squares", "more than one element", "WholeTensorOptimizer")
+    for parameters in (model.parameters(), [model.stem.weight]):
+        with pytest.raises(ValueError, match=r"such as 'stem\.weight'.*WholeTensorOpt") as error:
+            torch.optim.Muon(parameters)
+        also = f"'stem.bias' has shape ({WIDTH},)" in str(error.value)
+        assert also == (type(parameters) is not list)
     _expect(steps(AdaFactor))  # once
     _expect(steps(MyLamb), "MyLamb", "norm")
     _expect(steps(lambda p: Normed(p, lr=0.0)), "Normed", "more than one element")
@@ -197,7 +224,8 @@ def _second_order() -> None:
         if each is model and dist.get_world_size() > 1:
             with pytest.raises(NotImplementedError, match="LBFGS needs the gradients of"):
                 optimizer.step(closure)
-            with pytest.raises(NotImplementedError, match="Adafactor needs whole parameters"):
+            whole = r"(?s)Adafactor needs whole parameters.*optim\.WholeTensorOptimizer\("
+            with pytest.raises(NotImplementedError, match=whole):
                 torch.optim.Adafactor(each.parameters()).step()
         else:
             results.append(optimizer.step(closure))
@@ -276,26 +304,48 @@ def _groups() -> None:
     _expect(steps((matrices, 0.1), ([], 0.0)))
 
 
-def _all_in_one_group() -> None:
+def _split_by_ndim() -> None:
     """The usual recipe: weight decay for matrices. Shards have one dimension."""
     model, _ = _with_gradients()
     sharded_params = list(model.parameters())
-    matrices, vectors = (
-        [p for p in sharded_params if p.ndim >= 2],
-        [p for p in sharded_params if p.ndim < 2],
-    )
-    groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in sharded_params if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in sharded_params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    with _told() as messages:
-        torch.optim.AdamW(groups, lr=1e-3).step()
-    _expect(messages, "weight_decay=0.1 is empty", "decay_groups(model, weight_decay=0.1)")
+
+    def messages_of(cls: type[torch.optim.Optimizer], groups: Any, **options: Any) -> list[str]:
+        with _told() as messages:
+            cls(groups, lr=1e-3, **options).step()
+        return messages
+
+    advice = "decay_groups(model, weight_decay=0.1)"
+    _expect(messages_of(torch.optim.AdamW, groups), "weight_decay=0.1 is empty", advice)
+    _expect(messages_of(torch.optim.AdamW, groups))  # once
+    # The same without the empty group.
+    _expect(messages_of(torch.optim.NAdam, groups[1:]))  # its default is 0
+    none = "none has the optimizer's weight_decay=0.1"
+    _expect(messages_of(torch.optim.RAdam, groups[1:], weight_decay=0.1), none, advice)
+    halves = [{**groups[1], "params": each} for each in (sharded_params[:3], sharded_params[3:])]
+    _expect(messages_of(_Own, halves, weight_decay=0.1), none)
+    # Nothing says that these were meant to decay.
+    _expect(messages_of(torch.optim.SGD, sharded_params, weight_decay=0.0))
+    _expect(messages_of(_Other, halves))
+    _expect(messages_of(torch.optim.Adam, halves))
+    vectors = decay_groups(model)[1]["params"]
+    _expect(messages_of(_Other, [{"params": vectors, "weight_decay": 0.0}]))
 
 
-def test_decay_groups_that_fell_into_one_warn() -> None:
-    run_ranks(2, _all_in_one_group)
+class _Own(torch.optim.AdamW):
+    pass
 
 
-def test_groups_by_the_dimensions_of_shards_warn() -> None:
+class _Other(torch.optim.AdamW):
+    pass
+
+
+def test_groups_split_by_the_dimensions_of_shards_warn() -> None:
+    run_ranks(2, _split_by_ndim)
+
+
+def test_other_groups_do_not_warn() -> None:
     run_ranks(2, _groups)
