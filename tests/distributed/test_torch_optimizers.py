@@ -1,0 +1,134 @@
+"""Every optimizer of torch.optim is in the table of docs/howto/optimizers.md, which holds."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from layerzero.optim import decay_groups
+from tests.harness.checks import assert_same_parameters
+from tests.harness.compare import sharded
+from tests.harness.models import CASES
+from tests.harness.pages import DOCS
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import (
+    backward_of_all_ranks,
+    batches_of,
+    forward_backward,
+    full_parameters,
+    seeded,
+)
+
+STEPS = 4
+FLAGS = (
+    "foreach",
+    "fused",
+    "amsgrad",
+    "maximize",
+    "nesterov",
+    "centered",
+    "decoupled_weight_decay",
+)
+"""Options that choose another implementation or formula."""
+
+
+def _classes() -> dict[str, type[torch.optim.Optimizer]]:
+    return {
+        name: each
+        for name, each in vars(torch.optim).items()
+        if inspect.isclass(each)
+        and issubclass(each, torch.optim.Optimizer)
+        and each is not torch.optim.Optimizer
+    }
+
+
+def _table() -> dict[str, str]:
+    """Class -> what the page says of it."""
+    rows = re.findall(
+        r"^\| (`\w+`.*?) \| (.*) \|$", (DOCS / "howto/optimizers.md").read_text(), re.M
+    )
+    return {name: says for names, says in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+def _element_wise() -> list[str]:
+    return [name for name, says in _table().items() if says.startswith("as it is")]
+
+
+def _settings(name: str) -> list[dict[str, Any]]:
+    """Its options, one flag at a time."""
+    cls = _classes()[name]
+    known = inspect.signature(cls).parameters
+    plain: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9}
+    base = {key: value for key, value in plain.items() if key in known}
+    found = [base, {**base, "lr": torch.tensor(1e-2), "foreach": False}]
+    found += [{**base, flag: True} for flag in FLAGS if flag in known]
+    return found
+
+
+def _same_bits() -> None:
+    case = CASES["mlp"]
+    batches = batches_of(case, 2, STEPS)
+    tried: list[str] = []
+    for name in _element_wise():
+        cls = _classes()[name]
+        for options in _settings(name):
+            model, plain = sharded(case), seeded(case.build)
+            try:
+                reference = cls(decay_groups(plain, 0.2, lr={"stem": 3e-3}), **options)
+            except (RuntimeError, ValueError):
+                continue  # torch has no such variant here.
+            own = cls(decay_groups(model, 0.2, lr={"stem": 3e-3}), **options)
+            for step in batches:
+                for optimizer in (own, reference):
+                    optimizer.zero_grad()
+                forward_backward(model, step[torch.distributed.get_rank()])
+                backward_of_all_ranks(plain, step)
+                own.step()
+                reference.step()
+            found = full_parameters(model)
+            assert_same_parameters(found, full_parameters(plain), 0, f"{name}({options})")
+            start = full_parameters(seeded(case.build))
+            assert any(not torch.equal(found[key], start[key]) for key in start), name
+            tried.append(name)
+    assert set(tried) == set(_element_wise()) and len(tried) > 3 * len(_element_wise())
+
+
+def _refused() -> None:
+    case = CASES["mlp"]
+    model = sharded(case)
+    batch = batches_of(case, 2, 1)[0][torch.distributed.get_rank()]
+    forward_backward(model, batch)
+    for name, says in _table().items():
+        if says.startswith("as it is"):
+            continue
+        [error] = re.findall(r"(?:ValueError|NotImplementedError|RuntimeError)", says)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises({"ValueError": ValueError}.get(error, RuntimeError)) as raised:
+            optimizer = _classes()[name](model.parameters())
+            optimizer.step(lambda: None) if name == "LBFGS" else optimizer.step()
+        assert raised.type.__name__ == error, (name, raised.value)
+        assert all(
+            torch.equal(p.detach(), old) for p, old in zip(model.parameters(), before, strict=True)
+        )
+
+
+def _everything() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(deprecated|lr_scheduler).*")
+        _same_bits()
+    _refused()
+
+
+def test_every_class_is_in_the_table() -> None:
+    assert _table().keys() == _classes().keys()
+
+
+def test_the_table_is_true() -> None:
+    assert len(_element_wise()) > 5
+    run_ranks(2, _everything)
