@@ -289,6 +289,44 @@ def gather_small(tensor: torch.Tensor, group: ShardGroup, operation: Operation) 
     return values
 
 
+def all_to_all(
+    received: torch.Tensor,
+    received_sizes: Sequence[int],
+    sent: torch.Tensor,
+    sent_sizes: Sequence[int],
+    group: ShardGroup,
+    operation: Operation,
+    nbytes: int,
+) -> Pending:
+    """Send each rank its part of `sent`, of any size. Collective; does not block the host.
+
+    Args:
+        received: [sum of received_sizes], parts in rank order; written.
+        sent: [sum of sent_sizes], parts in rank order, in the same dtype; must not change before
+            `wait()` of the returned handle. A part without elements is not sent.
+        nbytes: a number that is the same on all ranks, for their comparison.
+    """
+    if messages_carry_names(group, sent.device):
+        incoming = received.split_with_sizes(list(received_sizes))
+        outgoing = sent.split_with_sizes(list(sent_sizes))
+        return _exchange(incoming, outgoing, group, operation, nbytes)
+    pending = Pending(operation, group, nbytes)
+    if operation.watchdog is not None:
+        operation.watchdog.watch(pending)
+    has_work = group.backend not in _ON_CURRENT_STREAM
+    pending.start(
+        lambda: dist.all_to_all_single(
+            received,
+            sent,
+            list(received_sizes),
+            list(sent_sizes),
+            group=group.process_group,
+            async_op=has_work,
+        )
+    )
+    return pending
+
+
 def broadcast(
     tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int = 0
 ) -> Pending:
@@ -358,11 +396,15 @@ def _exchange(
     outgoing: Sequence[torch.Tensor],
     group: ShardGroup,
     operation: Operation,
+    nbytes: int | None = None,
 ) -> Pending:
-    """Exchange one tensor with every other rank, point to point; entry i belongs to rank i."""
+    """Exchange one tensor with every other rank, point to point; entry i belongs to rank i.
+
+    `nbytes` is compared between ranks; None: the size of each message, if all have the same.
+    """
     process_group = group.process_group
     receives, sends = [], []
-    pending = Pending(operation, group, outgoing[0].nbytes)
+    pending = Pending(operation, group, outgoing[0].nbytes if nbytes is None else nbytes)
     for step in range(1, group.size):
         # Staggered, so that not every rank starts with rank 0. The send is posted before the
         # receive: a 4 MB message between two ranks of one machine then takes 2.0 to 2.4 ms instead

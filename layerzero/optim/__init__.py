@@ -13,5 +13,12 @@ from layerzero.optim.decay import decay_groups
 from layerzero.optim.nonempty import nonempty_parameters
 from layerzero.optim.norm import global_norm
 from layerzero.optim.scaler import GradScaler
+from layerzero.optim.whole_tensor import WholeTensorOptimizer
 
-__all__ = ["GradScaler", "decay_groups", "global_norm", "nonempty_parameters"]
+__all__ = [
+    "GradScaler",
+    "WholeTensorOptimizer",
+    "decay_groups",
+    "global_norm",
+    "nonempty_parameters",
+]

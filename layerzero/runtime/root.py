@@ -150,7 +150,7 @@ class RootState:
             gc.collect()
         return self.wrapper_ref() is not None
 
-    def _check_between_steps(self, what: str) -> None:
+    def check_between_steps(self, what: str) -> None:
         """Refuse a collective call inside forward or backward, or after a failure.
 
         Raises:
@@ -201,7 +201,7 @@ class RootState:
     @remembers_failure
     def pregather(self, units: Sequence[Unit], waits: bool) -> None:
         """Implements `layerzero.pregather`."""
-        self._check_between_steps(
+        self.check_between_steps(
             "pregather: called inside forward or backward; call it between them",
         )
         self.context.note_weights()
@@ -367,7 +367,7 @@ class RootState:
 
         All trainable units take part, because ranks may differ in which ones hold gradients.
         """
-        self._check_between_steps(
+        self.check_between_steps(
             "reduce_gradients: called inside forward or backward; call it between them, or leave "
             "no_sync before the last backward"
         )

@@ -15,6 +15,7 @@ from torch import nn
 
 from layerzero.core.parameter_info import get_info
 from layerzero.optim import attach
+from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.state_dict.errors import CheckpointError, some
 from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.optimizer_state import refuse_other_class, shaped_keys
@@ -27,6 +28,8 @@ StateDict = dict[str, Any]
 @attach.on_sharded_params
 def install(optimizer: torch.optim.Optimizer) -> None:
     """Put the hooks on an optimizer."""
+    if isinstance(optimizer, WholeTensorOptimizer):
+        return  # Its state is whole.
     # The first hook after `state_dict` and the last before a load, so that other hooks see the same
     # entries as torch's own tools.
     optimizer.register_state_dict_post_hook(_show_shards, prepend=True)

@@ -1,0 +1,226 @@
+"""The user's optimizer over whole tensors: how it is made, and how it steps bucket by bucket.
+
+Note [Several calls make one step]
+    The optimizer's `step` is called once for each bucket, with the tensors of that bucket alone in
+    its groups. Some classes count steps in a group or in an attribute; so before each call but the
+    first, both get the values from before the first. A group without tensors in a call holds a
+    stand-in without a gradient, which every optimizer skips.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.optim.whole_tensor.members import fqn_of, shape_of
+
+Group = dict[str, Any]
+_NOT_OPTIONS = ("params", "param_names")
+_PLAIN = (type(None), bool, int, float, complex, str)
+
+
+def options_of(group: Mapping[str, Any]) -> Group:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def check_class(optimizer_class: Any, refused: Iterable[type]) -> None:
+    """
+    Args:
+        refused: classes that need more than the gradients of one tensor.
+
+    Raises:
+        TypeError: it is no optimizer class, or its `step` needs a closure.
+    """
+    if isinstance(optimizer_class, torch.optim.Optimizer):
+        raise TypeError(
+            f"WholeTensorOptimizer: expected an optimizer class, got an instance of "
+            f"{type(optimizer_class).__name__}; pass the class, and its options by keyword"
+        )
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
+        raise TypeError(
+            "WholeTensorOptimizer: expected a class derived from torch.optim.Optimizer, got "
+            f"{optimizer_class!r}"
+        )
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    if needs_closure or issubclass(optimizer_class, tuple(refused)):
+        raise TypeError(
+            f"WholeTensorOptimizer: {optimizer_class.__name__} needs a closure that it calls "
+            "during its step, or the gradients of all parameters together; an owner has those of "
+            "its own tensors. Use a class that treats each tensor by itself"
+        )
+
+
+def make_prototype(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Group],
+    options: Mapping[str, Any],
+) -> torch.optim.Optimizer:
+    """The optimizer over whole tensors without memory: for its checks, defaults and options.
+
+    Raises:
+        ValueError: the class refuses a parameter; names it.
+        Exception: whatever else the class raises.
+    """
+
+    def make(chosen: Sequence[Group]) -> torch.optim.Optimizer:
+        on_meta = [
+            {**options_of(group), "params": [_on_meta(p) for p in group["params"]]}
+            for group in chosen
+        ]
+        return optimizer_class(on_meta, **options)
+
+    try:
+        return make(groups)
+    except Exception as error:
+        total = sum(len(group["params"]) for group in groups)
+        refused = [
+            fqn_of(parameter)
+            for group in groups
+            for parameter in group["params"]
+            if _raises(functools.partial(make, [{**group, "params": [parameter]}]))
+        ]
+        if not refused or len(refused) == total > 1:
+            raise
+        shown = ", ".join(refused[:4]) + (f" and {len(refused) - 4} more" if refused[4:] else "")
+        raise ValueError(
+            f"WholeTensorOptimizer: {optimizer_class.__name__} refuses {shown}: {error}; give "
+            "these parameters to another optimizer"
+        ) from error
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    whole = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _raises(function: Callable[[], object]) -> bool:
+    try:
+        function()
+    except Exception:
+        return True
+    return False
+
+
+class Inner:
+    """The user's optimizer over the whole tensors that this rank owns."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Group],
+        stand_ins: Sequence[nn.Parameter],
+        options: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            groups: with whole tensors in "params"; may be empty lists.
+            stand_ins: one for each group.
+        """
+        self._stand_ins = list(stand_ins)
+        given = [
+            {**options_of(group), "params": group["params"] or [stand_in]}
+            for group, stand_in in zip(groups, stand_ins, strict=True)
+        ]
+        self.optimizer = optimizer_class(given, **options)
+
+    def add_group(self, group: Group, stand_in: nn.Parameter) -> None:
+        self._stand_ins.append(stand_in)
+        self.optimizer.add_param_group(
+            {**options_of(group), "params": group["params"] or [stand_in]}
+        )
+
+    def load(self, state_dict: Mapping[str, Any], tensors: Sequence[nn.Parameter | None]) -> None:
+        """Load whole states, and options of the groups.
+
+        Args:
+            state_dict: as of a torch optimizer over `tensors`; None: not on this rank.
+        """
+        numbers = {id(p): number for number, p in enumerate(tensors) if p is not None}
+        places: dict[int, Any] = {}
+        groups: list[Group] = []
+        own = self.optimizer.param_groups
+        for group, saved in zip(own, state_dict["param_groups"], strict=True):
+            start = len(places)
+            for place, parameter in enumerate(group["params"], start):
+                places[place] = numbers.get(id(parameter))
+            groups.append({**options_of(saved), "params": [*range(start, len(places))]})
+        given = state_dict["state"]
+        states = {
+            place: given[number]
+            for place, number in places.items()
+            if number is not None and number in given
+        }
+        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+    def begin_step(self, groups: Sequence[Group]) -> Step:
+        """Give each group the options of `groups`, and begin the calls of one step."""
+        for own, given in zip(self.optimizer.param_groups, groups, strict=True):
+            own.update(options_of(given))
+        return Step(self.optimizer, self._stand_ins)
+
+
+class Step:
+    """The calls of one step; see Note [Several calls make one step]."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stand_ins: Sequence[nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._stand_ins = stand_ins
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._options = [options_of(group) for group in optimizer.param_groups]
+        self._attributes = _plain_attributes(optimizer)
+        own = {id(stand_in) for stand_in in stand_ins}
+        self._waiting = {id(p) for group in self._groups for p in group} - own
+        self._was_called = False
+        self._error: Exception | None = None
+
+    def call(self, tensors: Iterable[nn.Parameter]) -> None:
+        """Step these tensors; their gradients are set, and dropped here. Keeps an error."""
+        wanted = list(tensors)
+        if wanted and self._error is None:
+            self._call({id(tensor) for tensor in wanted})
+        for tensor in wanted:
+            tensor.grad = None
+
+    def end(self) -> None:
+        """Call once more if any tensor has not been in a call, or there was no call.
+
+        Raises:
+            Exception: the first that a call raised.
+        """
+        if self._error is None and (self._waiting or not self._was_called):
+            self._call(set(self._waiting))
+        if self._error is not None:
+            raise self._error
+
+    def _call(self, wanted: set[int]) -> None:
+        groups = self._optimizer.param_groups
+        if self._was_called:
+            for group, options in zip(groups, self._options, strict=True):
+                group.update(options)
+            vars(self._optimizer).update(self._attributes)
+        self._was_called = True
+        self._waiting -= wanted
+        for group, members, stand_in in zip(groups, self._groups, self._stand_ins, strict=True):
+            group["params"] = [p for p in members if id(p) in wanted] or [stand_in]
+        try:
+            self._optimizer.step()
+        except Exception as error:
+            self._error = error
+        finally:
+            for group, members in zip(groups, self._groups, strict=True):
+                group["params"] = members
+
+
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> Group:
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}

@@ -1,0 +1,145 @@
+"""Members: the parameters of a WholeTensorOptimizer, with their owners and whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from layerzero.core.parameter_info import get_info
+from layerzero.core.placement import Placement
+from layerzero.optim.whole_tensor.ownership import assign_owners
+from layerzero.optim.whole_tensor.party import Party
+from layerzero.optim.whole_tensor.plan import Span, WholeTensor, pieces_of
+from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.runtime.root import RootState
+from layerzero.runtime.unit import Unit
+
+Cost = Callable[[torch.Size], float]
+_Place = tuple[nn.Parameter, Unit, FlatParamHandle, int]
+
+
+@dataclass(eq=False)
+class Member:
+    """A sharded parameter, the owner of its whole tensor, and on the owner that tensor."""
+
+    parameter: nn.Parameter
+    unit: Unit
+    handle: FlatParamHandle
+    party: Party
+    whole: WholeTensor
+    fqn: str
+    tensor: nn.Parameter | None
+    """The whole tensor; None on ranks that do not own it."""
+
+    # Views for exchanges, flat -----------------------------------------------------------------
+
+    def gradient(self, _: Span) -> torch.Tensor:
+        """This rank's piece of the gradient."""
+        assert self.parameter.grad is not None, "only gradients that exist are sent"
+        return self.parameter.grad.detach().reshape(-1)
+
+    def value(self, _: Span) -> torch.Tensor:
+        """This rank's piece of the values."""
+        return self.parameter.detach()
+
+    def whole_value(self, span: Span) -> torch.Tensor:
+        assert self.tensor is not None, "this rank is the owner"
+        return self.tensor.detach().view(-1)[span.start : span.stop]
+
+    def whole_gradient(self, span: Span) -> torch.Tensor:
+        assert self.tensor is not None and self.tensor.grad is not None, "made by `expect_gradient`"
+        return self.tensor.grad.detach().view(-1)[span.start : span.stop]
+
+    def expect_gradient(self) -> None:
+        """On the owner, make room for the whole gradient; it may be this rank's piece itself."""
+        if self.tensor is None:
+            return
+        piece = self.parameter.grad
+        if self.whole.lies_with_owner and piece is not None:
+            self.tensor.grad = piece.detach().view(self.tensor.shape)
+        else:
+            self.tensor.grad = torch.empty_like(self.tensor)
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """The original shape of a sharded parameter."""
+    info = get_info(parameter)
+    assert info is not None, "it is sharded"
+    return info.shape
+
+
+def fqn_of(parameter: nn.Parameter) -> str:
+    info = get_info(parameter)
+    assert info is not None, "it is sharded"
+    return info.fqn
+
+
+def own(
+    root: RootState,
+    parameters: Sequence[nn.Parameter],
+    cost: Cost,
+    parties: dict[Placement, Party],
+) -> list[Member]:
+    """Choose owners, and make the whole tensors that this rank owns, without values.
+
+    Collective over the ranks that share the model; blocks the host.
+
+    Args:
+        parties: of earlier parameters; new ones are added.
+
+    Returns:
+        Members in the order of the model's units.
+    """
+    wanted = set(parameters)
+    placed: dict[Placement, list[_Place]] = {}
+    order: dict[nn.Parameter, int] = {}
+    for unit, handle in [(each, handle) for each in root.units for handle in each.handles]:
+        places = placed.setdefault(handle.placement, [])
+        for index, parameter in enumerate(handle.sharded_params):
+            if parameter in wanted:
+                places.append((parameter, unit, handle, index))
+                order[parameter] = len(order)
+    members: list[Member] = []
+    # Experts first: fewer ranks can own them, and the other tensors even out the load.
+    for placement in sorted(placed, key=lambda placement: placement.data_parallel is None):
+        if placement not in parties:
+            parties[placement] = Party(root, placement)
+        party = parties[placement]
+        loads = party.loads
+        experts = [other for at, other in parties.items() if at.data_parallel is not None]
+        if placement.data_parallel is None and experts:
+            elsewhere = sum(other.loads[other.rank] for other in experts)
+            theirs = party.gather(root, "cost of experts", elsewhere)
+            loads = [a + b for a, b in zip(loads, theirs, strict=True)]
+        members += _own_in(party, placed[placement], cost, loads)
+    return sorted(members, key=lambda member: order[member.parameter])
+
+
+def _own_in(
+    party: Party, places: Sequence[_Place], cost: Cost, loads: Sequence[float]
+) -> list[Member]:
+    pieces = [pieces_of(handle.layout, index, party.holders) for *_, handle, index in places]
+    held: list[Mapping[int, int]] = [
+        {rank: piece.stop - piece.start for piece in each for rank in piece.holders}
+        for each in pieces
+    ]
+    costs = [float(cost(shape_of(parameter))) for parameter, *_ in places]
+    owners = assign_owners(costs, held, party.size, loads)
+    members = []
+    for place, each, owner, own_cost in zip(places, pieces, owners, costs, strict=True):
+        parameter, unit, handle, _ = place
+        party.add_load(owner, own_cost)
+        whole = WholeTensor(shape_of(parameter).numel(), parameter.itemsize, owner, each)
+        tensor = _make_whole(parameter, whole) if owner == party.rank else None
+        members.append(Member(parameter, unit, handle, party, whole, fqn_of(parameter), tensor))
+    return members
+
+
+def _make_whole(parameter: nn.Parameter, whole: WholeTensor) -> nn.Parameter:
+    shape = shape_of(parameter)
+    piece = parameter.detach()
+    values = piece.view(shape) if whole.lies_with_owner else piece.new_empty(shape)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)

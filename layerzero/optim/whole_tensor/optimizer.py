@@ -1,0 +1,383 @@
+"""WholeTensorOptimizer: any torch optimizer, on whole tensors with one owner rank each.
+
+    gradients of shards --all-to-all--> whole gradients --the user's optimizer--> whole values
+    shards <--all-to-all-- whole values
+
+Note [Shards are the truth]
+    An owner keeps its whole tensors between steps, so that a step sends each element once each way.
+    Before a step, tensors whose shards were written since the last one (loaded weights, edits by
+    hand) are sent to their owners again. A tensor that lies in its owner's shard as a whole is a
+    view of it and needs neither memory nor messages.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from layerzero.core.placement import Placement
+from layerzero.optim.in_backward import is_narrowed
+from layerzero.optim.whole_tensor import checks, stepping
+from layerzero.optim.whole_tensor.agreement import raise_together, refuse_differences
+from layerzero.optim.whole_tensor.inner import (
+    Group,
+    Inner,
+    check_class,
+    make_prototype,
+    options_of,
+)
+from layerzero.optim.whole_tensor.members import Cost, Member, fqn_of, own, shape_of
+from layerzero.optim.whole_tensor.party import Party
+from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.runtime.root import RootState, root_of
+from layerzero.runtime.states import TrainingState
+
+_NAME = "WholeTensorOptimizer"
+_LAYOUT = "whole_tensors"
+"""Key of a state dict under which the layout of the rank is."""
+
+
+class WholeTensorOptimizer(torch.optim.Optimizer):
+    """Runs any torch optimizer on whole tensors, each of which has one owner rank.
+
+    Parameters of a sharded model are 1-D shards, which only element-wise optimizers can use. This
+    one sends gradients to the owners of whole tensors, steps the given optimizer there, and returns
+    the values to the shards. So Muon, Shampoo, SOAP, Adafactor and 8-bit states work unmodified.
+
+    Use it like any torch optimizer: `param_groups` hold the sharded parameters, schedulers change
+    options there, and the changes reach the inner optimizer at the next step.
+
+    Attributes:
+        inner: the given optimizer over the whole tensors that this rank owns; None if it owns none.
+        owned: the whole tensors of this rank, by FQN, in the original shapes. Shards are the truth:
+            change weights in the model, not here.
+        state: the whole states of the tensors that this rank owns, by sharded parameter; the same
+            dicts as in `inner.state`.
+
+    Construction, `add_param_group` and `step` are collective over the ranks that share the model;
+    construction blocks the host.
+    """
+
+    inner: torch.optim.Optimizer | None
+    owned: dict[str, nn.Parameter]
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        cost: Cost | None = None,
+        bucket_bytes: int | str = "64MB",
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            params: parameters of one wrapped model, (name, parameter) pairs, or groups, the same on
+                every rank.
+            optimizer_class: a class derived from torch.optim.Optimizer that treats each tensor by
+                itself.
+            cost: returns the cost of a tensor from its shape (a torch.Size); owners are balanced
+                by it. None: the number of elements.
+            bucket_bytes: bound on what a rank sends, and on what it receives, at a time; an int or
+                a string such as "64MB". A larger tensor travels alone.
+            options: passed to `optimizer_class`.
+
+        Raises:
+            TypeError, ValueError: on every rank: a parameter or the class does not fit, or ranks
+                were given different ones.
+            RuntimeError: inside forward or backward.
+            CollectiveError: a rank did not take part.
+        """
+        self._is_made = False
+        self._class = optimizer_class
+        self._options = options
+        self._cost: Cost = _numel if cost is None else cost
+        self._members: dict[nn.Parameter, Member] = {}
+        self._parties: dict[Placement, Party] = {}
+        self._versions: dict[FlatParamHandle, int] = {}
+        self._buckets: dict[tuple[int, ...], list[stepping.PartyBucket]] = {}
+        self._inner: Inner | None = None
+        self.inner = None
+        self.owned = {}
+        given = checks.read(params)
+        prototype, self._limit = self._agree_on(given, bucket_bytes)
+        super().__init__(given.groups, prototype.defaults)
+        try:
+            self._extend(given.root, self.param_groups, prototype)
+        except BaseException:
+            checks.forget(self)
+            raise
+        self._is_made = True
+
+    def owner_of(self, parameter: nn.Parameter) -> int:
+        """The data-parallel rank that owns the whole tensor of a sharded parameter.
+
+        Data-parallel ranks count the ranks that share the parameter, by rising global rank.
+
+        Raises:
+            KeyError: the optimizer does not have the parameter.
+        """
+        return self._members[parameter].whole.owner
+
+    # Construction -----------------------------------------------------------------------------
+
+    def _agree_on(
+        self, given: checks.Given, bucket_bytes: int | str
+    ) -> tuple[torch.optim.Optimizer, int]:
+        """Check the arguments on all ranks. Collective.
+
+        Returns:
+            (the optimizer over stand-ins, bucket_bytes as a number)
+        """
+        error: Exception | None = None
+        prototype: torch.optim.Optimizer | None = None
+        limit, rows = 0, [""]
+        try:
+            check_class(self._class, (torch.optim.LBFGS, WholeTensorOptimizer))
+            limit = checks.nbytes_of(bucket_bytes)
+            checks.check(given, list(self._members), self)
+            prototype = make_prototype(self._class, given.groups, self._options)
+            first = f"{self._class.__qualname__}, bucket_bytes={limit}"
+            rows = [first, *checks.rows_of(given, self._cost, self._options)]
+        except Exception as caught:
+            error = caught
+        if given.root is None:
+            assert error is not None, "parameters of no model are refused"
+            raise error
+        raise_together(given.root, error)
+        assert prototype is not None, "else there is an error"
+        refuse_differences(given.root, rows)
+        return prototype, limit
+
+    def _extend(
+        self,
+        root: RootState | None,
+        groups: Sequence[Group],
+        prototype: torch.optim.Optimizer,
+    ) -> None:
+        """Give the parameters of new groups owners, and owners the values. Collective."""
+        assert root is not None, "checked"
+        for group, like in zip(groups, prototype.param_groups, strict=True):
+            for key, value in options_of(like).items():
+                group.setdefault(key, value)
+        added = own(root, [p for g in groups for p in g["params"]], self._cost, self._parties)
+        self._buckets.clear()
+        self._members |= {member.parameter: member for member in added}
+        self.owned |= {member.fqn: each for member in added if (each := member.tensor) is not None}
+        buckets = stepping.make_party_buckets(added, range(len(added)), self._limit)
+        with torch.no_grad():
+            stepping.fetch_values(root, added, buckets)
+        self._note_versions()
+        error: Exception | None = None
+        try:
+            self._extend_inner(groups)
+        except Exception as caught:
+            error = caught
+        raise_together(root, error)
+
+    def _extend_inner(self, groups: Sequence[Group]) -> None:
+        whole: list[Group] = []
+        for group in groups:
+            tensors = (self._members[parameter].tensor for parameter in group["params"])
+            whole.append({**group, "params": [each for each in tensors if each is not None]})
+        some = next(iter(self._members))
+        stand_ins = [_stand_in(next(iter(group["params"]), some)) for group in groups]
+        if self._inner is None:
+            self._inner = Inner(self._class, whole, stand_ins, self._options)
+        else:
+            for group, stand_in in zip(whole, stand_ins, strict=True):
+                self._inner.add_group(group, stand_in)
+        self.inner = self._inner.optimizer if self.owned else None
+        self._show_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. Collective, once the optimizer is made; raises as the constructor."""
+        if not self._is_made:
+            super().add_param_group(param_group)
+            return
+        given = checks.read([param_group])
+        prototype, _ = self._agree_on(given, self._limit)
+        super().add_param_group(given.groups[0])
+        self._extend(given.root, self.param_groups[-1:], prototype)
+
+    # Stepping ---------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient. Collective over the ranks of the model.
+
+        Blocks the host on CPU. If the inner optimizer raises on one rank, that rank raises after it
+        has taken part in the exchanges, and the other ranks go on.
+
+        Args:
+            closure: called once, before the step.
+
+        Returns:
+            What `closure` returns.
+
+        Raises:
+            RuntimeError: inside forward or backward; or a parameter has a gradient on some ranks
+                only.
+            CollectiveError: a rank did not take part.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        root = self._model_between_steps()
+        with torch.no_grad():
+            self._step(root)
+        return loss
+
+    def _step(self, root: RootState) -> None:
+        members = list(self._members.values())
+        parties = list(self._parties.values())
+        agreed = stepping.agree(root, parties, members, self._find_written())
+        if agreed.written:
+            again = stepping.make_party_buckets(members, agreed.written, self._limit)
+            stepping.fetch_values(root, members, again)
+        if agreed.present not in self._buckets:
+            buckets = stepping.make_party_buckets(members, agreed.present, self._limit)
+            self._buckets = {agreed.present: buckets}
+        assert self._inner is not None
+        step = self._inner.begin_step(self.param_groups)
+        stepping.run_step(root, members, self._buckets[agreed.present], step)
+        self._note_versions()
+        try:
+            step.end()
+        finally:
+            for own_group, group in zip(
+                self.param_groups, self._inner.optimizer.param_groups, strict=True
+            ):
+                own_group.update(options_of(group))
+            self._show_state()
+
+    def _model_between_steps(self) -> RootState:
+        """The root state of the model; it changes when the model becomes part of another.
+
+        Raises:
+            RuntimeError: this is no time for a step.
+        """
+        units = {member.unit: member.handle for member in self._members.values()}
+        roots = {root_of(unit) for unit in units}
+        is_same = all(handle in unit.handles for unit, handle in units.items())
+        if len(roots) != 1 or not is_same:
+            raise RuntimeError(
+                f"{_NAME}.step: the model was wrapped again since the optimizer was made; make "
+                "another one from its parameters"
+            )
+        (root,) = roots
+        when = f"{_NAME}.step: called inside forward or backward"
+        if is_narrowed(self):
+            raise RuntimeError(
+                f"{when} by step_in_backward, which steps parts of tensors; call "
+                "step_in_backward(None), and optimizer.step() after backward"
+            )
+        root.check_between_steps(f"{when}; call it after backward has returned")
+        if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in root.units):
+            raise RuntimeError(f"{_NAME}.step: called inside summon_full_params; call it outside")
+        return root
+
+    def _find_written(self) -> list[bool]:
+        """For each member, whether its flat parameter was written since the last step."""
+        handles = {member.handle: member.fqn for member in self._members.values()}
+        for handle, fqn in handles.items():
+            handle.reset_sharded_params(fqn)
+        written = {
+            handle: handle.main_shard._version != self._versions[handle] for handle in handles
+        }
+        return [written[member.handle] for member in self._members.values()]
+
+    def _note_versions(self) -> None:
+        handles = (member.handle for member in self._members.values())
+        self._versions = {handle: handle.main_shard._version for handle in handles}
+
+    def _show_state(self) -> None:
+        """Show the states of the inner optimizer as those of the sharded parameters."""
+        assert self._inner is not None
+        states: Any = self._inner.optimizer.state
+        for parameter, member in self._members.items():
+            if member.tensor is not None and member.tensor in states:
+                self.state[parameter] = states[member.tensor]
+
+    # State dicts ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: whole states of the tensors that it owns, and all groups.
+
+        Not collective. Only the same rank of the same layout can load it; for another number of
+        ranks use layerzero.checkpoint.save and load.
+        """
+        return {**super().state_dict(), _LAYOUT: self._layout()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's `state_dict()`. Not collective.
+
+        Raises:
+            ValueError: it has another layout (another rank, number of ranks, or parameters);
+                nothing has changed.
+        """
+        given = {**state_dict}
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            given = hook(self, given) or given
+        self._refuse_other_layout(given.get(_LAYOUT))
+        assert self._inner is not None
+        tensors = [
+            None if (member := self._members[parameter]).tensor is None else member.tensor
+            for group in self.param_groups
+            for parameter in group["params"]
+        ]
+        self._inner.load(given, tensors)
+        for group, saved in zip(self.param_groups, given["param_groups"], strict=True):
+            group.update(copy.deepcopy(options_of(saved)))
+        self.state.clear()
+        self._show_state()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _layout(self) -> dict[str, Any]:
+        party = next(iter(self._members.values())).party
+        owners = {
+            fqn_of(parameter): self._members[parameter].whole.owner
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+        return {"rank": party.rank, "num_ranks": party.size, "owners": owners}
+
+    def _refuse_other_layout(self, given: dict[str, Any] | None) -> None:
+        own = self._layout()
+        if given == own:
+            return
+        if given is None:
+            what = "it is not of a WholeTensorOptimizer"
+        elif given["owners"].keys() != own["owners"].keys():
+            other = sorted(given["owners"].keys() ^ own["owners"].keys())
+            what = f"it has other parameters, such as {other[0]}"
+        else:
+            what = (
+                f"it is of rank {given['rank']} of {given['num_ranks']}, or of tensors that other "
+                f"ranks owned; this is rank {own['rank']} of {own['num_ranks']}"
+            )
+        raise ValueError(
+            f"{_NAME}.load_state_dict: {what}. A state dict fits only its own rank and layout; use "
+            "layerzero.checkpoint.save and load to resume on other ranks"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{_NAME} cannot be copied or pickled: it belongs to its model and its ranks. Save "
+            "state_dict(), or make another one"
+        )
+
+
+def _numel(shape: torch.Size) -> float:
+    return shape.numel()
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of one element, with as many dimensions as the whole tensor."""
+    ones = (1,) * len(shape_of(parameter))
+    return nn.Parameter(parameter.detach().new_zeros(ones), requires_grad=parameter.requires_grad)

@@ -1,0 +1,159 @@
+"""One step: what all ranks agree on before it, and the pipeline of its buckets.
+
+    bucket 1   gather |compute| return
+    bucket 2           gather |compute| return       gather: gradients travel to owners
+    bucket 3                   gather |compute| ...  return: values travel to shards
+
+The gradients of one bucket travel while another is computed, and so do its values. All ranks issue
+the collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from layerzero.comm.collectives import gather_small
+from layerzero.optim.whole_tensor.exchange import Exchange, View, start_exchange
+from layerzero.optim.whole_tensor.inner import Step
+from layerzero.optim.whole_tensor.members import Member
+from layerzero.optim.whole_tensor.party import Party
+from layerzero.optim.whole_tensor.plan import Bucket, Span, Transfer, make_buckets
+from layerzero.runtime.operations import remembers_failure
+from layerzero.runtime.root import RootState
+
+_PRESENT, _WRITTEN = 1, 2
+
+
+class PartyBucket(NamedTuple):
+    """A bucket of one party's members."""
+
+    party: Party
+    bucket: Bucket
+
+
+class Agreed(NamedTuple):
+    """What all ranks know before a step. Numbers count members."""
+
+    present: tuple[int, ...]
+    """Those with a gradient."""
+    written: tuple[int, ...]
+    """Those whose shards were written on any rank since the last step."""
+
+
+@remembers_failure
+def agree(
+    root: RootState, parties: Sequence[Party], members: Sequence[Member], written: Sequence[bool]
+) -> Agreed:
+    """Exchange which members have a gradient, and which shards were written. Collective.
+
+    Raises:
+        RuntimeError: on every rank of a party, if only some of its ranks have a gradient.
+    """
+    flags = [
+        _PRESENT * (member.parameter.grad is not None) + _WRITTEN * changed
+        for member, changed in zip(members, written, strict=True)
+    ]
+    anywhere = list(flags)
+    for party in parties:
+        numbers = [n for n, member in enumerate(members) if member.party is party]
+        if party.size == 1 or not numbers:
+            continue
+        operation = root.operations.next("optimizer flags", "the optimizer", party.group)
+        own = torch.tensor([flags[n] for n in numbers], dtype=torch.uint8)
+        table = gather_small(own, party.group, operation).T.tolist()
+        for number, column in zip(numbers, table, strict=True):
+            with_gradient = [rank for rank, flag in enumerate(column) if flag & _PRESENT]
+            if 0 < len(with_gradient) < party.size:
+                raise RuntimeError(
+                    f"WholeTensorOptimizer: {members[number].fqn} has a gradient on ranks "
+                    f"{with_gradient} of {party.size} only; set .grad to None on all ranks or none"
+                )
+            anywhere[number] = max(column, key=lambda flag: flag & _WRITTEN)
+    return Agreed(
+        tuple(n for n, flag in enumerate(anywhere) if flag & _PRESENT),
+        tuple(n for n, flag in enumerate(anywhere) if flag & _WRITTEN),
+    )
+
+
+def make_party_buckets(
+    members: Sequence[Member], numbers: Sequence[int], limit: int
+) -> list[PartyBucket]:
+    """Buckets of the members with these numbers, party by party."""
+    by_party: dict[Party, list[int]] = {}
+    for number in numbers:
+        by_party.setdefault(members[number].party, []).append(number)
+    return [
+        PartyBucket(party, bucket)
+        for party, own in by_party.items()
+        for bucket in make_buckets(
+            [(number, members[number].whole) for number in own], party.rank, party.size, limit
+        )
+    ]
+
+
+@remembers_failure
+def fetch_values(
+    root: RootState, members: Sequence[Member], buckets: Sequence[PartyBucket]
+) -> None:
+    """Bring the values of shards to the owners. Collective."""
+    for each in buckets:
+        _start(root, each, each.bucket.to_owners, "values to owners", _values(members)).finish()
+
+
+@remembers_failure
+def run_step(
+    root: RootState, members: Sequence[Member], buckets: Sequence[PartyBucket], step: Step | None
+) -> None:
+    """Gather gradients, step, and return values, bucket by bucket. Collective.
+
+    Args:
+        step: steps the whole tensors of this rank; it keeps errors, so that the exchanges go on.
+    """
+
+    def gather(each: PartyBucket) -> Exchange:
+        for number in each.bucket.tensors:
+            members[number].expect_gradient()
+        views = (
+            lambda span: members[span.tensor].gradient(span),
+            lambda span: members[span.tensor].whole_gradient(span),
+        )
+        return _start(root, each, each.bucket.to_owners, "gradients to owners", views)
+
+    read, write = _values(members)
+    coming = gather(buckets[0]) if buckets else None
+    returning: Exchange | None = None
+    for place, each in enumerate(buckets):
+        assert coming is not None
+        arrived, coming = coming, None
+        if place + 1 < len(buckets):
+            coming = gather(buckets[place + 1])
+        arrived.finish()
+        if step is not None:
+            tensors = (members[number].tensor for number in each.bucket.tensors)
+            step.call(tensor for tensor in tensors if tensor is not None)
+        if returning is not None:
+            returning.finish()
+        returning = _start(root, each, each.bucket.from_owners, "values from owners", (write, read))
+    if returning is not None:
+        returning.finish()
+
+
+def _values(members: Sequence[Member]) -> tuple[View, View]:
+    def shard(span: Span) -> torch.Tensor:
+        return members[span.tensor].value(span)
+
+    def whole(span: Span) -> torch.Tensor:
+        return members[span.tensor].whole_value(span)
+
+    return shard, whole
+
+
+def _start(
+    root: RootState, each: PartyBucket, transfer: Transfer, verb: str, views: tuple[View, View]
+) -> Exchange:
+    is_there = transfer is each.bucket.to_owners
+    nbytes = each.bucket.nbytes if is_there else each.bucket.returned_nbytes
+    return start_exchange(root, each.party.group, transfer, nbytes, verb, *views)

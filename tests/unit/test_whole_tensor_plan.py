@@ -1,0 +1,111 @@
+"""Owners of whole tensors, and what a step sends: integers, without processes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from layerzero.core.layout import FlatLayout
+from layerzero.optim.whole_tensor.ownership import assign_owners
+from layerzero.optim.whole_tensor.plan import Bucket, WholeTensor, make_buckets, pieces_of
+
+
+def _transformer(layers: int = 12, width: int = 768, vocab: int = 8192) -> list[int]:
+    layer = [width, 3 * width * width, width * width, width, *[4 * width * width] * 2]
+    return [vocab * width, *layer * layers, width]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_owners_are_balanced_on_a_transformer(num_ranks: int) -> None:
+    numels = _transformer()
+    for costs in (numels, [numel**1.5 for numel in numels]):
+        owners = assign_owners(costs, [{} for _ in costs], num_ranks)
+        loads = [0.0] * num_ranks
+        for owner, cost in zip(owners, costs, strict=True):
+            loads[owner] += cost
+        assert max(loads) <= 1.1 * sum(loads) / num_ranks
+
+
+def test_an_earlier_load_is_evened_out() -> None:
+    owners = assign_owners([1] * 10, [{}] * 10, 2, loads=[6, 0])
+    assert owners.count(0) == 2
+
+
+def test_the_owner_holds_most_where_loads_are_equal() -> None:
+    held = [{2: 5, 1: 4}, {0: 9}, {1: 1}]
+    assert assign_owners([1, 1, 1], held, 3) == [2, 0, 1]
+
+
+def _random_tensors(seed: int, num_ranks: int, copies: int) -> list[WholeTensor]:
+    draw = random.Random(seed)
+    layout = FlatLayout.build(
+        [draw.choice([0, 1, 3, 40, 200]) for _ in range(12)], num_ranks, 4, copies
+    )
+    holders = [
+        tuple(shard + copy * num_ranks for copy in range(copies)) for shard in range(num_ranks)
+    ]
+    pieces = [pieces_of(layout, index, holders) for index in range(12)]
+    held = [{r: p.stop - p.start for p in each for r in p.holders} for each in pieces]
+    owners = assign_owners(layout.numels, held, num_ranks * copies)
+    return [
+        WholeTensor(numel, 4, owner, each)
+        for numel, owner, each in zip(layout.numels, owners, pieces, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_every_element_reaches_its_owner_and_comes_back_once(num_ranks: int, copies: int) -> None:
+    tensors = _random_tensors(num_ranks, num_ranks, copies)
+    total = num_ranks * copies
+    numbered = list(enumerate(tensors))
+    plans = [make_buckets(numbered, rank, total, 300) for rank in range(total)]
+    assert len({len(plan) for plan in plans}) == 1 and len(plans[0]) > 1
+    arrived: dict[int, list[int]] = {}
+    returned: dict[tuple[int, int], list[int]] = {}
+    for buckets in zip(*plans, strict=True):
+        _check_ends(buckets)
+        for rank, bucket in enumerate(buckets):
+            for span in _received(bucket, 0):
+                assert tensors[span.tensor].owner == rank
+                arrived.setdefault(span.tensor, []).extend(range(span.start, span.stop))
+            for span in _received(bucket, 1):
+                returned.setdefault((rank, span.tensor), []).extend(range(span.start, span.stop))
+    for number, whole in numbered:
+        assert sorted(arrived.get(number, [])) == list(range(whole.numel))
+        for piece in whole.pieces:
+            for rank in piece.holders:
+                assert sorted(returned[rank, number]) == list(range(piece.start, piece.stop))
+
+
+def _received(bucket: Bucket, way: int) -> list:
+    transfer = (bucket.to_owners, bucket.from_owners)[way]
+    return [*transfer.own, *(span for spans in transfer.incoming for span in spans)]
+
+
+def _check_ends(buckets: tuple[Bucket, ...]) -> None:
+    """What one rank sends to another is what that one expects, and is counted."""
+    for way in ("to_owners", "from_owners"):
+        sent = 0
+        for source, bucket in enumerate(buckets):
+            for target, spans in enumerate(getattr(bucket, way).outgoing):
+                assert spans == getattr(buckets[target], way).incoming[source]
+                sent += sum(span.nbytes for span in spans)
+        assert {b.nbytes if way == "to_owners" else b.returned_nbytes for b in buckets} == {sent}
+
+
+def test_nothing_travels_for_tensors_that_lie_with_their_owner() -> None:
+    layout = FlatLayout.build([8, 8], 2)
+    holders = [(0,), (1,)]
+    tensors = [WholeTensor(8, 4, index, pieces_of(layout, index, holders)) for index in range(2)]
+    (bucket,) = make_buckets(list(enumerate(tensors)), 0, 2, 1 << 20)
+    assert all(whole.lies_with_owner for whole in tensors)
+    assert (bucket.nbytes, bucket.returned_nbytes) == (0, 0)
+
+
+def test_copies_send_one_piece_each_from_the_owners_replica() -> None:
+    """Ranks 0 and 1 are one replica, 2 and 3 the other."""
+    layout = FlatLayout.build([8], 2)
+    (whole,) = (WholeTensor(8, 4, 3, pieces_of(layout, 0, [(0, 2), (1, 3)])),)
+    assert [whole.source_of(piece) for piece in whole.pieces] == [2, 3]
