@@ -112,7 +112,7 @@ def check(given: Given, held: Sequence[nn.Parameter], optimizer: torch.optim.Opt
 def _unknown(parameter: object) -> Exception:
     if not isinstance(parameter, torch.Tensor):
         return TypeError(f"{_NAME}: expected parameters, got {type(parameter).__name__}")
-    if get_info(parameter) is not None:  # type: ignore[arg-type]
+    if get_info(parameter) is not None:
         return ValueError(
             f"{_NAME}: the model of {name_of(parameter)} was deleted, or wrapped again; pass the "
             "parameters of the model that is trained"
@@ -171,7 +171,7 @@ def _text_of(value: Any) -> str:
 
 
 def name_of(parameter: torch.Tensor) -> str:
-    info = get_info(parameter)  # type: ignore[arg-type]
+    info = get_info(parameter)
     return f"a parameter of shape {tuple(parameter.shape)}" if info is None else info.fqn
 
 
