@@ -19,6 +19,10 @@ Accumulation = Literal["sharded", "unsharded", "auto"]
 GradientReduction = Literal["mean", "sum"]
 """How gradients are reduced over the ranks that share the model."""
 
+OptionalMean = Literal["all", "participants"]
+"""Ranks over which the gradients of an optional module are averaged: all that share the model, or
+those whose backward ran the module."""
+
 ReshardAfterForward = bool | Literal["compute_shard"]
 """How much of a unit stays resident between forward and backward: all of it (False), only the
 shards (True), or enough in each shard group to gather it again there ("compute_shard")."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from layerzero.construct.optional import optional_now
 from layerzero.core.parameter_hooks import kind_of_hooks
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
@@ -79,7 +80,11 @@ def rewrap(model: ZeRO3) -> list[str]:
     }
     ignored = root.structure.ignored_now()
     given: dict[str, object] = dict(model.__dict__["_given"])
-    given.update(ignored_modules=ignored.modules, ignored_parameters=ignored.parameters)
+    given.update(
+        ignored_modules=ignored.modules,
+        ignored_parameters=ignored.parameters,
+        optional_modules=optional_now(unit),
+    )
     patches = model.forward_patches
     if patches:
         del model.forward

@@ -19,6 +19,7 @@ from layerzero.config import (
     GradientReduction,
     MixedPrecision,
     OffloadPolicy,
+    OptionalMean,
     PrefetchPolicy,
     ReductionPolicy,
     ReshardAfterForward,
@@ -60,7 +61,7 @@ class ZeRO3(ModuleWrapper):
     on are the original ones. Attributes that the wrapper does not define are the wrapped module's.
 
     Construction, forward and backward are collective over `process_group`: every rank must call
-    the same units in the same order.
+    the same units in the same order, apart from those in `optional_modules`.
 
     Args:
         module: any module, on one device or on the meta device; changed in place.
@@ -109,6 +110,12 @@ class ZeRO3(ModuleWrapper):
         prefetch: `forward_prefetch`, `backward_prefetch` and `limit_all_gathers` as one policy.
         reduction: `gradient_reduction`, `accumulation` and `deterministic` as one policy, which
             has more fields.
+        optional_modules: modules that a rank may skip while other ranks run them. In each forward,
+            any rank may call any of the units at or under them, or none: ranks agree before each
+            gather, and one that skips a unit takes part in its gathers and reductions with nothing
+            of its own. The same modules on every rank.
+        optional_mean: over which ranks gradients of optional modules are averaged: "all", or
+            "participants": those whose backward ran the unit.
 
     Raises:
         ValueError, TypeError: an argument is wrong, ranks have different parameters, or a meta
@@ -142,6 +149,8 @@ class ZeRO3(ModuleWrapper):
         timeout: timedelta | None = None,
         prefetch: PrefetchPolicy | None = None,
         reduction: ReductionPolicy | None = None,
+        optional_modules: Iterable[nn.Module] = (),
+        optional_mean: OptionalMean = "all",
         **unknown: NoReturn,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}

@@ -16,6 +16,7 @@ from layerzero.config import (
     BackwardPrefetch,
     GradientReduction,
     MixedPrecision,
+    OptionalMean,
     ReshardAfterForward,
 )
 from layerzero.construct.device import check_device_type
@@ -90,7 +91,8 @@ def check_ignored(
 def _several(values: object, kind: type[Any], name: str, what: str) -> tuple[Any, ...]:
     is_one = isinstance(values, (str, torch.Tensor))
     if is_one or not isinstance(values, Iterable):
-        raise TypeError(f"{name}: expected an iterable of {what}, got {values!r}")
+        got = type(values).__name__ if isinstance(values, nn.Module) else repr(values)
+        raise TypeError(f"{name}: expected an iterable of {what}, got {got}")
     listed = tuple(values)
     for value in listed:
         if isinstance(value, kind):
@@ -99,13 +101,24 @@ def _several(values: object, kind: type[Any], name: str, what: str) -> tuple[Any
             advice = f"; names are not looked up, pass the {what} themselves"
         elif isinstance(value, nn.Module):
             advice = "; modules belong in ignored_modules"
-        elif isinstance(value, nn.Parameter):
+        elif isinstance(value, nn.Parameter) and name == "ignored_modules":
             advice = "; parameters belong in ignored_parameters"
         else:
             advice = ""
         got = type(value).__name__ if isinstance(value, (nn.Module, torch.Tensor)) else repr(value)
         raise TypeError(f"{name}: expected {what}, got {got}{advice}")
     return listed
+
+
+def check_optional_modules(modules: object) -> tuple[nn.Module, ...]:
+    """The argument as a tuple. Raises TypeError unless it is an iterable of modules."""
+    listed: tuple[nn.Module, ...] = _several(modules, nn.Module, "optional_modules", "modules")
+    return listed
+
+
+def check_optional_mean(value: object) -> None:
+    if value not in get_args(OptionalMean):
+        raise ValueError(f"optional_mean: expected 'all' or 'participants', got {value!r}")
 
 
 def check_module(module: nn.Module) -> None:

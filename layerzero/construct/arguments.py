@@ -81,6 +81,9 @@ class Arguments:
     sync_module_states: bool
     device: torch.device | str | int | None
     timeout: timedelta | None
+    optional_modules: object
+    """Checked by `construct.optional.find_optional`, as is `optional_mean`."""
+    optional_mean: object
 
 
 def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arguments:
@@ -138,6 +141,8 @@ def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arg
         sync_module_states=given["sync_module_states"],
         device=given["device"],
         timeout=given["timeout"],
+        optional_modules=given["optional_modules"],
+        optional_mean=given["optional_mean"],
     )
 
 

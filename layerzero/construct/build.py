@@ -13,6 +13,7 @@ from layerzero.config import GatherBudget, MixedPrecision
 from layerzero.construct.argument_types import check_reshard_after_forward
 from layerzero.construct.arguments import Arguments
 from layerzero.construct.materialize import Materializer
+from layerzero.construct.optional import find_regions
 from layerzero.construct.plan import WrapPlan
 from layerzero.construct.same_start import Digests, settle
 from layerzero.construct.topology import Topology
@@ -27,6 +28,7 @@ from layerzero.notices import outside, warn_once
 from layerzero.runtime import guards, hooks
 from layerzero.runtime.awaited import await_values
 from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.runtime.optional.make_root import make_root
 from layerzero.runtime.root import RootState
 from layerzero.runtime.unit import Unit, UnitOptions, get_unit, set_unit
 from layerzero.state_dict import module_state
@@ -61,7 +63,7 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
     forward_depth, limit = int(given.prefetch.forward), given.prefetch.limit
     # By default: the units around the one in use, it, one about to be freed, and those ahead.
     default_units = plan.nesting + 1 + max(forward_depth, 1)
-    return RootState(
+    root = make_root(
         units,
         plan.device,
         forward_depth,
@@ -71,7 +73,10 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
         reduction=given.reduction,
         tensor_parallel_groups=topology.tensor_parallel_groups,
         ignored=plan.ignored,
+        regions=find_regions(units, plan.optional),
     )
+    plan.optional.keep(units[0])
+    return root
 
 
 @dataclass(frozen=True, kw_only=True)

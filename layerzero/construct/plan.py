@@ -15,6 +15,7 @@ from layerzero.construct.device import resolve_device
 from layerzero.construct.dtensor_mesh import tensor_parallel_mesh
 from layerzero.construct.expert_numbers import ExpertLists
 from layerzero.construct.experts import Group, find_experts
+from layerzero.construct.optional import OptionalModules, find_optional
 from layerzero.construct.unit_arguments import UnitArguments, effective_offload
 from layerzero.construct.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.runtime.graph_modes import check_compiled
@@ -41,6 +42,7 @@ class WrapPlan:
     ignored: Ignored
     ignored_parameters: Sequence[nn.Parameter]
     """The `ignored_parameters` given; after an unwrap, the full parameters that replaced them."""
+    optional: OptionalModules
 
     @property
     def nesting(self) -> int:
@@ -70,6 +72,9 @@ def plan_wrapping(module: nn.Module, given: Arguments) -> WrapPlan:
     experts = find_experts(units, given.process_group)
     expert_lists = ExpertLists(module, units)
     dense = [unit for unit in units if id(unit) not in experts]
+    optional = find_optional(
+        module, given.optional_modules, given.optional_mean, units, experts, given.process_group
+    )
     mesh = tensor_parallel_mesh(dense, given.process_group)
     device = resolve_device(given.device, units, given.group, mesh)
     check_compiled(((visit.fqn, visit.module) for visit in visits), device)
@@ -83,6 +88,7 @@ def plan_wrapping(module: nn.Module, given: Arguments) -> WrapPlan:
         mesh=mesh,
         ignored=ignored,
         ignored_parameters=ignored_parameters,
+        optional=optional,
     )
 
 

@@ -15,6 +15,7 @@ from layerzero.comm.group_names import agree_on_group_names
 from layerzero.construct.arguments import Arguments
 from layerzero.construct.experts import check_experts, place_units, structure_of
 from layerzero.construct.make_placement import make_placement
+from layerzero.construct.optional import OptionalModules, agree_on_optional
 from layerzero.construct.plan import WrapPlan
 from layerzero.construct.same_start import Outline
 from layerzero.core.groups import ShardGroup, make_shard_groups, mesh_groups
@@ -50,7 +51,17 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
     structure = structure_of(plan.units, plan.experts)
     outline = Outline(plan.units, plan.experts)
     separate = given.reduction.separate_groups
-    _check_agreement(axes, device, given.zero3_size, mode, separate, plan.mesh, structure, outline)
+    _check_agreement(
+        axes,
+        device,
+        given.zero3_size,
+        mode,
+        separate,
+        plan.mesh,
+        structure,
+        outline,
+        plan.optional,
+    )
     agree_on_group_names(axes, device)
     in_order = given.reduction.deterministic
     placement = make_placement(
@@ -73,6 +84,7 @@ def _check_agreement(
     tensor_parallel: DeviceMesh | None,
     experts: int,
     outline: Outline,
+    optional: OptionalModules,
 ) -> None:
     """Raise if ranks differ, or if their arguments do not fit. Collective over `axes`.
 
@@ -81,9 +93,11 @@ def _check_agreement(
         tensor_parallel: mesh of the DTensor parameters.
         experts: checksum from `structure_of` (experts.py).
         outline: outline of the parameters that all these ranks have.
+        optional: the optional modules, which must be the same on all these ranks.
 
     Raises:
         ValueError: on every rank; lists each rank's value if they differ.
+        TypeError: as refused for `optional_modules`; other ranks then raise ValueError.
         CollectiveError: a rank did not take part.
     """
     num_inner, num_outer = axes[0].size, axes[1].size if len(axes) == 2 else 1
@@ -92,7 +106,7 @@ def _check_agreement(
         _OUTER.index(outer),
         -1 if tensor_parallel is None else _place_in(tensor_parallel),
         experts,
-        outline.number,
+        outline.number | optional.number << 32,
         separate_groups,
     ]
     values = torch.tensor(own, device=device)
@@ -126,8 +140,9 @@ def _check_agreement(
             'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
             'parallelize_module(..., mesh["tp"]), ZeRO3(..., process_group=mesh["dp"])'
         )
-    if any(other[4] != every[0][4] for other in every):
+    if any((other[4] ^ every[0][4]) & 0xFFFFFFFF for other in every):
         raise ValueError(outline.explain(axes, device))
+    agree_on_optional(optional, any(other[4] != every[0][4] for other in every), axes, device)
     if zero3_size is not None and len(axes) == 2 and zero3_size != num_inner:
         raise ValueError(
             f"zero3_size={zero3_size} contradicts the mesh (outer, inner) of "

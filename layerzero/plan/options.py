@@ -66,6 +66,7 @@ _SET_ELSEWHERE = {
     "auto_wrap_policy": "apply_modules is the policy",
     "ignored_modules": "it is a field of the plan",
     "ignored_parameters": "it is a field of the plan",
+    "optional_modules": "use the plan's field optional",
     "hook_module": "use the plan's hook_modules",
     "hook_modules": "it is a field of the plan",
 }

@@ -1,0 +1,1 @@
+"""Units that a rank may skip in a pass while other ranks run them."""

@@ -1,0 +1,42 @@
+"""Makes the root of a model: the plain one, or one whose ranks may skip optional units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
+from layerzero.core.groups import ShardGroup
+from layerzero.runtime.optional.regions import OptionalRegions
+from layerzero.runtime.root import RootState
+from layerzero.runtime.structure import Ignored
+from layerzero.runtime.unit import Unit
+
+
+def make_root(
+    units: Sequence[Unit],
+    device: torch.device,
+    forward_depth: int,
+    backward_prefetch: BackwardPrefetch | None,
+    budget: GatherBudget,
+    budget_is_default: bool,
+    reduction: ReductionPolicy,
+    tensor_parallel_groups: tuple[ShardGroup, ...],
+    ignored: Ignored,
+    regions: OptionalRegions | None,
+) -> RootState:
+    """The root of `units`; without `regions` (None) no unit is optional. Not collective."""
+    if regions is not None:
+        raise NotImplementedError("optional_modules: the engine cannot skip units yet")
+    return RootState(
+        units,
+        device,
+        forward_depth,
+        backward_prefetch,
+        budget,
+        budget_is_default,
+        reduction=reduction,
+        tensor_parallel_groups=tensor_parallel_groups,
+        ignored=ignored,
+    )
