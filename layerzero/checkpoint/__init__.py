@@ -2,9 +2,13 @@
 
 A training run needs only `save` and `load`; docs/reference/checkpoint_format.md describes the
 files. The four `*_state_dict` functions are for torch.distributed.checkpoint and for code that
-wants full tensors; `stream_full` passes weights to an inference engine.
+wants full tensors; `stream_full` passes weights to an inference engine, and `DeltaStream` only
+what changed of them.
 """
 
+from layerzero.checkpoint.delta.apply import apply_delta
+from layerzero.checkpoint.delta.patch import DeltaError, Patch
+from layerzero.checkpoint.delta.stream import DeltaStream
 from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.save_handle import SaveHandle
 from layerzero.checkpoint.saving import save
@@ -16,8 +20,12 @@ from layerzero.state_dict.stream import stream_full
 
 __all__ = [
     "CheckpointError",
+    "DeltaError",
+    "DeltaStream",
     "ParameterShard",
+    "Patch",
     "SaveHandle",
+    "apply_delta",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "load",

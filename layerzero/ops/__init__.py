@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from layerzero.ops import reference, schema
+from layerzero.ops.delta import find_changed
 from layerzero.ops.native import NativeStatus, has_kernel, load
 from layerzero.ops.segments import ZEROS, Segments
 
@@ -20,6 +21,7 @@ __all__ = [
     "NativeStatus",
     "Segments",
     "crc32",
+    "find_changed",
     "missing_kernels",
     "native_status",
     "ordered_sum_",

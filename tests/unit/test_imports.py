@@ -31,7 +31,7 @@ LAYERS = [
     "parallel",
     "integrations",
 ]
-WINGS_OF_CHECKPOINT = ["format", "file_io", "", "command", "__main__"]
+WINGS_OF_CHECKPOINT = ["format", "file_io", "delta", "", "command", "__main__"]
 """Lowest first; "": the files of the folder itself."""
 FACES = {
     "layerzero",

@@ -55,7 +55,7 @@ class Entry:
         return runs(self.extent, self.start, self.stop)
 
 
-def _replica(handle: FlatParamHandle, info: ParameterInfo, names: Names) -> int:
+def replica_of(handle: FlatParamHandle, info: ParameterInfo, names: Names) -> int:
     """Index of the copy that this rank's shard belongs to.
 
     Outer ranks may have copies, and tensor-parallel ranks have copies of parameters that are not
@@ -91,7 +91,7 @@ class Places:
                     extent_of(info),
                     start,
                     stop,
-                    _replica(handle, info, names),
+                    replica_of(handle, info, names),
                     (number, index),
                     names.announces(parameter),
                 )

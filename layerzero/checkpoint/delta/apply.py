@@ -1,0 +1,159 @@
+"""apply_delta: the receiver of patches, in plain torch, without a process group."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from layerzero.checkpoint.delta.chain import check_link, mark_of
+from layerzero.checkpoint.delta.patch import DeltaError, Patch
+
+_HALVES = (torch.float16, torch.bfloat16)
+_WIDER = {
+    *((torch.float32, half) for half in _HALVES),
+    *((torch.float64, narrow) for narrow in (*_HALVES, torch.float32)),
+}
+"""Pairs of a receiver's dtype and a patch's, all of whose values the first one holds."""
+
+
+def apply_delta(tensors: Mapping[str, torch.Tensor], patch: Patch) -> None:
+    """Write the values of a patch into the tensor that it names, in place. Not collective.
+
+    Patches of one sender are applied in the order in which its stream yielded them. Those of
+    several senders may be mixed within a round, and no round begins before the last one is done.
+    A receiver starts with `DeltaStream.full()` of every rank, or with the weights that the model
+    had when the stream was made. Nothing is written if an error is raised.
+
+    Args:
+        tensors: by the names of the model's state dict; each of the original shape, or flattened,
+            on any device, contiguous or not; in the patch's dtype, or in one that holds all its
+            values. A tied parameter needs one of its names, and tensors under all of them are
+            written.
+        patch: as `DeltaStream` yielded it, on any device.
+
+    Raises:
+        DeltaError: the name is unknown, an index is outside of the tensor, the tensor cannot be
+            written in place, a patch was lost or comes again, or it is of another stream.
+        TypeError: an argument is not what it should be.
+    """
+    if not isinstance(patch, Patch):
+        raise TypeError(f"apply_delta: expected a Patch, got {type(patch).__name__}")
+    targets = _named(tensors, patch.names, patch)
+    anchors = _named(tensors, patch.link.anchor, patch)
+    for name, target in targets:
+        _check_target(name, target, patch)
+    _check_indices(targets[0][1], patch)
+    mark, anchor = mark_of(targets[0][1]), mark_of(anchors[0][1])
+    starts_here = check_link(patch, mark, anchor)
+    if starts_here and patch.before is not None:
+        _check_before(targets[0][1], patch)
+    for memory in _distinct([target for _, target in targets]):
+        _write(memory, patch)
+        mark_of(memory).follow(patch.link.stream)
+    anchor.follow(patch.link.stream)
+    anchor.move(patch.link)
+
+
+def _named(
+    tensors: Mapping[str, torch.Tensor], names: Sequence[str], patch: Patch
+) -> list[tuple[str, torch.Tensor]]:
+    found = [(name, tensors[name]) for name in names if name in tensors]
+    if not found:
+        raise DeltaError(
+            f"{patch.where}: unknown name, none of the {len(tensors)} tensors is called "
+            f"{' or '.join(map(repr, names))}; expected the names of the model's state dict"
+        )
+    return found
+
+
+def _check_target(name: str, target: torch.Tensor, patch: Patch) -> None:
+    if not isinstance(target, torch.Tensor):
+        raise TypeError(f"apply_delta: {name!r} is no tensor, but {type(target).__name__}")
+    problem = _problem(target, patch)
+    if problem is not None:
+        raise DeltaError(f"{patch.where}: the receiver's tensor {name!r} {problem}")
+
+
+def _problem(target: torch.Tensor, patch: Patch) -> str | None:
+    """Why values cannot be written into a tensor; None: they can."""
+    is_plain = type(target).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not is_plain or target.layout is not torch.strided or target.is_meta:
+        return f"is a {type(target).__name__} without plain memory; pass its local, dense tensor"
+    shape, dtype = tuple(target.shape), patch.values.dtype
+    if shape != tuple(patch.shape) and shape != (torch.Size(patch.shape).numel(),):
+        return f"has shape {shape}, and the original {tuple(patch.shape)}"
+    if target.dtype != dtype and (target.dtype, dtype) not in _WIDER:
+        return f"is {target.dtype}, which cannot hold every {dtype} of the patch"
+    if _overlaps_itself(target):
+        return f"has elements that share memory (strides {target.stride()}); pass a copy"
+    return None
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may be at one address; strides that interleave count as such."""
+    end = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= end:
+                return bool(tensor.numel())
+            end += (size - 1) * stride
+    return False
+
+
+def _check_indices(target: torch.Tensor, patch: Patch) -> None:
+    indices, values = patch.indices, patch.values
+    if indices.dtype != torch.int64 or indices.ndim != 1 or values.shape != indices.shape:
+        raise DeltaError(
+            f"{patch.where}: expected 1-D int64 indices and as many values, got "
+            f"{indices.dtype} {tuple(indices.shape)} and {tuple(values.shape)}"
+        )
+    if not indices.numel():
+        return
+    first, last = (int(end) for end in indices.aminmax())
+    if first < 0 or last >= target.numel():
+        outside = first if first < 0 else last
+        raise DeltaError(
+            f"{patch.where}: index {outside} is outside of a tensor of {target.numel()} elements"
+        )
+
+
+def _check_before(target: torch.Tensor, patch: Patch) -> None:
+    present = _at(target, patch).to(patch.values.dtype)
+    if crc_of(present) != patch.before:
+        raise DeltaError(
+            f"{patch.where}: the tensors follow no stream yet, and do not hold the values that the "
+            "model had when the stream was made; apply full() of every rank first"
+        )
+
+
+def crc_of(values: torch.Tensor) -> int:
+    """CRC-32 of the bytes of a 1-D tensor."""
+    return zlib.crc32(values.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+
+
+def _places(target: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Coordinates in `target` of flat positions in it, whatever its strides."""
+    indices = indices.to(target.device)
+    return (indices,) if target.ndim == 1 else torch.unravel_index(indices, target.shape)
+
+
+def _at(target: torch.Tensor, patch: Patch) -> torch.Tensor:
+    with torch.no_grad():
+        flat = target.detach().view(-1) if target.is_contiguous() else target.detach()
+        return flat[_places(flat, patch.indices)]
+
+
+def _write(target: torch.Tensor, patch: Patch) -> None:
+    values = patch.values.to(target.device, target.dtype)
+    # Tensors made in inference mode may be written only there, and others only outside.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        flat = target.view(-1) if target.is_contiguous() else target
+        flat[_places(flat, patch.indices)] = values
+
+
+def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One of each that share their memory."""
+    found = {(each.device, each.data_ptr(), each.stride()): each for each in tensors}
+    return list(found.values())

@@ -1,0 +1,178 @@
+"""Chunk: a flat tensor of this rank beside a snapshot of what receivers have of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from layerzero.checkpoint.delta.patch import DeltaError
+from layerzero.checkpoint.delta.pieces import Piece, Source
+from layerzero.ops.delta import UNKNOWN, bits_of, cast, find_changed
+
+_BLOCK = 1 << 20
+"""Elements handled at once where intermediate results take memory."""
+
+
+class Found(NamedTuple):
+    """Elements to send: their places in the chunk, and their values there."""
+
+    places: torch.Tensor
+    """[n] int64, rising."""
+    values: torch.Tensor
+    """[n] in the chunk's dtype."""
+    stop: int
+    """Everything before it, from where the search began, was compared."""
+
+
+class Chunk:
+    """One source and its snapshot.
+
+    Note [Unknown to receivers]
+        Where it is uncertain what a receiver has, an element must be sent again, whatever its value
+        becomes. Floating-point snapshots then hold bits that equal no value (Note [One NaN]). The
+        other dtypes have no such bits, and get a mask.
+    """
+
+    source: Source
+    dtype: torch.dtype
+    """Of the snapshot and of the values sent."""
+    numel: int
+    snapshot: torch.Tensor
+    """[numel] in `dtype`, beside the source or on the host."""
+    unknown: torch.Tensor | None
+    """[numel] bool, beside the snapshot; None: not needed."""
+
+    def __init__(self, source: Source, dtype: torch.dtype, on_host: bool) -> None:
+        """Make a snapshot of which everything is unknown; see Note [Unknown to receivers]."""
+        main = source.read()
+        self.source = source
+        self.dtype = dtype if main.is_floating_point() else main.dtype
+        self.numel = main.numel()
+        device = torch.device("cpu") if on_host else main.device
+        self.snapshot = torch.empty(self.numel, dtype=self.dtype, device=device)
+        self.unknown = None
+        self.forget(slice(0, self.numel))
+
+    def take_snapshot(self) -> None:
+        """From now on receivers have the values of now."""
+        main = self.source.read()
+        for begin in range(0, self.numel, _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            self.snapshot[block] = self._cast(main, begin, min(begin + _BLOCK, self.numel))
+        self.unknown = None
+
+    def forget(self, places: torch.Tensor | slice) -> None:
+        """Treat these elements as unknown to receivers."""
+        if self.dtype.is_floating_point:
+            bits_of(self.snapshot)[places] = UNKNOWN
+            return
+        if self.unknown is None:
+            self.unknown = torch.zeros(self.numel, dtype=torch.bool, device=self.snapshot.device)
+        self.unknown[places] = True
+
+    def settle(self, places: torch.Tensor, values: torch.Tensor) -> None:
+        """Receivers have these values."""
+        device = self.snapshot.device
+        places = places.to(device)
+        self.snapshot[places] = values.to(device)
+        if self.unknown is not None:
+            self.unknown[places] = False
+
+    def take_from(self, target: slice, other: Chunk, source: slice) -> None:
+        """Copy what is known of elements `source` of another chunk to those at `target`."""
+        self.snapshot[target] = other.snapshot[source].to(self.snapshot.device)
+        if self.unknown is not None:
+            self.unknown[target] = False if other.unknown is None else other.unknown[source]
+
+    def changed(self, start: int, room: int) -> Found:
+        """At most `room` elements from `start` on that receivers do not have.
+
+        Raises:
+            DeltaError: a finite value is infinite in the stream's dtype.
+        """
+        main = self.source.read()
+        room = max(1, min(room, self.numel - start))
+        stop = self.numel
+        snapshot, first = self.snapshot, 0
+        if snapshot.device != main.device:
+            stop = min(stop, start + max(room, _BLOCK))
+            snapshot, first = snapshot[start:stop].to(main.device), start
+        indices = torch.empty(room, dtype=torch.int64, device=main.device)
+        values = torch.empty(room, dtype=self.dtype, device=main.device)
+        if self.unknown is not None:
+            return self._changed_or_unknown(main, start, room)
+        count, end = find_changed(main[first:stop], snapshot, start - first, indices, values)
+        found = Found(indices[:count] + first, values[:count], end + first)
+        self._check_finite(main, found.places, found.values)
+        return found
+
+    def _changed_or_unknown(self, main: torch.Tensor, start: int, room: int) -> Found:
+        assert self.unknown is not None
+        stop = min(self.numel, start + room)
+        block = slice(start, stop)
+        new = cast(main[block], self.dtype)
+        differs = bits_of(new) != bits_of(self.snapshot[block].to(new.device))
+        differs = differs.any(1) if differs.ndim > 1 else differs
+        places = (differs | self.unknown[block].to(new.device)).nonzero().view(-1)
+        return Found(places + start, new[places], stop)
+
+    def current(self, begin: int, end: int) -> torch.Tensor:
+        """The values now of elements [begin, end). Some receiver may get them: those that differ
+        from the snapshot become unknown."""
+        new = self._cast(self.source.read(), begin, end)
+        present = new.to(self.snapshot.device)
+        differs = bits_of(present) != bits_of(self.snapshot[begin:end])
+        differs = differs.any(1) if differs.ndim > 1 else differs
+        self.forget(differs.nonzero().view(-1) + begin)
+        return new
+
+    def known_bytes(self, places: torch.Tensor) -> torch.Tensor | None:
+        """What receivers have at `places`: values; None where some of it is unknown."""
+        values = self.snapshot[places.to(self.snapshot.device)]
+        if self.dtype.is_floating_point:
+            return None if (bits_of(values) == UNKNOWN).any() else values
+        return values if self.unknown is None else None
+
+    def cut(self, found: Found) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+        """(piece, places, values) of each piece that has some of the elements found."""
+        if not found.places.numel():
+            return
+        pieces = self.source.pieces
+        ends = [end for p in pieces for end in (p.offset, p.offset + p.numel)]
+        borders = torch.searchsorted(found.places, found.places.new_tensor(ends)).tolist()
+        for number, piece in enumerate(pieces):
+            begin, end = borders[2 * number], borders[2 * number + 1]
+            if begin < end:
+                yield piece, found.places[begin:end], found.values[begin:end]
+
+    def _cast(self, main: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        new = cast(main[begin:end], self.dtype)
+        self._check_finite(main, None, new, begin)
+        return new
+
+    def _check_finite(
+        self, main: torch.Tensor, places: torch.Tensor | None, values: torch.Tensor, begin: int = 0
+    ) -> None:
+        """Raise if the cast made a finite value infinite. `places` of `values`; None: from `begin`
+        on."""
+        if main.dtype == self.dtype or not self.dtype.is_floating_point:
+            return
+        infinite = values.isinf().nonzero().view(-1)
+        if not infinite.numel():
+            return
+        infinite = infinite + begin if places is None else places[infinite]
+        lost = infinite[main[infinite].double().isfinite()]
+        if not lost.numel():
+            return
+        place = int(lost[0])
+        piece = self._piece_at(place)
+        raise DeltaError(
+            f"{piece.names[0]!r}: {self.dtype} cannot hold {main[place].item():.6g} (element "
+            f"{int(piece.in_whole(lost[:1]))}); use a DeltaStream of another dtype"
+        )
+
+    def _piece_at(self, place: int) -> Piece:
+        pieces = self.source.pieces
+        return next((p for p in pieces if 0 <= place - p.offset < p.numel), pieces[0])

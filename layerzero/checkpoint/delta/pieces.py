@@ -1,0 +1,155 @@
+"""Pieces: which parts of which tensors this rank sends, and where they are in its flat shards.
+
+    main shard   | a a a a - b b b b b b |      a, b: pieces of two parameters      - gap
+    chunk 0      | a a a a - b b b b b b |      indices found in it belong to the pieces
+
+One rank sends each element: that of the first of its copies (`outer="replicate"`, tensor-parallel
+ranks with the same part), and the model's first rank if it is whole on every rank (buffers,
+ignored parameters).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.checkpoint.format.inventory import replica_of
+from layerzero.core.parameter_info import foreign_class, get_info
+from layerzero.notices import is_first_rank
+from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.state_dict.names import Names, extent_of, named_buffers
+from layerzero.state_dict.ranges import Extent
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + numel) of the flattened block `extent`, at `offset` in a chunk."""
+
+    names: tuple[str, ...]
+    """In the state dict; the first one, and then the others of a tied parameter."""
+    extent: Extent
+    start: int
+    numel: int
+    offset: int
+
+    def in_whole(self, places: torch.Tensor) -> torch.Tensor:
+        """Positions in the flattened whole tensor of elements at `places` in the chunk."""
+        rest = places + (self.start - self.offset)
+        shape, local_shape, offsets = self.extent
+        if local_shape == shape:
+            return rest
+        found = torch.zeros_like(rest)
+        for dim in reversed(range(len(shape))):
+            coordinate = rest % local_shape[dim] + offsets[dim]
+            found += coordinate * math.prod(shape[dim + 1 :])
+            rest = rest // local_shape[dim]
+        return found
+
+
+@dataclass(frozen=True)
+class Source:
+    """A flat tensor of this rank from which pieces are sent."""
+
+    read: Callable[[], torch.Tensor]
+    """Returns it as it is now: [numel], contiguous, detached."""
+    pieces: tuple[Piece, ...]
+    """In order of offset; gaps between them are not sent."""
+
+
+def sources_of(model: nn.Module, names: Names, buffers: bool) -> Iterator[Source]:
+    """All that this rank sends. Not collective.
+
+    Raises:
+        NotImplementedError: an ignored parameter is more than its elements (a DTensor, say).
+    """
+    in_state_dict = names.in_state_dict(model)
+
+    def names_of(tensor: torch.Tensor) -> tuple[str, ...]:
+        return tuple(in_state_dict.get(id(tensor), ())) or names.of(tensor) or ()
+
+    for handle in names.handles:
+        yield from _of_handle(handle, names, names_of)
+    if not _is_first(names):
+        return
+    for parameter in whole_parameters(names):
+        _refuse_subclass(parameter, names_of(parameter))
+        yield from _of_whole(parameter.detach(), names_of(parameter))
+    for buffer, found in named_buffers(model) if buffers else ():
+        yield from _of_whole(buffer, names_of(buffer) or found)
+
+
+def whole_parameters(names: Names) -> list[nn.Parameter]:
+    """Parameters that are not sharded (ignored ones)."""
+    sharded = {id(p) for handle in names.handles for p in handle.sharded_params}
+    return [parameter for parameter, _ in names.parameters if id(parameter) not in sharded]
+
+
+def _of_handle(
+    handle: FlatParamHandle, names: Names, names_of: Callable[[torch.Tensor], tuple[str, ...]]
+) -> Iterator[Source]:
+    """The runs of neighbouring pieces that this rank sends, as a source each."""
+    ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
+    run: list[Piece] = []
+    begin = 0
+    for owned, sharded_param in zip(ranges, handle.sharded_params, strict=True):
+        info = get_info(sharded_param)
+        assert info is not None, "sharded parameters have ParameterInfo"
+        if not owned.numel:
+            continue
+        if replica_of(handle, info, names):
+            if run:
+                yield _of_run(handle, begin, run)
+            run = []
+            continue
+        if not run:
+            begin = owned.offset
+        run.append(
+            Piece(
+                names_of(sharded_param),
+                extent_of(info),
+                owned.start,
+                owned.numel,
+                owned.offset - begin,
+            )
+        )
+    if run:
+        yield _of_run(handle, begin, run)
+
+
+def _of_run(handle: FlatParamHandle, begin: int, run: Sequence[Piece]) -> Source:
+    numel = run[-1].offset + run[-1].numel
+
+    def read() -> torch.Tensor:
+        handle.reset_sharded_params(handle.fqns[0])
+        return handle.main_shard.detach()[begin : begin + numel]
+
+    return Source(read, tuple(run))
+
+
+def _of_whole(tensor: torch.Tensor, names: tuple[str, ...]) -> Iterator[Source]:
+    if tensor.numel():
+        piece = Piece(names, Extent.whole(tensor.shape), 0, tensor.numel(), 0)
+        yield Source(lambda: tensor.detach().reshape(-1), (piece,))
+
+
+def _refuse_subclass(parameter: nn.Parameter, names: Sequence[str]) -> None:
+    if foreign_class(parameter) is not None or isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"DeltaStream: parameter {' or '.join(names)!r} is ignored by ZeRO3 and a "
+            f"{type(parameter).__name__}, which has no flat elements to compare; let ZeRO3 shard "
+            "it, or replace it by its local tensor"
+        )
+
+
+def _is_first(names: Names) -> bool:
+    """Whether this rank is the first of those that share the model."""
+    if not names.handles:
+        return is_first_rank()
+    placements = (handle.placement for handle in names.handles)
+    of_all = (placement.data_parallel or placement for placement in placements)
+    return next(of_all).is_first and all(g.is_first for g in names.tensor_parallel_groups)

@@ -1,0 +1,266 @@
+"""DeltaStream: yields what changed in this rank's part of a model since it was last sent.
+
+    main shard --cast--> compare with the snapshot --> patch --next asked--> snapshot updated
+
+Each rank compares its own shard and sends its own patches: nothing is gathered, and no rank waits
+for another one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero.checkpoint.delta.apply import crc_of
+from layerzero.checkpoint.delta.chunk import Chunk
+from layerzero.checkpoint.delta.patch import Link, Patch
+from layerzero.checkpoint.delta.pieces import Piece, sources_of, whole_parameters
+from layerzero.checkpoint.delta.resharding import carry_over
+from layerzero.checkpoint.delta.stream_name import agreed_name
+from layerzero.config import parse_nbytes
+from layerzero.ops.reference import DTYPES
+from layerzero.runtime.states import TrainingState
+from layerzero.state_dict.names import Names, named_buffers
+from layerzero.state_dict.preconditions import root_states_of
+
+_INDEX_NBYTES = 8
+
+
+class _Pending(NamedTuple):
+    """A patch that was yielded and does not count as sent yet."""
+
+    number: int
+    chunk: Chunk
+    places: torch.Tensor
+    values: torch.Tensor
+
+
+class DeltaStream:
+    """A model's weights as patches of changed elements, for inference engines and other receivers.
+
+    Every rank of the model has one and sends its own patches (`layerzero.checkpoint.apply_delta`
+    is the receiver). The snapshot is what receivers have: this rank's part of the model in `dtype`,
+    as it was when the stream was made. So a receiver starts with those weights, or with `full()`
+    of every rank, and takes all `changes()` from there on.
+
+    Not collective. Ranks make their streams in the same order, since the n-th ones share a name.
+
+    Attributes:
+        name: the stream's name, the same on all ranks.
+        sender: this rank's global rank, by which receivers tell chains of patches apart.
+        round: number of rounds of `changes()` that were begun.
+    """
+
+    name: str
+    sender: int
+    round: int
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        buffers: bool = False,
+        patch_bytes: int | str = "16MB",
+        on_host: bool = False,
+    ) -> None:
+        """Take a snapshot of this rank's part of the model.
+
+        Args:
+            model: a ZeRO3 module, between steps. The stream keeps it alive.
+            dtype: to cast floating-point tensors to: float32, float16, bfloat16 or float64. Other
+                tensors keep their dtype.
+            buffers: send persistent buffers as well; the model's first rank does, with its values.
+            patch_bytes: bound on the bytes of a patch's indices and values, an int or a string such
+                as "512MB".
+            on_host: keep the snapshot in host memory, and copy a part of it to the model's device
+                for each comparison.
+
+        Raises:
+            ValueError: `model` is not wrapped, or a bad argument; DeltaError if `dtype` cannot hold
+                a value.
+            RuntimeError: the model is in backward, or inside `summon_full_params`.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"DeltaStream: dtype {dtype} cannot hold the values of floating-point weights "
+                "without scales; expected float32, float16, bfloat16 or float64"
+            )
+        nbytes = parse_nbytes(patch_bytes) if isinstance(patch_bytes, str) else int(patch_bytes)
+        widest = _INDEX_NBYTES + torch.complex128.itemsize
+        if nbytes < widest:
+            raise ValueError(f"patch_bytes: expected at least {widest}, got {patch_bytes!r}")
+        self._model = model
+        self._dtype = dtype
+        self._buffers = buffers
+        self._patch_nbytes = nbytes
+        self._on_host = on_host
+        self._check("DeltaStream")
+        self._chunks = self._make_chunks(Names(model))
+        for chunk in self._chunks:
+            chunk.take_snapshot()
+        self._anchor = self._chunks[0].source.pieces[0].names if self._chunks else ()
+        self.name = agreed_name()
+        self.sender = dist.get_rank() if dist.is_initialized() else 0
+        self.round = 0
+        self._chain = secrets.token_hex(6)
+        self._yielded = 0  # number of the last patch
+        self._counted = 0  # number of the last one that counts as sent
+        self._pending: _Pending | None = None
+
+    def changes(self) -> Iterator[Patch]:
+        """Yield what receivers do not have yet of this rank's elements, as patches.
+
+        An element is sent when the bits of its cast changed: a NaN once, and -0.0 after 0.0. Each
+        element is in at most one patch of a round. A patch counts as sent when the next one is
+        asked for; if a round stops early, the next round sends its last patch again, with the
+        values of then. Weights should not change before the round is over, or else a later patch
+        has newer values than an earlier one.
+
+        Not collective. Blocks the host for the results of each comparison.
+
+        Raises:
+            RuntimeError: the model is in backward or inside `summon_full_params`, or another round
+                began meanwhile.
+            DeltaError: the stream's dtype cannot hold a value.
+        """
+        self._refresh("DeltaStream.changes")
+        return self._changes()
+
+    def full(self) -> Iterator[Patch]:
+        """Yield all of this rank's elements, with the values of now, as patches in the same form.
+
+        A new receiver applies those of every rank, in any order of the ranks, and then all further
+        rounds. Receivers that are there already need none of them. Not collective.
+
+        Raises: as `changes`.
+        """
+        self._refresh("DeltaStream.full")
+        return self._full()
+
+    def resend(self, after: int) -> None:
+        """Treat patches with numbers above `after` as lost: the next round sends every element.
+
+        For a sink that fails after it has taken a whole round. Not collective.
+        """
+        for chunk in self._chunks:
+            chunk.forget(slice(0, chunk.numel))
+        self._pending = None
+        self._counted = min(self._counted, after)
+        self.round += 1
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        """Bytes of the snapshot."""
+        return sum(chunk.snapshot.nbytes for chunk in self._chunks)
+
+    # Rounds -----------------------------------------------------------------------------------
+
+    def _changes(self) -> Iterator[Patch]:
+        own = self._begin_round()
+        for chunk in self._chunks:
+            start = 0
+            while start < chunk.numel:
+                found = chunk.changed(start, self._room(chunk))
+                for piece, places, values in chunk.cut(found):
+                    yield self._patch(chunk, piece, places, values)
+                    if self.round != own:
+                        raise RuntimeError(
+                            "DeltaStream.changes: another round began, or the model was resharded, "
+                            "before this one was over; take the patches of one round at a time"
+                        )
+                    self._settle()
+                start = found.stop
+
+    def _begin_round(self) -> int:
+        if self._pending is not None:
+            self._pending.chunk.forget(self._pending.places)
+            self._pending = None
+        self.round += 1
+        return self.round
+
+    def _patch(
+        self, chunk: Chunk, piece: Piece, places: torch.Tensor, values: torch.Tensor
+    ) -> Patch:
+        known = chunk.known_bytes(places) if self._counted == 0 else None
+        self._yielded += 1
+        self._pending = _Pending(self._yielded, chunk, places, values)
+        link = self._link(self._yielded, self._counted)
+        before = None if known is None else crc_of(known)
+        # Copies: a receiver may write into them, or keep them, and not the memory of all patches.
+        return _make_patch(piece, piece.in_whole(places), values.clone(), link, before)
+
+    def _settle(self) -> None:
+        assert self._pending is not None, "the round has yielded a patch"
+        number, chunk, places, values = self._pending
+        chunk.settle(places, values)
+        self._counted, self._pending = number, None
+
+    def _full(self) -> Iterator[Patch]:
+        position = self._yielded
+        parts = [
+            (chunk, piece, begin, min(begin + self._room(chunk), piece.offset + piece.numel))
+            for chunk in self._chunks
+            for piece in chunk.source.pieces
+            for begin in range(piece.offset, piece.offset + piece.numel, self._room(chunk))
+        ]
+        for number, (chunk, piece, begin, end) in enumerate(parts):
+            values = chunk.current(begin, end)
+            places = torch.arange(begin, end, device=values.device)
+            link = self._link(position, position)._replace(part=number, parts=len(parts))
+            yield _make_patch(piece, piece.in_whole(places), values, link, None)
+
+    def _room(self, chunk: Chunk) -> int:
+        return self._patch_nbytes // (_INDEX_NBYTES + chunk.dtype.itemsize)
+
+    def _link(self, number: int, after: int) -> Link:
+        return Link(self.name, self._chain, self.sender, self._anchor, number, after)
+
+    # The model --------------------------------------------------------------------------------
+
+    def _check(self, verb: str) -> None:
+        if not isinstance(self._model, nn.Module):
+            raise TypeError(f"{verb}: expected a ZeRO3 module, got {type(self._model).__name__}")
+        for state in root_states_of(self._model, verb):
+            if any(u.training_state is TrainingState.SUMMON_FULL_PARAMS for u in state.units):
+                raise RuntimeError(
+                    f"{verb}: inside summon_full_params() the shards are not up to date; leave it "
+                    "first"
+                )
+
+    def _make_chunks(self, names: Names) -> list[Chunk]:
+        self._seen = self._tensors_of(names)
+        sources = sources_of(self._model, names, self._buffers)
+        return [Chunk(source, self._dtype, self._on_host) for source in sources]
+
+    def _tensors_of(self, names: Names) -> list[object]:
+        """What the chunks were made from. Kept alive, so that no other object gets its id."""
+        buffers = [b for b, _ in named_buffers(self._model)] if self._buffers else []
+        return [*names.handles, *whole_parameters(names), *buffers]
+
+    def _refresh(self, verb: str) -> None:
+        """Find this rank's pieces again if the model was resharded, or buffers were replaced."""
+        self._check(verb)
+        names = Names(self._model)
+        now = self._tensors_of(names)
+        if [id(each) for each in now] == [id(each) for each in self._seen]:
+            return
+        if self._pending is not None:
+            self._pending.chunk.forget(self._pending.places)
+            self._pending = None
+        former, self._chunks = self._chunks, self._make_chunks(names)
+        carry_over(former, self._chunks)
+        self.round += 1
+        if not self._anchor and self._chunks:
+            self._anchor = self._chunks[0].source.pieces[0].names
+
+
+def _make_patch(
+    piece: Piece, indices: torch.Tensor, values: torch.Tensor, link: Link, before: int | None
+) -> Patch:
+    return Patch(piece.names[0], indices, values, piece.extent.shape, piece.names[1:], link, before)

@@ -1,0 +1,151 @@
+"""find_changed: which elements of a cast differ from a snapshot, in one pass.
+
+    main      0.11   0.52   0.30   0.70        cast to the snapshot's dtype, and compared
+    snapshot  0.11   0.50   0.30   0.75        bit for bit with it
+    indices          1             3
+    values           0.52          0.70
+
+The reference here runs where the library built from csrc/ has no kernel (schema.py).
+
+Note [One NaN]
+    Every NaN that a cast makes has the same bits (`nan_bits`): torch's casts leave other NaNs in
+    vector code than elsewhere, and native kernels yet others, which would look like a change.
+    Without a cast, bits stay as they are. One NaN is never a result: a snapshot with its bits
+    (`UNKNOWN`) differs from every value.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from layerzero.ops.reference import DTYPES
+from layerzero.ops.schema import LIBRARY
+
+UNKNOWN = -2
+"""Bits, as a signed integer, of a floating-point snapshot that equals no value."""
+_BLOCK = 1 << 20
+"""Elements that plain torch compares at once: it bounds the memory of the intermediate results."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor's elements as integers: [numel], or [numel, 2] for complex128."""
+    if tensor.element_size() == 16:
+        return torch.view_as_real(tensor).view(torch.int64)
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+@functools.cache
+def nan_bits(dtype: torch.dtype) -> int:
+    """Bits, as a signed integer, of the NaN that casts to `dtype` make: those of torch's cast."""
+    source = torch.float64 if dtype == torch.float32 else torch.float32
+    return int(bits_of(torch.full((64,), torch.nan, dtype=source).to(dtype))[0])
+
+
+def cast(main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of `main` in `dtype`, as `find_changed` compares and writes it; see Note [One NaN]."""
+    new = main.detach().to(dtype, copy=True)
+    if dtype.is_floating_point:
+        bits = bits_of(new)
+        replaced = bits == UNKNOWN if main.dtype == dtype else new.isnan()
+        bits.masked_fill_(replaced, nan_bits(dtype))
+    return new
+
+
+def find_changed(
+    main: torch.Tensor,
+    snapshot: torch.Tensor,
+    start: int,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+) -> tuple[int, int]:
+    """Write indices and cast values of the elements whose cast differs from `snapshot` in any bit.
+
+    Blocks the host, also on a device: the result is a number of elements.
+
+    Args:
+        main: [numel], contiguous.
+        snapshot: [numel], contiguous, on main's device, in the dtype to cast to; any floating-point
+            dtype that plain torch casts to, or main's own dtype.
+        start: the first element to compare.
+        indices: [capacity] int64, capacity at least 1. Written, in rising order.
+        values: [capacity] in the snapshot's dtype. Written.
+
+    Returns:
+        (count, stop): `count` elements of `indices` and `values` were written, and elements
+        [start, stop) were compared; stop is numel unless `capacity` elements were found before.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+    """
+    if main.dtype in DTYPES and snapshot.dtype in DTYPES:
+        found: tuple[int, int] = torch.ops.layerzero.find_changed.default(
+            indices, values, main, snapshot, start, nan_bits(snapshot.dtype)
+        )
+        return found
+    return _find_changed(indices, values, main, snapshot, start)
+
+
+def _find_changed(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    main: torch.Tensor,
+    snapshot: torch.Tensor,
+    start: int,
+    nan: int = 0,
+) -> tuple[int, int]:
+    """See `find_changed`. `nan`, the bits of the NaN that casts make, is for native kernels."""
+    check_find_changed(indices, values, main, snapshot, start)
+    count, stop = 0, start
+    while stop < main.numel() and count < indices.numel():
+        end = min(stop + _BLOCK, main.numel())
+        new = cast(main[stop:end], snapshot.dtype)
+        differs = bits_of(new) != bits_of(snapshot[stop:end])
+        found = (differs.any(1) if differs.ndim > 1 else differs).nonzero().view(-1)
+        room = indices.numel() - count
+        if found.numel() >= room:
+            found = found[:room]
+            end = stop + int(found[-1]) + 1
+        torch.add(found, stop, out=indices[count : count + found.numel()])
+        values[count : count + found.numel()] = new[found]
+        count, stop = count + found.numel(), end
+    return count, stop
+
+
+def check_find_changed(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    main: torch.Tensor,
+    snapshot: torch.Tensor,
+    start: int,
+) -> None:
+    """Raise ValueError if arguments do not fit together. Does not read tensor contents."""
+    named = {"main": main, "snapshot": snapshot, "indices": indices, "values": values}
+    for name, tensor in named.items():
+        if tensor.ndim != 1 or not tensor.is_contiguous():
+            raise ValueError(f"find_changed: {name} must be contiguous and 1-D")
+        if tensor.device != main.device:
+            raise ValueError(f"find_changed: {name} is on {tensor.device}, main on {main.device}")
+    for name, other in (("main", "snapshot"), ("indices", "values")):
+        if named[name].numel() != named[other].numel():
+            raise ValueError(
+                f"find_changed: {name} has {named[name].numel()} elements, {other} has "
+                f"{named[other].numel()}"
+            )
+    if indices.dtype != torch.int64 or values.dtype != snapshot.dtype or not indices.numel():
+        raise ValueError(
+            "find_changed: indices must be int64 with at least one element, and values have the "
+            f"dtype of snapshot, got {indices.dtype} [{indices.numel()}], {values.dtype} and "
+            f"{snapshot.dtype}"
+        )
+    if not 0 <= start <= main.numel():
+        raise ValueError(f"find_changed: start {start} is outside of {main.numel()} elements")
+
+
+LIBRARY.define(
+    "find_changed(Tensor(a!) indices, Tensor(b!) values, Tensor main, Tensor snapshot, int start,"
+    " int nan=0) -> (int, int)"
+)
+LIBRARY.impl("find_changed", _find_changed, "CompositeExplicitAutograd")

@@ -1,0 +1,582 @@
+"""Patches of changed elements: receivers hold bit for bit what the model has."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero import ZeRO3, checkpoint, rewrap
+from layerzero.checkpoint import DeltaError, DeltaStream, Patch, apply_delta
+from tests.distributed.test_checkpoint_tensor_parallel import _build as tensor_parallel
+from tests.distributed.test_experts import NamedExperts, StackedExperts
+from tests.distributed.test_experts import wrapped as with_experts
+from tests.distributed.test_tensor_parallel import LENGTH, VOCAB
+from tests.harness.checks import assert_bitwise
+from tests.harness.models import CASES, Block, Mlp, TiedAcrossUnits, loss_of
+from tests.harness.ranks import run_ranks
+
+Tensors = dict[str, Tensor]
+BF16 = torch.bfloat16
+
+
+def gathered(patches: Iterable[Patch]) -> list[Patch]:
+    """The patches of all ranks, as they would arrive: pickled, rank by rank."""
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, pickle.dumps(list(patches)))
+    return [patch for answer in answers for patch in pickle.loads(answer)]
+
+
+def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def expected(model: nn.Module, dtype: torch.dtype = BF16) -> Tensors:
+    """What a receiver of this rank's model should hold."""
+    full = checkpoint.get_model_state_dict(model, full=True)
+    return {name: in_dtype(value, dtype) for name, value in full.items()}
+
+
+def one_nan(value: Tensor) -> Tensor:
+    """Which NaN torch's casts leave depends on the place in the tensor."""
+    return value.masked_fill(value.isnan(), torch.nan) if value.is_floating_point() else value
+
+
+class Receiver:
+    """Tensors of a receiver, which is checked after each round; tied names share memory."""
+
+    def __init__(self, model: nn.Module, stream: DeltaStream, dtype: torch.dtype = BF16) -> None:
+        self.model, self.stream, self.dtype = model, stream, dtype
+        wanted = expected(model, dtype)
+        patches = gathered(stream.full())
+        names = {name for patch in patches for name in patch.names}
+        # Experts of other ranks have names that this rank's model does not.
+        shapes = {patch.name: (patch.shape, patch.values.dtype) for patch in patches}
+        self.tensors = {n: torch.zeros(shape, dtype=d) for n, (shape, d) in shapes.items()}
+        self.apply(patches)
+        self.compared = [name for name in wanted if name in names]
+        self.aliases = {alias: patch.name for patch in patches for alias in patch.aliases}
+        self.check("full()")
+
+    def apply(self, patches: list[Patch]) -> None:
+        seen: set[tuple[str, int]] = set()
+        for patch in patches:
+            places = {(patch.name, index) for index in patch.indices.tolist()}
+            assert not places & seen, f"{patch.name}: sent twice in a round"
+            seen |= places
+            assert patch.indices.dtype == torch.int64 and patch.indices.ndim == 1
+            assert patch.values.dtype == in_dtype(patch.values, self.dtype).dtype
+            assert patch.indices.numel(), "an empty patch"
+            apply_delta(self.tensors, patch)
+
+    def round(self, what: str, is_checked: bool = True) -> list[Patch]:
+        before = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        patches = gathered(self.stream.changes())
+        self.apply(patches)
+        if is_checked:
+            self.check(what)
+        for patch in patches:  # only what changed
+            old, new = (t[patch.name].reshape(-1)[patch.indices] for t in (before, self.tensors))
+            assert (bits(old) != bits(new)).any(-1).all(), (
+                f"{what}: {patch.name} sent without a change"
+            )
+        return patches
+
+    def check(self, what: str) -> None:
+        wanted = expected(self.model, self.dtype)
+        for name in self.compared:
+            found = self.tensors[self.aliases.get(name, name)]
+            assert_bitwise(*(one_nan(value) for value in (found, wanted[name])), f"{what}: {name}")
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8).view(*tensor.shape, -1)
+
+
+def train(model: nn.Module, batch: Any, lr: float = 2e-4, steps: int = 1) -> None:
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.1
+    )
+    for _ in range(steps):
+        loss_of(model(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def edit(model: nn.Module, number: int) -> None:
+    """By hand, with values that casts treat specially."""
+    special = [torch.nan, -0.0, 0.0, torch.inf, 1e-40, -1.5]
+    with torch.no_grad():
+        for at, parameter in enumerate(model.parameters()):
+            if parameter.numel() and parameter.is_floating_point():
+                place = (at + number) % parameter.numel()
+                parameter.data[place] = special[(at + number) % len(special)]
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"zero3_size": 1},
+    {"zero3_size": 2},
+    {"zero3_size": 2, "outer": "replicate"},
+)
+
+
+def _models() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for number, (name, case) in enumerate(CASES.items()):
+        options = OPTIONS[number % len(OPTIONS)]
+        if size % options.get("zero3_size", 1):
+            options = {}
+        torch.manual_seed(number)
+        module = case.build()
+        model = ZeRO3(module, auto_wrap_policy=set(case.units) or None, **options)
+        stream = DeltaStream(
+            model, buffers=True, patch_bytes=300 + 100 * number, on_host=number % 2
+        )
+        receiver = Receiver(model, stream)
+        assert not list(stream.changes()), f"{name}: nothing has changed"
+        for step in range(2):
+            generator = torch.Generator().manual_seed(size * step + rank)
+            if any(p.requires_grad for p in model.parameters()):
+                train(model, case.batch(generator), lr=0.01)
+            receiver.round(f"{name} {options} step {step}")
+            edit(model, step)
+            receiver.round(f"{name} {options} edit {step}")
+            assert not list(stream.changes()), f"{name}: a NaN is sent once"
+
+
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))]
+)
+def test_receivers_follow_any_model(world_size: int) -> None:
+    run_ranks(world_size, _models)
+
+
+def _long_run(options: dict[str, Any], steps: int) -> None:
+    torch.manual_seed(0)
+    case = CASES["transformer"]
+    model = ZeRO3(case.build(), auto_wrap_policy=set(case.units), **options)
+    receiver = Receiver(model, DeltaStream(model, patch_bytes=5000))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    sent = 0
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(dist.get_world_size() * step + dist.get_rank())
+        loss_of(model(case.batch(generator))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent += sum(
+            patch.indices.numel() for patch in receiver.round(f"step {step}", step % 10 == 9)
+        )
+    numel = sum(tensor.numel() for tensor in receiver.tensors.values())
+    assert 0 < sent < 0.5 * steps * numel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_receivers_hold_the_same_bits_over_200_steps_of_adamw(world_size: int) -> None:
+    run_ranks(world_size, _long_run, OPTIONS[world_size % 3 and 2 * (world_size % 2 == 0)], 200)
+
+
+def _tensor_parallel(options: dict[str, Any]) -> None:
+    for in_sequence in (True, False):
+        model, optimizer = tensor_parallel(0, 2, in_sequence, **options)
+        receiver = Receiver(model, DeltaStream(model, buffers=True, patch_bytes=300))
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randint(VOCAB, (4, LENGTH + 1), generator=generator)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            receiver.round(f"{in_sequence} step {step}")
+
+
+def test_tensor_parallel_ranks_send_each_element_once() -> None:
+    run_ranks(2, _tensor_parallel, {})
+    run_ranks(4, _tensor_parallel, {"zero3_size": 1, "outer": "replicate"})
+
+
+def _experts() -> None:
+    for kind in (NamedExperts, StackedExperts):
+        model = with_experts(2, kind)
+        receiver = Receiver(model, DeltaStream(model))
+        if kind is NamedExperts:
+            assert len(receiver.tensors) > len(receiver.compared), "experts of other ranks"
+        for step in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.01)
+            receiver.round(f"{kind.__name__} step {step}")
+
+
+def test_experts_have_global_names() -> None:
+    run_ranks(4, _experts)
+
+
+def _bits_count() -> None:
+    model = ZeRO3(nn.Linear(4, 3, bias=False))
+    parameter = next(model.parameters())
+    stream = DeltaStream(model)
+
+    def sent() -> dict[int, float]:
+        patch = next(iter(list(stream.changes())), None)
+        return (
+            {}
+            if patch is None
+            else dict(zip(*(t.tolist() for t in (patch.indices, patch.values)), strict=True))
+        )
+
+    with torch.no_grad():
+        parameter.fill_(0.0)
+    assert len(sent()) == 12
+    with torch.no_grad():
+        parameter[3] = -0.0
+        parameter[5] = torch.nan
+        parameter[6] = 2.0**-140  # rounds to zero
+    found = sent()
+    assert found.keys() == {3, 5} and str(found[3]) == "-0.0" and found[5] != found[5]
+    with torch.no_grad():
+        parameter[5] = -torch.tensor(torch.nan)
+    assert not sent(), "a NaN is sent once"
+    with torch.no_grad():
+        parameter[5] = 1.0
+        parameter.data[0] = 1 + 2.0**-20  # rounds to 1
+    assert sent() == {0: 1.0, 5: 1.0}
+    with torch.no_grad():
+        parameter.data[0] = 1.0
+    assert not sent(), "the same bits in bfloat16"
+    parameter.data = torch.full((12,), 3.0)  # adopted
+    assert len(sent()) == 12
+    assert stream.snapshot_nbytes == 2 * 12
+
+
+def test_an_element_is_sent_when_its_bits_changed() -> None:
+    run_ranks(1, _bits_count)
+
+
+def _round_trip(model: nn.Module, stream: DeltaStream, tensors: Tensors, what: str) -> None:
+    for patch in gathered(stream.changes()):
+        apply_delta(tensors, patch)
+    for name, value in expected(model).items():
+        assert_bitwise(tensors[name], value, f"{what}: {name}")
+
+
+def _interrupted() -> None:
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
+    tensors = expected(model)  # the weights that the stream begins with
+    stream = DeltaStream(model, patch_bytes=40)
+
+    def add(value: float) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(value)
+
+    for taken in (0, 1, 3):
+        for applied in (False, True):
+            add(0.5)
+            patches = stream.changes()
+            for number in range(taken):
+                patch = next(patches)
+                if number + 1 < taken or applied:
+                    apply_delta(tensors, patch)
+            # Values return to what the snapshot has, and receivers may not have it.
+            add(-0.5 if taken == 1 else 0.25)
+            for other in stream.changes():
+                apply_delta(tensors, other)
+            with pytest.raises(RuntimeError, match="another round began"):
+                list(patches) if taken else _raise()
+            # This rank's part is right; the other rank's tensors are its own affair.
+            for name, parameter in model.named_parameters():
+                start, stop = parameter.layerzero.range
+                assert_bitwise(
+                    tensors[name].reshape(-1)[start:stop], parameter.detach().bfloat16(), name
+                )
+
+
+def _raise() -> None:
+    raise RuntimeError("another round began, or nothing was taken")
+
+
+def test_an_interrupted_round_is_repeated() -> None:
+    run_ranks(2, _interrupted)
+
+
+def _between_rounds(folder: str) -> None:
+    torch.manual_seed(0)
+    case = CASES["tied_across_units"]
+    model = ZeRO3(TiedAcrossUnits(), auto_wrap_policy={Block}, zero3_size=None)
+    stream = DeltaStream(model)
+    tensors = {name: torch.zeros_like(value) for name, value in expected(model).items()}
+    for patch in gathered(stream.full()):
+        apply_delta(tensors, patch)
+    _round_trip(model, stream, tensors, "full")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batch = case.batch(generator)
+    checkpoint.save(folder, model, step=1)
+    train(model, batch, lr=0.1)
+    _round_trip(model, stream, tensors, "trained")
+    late = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    train(model, batch, lr=0.1)
+    for patch in gathered(stream.full()):  # before the round: values of now
+        apply_delta(late, patch)
+    for name, value in expected(model).items():
+        assert_bitwise(late[name], value, f"late: {name}")
+    checkpoint.load(folder, model)  # back to where the snapshot was not
+    patches = gathered(stream.changes())
+    for receiver in (tensors, late):
+        for patch in patches:
+            apply_delta(receiver, patch)
+        for name, value in expected(model).items():
+            assert_bitwise(receiver[name], value, f"loaded: {name}")
+    full = checkpoint.get_model_state_dict(model, full=True)
+    model.load_state_dict({name: value + 1 for name, value in full.items()})
+    _round_trip(model, stream, tensors, "load_state_dict")
+    with model.summon_full_params():
+        model.blocks[1].up.weight.data[2].mul_(3)
+        with pytest.raises(RuntimeError, match="summon_full_params"):
+            stream.changes()
+    _round_trip(model, stream, tensors, "summon_full_params")
+    # The weight moves to another unit, and so to other ranks.
+    model.blocks[1].up = nn.Linear(*reversed(model.blocks[1].up.weight.layerzero.shape))
+    rewrap(model)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+    _round_trip(model, stream, tensors, "rewrap")
+    train(model, batch, lr=0.1)
+    _round_trip(model, stream, tensors, "after rewrap")
+    checkpoint.save(folder, model, step=2)
+    torch.save(tensors, f"{folder}/receiver")
+
+
+def _resumed(folder: str) -> None:
+    torch.manual_seed(1)
+    model = ZeRO3(TiedAcrossUnits(), auto_wrap_policy={Block})
+    checkpoint.load(folder, model)
+    stream = DeltaStream(model)
+    tensors = torch.load(f"{folder}/receiver")
+    for patch in gathered(stream.full()):
+        apply_delta(tensors, patch)
+    for number in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+        _round_trip(model, stream, tensors, f"resumed {number}")
+
+
+def test_rounds_survive_edits_loads_resharding_and_a_resumed_run(tmp_path: Path) -> None:
+    run_ranks(2, _between_rounds, str(tmp_path))
+    run_ranks(3, _resumed, str(tmp_path))
+
+
+def _frozen_and_tied() -> None:
+    case = CASES["frozen_parts"]
+    model = ZeRO3(case.build(), auto_wrap_policy=set(case.units))
+    stream = DeltaStream(model)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    for _ in range(2):
+        train(model, case.batch(torch.Generator().manual_seed(0)), lr=0.1)
+        names = {patch.name for patch in gathered(stream.changes())}
+        assert names and not names & frozen
+    model = ZeRO3(TiedAcrossUnits(), auto_wrap_policy={Block})
+    names = [patch.name for patch in gathered(DeltaStream(model).full())]
+    assert "blocks.0.up.weight" in names and "blocks.2.up.weight" not in names
+
+
+def test_frozen_parameters_are_not_sent_again_and_tied_ones_once() -> None:
+    run_ranks(2, _frozen_and_tied)
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.ignored = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("wave", torch.zeros(2, dtype=torch.complex128))
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _buffers() -> None:
+    torch.manual_seed(0)
+    module = WithBuffers()
+    model = ZeRO3(module, ignored_modules=[module.ignored])
+    without = {patch.name for patch in gathered(DeltaStream(model).full())}
+    assert without == {"inner.weight", "inner.bias", "ignored.weight", "ignored.bias"}
+    receiver = Receiver(model, DeltaStream(model, buffers=True))
+    assert "count" in receiver.compared and "scratch" not in receiver.tensors
+    for step in range(3):
+        module.count += 1
+        module.mask[step] = True
+        module.wave[1] += 1j
+        module.mean = module.mean + torch.nan if step == 1 else torch.ones(5) * (step + 1)
+        with torch.no_grad():
+            module.ignored.weight.add_(1)
+        patches = receiver.round(f"buffers {step}")
+        names = [patch.name for patch in patches]
+        assert {*names} == {"count", "mask", "wave", "mean", "ignored.weight"}
+        assert len({*names}) == len(names), "from the first rank alone"
+        assert {patch.link.sender for patch in patches} == {0}
+
+
+def test_buffers_and_ignored_parameters_come_from_the_first_rank() -> None:
+    run_ranks(2, _buffers)
+
+
+def _not_collective() -> None:
+    """One rank alone makes a stream and takes rounds, while others do not."""
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block}, zero3_size=1, outer="replicate")
+    if dist.get_rank() == 0:
+        stream = DeltaStream(model)
+        assert stream.snapshot_nbytes and list(stream.full()) and not list(stream.changes())
+        list(stream.changes())
+    elif dist.get_rank() == 1:
+        stream = DeltaStream(model)
+        assert not stream.snapshot_nbytes and not list(stream.full()), "copies send nothing"
+        assert not list(stream.changes())
+
+
+def test_no_call_is_collective() -> None:
+    run_ranks(3, _not_collective)
+
+
+def _other_dtypes() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        model = ZeRO3(Mlp(), auto_wrap_policy={Block})
+        receiver = Receiver(model, DeltaStream(model, dtype), dtype)
+        edit(model, 0)
+        receiver.round(str(dtype))
+    parameter = next(model.parameters())
+    stream = DeltaStream(model, torch.float16)
+    with torch.no_grad():
+        parameter.fill_(70000.0)
+    with pytest.raises(
+        DeltaError, match=r"'stem.weight': torch.float16 cannot hold 70000 \(element"
+    ):
+        list(stream.changes())
+    with pytest.raises(DeltaError, match="cannot hold 70000"):
+        list(stream.full())
+    with pytest.raises(DeltaError, match="cannot hold 70000"):
+        DeltaStream(model, torch.float16)
+
+
+def test_dtypes_hold_what_they_can_and_refuse_the_rest() -> None:
+    run_ranks(1, _other_dtypes)
+
+
+def _bad_input() -> None:
+    with pytest.raises(ValueError, match="expected a ZeRO3 module, got Linear"):
+        DeltaStream(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="expected a ZeRO3 module, got dict"):
+        DeltaStream({})  # type: ignore[arg-type]
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
+    for dtype in (torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64):
+        with pytest.raises(ValueError, match=f"{dtype} cannot hold"):
+            DeltaStream(model, dtype)
+    for nbytes in (0, 10, -1):
+        with pytest.raises(ValueError, match="patch_bytes"):
+            DeltaStream(model, patch_bytes=nbytes)
+    stream = DeltaStream(model)
+    loss_of(model(torch.randn(2, 5))).backward()
+    model.zero_grad()
+
+    def hook(grad: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="in backward"):
+            stream.changes()
+
+    out = model(torch.randn(2, 5))
+    out.register_hook(hook)
+    loss_of(out).backward()
+
+
+def test_bad_input_is_refused_with_names() -> None:
+    run_ranks(1, _bad_input)
+
+
+def _bounded() -> None:
+    torch.manual_seed(0)
+    model = ZeRO3(nn.Linear(300, 40))
+    stream = DeltaStream(model, patch_bytes=1000)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    for patches in (stream.changes(), stream.full()):
+        found = list(patches)
+        assert len(found) >= 12040 / 100 and all(patch.nbytes <= 1000 for patch in found)
+        assert all(len(pickle.dumps(patch)) < 4000 for patch in found), "no memory of others"
+    with torch.no_grad():
+        weight = next(model.parameters())
+        chosen = torch.rand(weight.numel()) < 0.02
+        weight[chosen] += 1
+    nbytes = sum(patch.nbytes for patch in stream.changes())
+    assert nbytes <= 0.11 * 2 * weight.numel()
+
+
+def test_patches_are_bounded_and_small() -> None:
+    run_ranks(1, _bounded)
+
+
+def _two_models() -> None:
+    torch.manual_seed(0)
+    a, b = (ZeRO3(Mlp(depth), auto_wrap_policy={Block}) for depth in (1, 1))
+    streams = [DeltaStream(a), DeltaStream(b), DeltaStream(a)]
+    tensors = expected(a)
+    with torch.no_grad():
+        for model in (a, b):
+            for parameter in model.parameters():
+                parameter.add_(1)
+    first, other, again = ([*stream.changes()] for stream in streams)
+    copies = copy.deepcopy(tensors)
+    with pytest.raises(DeltaError, match="do not hold the values that the model had"):
+        apply_delta(tensors, other[0])
+    apply_delta(tensors, first[0])
+    with pytest.raises(DeltaError, match="another stream"):
+        apply_delta(tensors, again[0])
+    for patch in again:
+        apply_delta(copies, patch)
+    for patch in streams[1].full():
+        apply_delta(copies, patch)
+    with pytest.raises(DeltaError, match="another stream"):
+        apply_delta(copies, again[0])
+
+
+def test_patches_of_another_stream_are_refused() -> None:
+    run_ranks(1, _two_models)
+
+
+def _resend() -> None:
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
+    stream = DeltaStream(model)
+    tensors = expected(model)
+
+    def change() -> list[Patch]:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        return list(stream.changes())
+
+    for patch in change():
+        apply_delta(tensors, patch)
+    lost = change()
+    stream.resend(after=lost[0].link.after)
+    for patch in stream.changes():
+        apply_delta(tensors, patch)
+    for name, value in expected(model).items():
+        assert_bitwise(tensors[name], value, name)
+
+
+def test_a_sink_that_fails_has_everything_sent_again() -> None:
+    run_ranks(1, _resend)
