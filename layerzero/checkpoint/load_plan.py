@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,15 +15,26 @@ from layerzero.checkpoint.format.inventory import (
     OPTIMIZER,
     Entry,
     Places,
+    as_whole,
     extra_states,
     model_entries,
+    refuse_shared,
+    scalar_key,
     split_state_name,
 )
+from layerzero.checkpoint.format.manifest import Manifest
+from layerzero.checkpoint.schedulers import Stateful, names_of
 from layerzero.checkpoint.source import Source
 from layerzero.state_dict.errors import CheckpointError, some
 from layerzero.state_dict.json_codec import decode
 from layerzero.state_dict.names import Names, name_in_group, named_buffers
 from layerzero.state_dict.optimizer_state import options_of_groups, refuse_other_class
+from layerzero.state_dict.optimizers import (
+    Optimizers,
+    keeps_whole_states,
+    parameters_with_state,
+    slots_of,
+)
 
 
 @dataclass(frozen=True)
@@ -52,14 +63,15 @@ class LoadPlan:
     """Everything that this rank loads."""
 
     model_parts: list[ModelPart] = field(default_factory=list)
-    state_parts: list[StatePart] = field(default_factory=list)
+    state_parts: dict[str, list[StatePart]] = field(default_factory=dict)
+    """By the optimizer's name; "" for a single one."""
     transfers: list[Transfer] = field(default_factory=list)
     """Their tensors are on meta until memory is allocated."""
     lives: list[Hashable] = field(default_factory=list)
     """Lifetime of each transfer's memory; equal values are freed at the same time."""
-    options: list[dict[str, Any]] | None = None
-    """Options of each optimizer group; None: the optimizer is not loaded."""
-    state_values: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
+    options: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Options of each group of each optimizer that is loaded."""
+    state_values: dict[str, list[tuple[nn.Parameter, dict[str, Any]]]] = field(default_factory=dict)
     """Optimizer state that is not a tensor."""
     extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
     scheduler: dict[str, Any] | None = None
@@ -77,7 +89,7 @@ class LoadPlan:
 
 
 class LoadPlanner:
-    """Finds in a source what one model, its optimizer and scheduler load."""
+    """Finds in a source what one model, its optimizers and schedulers load."""
 
     def __init__(self, source: Source, model: nn.Module, strict: bool) -> None:
         self._source = source
@@ -126,83 +138,135 @@ class LoadPlanner:
             else:
                 plan.missing.append(f"the extra state of {name}")
 
-    def match_scheduler(self) -> None:
+    def match_scheduler(self, scheduler: Stateful) -> None:
+        """
+        Raises:
+            CheckpointError: one is to be loaded and several were saved by name, or they have other
+                names.
+        """
         manifest = self._source.manifest
         if manifest is None or manifest.scheduler is None:
             self._note_missing("scheduler")
-        else:
-            self.plan.scheduler = decode(manifest.scheduler)
+            return
+        wanted, saved = names_of(scheduler), manifest.scheduler_names
+        if wanted != saved:
+            raise CheckpointError(
+                f"{self._source.folder}: contains the state of {_text('scheduler', saved)}, but "
+                f"scheduler= has {_text('scheduler', wanted)}; pass what was saved"
+            )
+        self.plan.scheduler = decode(manifest.scheduler)
 
-    def match_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def match_optimizers(self, optimizers: Optimizers) -> None:
+        """Find the state of each optimizer.
+
+        Raises:
+            CheckpointError: as `match_optimizer`; or, with `strict`, they have other names than
+                those that were saved.
+        """
+        manifest = self._source.manifest
+        if manifest is None or manifest.optimizer_groups is None:
+            self._note_missing("optimizer")
+            return
+        refuse_shared(optimizers, self._names)
+        saved = manifest.groups_of_optimizers()
+        if saved.keys() != optimizers.keys():
+            text = (
+                f"contains the state of {_text('optimizer', _names_in(saved))}, but optimizer= has "
+                f"{_text('optimizer', _names_in(optimizers))}"
+            )
+            if self._strict:
+                raise CheckpointError(
+                    f"{self._source.folder}: {text}; pass the optimizers that were saved, or "
+                    "strict=False to load those with the same names"
+                )
+            self.plan.missing.append(f"optimizers: the checkpoint {text}")
+        for name, optimizer in optimizers.items():
+            if name in saved:
+                self._match_optimizer(name, optimizer, saved[name], manifest)
+
+    def _match_optimizer(
+        self,
+        optimizer_name: str,
+        optimizer: torch.optim.Optimizer,
+        saved_groups: list[dict[str, Any]],
+        manifest: Manifest,
+    ) -> None:
         """Find the options of its groups, and the state of its parameters.
 
         Raises:
             CheckpointError: a parameter does not belong to the model, a state has another shape, or
                 the parameters of a group were saved in groups with different options.
         """
-        manifest = self._source.manifest
-        if manifest is None or manifest.optimizer_groups is None:
-            self._note_missing("optimizer")
-            return
-        self._scalar_keys = manifest.optimizer_scalars
+        plan = self.plan
         saved: dict[str, list[str]] = {}
         for name in self._source.tensors[OPTIMIZER]:
             saved.setdefault(split_state_name(name)[0], []).append(name)
-        known = {name for group in manifest.optimizer_groups for name in group["params"]}
-        names_of = [
+        known = {name for group in saved_groups for name in group["params"]}
+        names_of_groups = [
             [
-                self._saved_name(name_in_group(self._names, parameter, number), known)
-                for parameter in group["params"]
+                self._saved_name(name_in_group(self._names, each, number, optimizer_name), known)
+                for each in group["params"]
             ]
             for number, group in enumerate(optimizer.param_groups)
         ]
-        before = [(group["options"], group["params"]) for group in manifest.optimizer_groups]
-        options = options_of_groups(names_of, before, self._strict, str(self._source.folder))
-        self.plan.options = [decode(each) for each in options]
-        keys = {
-            parameter: dict.fromkeys(
-                [split_state_name(tensor)[1] for tensor in saved.get(name, ())]
-                + list(manifest.optimizer_values.get(name, ()))
-            )
-            for group, names in zip(optimizer.param_groups, names_of, strict=True)
+        before = [(group["options"], group["params"]) for group in saved_groups]
+        where = str(self._source.folder)
+        options = options_of_groups(names_of_groups, before, self._strict, where, optimizer_name)
+        plan.options[optimizer_name] = [decode(each) for each in options]
+        wanted = set(parameters_with_state(optimizer))
+        name_of = {
+            parameter: name
+            for group, names in zip(optimizer.param_groups, names_of_groups, strict=True)
             for parameter, name in zip(group["params"], names, strict=True)
+            if name in known and parameter in wanted
         }
-        refuse_other_class(optimizer, self.plan.options, keys, self._name)
-        for group, names in zip(optimizer.param_groups, names_of, strict=True):
-            for index, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
-                for tensor in saved.get(name, ()):
-                    self._match_state(tensor, parameter, index)
-                if name in manifest.optimizer_values:
-                    values = decode(manifest.optimizer_values[name])
-                    self.plan.state_values.append((parameter, values))
-
-    def _name(self, parameter: nn.Parameter) -> str:
-        found = self._names.of(parameter)
-        assert found is not None, "name_in_group raised for others"
-        return found[0]
+        values = {
+            parameter: decode(manifest.optimizer_values[name])
+            for parameter, name in name_of.items()
+            if name in manifest.optimizer_values
+        }
+        keys = {}
+        for parameter, name in name_of.items():
+            own = values.get(parameter, {})
+            inside = {slot for value in own.values() for slot in slots_of(value)}
+            listed = [split_state_name(tensor)[1] for tensor in saved.get(name, ())]
+            keys[parameter] = dict.fromkeys([*(k for k in listed if k not in inside), *own])
+        refuse_other_class(optimizer, plan.options[optimizer_name], keys, name_of.__getitem__)
+        plan.state_values[optimizer_name] = list(values.items())
+        parts = plan.state_parts[optimizer_name] = []
+        for index, (parameter, name) in enumerate(name_of.items()):
+            for tensor in saved.get(name, ()):
+                listed_key = scalar_key(optimizer_name, split_state_name(tensor)[1])
+                is_scalar = listed_key in manifest.optimizer_scalars
+                is_whole = keeps_whole_states(optimizer)
+                parts.append(self._match_state(tensor, parameter, is_whole, is_scalar, index))
 
     def _saved_name(self, name: str, known: set[str]) -> str:
         """The name that a parameter was saved under, which differs if it was tied to another."""
         return name if name in known else self._source.aliases.get(name, name)
 
-    def _match_state(self, name: str, parameter: nn.Parameter, index: int) -> None:
+    def _match_state(
+        self, name: str, parameter: nn.Parameter, is_whole: bool, is_scalar: bool, index: int
+    ) -> StatePart:
         parameter_name, key = split_state_name(name)
-        shape = self._source.tensors[OPTIMIZER][name].entry.shape
+        saved = self._source.tensors[OPTIMIZER][name].entry
         # `like` only selects the place: that of a scalar, or that of the parameter.
-        is_scalar = key in self._scalar_keys
         like = torch.empty(()) if is_scalar else parameter
         entry = self._places.entry(OPTIMIZER, (name,), parameter, like, index)
-        if shape != entry.extent.shape:
+        if is_whole:
+            like = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
+            entry = as_whole(entry, like)
+        if saved.shape != entry.extent.shape:
             raise CheckpointError(
-                f"{self._source.folder}: the optimizer state {name} has shape {shape}, but its "
-                f"parameter has {entry.extent.shape} in the model"
+                f"{self._source.folder}: the optimizer state {name} has shape {saved.shape}, but "
+                f"its parameter has {entry.extent.shape} in the model. State of other shapes fits "
+                "a layerzero.optim.WholeTensorOptimizer"
             )
-        dtype = self._source.tensors[OPTIMIZER][name].entry.dtype
         main = self._source.tensors[MODEL].get(parameter_name)
-        follows = main is not None and main.entry.dtype == dtype and not is_scalar
+        follows = main is not None and main.entry.dtype == saved.dtype and not is_scalar
         # On the CPU, the memory read into becomes the state; for a device it is copied, then freed.
         transfer = self._plan_read(OPTIMIZER, name, entry, (OPTIMIZER, parameter.device))
-        self.plan.state_parts.append(StatePart(parameter, key, like.shape, transfer, follows))
+        return StatePart(parameter, key, like.shape, transfer, follows)
 
     def _plan_read(self, kind: str, name: str, entry: Entry, life: Hashable) -> int:
         place = self._source.tensors[kind][name]
@@ -224,3 +288,14 @@ class LoadPlanner:
                 "strict=False"
             )
         self.plan.missing.append(f"the {what}'s state")
+
+
+def _names_in(optimizers: Mapping[str, Any]) -> list[str] | None:
+    return None if list(optimizers) == [""] else sorted(optimizers)
+
+
+def _text(what: str, names: Sequence[str] | None) -> str:
+    """One object, or several by name, for messages."""
+    if names is None:
+        return f"one {what} without a name"
+    return f"{what}s named {', '.join(map(repr, names)) or 'nothing'}"

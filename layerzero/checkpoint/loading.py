@@ -15,7 +15,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,18 @@ from layerzero.checkpoint.file_io.transfer import Tally, pack_tallies, read_rang
 from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.load_plan import LoadPlan, LoadPlanner
 from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
-from layerzero.checkpoint.save_plan import Stateful
+from layerzero.checkpoint.schedulers import Stateful, check_schedulers
 from layerzero.checkpoint.source import Source, open_source
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.errors import CheckpointError, some
 from layerzero.state_dict.json_codec import decode
 from layerzero.state_dict.optimizer_state import put_state
+from layerzero.state_dict.optimizers import (
+    Optimizers,
+    check_optimizers,
+    fill_slots,
+    slots_of,
+)
 from layerzero.state_dict.preconditions import root_states_of
 
 _OWN_NBYTES = 64 << 10
@@ -45,9 +51,9 @@ _logger = logging.getLogger(__name__)
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
     *,
-    scheduler: Stateful | None = None,
+    scheduler: Stateful | Mapping[str, Stateful] | None = None,
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
     progress: ProgressOption = False,
@@ -64,8 +70,9 @@ def load(
         path: a folder of checkpoints (loads its latest one), one checkpoint's folder, or
             safetensors from another source: a folder as `save_pretrained` writes it, or one file.
         model: a ZeRO3 module, between steps.
-        optimizer: gets its state and the options of its groups (learning rate and so on).
-        scheduler: gets its state, after the optimizer.
+        optimizer: gets its state and the options of its groups (learning rate and so on). Several
+            optimizers: a dict with the names that they were saved under.
+        scheduler: gets its state, after the optimizer; several: as for `optimizer`.
         strict: False: load what fits, and log a warning that lists missing and unexpected names.
         rename: maps the name of a tensor in the checkpoint to its name in the model, or to None to
             leave it out. For weights from another source, without an optimizer; the same on all
@@ -79,20 +86,22 @@ def load(
     Raises:
         CheckpointError: on all ranks; model, optimizer and scheduler are unchanged. There is no
             checkpoint, a file is missing or damaged, shapes differ, or, with `strict`, names are
-            missing or unexpected.
+            missing or unexpected, those of optimizers and schedulers included.
         CollectiveError: a rank died or did not take part.
         RuntimeError: the model is in backward.
         ValueError: `rename` together with an optimizer.
     """
     check_progress(progress)
-    if rename is not None and optimizer is not None:
+    optimizers = check_optimizers(optimizer, "load")
+    schedulers = check_schedulers(scheduler, "load")
+    if rename is not None and optimizers:
         raise ValueError("rename: cannot be combined with an optimizer; it renames weights only")
     roots = root_states_of(model, "load")
     together = checkpoint_group_of(roots[0], process_group)
     source = Source.from_bytes(
         together.from_first(
             f"contents of {path}",
-            lambda: open_source(Path(path), with_optimizer=optimizer is not None).to_bytes(),
+            lambda: open_source(Path(path), with_optimizer=bool(optimizers)).to_bytes(),
         )
     )
     if rename is not None:
@@ -102,10 +111,10 @@ def load(
 
     def find() -> bytes:
         planner.match_model()
-        if optimizer is not None:
-            planner.match_optimizer(optimizer)
-        if scheduler is not None:
-            planner.match_scheduler()
+        if optimizers:
+            planner.match_optimizers(optimizers)
+        if schedulers is not None:
+            planner.match_scheduler(schedulers)
         summary = {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": plan.nbytes}
         return json.dumps(summary).encode()
 
@@ -126,7 +135,7 @@ def load(
     together.exchange("verification", lambda: _verify(source, plan, tallies, packed))
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.reshard()  # Unsharded parameters hold the old weights.
-    together.exchange("application", lambda: _apply(plan, optimizer, scheduler))
+    together.exchange("application", lambda: _apply(plan, optimizers, schedulers))
     return _extra_of(source, together)
 
 
@@ -183,36 +192,43 @@ def _verify(
     return b""
 
 
-def _apply(
-    plan: LoadPlan, optimizer: torch.optim.Optimizer | None, scheduler: Stateful | None
-) -> bytes:
+def _apply(plan: LoadPlan, optimizers: Optimizers, scheduler: Stateful | None) -> bytes:
     with torch.no_grad():
         for part in plan.model_parts:
             part.target.copy_(plan.memory(part.transfer).view(part.target.shape))
     for module, value in plan.extra_states:
         module.set_extra_state(value)
-    if optimizer is not None and plan.options is not None:
-        _apply_to_optimizer(plan, optimizer, plan.options)
+    for name, options in plan.options.items():
+        _apply_to_optimizer(plan, name, optimizers[name], options)
     if scheduler is not None and plan.scheduler is not None:
         scheduler.load_state_dict(plan.scheduler)
     return b""
 
 
 def _apply_to_optimizer(
-    plan: LoadPlan, optimizer: torch.optim.Optimizer, options: Sequence[dict[str, Any]]
+    plan: LoadPlan,
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    options: Sequence[dict[str, Any]],
 ) -> None:
     states: dict[nn.Parameter, dict[str, Any]] = {}
     keeps_dtype: set[tuple[nn.Parameter, str]] = set()
-    for parameter, values in plan.state_values:
-        states.setdefault(parameter, {}).update(values)
-    for part in plan.state_parts:
+    for part in plan.state_parts[name]:
         memory = plan.memory(part.transfer).view(part.shape)
         if memory.nbytes < _OWN_NBYTES:
             memory = memory.clone()
         states.setdefault(part.parameter, {})[part.key] = memory
-        if part.shape == part.parameter.shape and not part.follows_parameter:
+        if not part.follows_parameter:
             # It was saved in another dtype than the parameter, so it keeps that dtype.
             keeps_dtype.add((part.parameter, part.key))
+    for parameter, values in plan.state_values[name]:
+        own = states.setdefault(parameter, {})
+        for key, value in values.items():
+            inside = {slot: own.pop(slot) for slot in slots_of(value)}
+            own[key] = fill_slots(value, inside)
+            keeps_dtype -= {(parameter, slot) for slot in inside}
+            if inside:
+                keeps_dtype.add((parameter, key))
     put_state(optimizer, options, states, keeps_dtype)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import nn
 
 from layerzero.checkpoint.file_io.transfer import Transfer, sum_tallies
@@ -25,18 +24,12 @@ from layerzero.checkpoint.format.inventory import (
     optimizer_parts,
 )
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest
+from layerzero.checkpoint.schedulers import Stateful, names_of
 from layerzero.state_dict.checkpoint_group import CheckpointGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
 from layerzero.state_dict.names import Names
-
-
-class Stateful(Protocol):
-    """A learning-rate scheduler, or another object with these two methods."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+from layerzero.state_dict.optimizers import Optimizers
 
 
 class Content:
@@ -47,12 +40,14 @@ class Content:
     def collect(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Optimizers,
         scheduler: Stateful | None,
         extra: Any,
         arguments: list[Any],
     ) -> bytes:
         """List this rank's content; returns the announcement for the other ranks. Not collective.
+
+        `optimizers` are those of `check_optimizers`.
 
         Raises:
             CheckpointError: a value cannot be encoded, or the optimizer does not fit the model.
@@ -62,15 +57,17 @@ class Content:
         self.entries = model_entries(model, names, places)
         self.groups = None
         parts = OptimizerParts([], [], {})
-        if optimizer is not None:
-            self.groups = optimizer_groups(optimizer, names)
-            parts = optimizer_parts(optimizer, names, places)
+        if optimizers:
+            self.groups = optimizer_groups(optimizers, names)
+            parts = optimizer_parts(optimizers, names, places)
             self.entries += parts.entries
         self.scheduler = (
             None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state")
         )
+        self.scheduler_names = names_of(scheduler)
         message = {
             "arguments": arguments,
+            "optimizers": list(optimizers),
             "groups": hashlib.sha256(json.dumps(self.groups).encode()).hexdigest(),
             "scalar_keys": parts.scalar_keys,
             "values": parts.values,
@@ -100,6 +97,10 @@ class SavePlan:
     ) -> None:
         messages = [json.loads(answer) for answer in answers]
         _check_same("root, step and keep", [each["arguments"] for each in messages])
+        given = [sorted(each["optimizers"]) for each in messages]
+        if [] in given and any(given):
+            raise CheckpointError("some ranks passed an optimizer and some did not")
+        _check_same("names of optimizers", given)
         self._rank = together.rank
         announced, self._writers = merge([each["entries"].encode() for each in messages])
         self.nbytes_moved: int = max(each["nbytes"] for each in messages)
@@ -110,6 +111,7 @@ class SavePlan:
         self._scalar_keys = sorted({key for each in messages for key in each["scalar_keys"]})
         self._extra_states = {n: v for each in messages for n, v in each["extra_states"].items()}
         self._scheduler = content.scheduler
+        self._scheduler_names = content.scheduler_names
         self._groups = content.groups
         if any(each["groups"] != messages[0]["groups"] for each in messages):
             everyone = together.exchange("groups", lambda: json.dumps(content.groups).encode())
@@ -173,6 +175,7 @@ class SavePlan:
             optimizer_scalars=self._scalar_keys,
             optimizer_values=self._values,
             scheduler=self._scheduler,
+            scheduler_names=self._scheduler_names,
             extras=self._extras,
             extra_states=self._extra_states,
             aliases=self._aliases,
@@ -187,12 +190,10 @@ def _check_same(what: str, values: Sequence[Any]) -> None:
 
 def _merge_groups(everyone: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
     """Merge the groups of ranks with different parameters, by index and options."""
-    if any(groups is None for groups in everyone):
-        raise CheckpointError("some ranks passed an optimizer and some did not")
     merged: dict[str, dict[str, Any]] = {}
     for groups in everyone:
         for number, group in enumerate(groups or ()):
-            key = json.dumps([number, group["options"]])
-            into = merged.setdefault(key, {"options": group["options"], "params": []})
+            own = {key: value for key, value in group.items() if key != "params"}
+            into = merged.setdefault(json.dumps([number, own]), {**own, "params": []})
             into["params"] = list(dict.fromkeys([*into["params"], *group["params"]]))
     return list(merged.values())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,22 @@ from layerzero.checkpoint.format.file_plan import FilePlan
 from layerzero.checkpoint.format.root_lock import RootLock
 from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
 from layerzero.checkpoint.save_handle import SaveHandle
-from layerzero.checkpoint.save_plan import Content, SavePlan, Stateful
+from layerzero.checkpoint.save_plan import Content, SavePlan
+from layerzero.checkpoint.schedulers import Stateful, check_schedulers
 from layerzero.config import parse_nbytes
 from layerzero.core.host import HostMemory
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
+from layerzero.state_dict.optimizers import check_optimizers
 from layerzero.state_dict.preconditions import root_state_of
 
 
 def save(
     root: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
     *,
     step: int | None = None,
-    scheduler: Stateful | None = None,
+    scheduler: Stateful | Mapping[str, Stateful] | None = None,
     extra: Any = None,
     keep: int | None = None,
     blocking: bool = True,
@@ -67,10 +69,11 @@ def save(
     Args:
         root: a folder on a file system that all ranks share; created if missing.
         model: a ZeRO3 module, between steps.
-        optimizer: its state is saved under the parameters' names.
+        optimizer: its state is saved under the parameters' names. Several optimizers: a dict of
+            them, by names of letters, digits, "_", "-" and ".", the same on every rank.
         step: number of the checkpoint; None: the highest in `root` + 1. A checkpoint of that number
             is replaced.
-        scheduler: an object with `state_dict()`; the first rank's is saved.
+        scheduler: an object with `state_dict()`, or several by name; the first rank's are saved.
         extra: other state of the run, such as random states and the position in the data: plain
             values, small tensors and numpy arrays, in any nesting. Saved for each rank.
         keep: number of checkpoints to keep in `root`, including this one; those with the lowest
@@ -89,8 +92,8 @@ def save(
 
     Raises:
         CheckpointError: on all ranks, with the reason of the one that failed: the disk is full, a
-            value cannot be saved without pickle, the optimizer is of another model, another run is
-            saving to `root`.
+            value cannot be saved without pickle, an optimizer is of another model, two optimizers
+            share a parameter, another run is saving to `root`.
         CollectiveError: a rank died or did not take part.
         RuntimeError: the model is in backward.
         ValueError, TypeError: a bad argument.
@@ -102,13 +105,15 @@ def save(
         raise ValueError(f"step: expected an int of 0 or more, or None, got {step!r}")
     max_file_nbytes = parse_nbytes(max_file_size)
     check_progress(progress)
+    optimizers = check_optimizers(optimizer, "save")
+    schedulers = check_schedulers(scheduler, "save")
     state = root_state_of(model, "save")
     together = checkpoint_group_of(state, process_group)
 
     content = Content()
     answers = together.exchange(
         f"names to save to {path}",
-        lambda: content.collect(model, optimizer, scheduler, extra, [str(path), step, keep]),
+        lambda: content.collect(model, optimizers, schedulers, extra, [str(path), step, keep]),
     )
     plan = SavePlan(answers, content, together, max_file_nbytes)
     lock = RootLock(path)

@@ -107,12 +107,26 @@ def named_buffers(model: nn.Module) -> list[tuple[torch.Tensor, tuple[str, ...]]
     return [(buffer, tuple(dict.fromkeys(names))) for buffer, names in found.values()]
 
 
-def name_in_group(names: Names, parameter: torch.Tensor, number: int) -> str:
+def name_in_group(names: Names, parameter: torch.Tensor, number: int, optimizer: str = "") -> str:
+    """The first name of a parameter in an optimizer's group.
+
+    Raises:
+        CheckpointError: it does not belong to the model.
+    """
     found = names.of(parameter)
     if found is None:
         raise CheckpointError(
-            f"the optimizer's group {number} has a parameter of shape {tuple(parameter.shape)} "
+            f"{group_text(optimizer, number)} has a parameter of shape {tuple(parameter.shape)} "
             "that does not belong to the model: build the optimizer from the wrapped model's "
             "parameters(), or make the parameter part of the model"
         )
     return found[0]
+
+
+def group_text(optimizer: str, number: int) -> str:
+    """A parameter group, for messages; `optimizer` is "" for one without a name."""
+    return (
+        f"group {number} of the optimizer {optimizer!r}"
+        if optimizer
+        else (f"the optimizer's group {number}")
+    )

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.optim.decay import original_ndim
 from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.state_dict.names import group_text
+from layerzero.state_dict.optimizers import keeps_whole_states, optimizer_inside
 
 
 def put_state(
@@ -23,10 +26,10 @@ def put_state(
 
     Args:
         options: for each of its groups, options that replace the group's own.
-        states: for each parameter, tensors of the parameter's shape, scalars and plain values;
-            parameters not in it lose their state.
+        states: for each parameter, tensors and plain values; parameters not in it lose their
+            state.
         keeps_dtype: (parameter, key) of state that must keep its dtype, where torch would cast it
-            to that of the parameter.
+            to that of the parameter; tensors, or containers of tensors.
     """
     numbers: dict[nn.Parameter, int] = {}
     groups = []
@@ -35,11 +38,28 @@ def put_state(
         params = [numbers.setdefault(parameter, len(numbers)) for parameter in group["params"]]
         groups.append({**kept, **own, "params": params})
     by_number = {numbers[parameter]: dict(state) for parameter, state in states.items()}
-    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+    state_dict = {"state": by_number, "param_groups": groups}
+    if keeps_whole_states(optimizer):
+        # Its own entries say which tensors this rank owns.
+        state_dict = {**optimizer.state_dict(), **state_dict}
+    optimizer.load_state_dict(state_dict)
     for parameter, key in keeps_dtype or ():
         given = states[parameter][key]
-        if optimizer.state[parameter][key].dtype != given.dtype:
+        if not isinstance(given, torch.Tensor):
+            optimizer.state[parameter][key] = _on(parameter.device, given)
+        elif optimizer.state[parameter][key].dtype != given.dtype:
             optimizer.state[parameter][key] = given.to(parameter.device)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A container with its tensors on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _on(device, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on(device, item) for item in value)
+    return value
 
 
 def state_template(
@@ -91,6 +111,7 @@ def refuse_other_class(
     Raises if there are both unknown and missing keys, or if the options of the groups differ, too.
 
     Args:
+        optimizer: may be a WholeTensorOptimizer.
         groups: options that will replace those of each of its groups.
         states: state of some of its parameters; only the keys are used.
 
@@ -99,20 +120,25 @@ def refuse_other_class(
     """
     if len(groups) != len(optimizer.param_groups):
         return  # torch's `load_state_dict` raises.
+    inside = optimizer_inside(optimizer)
+    ndim_of = original_ndim if keeps_whole_states(optimizer) else torch.Tensor.dim
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         given = {p: set(states[p]) for p in group["params"] if states.get(p)}
-        made = _keys_of_group(optimizer, group, options) if given else None
-        if made is None:
-            continue
+        made_for = {
+            ndim: _keys_of_group(inside, group, options, ndim) for ndim in set(map(ndim_of, given))
+        }
         has_other_options = _option_names(group) != _option_names(options)
         held: Any = optimizer.state
         for parameter, keys in given.items():
+            made = made_for[ndim_of(parameter)]
+            if made is None:
+                continue
             unknown = sorted(keys - made - set(held.get(parameter, ())))
             missing = sorted(made - keys)
             if (unknown and missing) or (has_other_options and (unknown or missing)):
                 raise CheckpointError(
                     f"the optimizer state of {name_of(parameter)} has {some(sorted(keys))}, but "
-                    f"{type(optimizer).__name__} keeps {some(sorted(made))}: it was saved by "
+                    f"{type(inside).__name__} keeps {some(sorted(made))}: it was saved by "
                     "another optimizer class. Use an optimizer of that class, or load the "
                     "weights alone"
                 )
@@ -124,10 +150,14 @@ def _option_names(group: Mapping[str, Any]) -> set[str]:
 
 
 def _keys_of_group(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    options: Mapping[str, Any],
+    ndim: int,
 ) -> set[str] | None:
-    """Keys of the state that a first step with these options creates; None: unknown."""
-    stand_in = _stand_in(group["params"][0])
+    """Keys of the state that a first step with these options creates for a parameter with `ndim`
+    dimensions; None: unknown."""
+    stand_in = _stand_in(group["params"][0], (2,) * ndim if ndim > 1 else (1,))
     with_options = {**group, **options, "params": [stand_in]}
     if "capturable" in with_options:
         with_options["capturable"] = False  # Fails on some devices; the keys are the same.
@@ -137,8 +167,8 @@ def _keys_of_group(
         return None  # The step needs a closure, sparse gradients, ...
 
 
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    stand_in = nn.Parameter(parameter.new_zeros(1))
+def _stand_in(parameter: nn.Parameter, shape: tuple[int, ...] = (1,)) -> nn.Parameter:
+    stand_in = nn.Parameter(parameter.new_zeros(shape))
     stand_in.grad = torch.zeros_like(stand_in)
     return stand_in
 
@@ -171,6 +201,7 @@ def options_of_groups(
     saved: Sequence[tuple[Mapping[str, Any], Sequence[str]]],
     strict: bool,
     where: str,
+    optimizer: str = "",
 ) -> list[Mapping[str, Any]]:
     """The saved options for each of the optimizer's groups; {} for a group of new parameters.
 
@@ -179,6 +210,7 @@ def options_of_groups(
         saved: (options, names) of each saved group.
         strict: raise for parameters that were in no saved group.
         where: source of the saved groups, for messages.
+        optimizer: its name, if it has one.
 
     Raises:
         CheckpointError: parameters of one group were saved in groups with different options; or,
@@ -190,7 +222,7 @@ def options_of_groups(
         lost = [name for name in names if name not in number_of]
         if lost and strict:
             raise CheckpointError(
-                f"{where}: the optimizer's group {number} has parameters that the saved "
+                f"{where}: {group_text(optimizer, number)} has parameters that the saved "
                 f"optimizer lacked: {some(lost)}. To load what fits, pass strict=False"
             )
         found = sorted({number_of[name] for name in names if name in number_of})
@@ -199,7 +231,7 @@ def options_of_groups(
         options = [saved[each][0] for each in found]
         if any(other != options[0] for other in options):
             raise CheckpointError(
-                f"{where}: the optimizer's group {number} mixes parameters of saved groups "
+                f"{where}: {group_text(optimizer, number)} mixes parameters of saved groups "
                 f"{found}, whose options differ; build the same groups as in the saved run"
             )
         result.append(options[0] if options else {})

@@ -75,7 +75,7 @@ def _describe_source(source: Source, with_tensors: bool) -> dict[str, Any]:
         found |= {
             "step": manifest.step,
             "world_size": manifest.world_size,
-            "optimizer": _describe_optimizer(source, manifest),
+            **_describe_optimizers(source, manifest),
             "scheduler": manifest.scheduler,
             "extra": manifest.extras,
             "extra_states": sorted(manifest.extra_states),
@@ -89,19 +89,31 @@ def _describe_source(source: Source, with_tensors: bool) -> dict[str, Any]:
     return found
 
 
-def _describe_optimizer(source: Source, manifest: Manifest) -> dict[str, Any] | None:
-    if manifest.optimizer_groups is None:
-        return None
+def _describe_optimizers(source: Source, manifest: Manifest) -> dict[str, Any]:
+    """One optimizer under "optimizer"; several by name, under "optimizers"."""
+    by_name = manifest.groups_of_optimizers()
+    found = {name: _describe_groups(source, manifest, groups) for name, groups in by_name.items()}
+    single = found.pop("", None)
+    return {"optimizer": single, **({"optimizers": found} if found else {})}
+
+
+def _describe_groups(
+    source: Source, manifest: Manifest, groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    members = {name for group in groups for name in group["params"]}
     by_key: dict[str, list[Location]] = {}
     for name, place in source.tensors[OPTIMIZER].items():
-        by_key.setdefault(split_state_name(name)[1], []).append(place)
+        parameter, key = split_state_name(name)
+        if parameter in members:
+            by_key.setdefault(key, []).append(place)
+    values = (each for name, each in manifest.optimizer_values.items() if name in members)
     return {
         "groups": [
             {"num_parameters": len(group["params"]), "options": group["options"]}
-            for group in manifest.optimizer_groups
+            for group in groups
         ],
         "state": {key: _totals(places) for key, places in by_key.items()},
-        "values": sorted({key for each in manifest.optimizer_values.values() for key in each}),
+        "values": sorted({key for each in values for key in each}),
     }
 
 

@@ -76,6 +76,8 @@ def _sections(found: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     yield "model", [_totals(found["model"]), *tied]
     if found.get("optimizer"):
         yield "optimizer", list(_optimizer(found["optimizer"]))
+    for name, each in found.get("optimizers", {}).items():
+        yield "optimizer", [f"{name}: {line}" for line in _optimizer(each)]
     if found.get("scheduler") is not None:
         yield "scheduler", [_items(decode(found["scheduler"]))]
     if found.get("extra"):

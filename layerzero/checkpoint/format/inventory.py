@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from layerzero.core.parameter_info import ParameterInfo, get_info
+from layerzero.optim.decay import original_ndim
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.unit import get_unit
 from layerzero.state_dict.errors import CheckpointError
@@ -17,13 +18,22 @@ from layerzero.state_dict.json_codec import encode
 from layerzero.state_dict.names import (
     Names,
     extent_of,
+    group_text,
     name_among_all,
     name_in_group,
     named_buffers,
 )
+from layerzero.state_dict.optimizers import (
+    Optimizers,
+    keeps_whole_states,
+    parameters_with_state,
+    take_tensors,
+)
 from layerzero.state_dict.ranges import Extent, Run, runs
 
 MODEL, OPTIMIZER = "model", "optimizer"
+OF_OPTIMIZER = "optimizer"
+"""Key of a saved group's optimizer, if it has a name."""
 _STATE_SEPARATOR = "/"
 
 
@@ -133,6 +143,14 @@ class Places:
         )
 
 
+def as_whole(entry: Entry, tensor: torch.Tensor) -> Entry:
+    """The entry of a whole tensor that no other rank has, at the place of its parameter."""
+    extent = Extent.whole(tensor.shape)
+    whole = replace(entry, extent=extent, start=0, stop=tensor.numel(), replica=0)
+    flat = tensor.detach().reshape(-1)
+    return replace(whole, tensor=flat, is_whole=True, announces=True)
+
+
 def model_entries(model: nn.Module, names: Names, places: Places) -> list[Entry]:
     """Entries of the parameters, and of the buffers that are part of the state dict."""
     entries = [
@@ -155,69 +173,117 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def optimizer_groups(optimizer: torch.optim.Optimizer, names: Names) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups, encoded, with parameters by name.
+def optimizer_groups(optimizers: Optimizers, names: Names) -> list[dict[str, Any]]:
+    """The optimizers' parameter groups, encoded, with parameters by name.
 
     Raises:
-        CheckpointError: a parameter does not belong to the model, or an option cannot be encoded.
+        CheckpointError: as `refuse_shared`, or an option cannot be encoded.
     """
+    refuse_shared(optimizers, names)
     groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        options = {
-            key: encode(value, f"option {key!r} of the optimizer's group {number}")
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        params = [name_in_group(names, parameter, number) for parameter in group["params"]]
-        groups.append({"options": options, "params": params})
+    for name, optimizer in optimizers.items():
+        of_whom = {OF_OPTIMIZER: name} if name else {}
+        for number, group in enumerate(optimizer.param_groups):
+            options = {
+                key: encode(value, f"option {key!r} of {group_text(name, number)}")
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            }
+            params = [name_in_group(names, each, number, name) for each in group["params"]]
+            groups.append({"options": options, "params": params, **of_whom})
     return groups
 
 
+def refuse_shared(optimizers: Optimizers, names: Names) -> None:
+    """
+    Raises:
+        CheckpointError: a parameter does not belong to the model, or is in two optimizers.
+    """
+    optimizer_of: dict[str, str] = {}
+    for name, optimizer in optimizers.items():
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                parameter_name = name_in_group(names, parameter, number, name)
+                other = optimizer_of.setdefault(parameter_name, name)
+                if other != name:
+                    raise CheckpointError(
+                        f"{parameter_name} is in two optimizers, {other!r} and {name!r}; give "
+                        "each parameter to one"
+                    )
+
+
 class OptimizerParts(NamedTuple):
-    """An optimizer's state: tensors and other values."""
+    """The state of optimizers: tensors and other values."""
 
     entries: list[Entry]
     """State tensors."""
     scalar_keys: list[str]
-    """Keys whose tensors are scalars and not shaped like the parameter."""
+    """Keys whose tensors are scalars and not shaped like the parameter, as `scalar_key` writes
+    them."""
     values: dict[str, dict[str, Any]]
     """Other values, encoded, by parameter and key."""
 
 
-def optimizer_parts(
-    optimizer: torch.optim.Optimizer, names: Names, places: Places
-) -> OptimizerParts:
-    """List an optimizer's state.
+def scalar_key(optimizer: str, key: str) -> str:
+    """A key of state as the manifest lists it; `optimizer` is "" for one without a name."""
+    return f"{optimizer}{_STATE_SEPARATOR}{key}" if optimizer else key
+
+
+def optimizer_parts(optimizers: Optimizers, names: Names, places: Places) -> OptimizerParts:
+    """List the state of optimizers.
 
     Raises:
         CheckpointError: a tensor is neither shaped like its shard nor a scalar, or another value
             cannot be encoded.
     """
     parts = OptimizerParts([], [], {})
-    for index, (parameter, state) in enumerate(optimizer.state.items()):
-        found = names.of(parameter)
-        if found is None:
-            continue  # `optimizer_groups` raises for it, with the number of its group.
-        for key, value in state.items():
-            where = f"optimizer state {key!r} of {found[0]}"
-            if not isinstance(key, str) or _STATE_SEPARATOR in key:
-                raise CheckpointError(f"{where}: expected a name without {_STATE_SEPARATOR!r}")
-            name = (f"{found[0]}{_STATE_SEPARATOR}{key}",)
-            if not isinstance(value, torch.Tensor):
-                parts.values.setdefault(found[0], {})[key] = encode(value, where)
-            elif value.shape == parameter.shape:
-                parts.entries.append(places.entry(OPTIMIZER, name, parameter, value, index))
-            elif value.ndim == 0:
-                parts.entries.append(places.entry(OPTIMIZER, name, parameter, value, index))
-                if key not in parts.scalar_keys:
-                    parts.scalar_keys.append(key)
-            else:
-                raise CheckpointError(
-                    f"{where}: shape {tuple(value.shape)} for a shard of shape "
-                    f"{tuple(parameter.shape)}; expected a scalar or the shape of the shard, as "
-                    "element-wise optimizers keep"
-                )
+    for optimizer_name, optimizer in optimizers.items():
+        is_whole = keeps_whole_states(optimizer)
+        states: Any = optimizer.state
+        for index, parameter in enumerate(parameters_with_state(optimizer)):
+            found = names.of(parameter)
+            assert found is not None, "`optimizer_groups` has raised for others"
+            for key, value in states.get(parameter, {}).items():
+                where = f"optimizer state {key!r} of {found[0]}"
+                is_tensor = isinstance(value, torch.Tensor)
+                _check_key(key, where)
+                # Containers of shards cannot be put together for other ranks.
+                rest, tensors = take_tensors(value, key) if is_whole or is_tensor else (value, {})
+                if not is_tensor:
+                    parts.values.setdefault(found[0], {})[key] = encode(rest, where)
+                for own_key, tensor in tensors.items():
+                    name = (f"{found[0]}{_STATE_SEPARATOR}{own_key}",)
+                    entry = places.entry(OPTIMIZER, name, parameter, tensor, index)
+                    if is_whole:
+                        _check_key(own_key, where)
+                        entry = as_whole(entry, tensor)
+                    else:
+                        _check_shape(tensor, parameter, where)
+                    parts.entries.append(entry)
+                    listed = scalar_key(optimizer_name, own_key)
+                    if _is_number(own_key, tensor, parameter) and listed not in parts.scalar_keys:
+                        parts.scalar_keys.append(listed)
     return parts
+
+
+def _check_key(key: Any, where: str) -> None:
+    if not isinstance(key, str) or _STATE_SEPARATOR in key:
+        raise CheckpointError(f"{where}: expected a name without {_STATE_SEPARATOR!r}, got {key!r}")
+
+
+def _check_shape(tensor: torch.Tensor, parameter: nn.Parameter, where: str) -> None:
+    if tensor.ndim and tensor.shape != parameter.shape:
+        raise CheckpointError(
+            f"{where}: shape {tuple(tensor.shape)} for a shard of shape {tuple(parameter.shape)}; "
+            "expected a scalar or the shape of the shard, as element-wise optimizers keep. "
+            "layerzero.optim.WholeTensorOptimizer keeps states of any shape"
+        )
+
+
+def _is_number(key: str, tensor: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """Whether it is a scalar, and not shaped like its parameter."""
+    # Of a scalar parameter, only the usual name tells.
+    return tensor.ndim == 0 and (key == "step" or original_ndim(parameter) > 0)
 
 
 def split_state_name(name: str) -> tuple[str, str]:

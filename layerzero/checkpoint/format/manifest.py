@@ -12,7 +12,9 @@ from layerzero.checkpoint.format.crc import crc32
 from layerzero.state_dict.errors import CheckpointError
 
 FORMAT = "layerzero-checkpoint"
-VERSION = 1
+VERSION = 2
+"""Version 2 has optimizers or schedulers by name. Checkpoints without such names are of version 1,
+which earlier programs read."""
 _SEAL = b',"crc32":"%08x"}'
 """The end of the file: the checksum of all bytes before."""
 
@@ -35,12 +37,16 @@ class Manifest:
     tensors: dict[str, dict[str, int]]
     """CRC-32 of the bytes of each tensor, by kind and name."""
     optimizer_groups: list[dict[str, Any]] | None = None
-    """None: saved without an optimizer."""
+    """Groups of all optimizers; None: saved without an optimizer. With several, each has a name
+    under "optimizer"."""
     optimizer_scalars: list[str] = field(default_factory=list)
-    """Keys of state tensors that are scalars and not shaped like the parameter."""
+    """Keys of state tensors that are scalars and not shaped like the parameter; with several
+    optimizers "name/key"."""
     optimizer_values: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Optimizer state that is not a tensor, by parameter."""
     scheduler: Any = None
+    scheduler_names: list[str] | None = None
+    """Of several schedulers, whose states `scheduler` has by name; None: a single one."""
     extras: list[Any] = field(default_factory=list)
     """`extra` of each rank, or a single one if all are equal."""
     extra_states: dict[str, Any] = field(default_factory=dict)
@@ -48,8 +54,19 @@ class Manifest:
     aliases: dict[str, str] = field(default_factory=dict)
     """Maps other names of parameters and buffers to the name they are saved under."""
 
+    def groups_of_optimizers(self) -> dict[str, list[dict[str, Any]]]:
+        """The groups of each optimizer; the name of a single one is ""."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for group in self.optimizer_groups or ():
+            found.setdefault(group.get("optimizer", ""), []).append(group)
+        return found
+
     def to_bytes(self) -> bytes:
-        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        fields = asdict(self)
+        if self.scheduler_names is None:
+            del fields["scheduler_names"]
+        is_named = any(self.groups_of_optimizers()) or self.scheduler_names is not None
+        body = {"format": FORMAT, "version": VERSION if is_named else 1, **fields}
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
         text = text.removesuffix(b"}")
         return text + _SEAL % crc32(text)
@@ -73,9 +90,9 @@ class Manifest:
             )
         values: dict[str, Any] = json.loads(body + b"}")
         version = values.pop("version", None)
-        if values.pop("format", None) != FORMAT or version != VERSION:
+        if values.pop("format", None) != FORMAT or version not in range(1, VERSION + 1):
             raise CheckpointError(
-                f"{where}: expected {FORMAT} of version {VERSION}, got version {version!r}"
+                f"{where}: expected {FORMAT} of version 1 to {VERSION}, got version {version!r}"
             )
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
         return cls(**values, files=files)

@@ -1,0 +1,116 @@
+"""The optimizers that a checkpoint takes: one, or several by name; sharded or whole states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.core.parameter_info import get_info
+from layerzero.optim.whole_tensor import WholeTensorOptimizer
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+"""By name; the name of a single one is ""."""
+_SLOT = "$state"
+"""Key of a dict that stands for a tensor inside a container."""
+
+
+def keeps_whole_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each state is whole, of any shape, and on one rank."""
+    return isinstance(optimizer, WholeTensorOptimizer)
+
+
+def parameters_with_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Its parameters, without those whose whole states are on other ranks."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not isinstance(optimizer, WholeTensorOptimizer):
+        return parameters
+    infos = {parameter: get_info(parameter) for parameter in parameters}
+    return [p for p, info in infos.items() if info is not None and info.fqn in optimizer.owned]
+
+
+def optimizer_inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose `step` makes the state: that inside a WholeTensorOptimizer, or itself."""
+    inner = optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else None
+    return optimizer if inner is None else inner
+
+
+def take_tensors(value: Any, key: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Split a container into its tensors, by name, and the rest, with a slot for each tensor."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def take(item: Any, name: str) -> Any:
+        if isinstance(item, torch.Tensor):
+            tensors[name] = item
+            return {_SLOT: name}
+        return _rebuilt(item, lambda inner, place: take(inner, f"{name}[{place}]"))
+
+    return take(value, key), tensors
+
+
+def fill_slots(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of `take_tensors`.
+
+    Raises:
+        KeyError: a tensor is not there.
+    """
+    if isinstance(value, dict) and value.keys() == {_SLOT}:
+        return tensors[value[_SLOT]]
+    return _rebuilt(value, lambda inner, _: fill_slots(inner, tensors))
+
+
+def slots_of(value: Any) -> Iterator[str]:
+    """Names of the tensors that `fill_slots` needs."""
+    if isinstance(value, dict) and value.keys() == {_SLOT}:
+        yield value[_SLOT]
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from slots_of(item)
+
+
+def _rebuilt(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    if type(value) is dict:
+        return {key: change(item, key) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(change(item, number) for number, item in enumerate(value))
+    return value
+
+
+def check_optimizers(optimizer: Any, verb: str) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers of an argument: one, whose name is "", or several by name; {} for None.
+
+    Raises:
+        TypeError, ValueError: it is something else; a name cannot be saved.
+    """
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, Mapping):
+        return {"": _checked(optimizer, f"{verb}: optimizer")}
+    if not optimizer:
+        raise ValueError(f"{verb}: optimizer: expected at least one name, got {{}}; or pass None")
+    for name in optimizer:
+        if not isinstance(name, str):
+            raise TypeError(f"{verb}: optimizer: expected strings as names, got {name!r}")
+        if not _is_name(name):
+            raise ValueError(
+                f"{verb}: optimizer: the name {name!r} cannot be saved; use letters, digits, '_', "
+                "'-' and '.', and begin with a letter, a digit or '_'"
+            )
+    return {n: _checked(each, f"{verb}: optimizer {n!r}") for n, each in optimizer.items()}
+
+
+def _is_name(name: str) -> bool:
+    allowed = all(each.isascii() and (each.isalnum() or each in "_-.") for each in name)
+    return allowed and name[:1] not in ("", "-", ".")
+
+
+def _checked(optimizer: Any, what: str) -> torch.optim.Optimizer:
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "load_state_dict")):
+        raise TypeError(
+            f"{what}: expected an optimizer, or a dict of optimizers by name, got "
+            f"{type(optimizer).__name__}"
+        )
+    checked: torch.optim.Optimizer = optimizer
+    return checked

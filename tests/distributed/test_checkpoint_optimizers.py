@@ -1,0 +1,355 @@
+"""save and load of several optimizers by name, and of whole states of any shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero import ZeRO3
+from layerzero.checkpoint import CheckpointError, load, save
+from layerzero.checkpoint.__main__ import main
+from layerzero.optim import WholeTensorOptimizer, decay_groups
+from tests.harness.checks import assert_bitwise
+from tests.harness.models import WIDTH, Block, Mlp, loss_of
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import full_parameters
+
+
+class Shampoo(torch.optim.Optimizer):
+    """A small one: states of n x n, in a list, a float, and a count."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["factors"] = [torch.eye(n, dtype=torch.float64) for n in gradient.shape]
+                    state["seen"], state["count"] = {"norm": torch.zeros(())}, 0
+                state["count"] += 1
+                update = gradient.double()
+                for dim, factor in enumerate(state["factors"]):
+                    flat = gradient.movedim(dim, 0).flatten(1).double()
+                    factor.add_(flat @ flat.T)
+                    update = torch.tensordot(torch.linalg.inv(factor), update, ([1], [dim]))
+                    update = update.movedim(0, dim)
+                state["seen"]["norm"] = update.norm().float()
+                parameter.sub_(update.to(parameter.dtype), alpha=group["lr"])
+
+
+class Blocks(torch.optim.Optimizer):
+    """Momentum in blocks of 8 bits, with a scale each."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None or not parameter.numel():
+                    continue
+                state, numel = self.state[parameter], parameter.numel()
+                if not state:
+                    blocks = -(-numel // 5)
+                    state["codes"] = torch.full((blocks, 5), 128, dtype=torch.uint8)
+                    state["scales"] = torch.zeros(blocks)
+                    state["step"] = 0
+                state["step"] += 1
+                old = (state["codes"].float() - 128) / 127 * state["scales"][:, None]
+                new = torch.zeros_like(old).view(-1)
+                new[:numel] = 0.9 * old.view(-1)[:numel] + parameter.grad.reshape(-1)
+                new = new.view_as(old)
+                state["scales"] = new.abs().amax(1).clamp(min=1e-12)
+                codes = (new / state["scales"][:, None] * 127).round() + 128
+                state["codes"] = codes.to(torch.uint8)
+                parameter.sub_(new.view(-1)[:numel].view(parameter.shape), alpha=group["lr"])
+
+
+class Unchecked(torch.optim.SGD):
+    """Its step needs a closure, so the keys of its state are unknown."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
+class Odd(Mlp):
+    """With a convolution, a scalar, a parameter without elements, a tied and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain + self.empty.sum()
+
+
+def _wrapped(seed: int = 0, **options: Any) -> ZeRO3:
+    torch.manual_seed(seed)
+    return ZeRO3(Odd(), auto_wrap_policy={Block}, gradient_reduction="sum", **options)
+
+
+def _optimizers(model: nn.Module, kind: str, lr: float = 0.02) -> dict[str, torch.optim.Optimizer]:
+    was = {p: p.layerzero for p in model.parameters() if p.requires_grad}
+    # torch's Adafactor divides by the number of elements.
+    matrices = [p for p, info in was.items() if info.ndim == 2 and info.shape.numel()]
+    chosen = set(matrices)
+    rest = [p for p in was if p not in chosen]
+    groups = decay_groups(model, 0.1, parameters=rest, lr={"stem.bias": 0.5 * lr})
+    whole: dict[str, Any] = {
+        "muon": lambda: WholeTensorOptimizer(matrices[:-1], torch.optim.Muon, lr=lr),
+        "adafactor": lambda: WholeTensorOptimizer(matrices, torch.optim.Adafactor, lr=lr),
+        "shampoo": lambda: WholeTensorOptimizer(matrices, Shampoo, lr=lr),
+        "blocks": lambda: WholeTensorOptimizer(matrices, Blocks, lr=lr),
+        "plain": lambda: torch.optim.SGD(matrices, lr=lr, momentum=0.9),
+        "whole_adamw": lambda: WholeTensorOptimizer(matrices, torch.optim.AdamW, lr=lr),
+    }
+    rest_class = torch.optim.NAdam if kind == "plain" else torch.optim.AdamW
+    return {"matrices": whole[kind](), "rest": rest_class(groups, lr=lr)}
+
+
+KINDS = ["muon", "adafactor", "shampoo", "blocks", "plain", "whole_adamw"]
+
+
+def _train(
+    model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], steps: Iterator[int]
+) -> None:
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        loss = loss_of(model(torch.randn(3, WIDTH, generator=draw)))
+        # One rank has all the gradient, so that its bits do not depend on the number of ranks.
+        (loss * (dist.get_rank() == 0)).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _write(folder: str, kinds: list[str]) -> dict[str, dict[str, Tensor]]:
+    """Train, save, train on; the weights at the end, by kind of optimizer."""
+    results = {}
+    for kind in kinds:
+        model = _wrapped()
+        optimizers = _optimizers(model, kind)
+        schedulers = {
+            name: torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for name, each in optimizers.items()
+        }
+        _train(model, optimizers, iter((0, 1)))
+        for each in schedulers.values():
+            each.step()
+            each.step()
+        blocking = kind != "muon"
+        handle = save(
+            f"{folder}/{kind}", model, optimizers, step=2, scheduler=schedulers, blocking=blocking
+        )
+        handle.wait()
+        _train(model, optimizers, iter((2, 3)))
+        results[kind] = full_parameters(model)
+    return results
+
+
+def _resume(folder: str, expected: dict[str, dict[str, Tensor]]) -> None:
+    world_size = dist.get_world_size()
+    for kind in expected:
+        for options in [{}, {"zero3_size": 2}] if world_size == 4 else [{}]:
+            model = _wrapped(seed=1, **options)
+            optimizers = _optimizers(model, kind, lr=0.9)
+            schedulers = {
+                name: torch.optim.lr_scheduler.StepLR(each, 2, 0.5)
+                for name, each in optimizers.items()
+            }
+            load(f"{folder}/{kind}", model, optimizers, scheduler=schedulers)
+            assert {each.last_epoch for each in schedulers.values()} == {2}
+            assert optimizers["matrices"].param_groups[0]["lr"] == 0.01
+            _train(model, optimizers, iter((2,)))
+            # A second time, by these ranks.
+            save(f"{folder}/{kind}-{world_size}-{len(options)}", model, optimizers)
+            model = _wrapped(seed=2, **options)
+            optimizers = _optimizers(model, kind, lr=0.9)
+            load(f"{folder}/{kind}-{world_size}-{len(options)}", model, optimizers)
+            _train(model, optimizers, iter((3,)))
+            for name, value in full_parameters(model).items():
+                assert_bitwise(value, expected[kind][name], f"{kind} {options}: {name}")
+
+
+def test_several_optimizers_resume_bitwise_at_any_number_of_ranks(tmp_path: Path) -> None:
+    expected = run_ranks(2, _write, str(tmp_path), KINDS[::2])[0]
+    for world_size in (1, 3):
+        run_ranks(world_size, _resume, str(tmp_path), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("written_by", [1, 3, 4])
+def test_all_kinds_resume_bitwise(tmp_path: Path, written_by: int) -> None:
+    expected = run_ranks(written_by, _write, str(tmp_path), KINDS)[0]
+    for world_size in (2, 4):
+        run_ranks(world_size, _resume, str(tmp_path), expected)
+
+
+def _single_files(folder: str) -> None:
+    """One optimizer has no name; whole and sharded states of equal shapes are the same files."""
+    model = _wrapped()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=0.02)
+    _train(model, {"": adamw}, iter((0, 1)))
+    save(f"{folder}/sharded", model, adamw)
+    start = {name: each.clone() for name, each in full_parameters(model).items()}
+    del adamw
+    files = []
+    for kind in ("sharded", "whole"):
+        load(f"{folder}/sharded", model)
+        whole = WholeTensorOptimizer(trained, torch.optim.AdamW, lr=0.9)
+        load(f"{folder}/{kind}" if kind == "whole" else f"{folder}/sharded", model, whole)
+        save(f"{folder}/whole", model, whole, step=0)
+        dist.barrier()
+        files.append(Path(folder, "whole/step-00000000/optimizer.safetensors").read_bytes())
+        _train(model, {"": whole}, iter((2, 3)))
+        ended = full_parameters(model)
+        del whole
+    assert files[0] == files[1]
+    assert files[0] == Path(folder, "sharded/step-00000000/optimizer.safetensors").read_bytes()
+    load(f"{folder}/whole", model)
+    for name, value in full_parameters(model).items():
+        assert_bitwise(value, start[name], name)
+    adamw = torch.optim.AdamW(trained, lr=0.9)
+    load(f"{folder}/whole", model, adamw)
+    _train(model, {"": adamw}, iter((2, 3)))
+    for name, value in full_parameters(model).items():
+        assert_bitwise(value, ended[name], name)
+    manifest = json.loads(Path(folder, "sharded/step-00000000/checkpoint.json").read_bytes())
+    assert manifest["version"] == 1 and "scheduler_names" not in manifest
+    assert all(group.keys() == {"options", "params"} for group in manifest["optimizer_groups"])
+
+
+def _names_that_differ(folder: str) -> None:
+    model = _wrapped()
+    own = _optimizers(model, "muon")
+    muon, rest = own["matrices"], own["rest"]
+    assert isinstance(muon, WholeTensorOptimizer)
+    _train(model, own, iter((0,)))
+    save(f"{folder}/named", model, own, step=0)
+    save(f"{folder}/single", model, rest, step=0)
+    before = full_parameters(model)
+    _train(model, own, iter((1,)))
+    after = full_parameters(model)
+
+    def refused(text: str, given: Any, verb: Any = load, where: str = "named", **more: Any) -> None:
+        with pytest.raises((CheckpointError, TypeError, ValueError), match=text):
+            verb(f"{folder}/{where}", model, given, **more)
+
+    for verb in (save, load):
+        refused(r"expected at least one name, got \{\}", {}, verb)
+        refused("expected strings as names, got 1", {1: rest}, verb)
+        for name in ("", "a/b", "../a", "..", ".", "-a", "a b", "\\a", "\u00e9", "a\n", "$a"):
+            refused("cannot be saved; use letters", {name: rest}, verb)
+        refused("optimizer 'rest': expected an optimizer, or a dict .*got list", {"rest": []}, verb)
+        refused("optimizer: expected an optimizer, or a dict .*got list", [rest], verb)
+        refused("optimizer 'a': expected an optimizer.*got dict", {"a": {"b": rest}}, verb)
+        refused("scheduler 'a': expected an object with", own, verb, scheduler={"a": 3})
+        twice = {**own, "again": torch.optim.SGD([model.gain])}
+        refused("gain is in two optimizers, 'rest' and 'again'", twice, verb)
+        refused("stem.weight is in two optim", {"matrices": muon, "x": muon}, verb)
+        stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+        text = r"group 0 of the optimizer 'b' has a parameter of shape \(2,\) that does not belong"
+        refused(text, {"a": rest, "b": stranger}, verb)
+    rank = dist.get_rank()
+    refused("names of optimizers differ between ranks", {"a" if rank else "b": rest}, save)
+    refused("some ranks passed an optimizer", own if rank else None, save)
+
+    saved = "contains the state of optimizers named 'matrices', 'rest', but optimizer= has"
+    refused(f"{saved} optimizers named 'rest'", {"rest": rest})
+    refused(f"{saved} optimizers named 'a', 'matrices'", {"matrices": muon, "a": rest})
+    extra = {**own, "more": torch.optim.SGD([{"params": []}])}
+    refused(f"{saved} optimizers named 'matrices', 'more', 'rest'", extra)
+    refused(f"{saved} one optimizer without a name", rest)
+    refused(
+        "one optimizer without a name, but optimizer= has optimizers named", own, where="single"
+    )
+    refused("group 0 of the optimizer 'rest' has parameters that", {"rest": muon, "matrices": rest})
+    refused("contains no scheduler state", own, scheduler={"a": _Counter()})
+    for name, value in full_parameters(model).items():
+        assert_bitwise(value, after[name], name)
+
+    # What fits, on request.
+    momentum = {name: each["momentum_buffer"].clone() for name, each in _by_name(muon)}
+    load(f"{folder}/named", model, {"rest": rest, "a": muon}, strict=False)
+    assert all(torch.equal(momentum[n], each["momentum_buffer"]) for n, each in _by_name(muon))
+    assert {float(rest.state[p]["step"]) for p in rest.state} == {1.0}
+    for name, value in full_parameters(model).items():
+        assert_bitwise(value, before[name], name)
+
+    # Schedulers, too.
+    both = {"a": _Counter(), "b": _Counter()}
+    save(f"{folder}/schedulers", model, scheduler=both)
+    text = "contains the state of schedulers named 'a', 'b', but scheduler= has"
+    refused(f"{text} one scheduler without a name", None, where="schedulers", scheduler=_Counter())
+    refused(f"{text} schedulers named 'a'", None, where="schedulers", scheduler={"a": _Counter()})
+    both["b"].count = 5
+    load(f"{folder}/schedulers", model, scheduler=both)
+    assert both["b"].count == 1
+
+    # Another class in the same place.
+    model = _wrapped()
+    rest = torch.optim.AdamW([model.gain])
+    other = WholeTensorOptimizer([model.stem.weight], torch.optim.AdamW)
+    refused(r"optimizer state of .* AdamW keeps", {"matrices": other, "rest": rest})
+    del other
+    blocks = WholeTensorOptimizer([model.stem.weight], Blocks)
+    _train(model, {"": blocks}, iter((0,)))
+    save(f"{folder}/blocks", model, blocks)
+    del blocks
+    text = r"stem.weight/scales has shape .* fits a layerzero.optim.WholeTensorOptimizer"
+    refused(text, Unchecked([model.stem.weight], lr=0.1), where="blocks")
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.count = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.count = state_dict["count"]
+
+
+def _by_name(optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[str, Any]]]:
+    return [(p.layerzero.fqn, state) for p, state in optimizer.state.items()]
+
+
+def _everything(folder: str) -> None:
+    _single_files(folder)
+    _names_that_differ(folder)
+
+
+def test_names_are_checked_and_one_optimizer_needs_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(2, _everything, str(tmp_path))
+    assert main(["verify", str(tmp_path / "named")]) == 0
+    assert main(["convert", str(tmp_path / "named"), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "named"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["checkpoint"]
+    assert found["optimizer"] is None and list(found["optimizers"]) == ["matrices", "rest"]
+    muon, rest = found["optimizers"].values()
+    assert list(muon["state"]) == ["momentum_buffer"]
+    assert set(rest["state"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert main(["inspect", str(tmp_path / "named")]) == 0
+    lines = capsys.readouterr().out
+    assert "matrices: group 0: " in lines and "rest: exp_avg: " in lines
