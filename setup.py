@@ -205,6 +205,7 @@ NATIVE = Extension(
             "checks",
             "convert",
             "crc32",
+            "delta",
             "module",
             "ordered_sum",
             "pack",

@@ -32,6 +32,7 @@ struct Kernels {
   Copy stream[4][4];  // the same with stores past the cache
   CopyTransposed copy_transposed[4][4];
   Sum sum[4][4];
+  bool avx2;  // whether this is the set for AVX2
 };
 
 const Kernels& kernels();

@@ -10,6 +10,7 @@ namespace layerzero {
 void pack_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void ordered_sum_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void crc32_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
+void find_changed_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 
 struct SegsShape {
   const int64_t* rows;  // on the device of out
