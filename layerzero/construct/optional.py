@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from layerzero.comm.collectives import Operation
 from layerzero.comm.texts import gather_texts
 from layerzero.config import OptionalMean
 from layerzero.construct.argument_types import check_optional_mean, check_optional_modules
 from layerzero.construct.experts import Group, ranks_of
+from layerzero.construct.same_start import broadcast_text
 from layerzero.construct.wrap import UnitPlan, has_forward
 from layerzero.core.groups import ShardGroup
 from layerzero.core.names import clean_name
@@ -32,6 +34,10 @@ from layerzero.notices import outside, warn_once
 from layerzero.runtime.optional.regions import OptionalRegions
 from layerzero.runtime.unit import Unit, get_unit
 from layerzero.runtime.unwrap import modules_of
+
+_EXCHANGE = Operation("exchange", "optional modules of ranks", 0)
+_REFUSED = "!"
+"""Begins the text of a rank that refuses its arguments."""
 
 
 class _Kept(NamedTuple):
@@ -63,8 +69,21 @@ class OptionalModules:
     @property
     def _text(self) -> str:
         if self.failure is not None:
-            return f"!{self.failure}"
-        return f"optional_modules {sorted(self.modules)}, optional_mean={self.mean!r}"
+            return f"{_REFUSED}{self.failure}"
+        return "\n".join([*map(repr, sorted(self.modules)), f"optional_mean={self.mean!r}"])
+
+    def difference(self, first: str) -> str | None:
+        """How this rank's arguments differ from the first rank's `_text`; None: they do not."""
+        if self.failure is not None:
+            return self._text
+        own, other = self._text.split("\n"), first.split("\n")
+        parts = {
+            "lacks": [each for each in other if each not in own],
+            "has": [each for each in own if each not in other],
+        }
+        return (
+            "; ".join(f"{what} {', '.join(each)}" for what, each in parts.items() if each) or None
+        )
 
     def keep(self, root: Unit) -> None:
         """Keep the names for `optional_now` and for a ZeRO3 module around `root`."""
@@ -125,18 +144,21 @@ def agree_on_optional(
     """
     texts: dict[int, str] = {}
     if differs:
-        texts = gather_texts(own._text, dist.get_rank(), axes, device, "optional modules of ranks")
+        first = broadcast_text(own._text, axes, device, _EXCHANGE)
+        texts = gather_texts(own.difference(first), dist.get_rank(), axes, device, _EXCHANGE.unit)
     if own.failure is not None:
         raise own.failure
-    refused = [(rank, text[1:]) for rank, text in texts.items() if text.startswith("!")]
+    refused = [(rank, text) for rank, text in texts.items() if text.startswith(_REFUSED)]
     if refused:
-        raise ValueError(f"rank {refused[0][0]} refused its arguments: {refused[0][1]}")
+        rank, text = refused[0]
+        raise ValueError(f"rank {rank} refused its arguments: {text.removeprefix(_REFUSED)}")
     if differs:
-        listed = "; ".join(f"rank {rank} has {text}" for rank, text in list(texts.items())[:4])
+        listed = ". ".join(f"Rank {rank} {text}" for rank, text in list(texts.items())[:4])
         more = f" (and {len(texts) - 4} more ranks)" if len(texts) > 4 else ""
         raise ValueError(
-            f"optional_modules, optional_mean: ranks were given different ones: {listed}{more}; "
-            "give every rank the same: which of them it skips is its own choice in each forward"
+            "optional_modules or optional_mean differ between ranks, compared with the first: "
+            f"{listed}{more}. Give every rank the same: which of these modules it skips is its own "
+            "choice in each forward"
         )
 
 
@@ -166,6 +188,8 @@ def find_regions(units: Sequence[Unit], optional: OptionalModules) -> OptionalRe
         inside = {id(part) for part in modules_of(unit.module)}
         if index and users and not any(id(user) in inside for user in users):
             region_of[index] = unit.fqn
+    if not any(units[index].handles for index in region_of):
+        return None  # All of their parameters are tied to units that every rank needs.
     return OptionalRegions(region_of, optional.mean)
 
 

@@ -44,7 +44,7 @@ class Outline:
 
     def explain(self, axes: Sequence[ShardGroup], device: torch.device) -> str:
         """Error message: how ranks differ from the first. Collective over `axes`, inner first."""
-        first = _broadcast_text("\n".join(self._rows), axes, device).split("\n")
+        first = broadcast_text("\n".join(self._rows), axes, device, _PARAMETERS).split("\n")
         pairs = itertools.zip_longest(self._rows, first, fillvalue="no other parameter")
         difference = next(((own, other) for own, other in pairs if own != other), None)
         text = None
@@ -77,15 +77,17 @@ def _rows_of(plan: UnitPlan) -> list[str]:
     return rows
 
 
-def _broadcast_text(text: str, axes: Sequence[ShardGroup], device: torch.device) -> str:
+def broadcast_text(
+    text: str, axes: Sequence[ShardGroup], device: torch.device, operation: Operation
+) -> str:
     """The first rank's `text`. Collective over `axes`, inner first."""
     data = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], device=device)
     groups = [axis for axis in axes if axis.size > 1]
-    broadcast_from_first(size, groups, lambda _: _PARAMETERS)
+    broadcast_from_first(size, groups, lambda _: operation)
     received = torch.zeros(int(size), dtype=torch.uint8, device=device)
     received[: data.numel()] = data[: received.numel()]
-    broadcast_from_first(received, groups, lambda _: _PARAMETERS)
+    broadcast_from_first(received, groups, lambda _: operation)
     return bytes(received.tolist()).decode().rstrip("\n")
 
 

@@ -15,8 +15,9 @@ and the names below; everything else is internal, which `tests/unit/test_imports
     devices     `current_accelerator`, `check_device_type`: which can be used
     optimizers  `attach`: functions called for each optimizer of sharded parameters;
                 `clip_grad_norm_`, `clip_factor`, `clipped`
-    plans       `NamePattern`, `load_yaml`, `read_plan_options`, `merge_precision`, `near_matches`,
-                `split_act_ckpt`, `is_mode`, and the names of options
+    plans       `NamePattern`, `optional_by_name`, `load_yaml`, `read_plan_options`,
+                `merge_precision`, `near_matches`, `split_act_ckpt`, `is_mode`, and the names of
+                options
     messages    `warn_once`, `is_first_rank`, `list_names`
 """
 
@@ -40,6 +41,7 @@ from layerzero.notices import is_first_rank, warn_once
 from layerzero.optim import attach
 from layerzero.optim.clip import clip_factor, clip_grad_norm_, clipped
 from layerzero.plan.checkpointing import is_mode, split_act_ckpt
+from layerzero.plan.optional_names import optional_by_name
 from layerzero.plan.options import (
     MODULE_OPTIONS,
     PRECISION_OPTIONS,
@@ -97,6 +99,7 @@ __all__ = [
     "merge_precision",
     "near_matches",
     "new_group",
+    "optional_by_name",
     "ordered_units",
     "read_plan_options",
     "resolve_process_groups",

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
 from layerzero.comm.collectives import Operation, gather_small
+from layerzero.construct.optional import names_of_optional
 from layerzero.core.groups import make_shard_group, resolve_process_groups
 from layerzero.optim.clip import clip_factor, grad_norm, scale_gradients_
 from layerzero.runtime.root import RootState, ordered_units, root_of
@@ -59,6 +60,7 @@ class ZeRO3PipelineStage(PipelineStage):
     Raises:
         TypeError: `submodule` is not a ZeRO3 module.
         ValueError: `submodule` is part of another ZeRO3 module.
+        NotImplementedError: `submodule` has `optional_modules`.
         NotImplementedError: (in the schedule's step) the schedule splits the backward into one for
             inputs and one for weights, as zero-bubble schedules do.
         RuntimeError: (in the schedule's step) the schedule scales gradients that the optimizer has
@@ -80,10 +82,18 @@ class ZeRO3PipelineStage(PipelineStage):
                 f"stage {stage_index}: expected a ZeRO3 module, got {type(submodule).__name__}; "
                 "wrap the stage's part of the model, or use torch's PipelineStage"
             )
-        if root_of(ordered_units(submodule)[0]).units[0] is not get_unit(submodule):
+        root_unit = root_of(ordered_units(submodule)[0]).units[0]
+        if root_unit is not get_unit(submodule):
             raise ValueError(
                 f"stage {stage_index}: its module is part of another ZeRO3 module; wrap each stage "
                 "separately, because stages reduce and free at different times"
+            )
+        optional = names_of_optional(root_unit)
+        if optional:
+            raise NotImplementedError(
+                f"stage {stage_index}: its ZeRO3 module has optional_modules {optional}; several "
+                "micro-batches in flight on several stages give the ranks of a stage no order in "
+                "which to agree about them: leave optional_modules out, or train without stages"
             )
         super().__init__(submodule, stage_index, num_stages, device, **options)
         self.model = submodule

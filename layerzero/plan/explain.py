@@ -53,6 +53,7 @@ def applied(plan: PlanFields, module: nn.Module, by_model: bool, expected: Expec
         + (f" by its own fully_shard; {options}" if by_model else f", {options or 'all defaults'}")
     ]
     lines += [f"{pattern.text}: {own}" for pattern, own in plan.patterns if own]
+    lines += [f"optional: {', '.join(plan.optional)}"] if plan.optional else []
     lines += ["pregather: all units before each forward"] if plan.pregather else []
     if expected is None:
         lines.append("prefetch lists set by the model's set_modules_to_prefetch")

@@ -40,6 +40,7 @@ class PlanFields:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored_modules: Sequence[str] = ()
     ignored_parameters: Sequence[str] = ()
+    optional: Sequence[str] = ()
     hook_modules: Mapping[str, str] | Sequence[str] = ()
     ep_plan: Sequence[str] = ()
     local_experts: bool = False
@@ -60,6 +61,7 @@ class PlanFields:
             "apply_modules": _read_apply_modules(self.apply_modules),
             "ignored_modules": _read_patterns("ignored_modules", self.ignored_modules),
             "ignored_parameters": _read_patterns("ignored_parameters", self.ignored_parameters),
+            "optional": _read_patterns("optional", self.optional),
             "hook_modules": _read_hook_modules(self.hook_modules),
             "ep_plan": _read_ep_plan(self.ep_plan),
             "defaults": read_options("defaults", self.defaults, [*ZERO3_OPTIONS, *MODULE_OPTIONS]),

@@ -27,6 +27,7 @@ from layerzero.construct.argument_types import (
     check_accumulation,
     check_backward_prefetch,
     check_gradient_reduction,
+    check_optional_mean,
     check_outer,
     check_reshard_after_forward,
     check_zero3_size,
@@ -66,7 +67,8 @@ _SET_ELSEWHERE = {
     "auto_wrap_policy": "apply_modules is the policy",
     "ignored_modules": "it is a field of the plan",
     "ignored_parameters": "it is a field of the plan",
-    "optional_modules": "use the plan's field optional",
+    "optional_modules": "use the plan's optional",
+    "optional": "it is a field of the plan",
     "hook_module": "use the plan's hook_modules",
     "hook_modules": "it is a field of the plan",
 }
@@ -157,6 +159,8 @@ def _read_value(name: str, value: Any) -> Any:
         check_zero3_size(value)
     if name == "outer":
         check_outer(value)
+    if name == "optional_mean":
+        check_optional_mean(value)
     if name in ("deterministic", "sync_module_states"):
         read_bool(name, value)
     return value

@@ -54,7 +54,7 @@ class Row:
     pattern: str
     fqns: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
-    """Matched names that the pattern takes effect on: units, or ignored objects."""
+    """Matched names that the pattern takes effect on: units, ignored objects, optional modules."""
     notes: dict[str, list[str]] = field(default_factory=dict)
     """The other matched names, grouped by the reason why the pattern has no effect on them."""
 
@@ -70,6 +70,7 @@ class Resolved:
     """Units in the order of the module tree, without the root."""
     ignored_modules: list[nn.Module] = field(default_factory=list)
     ignored_parameters: list[nn.Parameter] = field(default_factory=list)
+    optional_modules: list[nn.Module] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -104,7 +105,7 @@ def names(fqns: Sequence[str], most: int = 4) -> str:
     return listed + (f" and {len(fqns) - most} more" if len(fqns) > most else "")
 
 
-def _named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module under each of its names, without the parts that wrappers add to names.
 
     `nn.Module.named_modules` is not used, because a model may override it without
@@ -114,21 +115,25 @@ def _named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
     for name, child in root._modules.items():
         if child is not None:
             inside = prefix if name in WRAPPER_NAMES else f"{prefix}.{name}" if prefix else name
-            yield from _named_modules(child, inside)
+            yield from named_modules(child, inside)
 
 
 def _named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Every parameter under each of its names, without the parts that wrappers add to names."""
     return [
         (f"{prefix}.{name}" if prefix else name, parameter)
-        for prefix, module in _named_modules(root)
+        for prefix, module in named_modules(root)
         for name, parameter in module._parameters.items()
         if parameter is not None
     ]
 
 
-def resolve(plan: PlanFields, model: nn.Module) -> Resolved:
-    """Match all patterns. Changes nothing; collects problems instead of raising them."""
+def resolve(plan: PlanFields, model: nn.Module, *, has_own_units: bool = False) -> Resolved:
+    """Match all patterns. Changes nothing; collects problems instead of raising them.
+
+    Args:
+        has_own_units: the model may make units later (its own `fully_shard`).
+    """
     resolver = _Resolver(plan, model)
     resolver.match_ignored()
     resolver.match_units()
@@ -138,6 +143,7 @@ def resolve(plan: PlanFields, model: nn.Module) -> Resolved:
     else:
         resolver.match_hooks_around(plan.hook_modules)
     resolver.drop_containers()
+    resolver.match_optional(has_own_units)
     resolver.check()
     return resolver.result
 
@@ -152,7 +158,7 @@ class _Resolver:
         self._root = root
         self._is_sharded = get_unit(root) is not None
         self._modules: dict[str, nn.Module] = {}
-        for fqn, module in _named_modules(root):
+        for fqn, module in named_modules(root):
             # A wrapper and the module inside it have the same name here; the wrapper is taken.
             if fqn:
                 self._modules.setdefault(fqn, module)
@@ -327,6 +333,34 @@ class _Resolver:
                 f"modules inside it, such as {containers[0] + '.{*}'!r}, or name a hook module for "
                 "it in hook_modules"
             )
+
+    def match_optional(self, units_may_follow: bool) -> None:
+        """Optional modules: of what a pattern matches, the outermost modules that have units."""
+        units = {id(unit.module) for unit in self.result.units}
+        for text in self._plan.optional:
+            row = self._row("optional", text, self._modules)
+            taken: dict[int, str] = {}
+            """Name of the taken module around each module, keyed by id."""
+            for fqn in row.fqns:
+                module = self._modules[fqn]
+                parts = list(module.modules())
+                has_unit = any(id(part) in units or get_unit(part) is not None for part in parts)
+                if any(module is each for each in self.result.optional_modules):
+                    row.used.append(fqn)  # Another name, or another pattern.
+                elif id(module) in taken:
+                    row.note(f"inside {taken[id(module)]!r}", fqn)
+                elif not has_unit:
+                    row.note("no unit at or under it", fqn)
+                else:
+                    row.used.append(fqn)
+                    taken.update((id(part), fqn) for part in parts)
+                    self.result.optional_modules.append(module)
+            if row.fqns and not row.used and not units_may_follow:
+                self.result.errors.append(
+                    f"optional: {text!r} matches {names(row.fqns)}, but no unit is at or under "
+                    "them, so every rank would need their parameters: list them in apply_modules "
+                    "as well"
+                )
 
     def check(self) -> None:
         """Collect warnings and errors.

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.construct.argument_types import check_module
+from layerzero.construct.optional import optional_now
 from layerzero.construct.wrap import Choice, has_forward
 from layerzero.core.groups import resolve_process_groups
 from layerzero.notices import is_first_rank, warn_once
@@ -28,6 +29,7 @@ from layerzero.plan.resolve import Resolved, ResolvedUnit, resolve
 from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.runtime.root import root_of
 from layerzero.runtime.unit import Unit, get_unit
+from layerzero.runtime.unwrap import modules_of
 from layerzero.zero3 import ZeRO3
 
 logger = logging.getLogger(__name__)
@@ -72,17 +74,19 @@ def shard_with_plan(
     check_module(model)
     experts = _expert_arguments(plan, expert_mesh)
     resolved = resolve(plan, model)
-    only_ignores = replace(plan, apply_modules=(), hook_modules=(), ep_plan=())
+    no_units = replace(plan, apply_modules=(), hook_modules=(), ep_plan=())
     if callable(getattr(model, "fully_shard", None)):
-        resolve(only_ignores, model).raise_errors()
+        resolve(no_units, model, has_own_units=True).raise_errors()
     own = _call_optional(model, "fully_shard", plan, mesh=mesh, expert_mesh=expert_mesh)
     if own:
-        resolved = resolve(only_ignores, model)
+        resolved = resolve(no_units, model)
     resolved.raise_errors()
     resolved.warn(_is_first(mesh, model))
     sharded = own if isinstance(own, ZeRO3) else _shard(model, plan, mesh, experts, resolved)
     root_unit = get_unit(sharded)
     assert root_unit is not None, "sharded is a ZeRO3"
+    if isinstance(own, ZeRO3):
+        _check_optional(root_unit, resolved)
     if plan.pregather:
         root_of(root_unit).scheduler.unshard_all_before_forward()
     numbers = plan.num_forward, plan.num_backward
@@ -93,6 +97,18 @@ def shard_with_plan(
     if _is_first(mesh, root_unit.module) and logger.isEnabledFor(logging.INFO):
         logger.info("%s", applied(plan, root_unit.module, bool(own), expected))
     return sharded
+
+
+def _check_optional(root_unit: Unit, resolved: Resolved) -> None:
+    """Raise ValueError if the model wrapped itself without optional modules of the plan."""
+    known = {part for module in optional_now(root_unit) for part in modules_of(module)}
+    if not known.issuperset(resolved.optional_modules):
+        wanted = [row.pattern for row in resolved.rows if row.key == "optional"]
+        raise ValueError(
+            f"shard_with_plan: {type(root_unit.module).__name__}.fully_shard wrapped the whole "
+            f"model without all modules of the plan's optional {wanted}; pass them to its ZeRO3 "
+            "(optional_modules)"
+        )
 
 
 def _is_first(mesh: Mesh, model: nn.Module) -> bool:
@@ -171,6 +187,7 @@ def _shard(
         auto_wrap_policy=choose if own else None,
         ignored_modules=resolved.ignored_modules,
         ignored_parameters=resolved.ignored_parameters,
+        optional_modules=resolved.optional_modules,
         **arguments,
     )
     if keeps_whole and plan.broadcast_buffers:

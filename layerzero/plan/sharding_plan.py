@@ -29,6 +29,8 @@ class ShardingPlan(PlanFields):
         ignored_modules: patterns of modules that are not sharded, with everything inside, even if
             other patterns match them.
         ignored_parameters: patterns of parameters that are not sharded.
+        optional: patterns of modules that a rank may skip (`optional_modules` of `ZeRO3`). Of what
+            one pattern matches, modules inside another one are left out.
         hook_modules: modules whose forward unshards and reshards a unit in place of the unit's own
             module. A mapping from unit patterns to the name of the module, in which wildcards stand
             for what those of the pattern matched; or patterns of modules that do this for the units

@@ -23,6 +23,7 @@ from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations
 from tests.harness.reference import full_parameters, seeded, train_rank
+from tests.harness.regions import recorded_regions
 
 
 class Layer(nn.Module):
@@ -552,6 +553,35 @@ def _knowing() -> None:
 
 def test_a_model_may_shard_itself_and_set_its_own_lists() -> None:
     run_ranks(2, _knowing)
+
+
+def _optional() -> None:
+    layers = {f"layers.{i}{rest}": f"layers.{i}" for i in (1, 2) for rest in ("", ".attn")}
+    units_of = ["layers.{*}", "layers.{*}.attn", "head"]
+    with recorded_regions() as found:
+        sharded(
+            apply_modules=units_of,
+            optional=["layers.{1-2}*"],
+            defaults={"optional_mean": "participants"},
+        )
+        for answer in (True, False):  # By its own `fully_shard`, and by the plan.
+            module = seeded(Knowing)
+            module.answer = answer
+            plan = ShardingPlan(apply_modules=["layers.{*}"], optional=["layers.1"])
+            shard_with_plan(module, plan)
+        module = seeded(Knowing)
+        module.answer = "itself"
+        with pytest.raises(ValueError, match=r"without all modules of the plan's optional \['lay"):
+            shard_with_plan(module, plan)
+        with pytest.raises(ValueError, match="optional: 'layer_1' matches no module"):
+            shard_with_plan(seeded(Knowing), ShardingPlan(optional=["layer_1"]))
+    assert found[0] == (layers, "participants")
+    own = [each for each in found[1:] if each is not None]
+    assert own == [({"layers.1": "layers.1"}, "all")] * 2
+
+
+def test_optional_modules_of_a_plan_reach_the_engine() -> None:
+    run_ranks(2, _optional)
 
 
 # Refusals -------------------------------------------------------------------------------------

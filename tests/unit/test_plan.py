@@ -137,6 +137,8 @@ def test_what_fully_shard_takes_is_taken_or_refused_with_ours_named() -> None:
         ("mesh", None, "pass the mesh to shard_with_plan"),
         ("shard_placement_fn", None, "parameters are split as flat elements"),
         ("ignored_params", set(), "use the plan's ignored_parameters"),
+        ("optional_modules", ["a"], "use the plan's optional"),
+        ("optional", True, "it is a field of the plan"),
         ("mp_policy", fsdp.MixedPrecision(), "use layerzero.MixedPrecision, or FSDP2's"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
@@ -285,6 +287,39 @@ def test_an_exception_among_layers_runs_in_its_place() -> None:
     ]
 
 
+def test_optional_modules_are_the_outermost_that_have_units() -> None:
+    text = plan(
+        "layers.{*}.attn", "head", optional=["layers*", "layers.1", "re:head|embed"]
+    ).explain(Model())
+    rows = table(text)
+    assert rows["layers*"][:3] == ["optional", "40", "1"]
+    assert "'layers'; not 'layers.0', 'layers.0.attn'" in text and ": inside 'layers'" in text
+    assert rows["layers.1"][:3] == ["optional", "1", "1"]
+    assert rows["re:head|embed"][1:3] == ["2", "1"]
+    assert "'head'; not 'embed': no unit at or under it" in text
+    assert "problem" not in text
+
+
+def test_optional_patterns_are_read_as_a_file_has_them() -> None:
+    read = ShardingPlan.from_dict(
+        {"optional": ["vision_tower", "audio.{*}"], "defaults": {"optional_mean": "participants"}}
+    )
+    assert read.optional == ("vision_tower", "audio.{*}")
+    assert read.defaults == {"optional_mean": "participants"}
+    assert ShardingPlan.from_dict({"optional": None}).optional == ()
+    for fields, message in (
+        ({"optional": "vision"}, "optional: expected a list of patterns, got 'vision'"),
+        ({"optional": ["a", "a"]}, "optional: 'a' occurs twice"),
+        ({"optional": ["a{"]}, "optional: pattern 'a{': unexpected"),
+        ({"optional": [""]}, "optional: expected a pattern, got ''"),
+        ({"defaults": {"optional_mean": "some"}}, "expected 'all' or 'participants', got 'some'"),
+        ({"defaults": {"optional_modules": ["a"]}}, "use the plan's optional"),
+        ({"apply_modules": {"a": {"optional_mean": "all"}}}, "it applies to the whole model"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            ShardingPlan.from_dict(fields)
+
+
 def test_wildcards_cross_dots_and_expressions_match_whole_names() -> None:
     text = plan("*attn", r"re:layers\.\d+\.experts\.0", "re:head").explain(Model())
     rows = table(text)
@@ -303,6 +338,12 @@ def test_wildcards_cross_dots_and_expressions_match_whole_names() -> None:
          r"matches: 'layers.\{\*\}'"),
         ({"ignored_modules": ["hed"]}, "ignored_modules: 'hed' matches no module; near.*'head'"),
         ({"ignored_parameters": ["head.wait"]}, "no parameter; near matches: 'head.weight'"),
+        ({"optional": ["hed"]}, "optional: 'hed' matches no module; near matches: 'head'"),
+        ({"apply_modules": ["head"], "optional": ["head", "embed"]}, "optional: 'embed' matches "
+         "'embed', but no unit is at or under them"),
+        ({"apply_modules": ["head"], "ignored_modules": ["head"], "optional": ["head"]},
+         "optional: 'head' matches 'head', but no unit"),
+        ({"apply_modules": ["layers*"], "optional": ["layers.{*}.act"]}, "matches 'layers.0.act'"),
         ({"apply_modules": ["head"], "hook_modules": {"embed": "head"}}, "hook_modules: 'embed' "
          "matches 'embed', but no unit"),
         ({"apply_modules": ["head"], "ep_plan": ["embed"]}, "ep_plan: 'embed' matches 'embed', "

@@ -55,6 +55,7 @@ from layerzero.integrations.engine import (
     clipped,
     get_info,
     get_unit,
+    optional_by_name,
     root_of,
 )
 from layerzero.integrations.lightning.arguments import (
@@ -107,7 +108,8 @@ class ZeRO3Strategy(MeshStrategy):
             process_group_backend: as for Lightning's own strategies.
         timeout: for the process group and for every collective of the engine. None: Lightning's
             default for the former, the engine's for the latter.
-        **zero3_options: arguments of `ZeRO3`. `sync_module_states` defaults to True.
+        **zero3_options: arguments of `ZeRO3`. `sync_module_states` defaults to True;
+            `optional_modules` may list names, or patterns as in plans.
 
     Raises:
         ValueError, TypeError: a bad argument, or arguments that exclude each other.
@@ -173,6 +175,7 @@ class ZeRO3Strategy(MeshStrategy):
             ValueError: the strategy has a plan or policy already, or both set the same option.
         """
         twice = self._zero3_options.keys() & (plan.defaults.keys() - {"sync_module_states"})
+        twice |= {"optional_modules"} & self._zero3_options.keys() if plan.optional else set()
         given = [name for name in ("plan", "auto_wrap_policy") if getattr(self, name) is not None]
         given += [name for name in sorted(twice) if self._zero3_options[name] is not None]
         if given and self.plan != plan:  # They are equal if the same model is fitted again.
@@ -264,11 +267,19 @@ class ZeRO3Strategy(MeshStrategy):
         options = {**self._zero3_options, "device": self.root_device, **defaults}
         self.prepare_mesh(model, options["sync_module_states"])
         group = self.data_parallel_group
+        optional = options.pop("optional_modules", ())
         if self.plan is None:
-            return ZeRO3(model, group, auto_wrap_policy=self.auto_wrap_policy, **options)
+            return ZeRO3(
+                model,
+                group,
+                auto_wrap_policy=self.auto_wrap_policy,
+                optional_modules=optional_by_name(model, optional),
+                **options,
+            )
         if "device" in self.plan.defaults:
             raise ValueError(DEVICE_IS_THE_TRAINERS)
-        return shard_with_plan(model, replace(self.plan, defaults=options), group)
+        plan = replace(self.plan, defaults=options, optional=self.plan.optional or optional)
+        return shard_with_plan(model, plan, group)
 
     @property
     def _sharded(self) -> ZeRO3:

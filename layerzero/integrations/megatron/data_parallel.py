@@ -23,10 +23,12 @@ from layerzero.integrations.engine import (
     broadcast_from_first,
     gather_small,
     get_unit,
+    optional_by_name,
     root_of,
 )
 from layerzero.integrations.megatron.arguments import check_model_config
 from layerzero.integrations.megatron.checkpoint import sharded_state_dict
+from layerzero.integrations.megatron.options import inside
 from layerzero.integrations.megatron.ranks import MegatronRanks
 from layerzero.integrations.megatron.units import MegatronPolicy, widen
 
@@ -58,7 +60,8 @@ class ZeRO3DataParallel(_BaseDataParallel):
             backward of a step: one all-gather for each unit, and memory for the stage's full
             parameters.
         **zero3_options: arguments of `ZeRO3` (`zero3_size`, `outer`, `forward_prefetch`, `offload`,
-            ...). `sync_module_states` defaults to True.
+            ...). `sync_module_states` defaults to True; `optional_modules` may list names, or
+            patterns as in plans, without Float16Module's "module.".
 
     Attributes:
         module: the module that was given; its parameters are this rank's sharded parameters.
@@ -91,6 +94,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         for name in zero3_options.keys() & {"ignored_modules", "ignored_parameters"}:
             zero3_options[name] = tuple(zero3_options[name])  # May be an iterator; read twice.
         ignored = _ignored(zero3_options)
+        optional = zero3_options.pop("optional_modules", ())
         self.ddp_config = ddp_config
         self.force_all_reduce = False
         self.ranks = MegatronRanks.of(pg_collection, getattr(config, "context_parallel_size", 1))
@@ -98,6 +102,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         self.pp_group = self.ranks.pipeline
         self.vp_stage: int | None = _attribute_inside(module, "vp_stage")
         _check_no_sync_func(config)
+        optional = _optional(module, optional, self.pp_group.size())
         policy = MegatronPolicy(auto_wrap_policy, module, self.ranks)
         precision = widen(module, ddp_config, zero3_options.pop("mixed_precision", None), ignored)
         options: dict[str, Any] = {
@@ -112,6 +117,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
             auto_wrap_policy=policy,
             mixed_precision=precision,
             gradient_reduction="sum" if config.calculate_per_token_loss else "mean",
+            optional_modules=optional,
             **options,
         )
         if self.vp_stage is not None:
@@ -282,6 +288,18 @@ def _ignored(options: Mapping[str, Any]) -> list[nn.Parameter]:
             "grad, whose gradients would not be reduced; freeze or shard them"
         )
     return ignored
+
+
+def _optional(module: nn.Module, listed: Any, num_stages: int) -> list[nn.Module]:
+    """`optional_modules` with names replaced by modules; names are those in Float16Module."""
+    optional = optional_by_name(inside(module), listed)
+    if optional and num_stages > 1:
+        raise NotImplementedError(
+            f"ZeRO3DataParallel: optional_modules with {num_stages} pipeline stages: the ranks of "
+            "a stage would have to agree in an order that the schedule does not give; leave "
+            "optional_modules out, or use one stage"
+        )
+    return optional
 
 
 def _attribute_inside(module: Any, name: str) -> Any:

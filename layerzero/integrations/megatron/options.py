@@ -7,6 +7,7 @@
     limit_all_gathers: 4GB
     param_dtype: bf16
     ignored_modules: [vision_model]
+    optional_modules: [audio_model]
 
 Keys are arguments of `ZeRO3` and, instead of `mixed_precision`, its fields. Options that Megatron
 decides (groups, device, gradient reduction and others) raise ValueError.
@@ -29,12 +30,15 @@ from layerzero.integrations.engine import (
     load_yaml,
     merge_precision,
     near_matches,
+    optional_by_name,
     read_plan_options,
     warn_once,
 )
 
 _LAYERS = "transformer_layers"
 _IGNORED = ("ignored_modules", "ignored_parameters")
+_NAMES = (_LAYERS, *_IGNORED, "optional_modules")
+"""Keys whose values are names, patterns or classes."""
 _REFUSED = {
     "process_group": "it is Megatron's data-parallel group; use zero3_size for shard groups in it",
     "auto_wrap_policy": f"list the modules that become units in {_LAYERS}",
@@ -43,8 +47,8 @@ _REFUSED = {
     "param_init_fn": "Megatron initialises parameters; for other values load a checkpoint",
     "act_ckpt": "use recompute_granularity of the TransformerConfig",
 }
-_ENGINE = [name for name in ZERO3_OPTIONS if name not in (*_REFUSED, *_IGNORED)]
-OPTIONS = [*_ENGINE, *PRECISION_OPTIONS, "cpu_offload", _LAYERS, *_IGNORED]
+_ENGINE = [name for name in ZERO3_OPTIONS if name not in (*_REFUSED, *_NAMES)]
+OPTIONS = [*_ENGINE, *PRECISION_OPTIONS, "cpu_offload", *_NAMES]
 """All valid keys."""
 _WRAPPER_PREFIX = "module."
 """Prefix of names inside Megatron's Float16Module, which users do not write."""
@@ -54,7 +58,8 @@ def read_options(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `ZeRO3` from a YAML file (needs PyYAML) or a mapping.
 
     `transformer_layers` becomes the `auto_wrap_policy`. `ignored_modules` and `ignored_parameters`
-    stay patterns; `for_module` replaces them by a model's modules and parameters.
+    stay patterns, as do `optional_modules`; `for_module` replaces them by a model's modules and
+    parameters.
 
     Raises:
         ImportError: PyYAML is not installed.
@@ -72,7 +77,8 @@ def for_module(
 ) -> dict[str, Any]:
     """Keyword arguments of `ZeRO3(module, ...)`: patterns replaced by what they match.
 
-    Warns about patterns that match nothing, which may be correct on a pipeline stage.
+    Warns about patterns that match nothing, which may be correct on a pipeline stage; patterns of
+    `optional_modules`, which stages cannot have, are errors then.
 
     Args:
         options: from `read_options`.
@@ -91,7 +97,15 @@ def for_module(
     for key, named in zip(_IGNORED, known, strict=True):
         if key in options:
             resolved[key] = _matching(key, options[key], named, is_first)
+    if "optional_modules" in options:
+        resolved["optional_modules"] = optional_by_name(inside(module), options["optional_modules"])
     return resolved
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """The module inside Megatron's Float16Module; another module is returned as it is."""
+    inner = module._modules.get(_WRAPPER_PREFIX.rstrip("."))
+    return module if inner is None else inner
 
 
 class LayerPolicy:
@@ -135,19 +149,20 @@ def _read(where: str, given: Any) -> dict[str, Any]:
             )
     patterns = {
         name: _read_names(where, name, given[name])
-        for name in (_LAYERS, *_IGNORED)
+        for name in _NAMES
         if given.get(name) is not None
     }
-    values = {name: value for name, value in given.items() if name not in (_LAYERS, *_IGNORED)}
+    values = {name: value for name, value in given.items() if name not in _NAMES}
     read = read_plan_options(where, values, OPTIONS)
     arguments = {name: value for name, value in read.items() if name in _ENGINE}
     if any(name in read for name in PRECISION_OPTIONS):
         arguments["mixed_precision"] = merge_precision(MixedPrecision(), read)
     if "cpu_offload" in read:
         arguments["offload"] = read["cpu_offload"]
-    if _LAYERS in patterns:
-        arguments["auto_wrap_policy"] = LayerPolicy(patterns[_LAYERS])
-    return {**arguments, **{name: patterns[name] for name in _IGNORED if name in patterns}}
+    layers = patterns.pop(_LAYERS, None)
+    if layers is not None:
+        arguments["auto_wrap_policy"] = LayerPolicy(layers)
+    return {**arguments, **patterns}
 
 
 def _read_names(where: str, name: str, value: Any) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from torch.utils.data import RandomSampler
 
 from layerzero import MixedPrecision, ZeRO3
 from layerzero.checkpoint import get_model_state_dict, load, save
-from layerzero.integrations.engine import attach
+from layerzero.integrations.engine import attach, optional_by_name
 from layerzero.integrations.transformers.accelerator_folders import (
     after_save,
     folder_to_load,
@@ -54,7 +54,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         others: optimizers, data loaders, schedulers. An optimizer of the original parameters that
             has not stepped yet gets this rank's sharded parameters instead.
         options: arguments of `ZeRO3`; models of transformers also get the defaults of
-            `pretrained.shard`.
+            `pretrained.shard`. `optional_modules` may list names, or patterns as in plans.
 
     Returns:
         The ZeRO3 module, or a tuple of it and the others in order.
@@ -99,6 +99,8 @@ def _shard(model: nn.Module, options: dict[str, Any]) -> ZeRO3:
         from layerzero.integrations.transformers.pretrained import shard
 
         return shard(model, **options)
+    if "optional_modules" in options:
+        options["optional_modules"] = optional_by_name(model, options["optional_modules"])
     return ZeRO3(model, **options)
 
 

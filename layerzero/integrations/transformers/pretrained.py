@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import load
-from layerzero.integrations.engine import clean_name
+from layerzero.integrations.engine import clean_name, optional_by_name
 from layerzero.integrations.parameter_counts import num_parameters, trainable_and_all
 from layerzero.integrations.transformers.pretrained_saving import save_pretrained
 
@@ -39,6 +39,7 @@ def shard(module: nn.Module, **options: Any) -> ZeRO3:
 
     Without an `auto_wrap_policy`, units are the classes in the model's `_no_split_modules`. Without
     a `param_init_fn`, meta tensors, buffers included, are initialised as transformers would.
+    `optional_modules` may list names, or patterns as in plans.
     `generate` keeps running forwards on a rank that has finished until all ranks have.
 
     Raises:
@@ -51,6 +52,8 @@ def shard(module: nn.Module, **options: Any) -> ZeRO3:
         options["auto_wrap_policy"] = wrap_classes(module)
     if options.get("param_init_fn") is None:
         options["param_init_fn"] = Initialiser(module)
+    if "optional_modules" in options:
+        options["optional_modules"] = optional_by_name(module, options["optional_modules"])
     model = ZeRO3(module, **options)
     make_ready(model, given)
     return model

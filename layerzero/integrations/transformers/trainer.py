@@ -67,7 +67,8 @@ class ZeRO3Trainer(Trainer):
         args: `bf16=True` computes in bfloat16 with float32 main weights and gradient sums, instead
             of autocast; `torch_compile=True` compiles each unit.
         positional, named: arguments of `Trainer`.
-        zero3: options of `ZeRO3`. Units default to the model's `_no_split_modules`.
+        zero3: options of `ZeRO3`. Units default to the model's `_no_split_modules`;
+            `optional_modules` may list names, or patterns as in plans.
 
     Raises:
         ValueError, NotImplementedError: an argument does not work with a sharded model; says what
