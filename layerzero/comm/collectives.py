@@ -327,6 +327,22 @@ def all_to_all(
     return pending
 
 
+def exchange_on_host(
+    own: Sequence[int], group: ShardGroup, operation: Operation
+) -> list[list[int]]:
+    """Gather every rank's numbers, each below 256, in rank order. Collective; blocks the host.
+
+    Args:
+        group: a group that serves the CPU. No device is waited for.
+    """
+    values = torch.tensor(own, dtype=torch.uint8)
+    if group.backend == "gloo":
+        return gather_small(values, group, operation).tolist()
+    table = torch.tensor([list(own)] * group.size, dtype=torch.uint8)
+    dist.all_gather_into_tensor(table, values, group=group.process_group)
+    return table.tolist()
+
+
 def broadcast(
     tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int = 0
 ) -> Pending:

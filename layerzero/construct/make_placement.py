@@ -77,6 +77,7 @@ def _place(
         outer_group=_group_of(column, groups, device),
         owned_slices=len(column) if outer == "replicate" else 1,
         members=members,
+        table=tuple(map(tuple, table)),
         world=world,
         world_slices=() if world is None else tuple(slices[rank] for rank in world.ranks),
     )

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from layerzero.comm.collectives import gather_small
 from layerzero.optim.whole_tensor.exchange import Exchange, View, start_exchange
 from layerzero.optim.whole_tensor.inner import Step
 from layerzero.optim.whole_tensor.members import Member
@@ -61,10 +60,8 @@ def agree(
         numbers = [n for n, member in enumerate(members) if member.party is party]
         if party.size == 1 or not numbers:
             continue
-        operation = root.operations.next("optimizer flags", "the optimizer", party.group)
-        own = torch.tensor([flags[n] for n in numbers], dtype=torch.uint8)
-        table = gather_small(own, party.group, operation).T.tolist()
-        for number, column in zip(numbers, table, strict=True):
+        rows = party.gather_on_host(root, "optimizer flags", [flags[n] for n in numbers])
+        for number, column in zip(numbers, zip(*rows, strict=True), strict=True):
             with_gradient = [rank for rank, flag in enumerate(column) if flag & _PRESENT]
             if 0 < len(with_gradient) < party.size:
                 raise RuntimeError(
