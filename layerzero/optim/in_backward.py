@@ -28,7 +28,17 @@ class StepInBackward:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
-        """`units`: all units of the model."""
+        """`units`: all units of the model.
+
+        Raises:
+            ValueError: the optimizer needs more than the gradients of one unit (a
+                `WholeTensorOptimizer`).
+        """
+        if getattr(optimizer, "needs_all_units", False):
+            raise ValueError(
+                f"step_in_backward: {type(optimizer).__name__} sends gradients to the owners of "
+                "whole tensors, for all units together; call its step() after backward"
+            )
         self.optimizer = optimizer
         self._sharded_params = [
             sharded_param for unit in units for sharded_param in unit.sharded_params

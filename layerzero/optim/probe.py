@@ -30,6 +30,10 @@ class _NoAnswer(Exception):
     pass
 
 
+class CallsCollectives(_NoAnswer):
+    """The step began a collective."""
+
+
 def differs_on_parts(optimizer: torch.optim.Optimizer, ndim: int, num_parts: int) -> bool | None:
     """Whether it updates 1-D parts of a parameter differently from the whole; None: unknown.
 
@@ -42,7 +46,7 @@ def differs_on_parts(optimizer: torch.optim.Optimizer, ndim: int, num_parts: int
     try:
         step = _own_step(type(optimizer))
         inspect.signature(step).bind(optimizer)  # TypeError if a closure is required.
-        with _no_traces():
+        with no_traces():
             expected = _steps(optimizer, step, whole, 1, seed=0)
             if not torch.equal(expected, _steps(optimizer, step, whole, 1, seed=1)):
                 return None  # It draws random numbers.
@@ -51,7 +55,7 @@ def differs_on_parts(optimizer: torch.optim.Optimizer, ndim: int, num_parts: int
     if not expected.isfinite().all():
         return None
     try:
-        with _no_traces():
+        with no_traces():
             got = _steps(optimizer, step, (_ROWS * _COLUMNS // num_parts,), num_parts, seed=0)
     except _NoAnswer:
         return None
@@ -136,13 +140,16 @@ class _Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._count += 1
-        if "c10d" in func.namespace or self._count > _MOST_OPERATIONS:
+        if "c10d" in func.namespace:
+            raise CallsCollectives
+        if self._count > _MOST_OPERATIONS:
             raise _NoAnswer
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _no_traces() -> Iterator[None]:
+def no_traces() -> Iterator[None]:
+    """A context for trial steps: no hooks, no warnings, no collective, no random number drawn."""
     hooks: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     kept = [dict(each) for each in hooks]
     for each in hooks:

@@ -108,20 +108,25 @@ def _tensor_parallel_mesh(optimizer: torch.optim.Optimizer) -> DeviceMesh | None
 @attach.on_first_step
 def _warn_about_torchs(optimizer: torch.optim.Optimizer) -> None:
     """Warn if torch's own GradScaler calls `step`: its ranks do not agree on an overflow."""
+    caller = scaler_that_calls()
+    if caller is not None and caller.is_enabled() and not isinstance(caller, GradScaler):
+        warn_once(
+            "torch.amp.GradScaler",
+            "torch.amp.GradScaler is used with sharded parameters: it checks this rank's "
+            "shards only, so after an overflow some ranks skip the step and others do not, "
+            "and their scales differ from then on; use layerzero.GradScaler",
+        )
+
+
+def scaler_that_calls() -> torch.amp.GradScaler | None:
+    """The gradient scaler whose `step` runs the calling function; None if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         # Skip the user's frames: before Python 3.13, reading `f_locals` keeps the values alive
         # until the frame ends, so a model deleted there would stay.
-        if frame.f_code.co_filename != torch.amp.grad_scaler.__file__:
-            continue
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler):
-            if caller.is_enabled() and not isinstance(caller, GradScaler):
-                warn_once(
-                    "torch.amp.GradScaler",
-                    "torch.amp.GradScaler is used with sharded parameters: it checks this rank's "
-                    "shards only, so after an overflow some ranks skip the step and others do not, "
-                    "and their scales differ from then on; use layerzero.GradScaler",
-                )
-            return
+        if frame.f_code.co_filename == torch.amp.grad_scaler.__file__:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.amp.GradScaler):
+                return caller
+    return None

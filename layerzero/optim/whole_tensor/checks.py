@@ -22,6 +22,8 @@ from layerzero.runtime.sharded_params import Owner, owner_of_each
 _NAME = "WholeTensorOptimizer"
 _holding: WeakSet[torch.optim.Optimizer] = WeakSet()
 """Live optimizers with sharded parameters."""
+_whole: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Those of whole tensors."""
 
 
 class Given(NamedTuple):
@@ -183,6 +185,23 @@ def _remember(optimizer: torch.optim.Optimizer) -> None:
     _holding.add(optimizer)
 
 
+def remember_whole(optimizer: torch.optim.Optimizer) -> None:
+    """No other optimizer may step its parameters."""
+    _whole.add(optimizer)
+
+
+@attach.on_first_step
+def _refuse_owned(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        ValueError: another optimizer would step a parameter of a WholeTensorOptimizer.
+    """
+    others = [other for other in _whole if other is not optimizer]
+    if others:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        _refuse_shared_with(others, own, type(optimizer).__name__)
+
+
 def forget(optimizer: torch.optim.Optimizer) -> None:
     """Its parameters are free again: it could not be made."""
     _holding.discard(optimizer)
@@ -190,26 +209,26 @@ def forget(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_shared(parameters: Iterable[nn.Parameter], own: torch.optim.Optimizer) -> None:
     wanted = {id(parameter) for parameter in parameters}
-    if _first_shared(wanted, own) is None:
-        return
-    gc.collect()  # An optimizer that the user has dropped may wait in a reference cycle.
-    found = _first_shared(wanted, own)
-    if found is not None:
-        name, other = found
-        raise ValueError(
-            f"{_NAME}: {name} belongs to another optimizer, {type(other).__name__}; give each "
-            "parameter to one optimizer, or delete the other one first"
-        )
+    if any(_first_shared(wanted, other) for other in list(_holding) if other is not own):
+        gc.collect()  # An optimizer that the user has dropped may wait in a reference cycle.
+        _refuse_shared_with([other for other in _holding if other is not own], wanted, _NAME)
 
 
-def _first_shared(
-    wanted: set[int], own: torch.optim.Optimizer
-) -> tuple[str, torch.optim.Optimizer] | None:
-    for optimizer in list(_holding):
-        if optimizer is own:
-            continue
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in wanted:
-                    return name_of(parameter), optimizer
+def _refuse_shared_with(
+    others: Iterable[torch.optim.Optimizer], wanted: set[int], name: str
+) -> None:
+    for other in others:
+        found = _first_shared(wanted, other)
+        if found is not None:
+            raise ValueError(
+                f"{name}: {found} belongs to another optimizer, {type(other).__name__}; give each "
+                "parameter to one optimizer, or delete the other one first"
+            )
+
+
+def _first_shared(wanted: set[int], other: torch.optim.Optimizer) -> str | None:
+    for group in other.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in wanted:
+                return name_of(parameter)
     return None

@@ -179,8 +179,6 @@ class Step:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._options = [options_of(group) for group in optimizer.param_groups]
         self._attributes = _plain_attributes(optimizer)
-        own = {id(stand_in) for stand_in in stand_ins}
-        self._waiting = {id(p) for group in self._groups for p in group} - own
         self._was_called = False
         self._error: Exception | None = None
 
@@ -193,13 +191,13 @@ class Step:
             tensor.grad = None
 
     def end(self) -> None:
-        """Call once more if any tensor has not been in a call, or there was no call.
+        """Call once with stand-ins if there was no call, so that counters of groups stay equal.
 
         Raises:
             Exception: the first that a call raised.
         """
-        if self._error is None and (self._waiting or not self._was_called):
-            self._call(set(self._waiting))
+        if self._error is None and not self._was_called:
+            self._call(set())
         if self._error is not None:
             raise self._error
 
@@ -210,7 +208,6 @@ class Step:
                 group.update(options)
             vars(self._optimizer).update(self._attributes)
         self._was_called = True
-        self._waiting -= wanted
         for group, members, stand_in in zip(groups, self._groups, self._stand_ins, strict=True):
             group["params"] = [p for p in members if id(p) in wanted] or [stand_in]
         try:

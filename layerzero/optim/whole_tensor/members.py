@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from layerzero.core.parameter_info import get_info
+from layerzero.core.parameter_info import copy_attributes, get_info
 from layerzero.core.placement import Placement
 from layerzero.optim.whole_tensor.ownership import assign_owners
 from layerzero.optim.whole_tensor.party import Party
@@ -57,6 +58,7 @@ class Member:
         """On the owner, make room for the whole gradient; it may be this rank's piece itself."""
         if self.tensor is None:
             return
+        self.tensor.requires_grad_(self.parameter.requires_grad)
         piece = self.parameter.grad
         if self.whole.lies_with_owner and piece is not None:
             self.tensor.grad = piece.detach().view(self.tensor.shape)
@@ -75,6 +77,16 @@ def fqn_of(parameter: nn.Parameter) -> str:
     info = get_info(parameter)
     assert info is not None, "it is sharded"
     return info.fqn
+
+
+def contents_of(handle: FlatParamHandle, root: RootState) -> tuple[int, int]:
+    """Changes whenever the main shard is written: its version, and on CPU a checksum.
+
+    Writes through `.data` change no version; on a device a checksum would block the host.
+    """
+    shard = handle.main_shard.detach()
+    is_seen = root.streams.are_apart or handle.placement.num_ranks == 1
+    return shard._version, 0 if is_seen else zlib.crc32(shard.view(torch.uint8).numpy().data)
 
 
 def own(
@@ -142,4 +154,6 @@ def _make_whole(parameter: nn.Parameter, whole: WholeTensor) -> nn.Parameter:
     shape = shape_of(parameter)
     piece = parameter.detach()
     values = piece.view(shape) if whole.lies_with_owner else piece.new_empty(shape)
-    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+    tensor = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    copy_attributes(parameter, tensor)  # Optimizers may look at what a framework set.
+    return tensor

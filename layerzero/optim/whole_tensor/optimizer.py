@@ -21,8 +21,10 @@ from torch import nn
 
 from layerzero.core.placement import Placement
 from layerzero.optim.in_backward import is_narrowed
+from layerzero.optim.scaler import GradScaler, scaler_that_calls
 from layerzero.optim.whole_tensor import checks, stepping
 from layerzero.optim.whole_tensor.agreement import raise_together, refuse_differences
+from layerzero.optim.whole_tensor.fitness import steps_bucket_by_bucket
 from layerzero.optim.whole_tensor.inner import (
     Group,
     Inner,
@@ -30,7 +32,7 @@ from layerzero.optim.whole_tensor.inner import (
     make_prototype,
     options_of,
 )
-from layerzero.optim.whole_tensor.members import Cost, Member, fqn_of, own, shape_of
+from layerzero.optim.whole_tensor.members import Cost, Member, contents_of, fqn_of, own, shape_of
 from layerzero.optim.whole_tensor.party import Party
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.root import RootState, root_of
@@ -64,6 +66,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer | None
     owned: dict[str, nn.Parameter]
+    needs_all_units = True
+    """Refused by `step_in_backward`."""
+    _step_supports_amp_scaling = True
+    """Has a gradient scaler call `step` on every rank, so that all ranks decide together."""
 
     def __init__(
         self,
@@ -98,9 +104,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._cost: Cost = _numel if cost is None else cost
         self._members: dict[nn.Parameter, Member] = {}
         self._parties: dict[Placement, Party] = {}
-        self._versions: dict[FlatParamHandle, int] = {}
+        self._contents: dict[FlatParamHandle, tuple[int, int]] = {}
         self._buckets: dict[tuple[int, ...], list[stepping.PartyBucket]] = {}
         self._inner: Inner | None = None
+        self._is_bucketed = True
         self.inner = None
         self.owned = {}
         given = checks.read(params)
@@ -112,6 +119,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             checks.forget(self)
             raise
         self._is_made = True
+        checks.remember_whole(self)
 
     def owner_of(self, parameter: nn.Parameter) -> int:
         """The data-parallel rank that owns the whole tensor of a sharded parameter.
@@ -141,6 +149,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             limit = checks.nbytes_of(bucket_bytes)
             checks.check(given, list(self._members), self)
             prototype = make_prototype(self._class, given.groups, self._options)
+            self._is_bucketed = self._is_bucketed and self._fits(given)
             first = f"{self._class.__qualname__}, bucket_bytes={limit}"
             rows = [first, *checks.rows_of(given, self._cost, self._options)]
         except Exception as caught:
@@ -152,6 +161,23 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         assert prototype is not None, "else there is an error"
         refuse_differences(given.root, rows)
         return prototype, limit
+
+    def _fits(self, given: checks.Given) -> bool:
+        """Whether the class steps bucket by bucket.
+
+        Raises:
+            TypeError: it needs all tensors together, and other ranks own some.
+        """
+        if all(owner.placement.num_ranks == 1 for owner in given.owners.values()):
+            return False
+        kinds: dict[int, Group] = {}
+        for group in given.groups:
+            for parameter in group["params"]:
+                kinds.setdefault(len(shape_of(parameter)), group)
+        return all(
+            steps_bucket_by_bucket(self._class, group, ndim, self._options)
+            for ndim, group in kinds.items()
+        )
 
     def _extend(
         self,
@@ -171,7 +197,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         buckets = stepping.make_party_buckets(added, range(len(added)), self._limit)
         with torch.no_grad():
             stepping.fetch_values(root, added, buckets)
-        self._note_versions()
+        self._note_contents(root)
         error: Exception | None = None
         try:
             self._extend_inner(groups)
@@ -228,14 +254,45 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         root = self._model_between_steps()
+        if self._overflowed():
+            return loss
         with torch.no_grad():
             self._step(root)
         return loss
 
+    def _overflowed(self) -> bool:
+        """Whether a gradient scaler, whose ranks agree, found an infinity. Blocks the host then.
+
+        Raises:
+            RuntimeError: torch's scaler called; its ranks do not agree.
+        """
+        found: torch.Tensor | None = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        alone = all(party.size == 1 for party in self._parties.values())
+        if not alone and not isinstance(scaler_that_calls(), GradScaler):
+            raise RuntimeError(
+                f"{_NAME}.step: called by torch.amp.GradScaler, whose ranks look at their own "
+                "shards only and would not all step; use layerzero.GradScaler"
+            )
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:  # torch's scaler leaves this to the optimizer.
+            for parameter in self._members:
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale)
+        return bool(found.item())
+
+    def refresh(self) -> None:
+        """Have the next step read all shards again. Enough on one rank; not collective.
+
+        On a device with streams, for writes through `.data`; all other writes are noticed.
+        """
+        self._contents.clear()
+
     def _step(self, root: RootState) -> None:
         members = list(self._members.values())
         parties = list(self._parties.values())
-        agreed = stepping.agree(root, parties, members, self._find_written())
+        agreed = stepping.agree(root, parties, members, self._find_written(root))
         if agreed.written:
             again = stepping.make_party_buckets(members, agreed.written, self._limit)
             stepping.fetch_values(root, members, again)
@@ -244,11 +301,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             self._buckets = {agreed.present: buckets}
         assert self._inner is not None
         step = self._inner.begin_step(self.param_groups)
-        stepping.run_step(root, members, self._buckets[agreed.present], step)
-        self._note_versions()
+        run = stepping.run_step if self._is_bucketed else stepping.run_step_at_once
+        run(root, members, self._buckets[agreed.present], step)
         try:
             step.end()
         finally:
+            self._note_contents(root)
             for own_group, group in zip(
                 self.param_groups, self._inner.optimizer.param_groups, strict=True
             ):
@@ -281,19 +339,19 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{_NAME}.step: called inside summon_full_params; call it outside")
         return root
 
-    def _find_written(self) -> list[bool]:
+    def _find_written(self, root: RootState) -> list[bool]:
         """For each member, whether its flat parameter was written since the last step."""
         handles = {member.handle: member.fqn for member in self._members.values()}
         for handle, fqn in handles.items():
             handle.reset_sharded_params(fqn)
         written = {
-            handle: handle.main_shard._version != self._versions[handle] for handle in handles
+            handle: self._contents.get(handle) != contents_of(handle, root) for handle in handles
         }
         return [written[member.handle] for member in self._members.values()]
 
-    def _note_versions(self) -> None:
-        handles = (member.handle for member in self._members.values())
-        self._versions = {handle: handle.main_shard._version for handle in handles}
+    def _note_contents(self, root: RootState) -> None:
+        handles = {member.handle for member in self._members.values()}
+        self._contents = {handle: contents_of(handle, root) for handle in handles}
 
     def _show_state(self) -> None:
         """Show the states of the inner optimizer as those of the sharded parameters."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from layerzero.optim.whole_tensor.exchange import Exchange, View, start_exchange
 from layerzero.optim.whole_tensor.inner import Step
@@ -102,40 +103,62 @@ def fetch_values(
 
 @remembers_failure
 def run_step(
-    root: RootState, members: Sequence[Member], buckets: Sequence[PartyBucket], step: Step | None
+    root: RootState, members: Sequence[Member], buckets: Sequence[PartyBucket], step: Step
 ) -> None:
     """Gather gradients, step, and return values, bucket by bucket. Collective.
 
     Args:
-        step: steps the whole tensors of this rank; it keeps errors, so that the exchanges go on.
+        step: steps whole tensors of this rank; it keeps errors, so that the exchanges go on.
     """
-
-    def gather(each: PartyBucket) -> Exchange:
-        for number in each.bucket.tensors:
-            members[number].expect_gradient()
-        views = (
-            lambda span: members[span.tensor].gradient(span),
-            lambda span: members[span.tensor].whole_gradient(span),
-        )
-        return _start(root, each, each.bucket.to_owners, "gradients to owners", views)
-
-    read, write = _values(members)
-    coming = gather(buckets[0]) if buckets else None
+    coming = _gather(root, members, buckets[0]) if buckets else None
     returning: Exchange | None = None
     for place, each in enumerate(buckets):
         assert coming is not None
         arrived, coming = coming, None
         if place + 1 < len(buckets):
-            coming = gather(buckets[place + 1])
+            coming = _gather(root, members, buckets[place + 1])
         arrived.finish()
-        if step is not None:
-            tensors = (members[number].tensor for number in each.bucket.tensors)
-            step.call(tensor for tensor in tensors if tensor is not None)
+        step.call(_owned(members, each))
         if returning is not None:
             returning.finish()
-        returning = _start(root, each, each.bucket.from_owners, "values from owners", (write, read))
+        returning = _return(root, members, each)
     if returning is not None:
         returning.finish()
+
+
+@remembers_failure
+def run_step_at_once(
+    root: RootState, members: Sequence[Member], buckets: Sequence[PartyBucket], step: Step
+) -> None:
+    """`run_step` with one call for all tensors, after all gradients. Collective."""
+    for each in buckets:
+        _gather(root, members, each).finish()
+    step.call([tensor for each in buckets for tensor in _owned(members, each)])
+    for each in buckets:
+        _return(root, members, each).finish()
+
+
+def _owned(members: Sequence[Member], each: PartyBucket) -> list[nn.Parameter]:
+    tensors = (members[number].tensor for number in each.bucket.tensors)
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _gather(root: RootState, members: Sequence[Member], each: PartyBucket) -> Exchange:
+    for number in each.bucket.tensors:
+        members[number].expect_gradient()
+
+    def shard(span: Span) -> torch.Tensor:
+        return members[span.tensor].gradient(span)
+
+    def whole(span: Span) -> torch.Tensor:
+        return members[span.tensor].whole_gradient(span)
+
+    return _start(root, each, each.bucket.to_owners, "gradients to owners", (shard, whole))
+
+
+def _return(root: RootState, members: Sequence[Member], each: PartyBucket) -> Exchange:
+    shard, whole = _values(members)
+    return _start(root, each, each.bucket.from_owners, "values from owners", (whole, shard))
 
 
 def _values(members: Sequence[Member]) -> tuple[View, View]:

@@ -1,0 +1,116 @@
+"""Finds out by small trial steps whether an optimizer class treats each tensor by itself.
+
+An owner steps its own tensors alone, a bucket at a time. That is right if the update of a tensor
+depends on nothing but its own gradients and state. A class shows it: two small tensors are stepped
+together, by an optimizer each, and in two calls of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.optim.probe import CallsCollectives, no_traces
+from layerzero.optim.whole_tensor.inner import Group, Inner, options_of
+
+_STEPS = 3
+_SIZES = ((4, 6), (5, 3))
+_Optimize = Callable[[list[nn.Parameter]], None]
+
+
+def steps_bucket_by_bucket(
+    optimizer_class: type[torch.optim.Optimizer],
+    group: Group,
+    ndim: int,
+    options: Mapping[str, Any],
+) -> bool:
+    """Whether several calls of `step` may make one step; see Note [Several calls make one step].
+
+    True also where trials fail, such as for kernels that need a device.
+
+    Args:
+        group: options of a parameter group.
+        ndim: dimensions of the tensors in it.
+
+    Raises:
+        TypeError: tensors depend on each other, or the class communicates itself.
+    """
+    name = optimizer_class.__name__
+    given = options_of(group)
+    if isinstance(given.get("lr"), (int, float)):
+        given["lr"] = 0.01  # A schedule may begin at 0.
+
+    def make(tensors: list[nn.Parameter]) -> Inner:
+        stand_in = nn.Parameter(torch.zeros((1,) * ndim))
+        return Inner(optimizer_class, [{**given, "params": tensors}], [stand_in], options)
+
+    def together(tensors: list[nn.Parameter], inner: Inner) -> None:
+        inner.optimizer.step()
+
+    def in_two_calls(tensors: list[nn.Parameter], inner: Inner) -> None:
+        step = inner.begin_step(inner.optimizer.param_groups)
+        for tensor in tensors:
+            step.call([tensor])
+        step.end()
+
+    def run(step: Callable[[list[nn.Parameter], Inner], None], seed: int = 0) -> list[torch.Tensor]:
+        return _trained(make, ndim, step, seed)
+
+    try:
+        with no_traces():
+            expected = run(together)
+            if not _are_close(expected, run(together, seed=1)):
+                return True  # It draws random numbers.
+            apart = [_trained(make, ndim, together, 0, only)[0] for only in range(len(_SIZES))]
+    except CallsCollectives:
+        raise TypeError(
+            f"WholeTensorOptimizer: {name} communicates in its step, and would wait for ranks that "
+            "own other tensors; use a class for one process, the owners do the rest"
+        ) from None
+    except Exception:
+        return True
+    if not _are_close(expected, apart):
+        raise TypeError(
+            f"WholeTensorOptimizer: {name} updates a tensor by what other tensors are (shown by a "
+            "step on stand-in tensors), but an owner has only some of them; use a class that "
+            "treats each tensor by itself"
+        )
+    try:
+        with no_traces():
+            return _are_close(expected, run(in_two_calls))
+    except Exception:
+        return False
+
+
+def _trained(
+    make: Callable[[list[nn.Parameter]], Inner],
+    ndim: int,
+    step: Callable[[list[nn.Parameter], Inner], None],
+    seed: int,
+    only: int | None = None,
+) -> list[torch.Tensor]:
+    """Stand-in tensors after a few steps; `only`: one of them alone."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(*sizes, *[2] * ndim)[:ndim] for sizes in _SIZES]
+    values = [[torch.randn(shape, generator=draw) for shape in shapes] for _ in range(_STEPS + 1)]
+    chosen = range(len(shapes)) if only is None else [only]
+    # Of different sizes, so that a norm over both differs clearly from that of one.
+    scales = [1.0, 30.0]
+    tensors = [nn.Parameter(values[0][number].clone()) for number in chosen]
+    torch.manual_seed(seed)
+    inner = make(tensors)
+    for gradients in values[1:]:
+        for number, tensor in zip(chosen, tensors, strict=True):
+            tensor.grad = gradients[number] * scales[number]
+        step(tensors, inner)
+    return [tensor.detach() for tensor in tensors]
+
+
+def _are_close(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(
+        torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
+        for one, other in zip(some, others, strict=True)
+    )
