@@ -1,119 +1,450 @@
-"""WholeTensorOptimizer: any torch optimizer on whole tensors, equal to one process."""
+"""WholeTensorOptimizer trains as the same optimizer on one process, with averaged gradients."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import io
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Adafactor, AdamW, Muon
+from torch.optim import Adafactor, AdamW, Muon, Optimizer
 
-from layerzero import ZeRO3
+from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3
 from layerzero.optim import WholeTensorOptimizer
-from tests.harness.models import Transformer, TransformerBlock
+from tests.harness.models import (
+    CASES,
+    WIDTH,
+    Case,
+    Mlp,
+    Transformer,
+    TransformerBlock,
+    loss_of,
+)
 from tests.harness.ranks import run_ranks
+from tests.harness.reference import seeded
+from tests.harness.traffic import SentBytes
+from tests.harness.whole_optimizers import BlockwiseAdam, Shampoo
+
+BUCKET = 3000
+Options = dict[str, Any]
 
 
-def _model() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(tied=False, layers=2)
+class Kind(NamedTuple):
+    cls: type[Optimizer]
+    options: Options
+    takes: Callable[[int], bool] = lambda ndim: True
+    """Whether it takes tensors of so many dimensions."""
 
 
-def _tokens(step: int) -> Tensor:
-    draw = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randint(0, 31, (2, 9), generator=draw)
-
-
-def _wrapped(**arguments: Any) -> ZeRO3:
-    return ZeRO3(_model(), auto_wrap_policy={TransformerBlock}, **arguments)
-
-
-def _matrices(model: nn.Module) -> list[nn.Parameter]:
-    def shape(parameter: nn.Parameter) -> torch.Size:
-        return parameter.layerzero.shape if hasattr(parameter, "layerzero") else parameter.shape
-
-    return [p for p in model.parameters() if len(shape(p)) == 2]
-
-
-def _copy_gradients(model: ZeRO3, plain: nn.Module) -> None:
-    """The averaged gradients, bit for bit, as those of an unsharded model."""
-    with model.summon_full_params(with_grads=True):
-        for full, own in zip(model.parameters(), plain.parameters(), strict=True):
-            own.grad = None if full.grad is None else full.grad.clone()
-
-
-def _differing(model: ZeRO3, plain: nn.Module) -> list[str]:
-    with model.summon_full_params(writeback=False):
-        return [
-            name
-            for (name, full), own in zip(model.named_parameters(), plain.parameters(), strict=True)
-            if not torch.equal(full, own)
-        ]
-
-
-CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], bool]] = {
-    "Muon": (Muon, {"lr": 0.02}, True),
-    "Adafactor": (Adafactor, {"lr": 0.01}, False),
-    "AdamW": (AdamW, {"lr": 0.01}, False),
+KINDS = {
+    "Muon": Kind(Muon, {"lr": 0.02}, lambda ndim: ndim == 2),
+    "Adafactor": Kind(Adafactor, {"lr": 0.01}),
+    "Shampoo": Kind(Shampoo, {"lr": 0.02}, lambda ndim: ndim > 0),
+    "8-bit Adam": Kind(BlockwiseAdam, {"lr": 0.01}),
+    "AdamW": Kind(AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True, "foreach": True}),
 }
 
 
-def _train_beside_one_process(arguments: dict[str, Any], num_steps: int) -> None:
-    for name, (cls, options, of_matrices) in CLASSES.items():
-        model, plain = _wrapped(**arguments), _model()
-        chosen = [_matrices(m) if of_matrices else list(m.parameters()) for m in (model, plain)]
-        optimizer = WholeTensorOptimizer(chosen[0], cls, bucket_bytes=20_000, **options)
-        expected = cls(chosen[1], **options)
-        for step in range(num_steps):
-            model(_tokens(step)).backward()
-            _copy_gradients(model, plain)
-            optimizer.step()
-            expected.step()
-            optimizer.zero_grad()
-        assert _differing(model, plain) == [], name
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    return parameter.layerzero.shape if hasattr(parameter, "layerzero") else parameter.shape
+
+
+def chosen(model: nn.Module, kind: Kind) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if kind.takes(len(shape_of(p)))]
+
+
+class Pair:
+    """A sharded model and a plain one, which gets the averaged gradients bit for bit."""
+
+    def __init__(self, case: Case, kind: Kind, **arguments: Any) -> None:
+        self.case = case
+        self.plain = seeded(case.build)
+        self.model = ZeRO3(seeded(case.build), auto_wrap_policy=set(case.units), **arguments)
+        self.optimizer = WholeTensorOptimizer(
+            chosen(self.model, kind), kind.cls, bucket_bytes=BUCKET, **kind.options
+        )
+        self.expected = kind.cls(chosen(self.plain, kind), **kind.options)
+        self.num_steps = 0
+
+    def backward(self) -> None:
+        draw = torch.Generator().manual_seed(1000 * self.num_steps + dist.get_rank())
+        self.num_steps += 1
+        loss_of(self.model(self.case.batch(draw))).backward()
+
+    def copy_gradients(self) -> None:
+        with self.model.summon_full_params(writeback=False, with_grads=True):
+            for full, own in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+                own.grad = None if full.grad is None else full.grad.clone()
+
+    def step(self) -> None:
+        self.copy_gradients()
+        self.optimizer.step()
+        self.expected.step()
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.optimizer.zero_grad()
+            self.backward()
+            self.step()
+
+    def check(self, what: str) -> None:
+        with self.model.summon_full_params(writeback=False):
+            differing = [
+                name
+                for (name, full), own in zip(
+                    self.model.named_parameters(), self.plain.parameters(), strict=True
+                )
+                if not torch.equal(full, own)
+            ]
+        assert not differing, f"{what}: {differing}"
+
+
+def _sweep(
+    cases: Iterable[str], kinds: Iterable[str], settings: dict[str, Options], num_steps: int
+) -> None:
+    for setting, arguments in settings.items():
+        for case in cases:
+            for kind in kinds:
+                pair = Pair(CASES[case], KINDS[kind], **arguments)
+                pair.train(num_steps)
+                pair.check(f"{kind} on {case}, {setting}")
+
+
+HALF = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+LAYERED: dict[str, Options] = {
+    "zero1": {"zero3_size": 2},
+    "replicate": {"zero3_size": 2, "outer": "replicate"},
+    "shard": {"zero3_size": 2, "outer": "shard"},
+    "whole parameters": {"zero3_size": 1},
+    "copies on all": {"zero3_size": 1, "outer": "replicate"},
+}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_numbers_are_those_of_one_process(world_size: int) -> None:
-    run_ranks(world_size, _train_beside_one_process, {}, 4)
+    run_ranks(world_size, _sweep, ["transformer"], list(KINDS), {"default": {}}, 5)
 
 
-def _resume(_: None = None) -> None:
-    model = _wrapped()
-    optimizer = WholeTensorOptimizer(model.parameters(), AdamW, lr=0.01)
-    for step in range(2):
-        model(_tokens(step)).backward()
-        optimizer.step()
+def test_numbers_in_layers() -> None:
+    run_ranks(4, _sweep, ["transformer"], ["Muon", "AdamW"], LAYERED, 3)
+
+
+def _odd_parameters() -> None:
+    """Tied, frozen, unused, empty, scalar, of several dtypes, and of one that is not float32."""
+    halves = dataclasses.replace(
+        CASES["mlp"],
+        build=lambda: Mlp().bfloat16(),
+        batch=lambda draw: torch.randn(4, WIDTH, generator=draw).bfloat16(),
+    )
+    plain = ["tied_across_units", "frozen_parts", "unused_parts", "odd_shapes", "mixed_dtypes"]
+    for case in (*(CASES[name] for name in plain), halves):
+        for kind in ("8-bit Adam", "AdamW"):
+            pair = Pair(case, KINDS[kind])
+            pair.train(3)
+            pair.check(f"{kind} on {case.name}")
+
+
+def test_odd_parameters() -> None:
+    run_ranks(3, _odd_parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_numbers_after_twenty_steps(world_size: int) -> None:
+    run_ranks(world_size, _sweep, ["transformer"], list(KINDS), {"default": {}}, 20, timeout=120)
+
+
+@pytest.mark.slow
+def test_every_model_in_every_mode() -> None:
+    settings = {"offload": {"offload": OffloadPolicy(params=True)}, "default": {}}
+    run_ranks(2, _sweep, list(CASES), ["8-bit Adam"], settings, 3, timeout=300)
+    run_ranks(2, _sweep, ["transformer"], list(KINDS), {"bfloat16": HALF}, 3, timeout=300)
+    odd = ["odd_shapes", "mixed_dtypes", "transformer_untied"]
+    run_ranks(4, _sweep, odd, ["8-bit Adam", "AdamW"], LAYERED, 3, timeout=300)
+
+
+# The shards are the truth -------------------------------------------------------------------------
+
+
+def _edits() -> None:
+    pair = Pair(CASES["mlp"], KINDS["AdamW"])
+    pair.train(2)
+    weights = {name: value + 1 for name, value in pair.plain.state_dict().items()}
+
+    def in_place(parameter: nn.Parameter) -> None:
+        parameter.mul_(0.5)
+
+    def through_data(parameter: nn.Parameter) -> None:
+        parameter.data.mul_(0.5)
+
+    def on_all(edit: Callable[[nn.Parameter], None]) -> None:
+        for model in (pair.model, pair.plain):
+            for parameter in model.parameters():
+                edit(parameter)
+
+    def on_one_rank() -> None:
+        """The rank with the most of it; the others do not write at all."""
+        name, parameter = next(iter(pair.model.named_parameters()))
+        start, stop = parameter.layerzero.range
+        if dist.get_rank() == 0:
+            assert stop > start
+            parameter[:1].fill_(7.0)
+        pair.plain.get_parameter(name).view(-1)[:1].fill_(7.0)
+
+    def replaced() -> None:
+        for parameter in pair.model.parameters():
+            parameter.data = parameter.data * 2
+        for parameter in pair.plain.parameters():
+            parameter.mul_(2)
+
+    def loaded() -> None:
+        pair.model.load_state_dict(weights)
+        pair.plain.load_state_dict(weights)
+
+    def summoned() -> None:
+        with pair.model.summon_full_params():
+            for parameter in pair.model.parameters():
+                parameter.add_(0.25)
+        for parameter in pair.plain.parameters():
+            parameter.add_(0.25)
+
+    with torch.no_grad():
+        for edit in (
+            lambda: on_all(in_place),
+            lambda: on_all(through_data),
+            on_one_rank,
+            loaded,
+            summoned,
+            replaced,
+        ):
+            edit()
+            with torch.enable_grad():
+                pair.train(2)
+            pair.check(str(edit))
+
+
+def test_the_shards_are_the_truth() -> None:
+    run_ranks(3, _edits)
+
+
+# As any torch optimizer ---------------------------------------------------------------------------
+
+
+def _groups(model: nn.Module) -> list[Options]:
+    parameters = list(model.parameters())
+    return [
+        {"params": parameters[:5], "lr": 0.05, "weight_decay": 0.3},
+        {"params": parameters[5:9], "betas": (0.5, 0.9)},
+    ]
+
+
+def _as_any_optimizer() -> None:
+    """Groups, schedulers, accumulation, clipping, closures, a group more, another optimizer."""
+    case, cls = CASES["mlp"], AdamW
+    pair = Pair(case, KINDS["AdamW"])
+    del pair.optimizer
+    optimizer = WholeTensorOptimizer(_groups(pair.model), cls, bucket_bytes=BUCKET, lr=0.01)
+    pair.optimizer, pair.expected = optimizer, cls(_groups(pair.plain), lr=0.01)
+    both = (pair.optimizer, pair.expected)
+    assert [group.keys() for group in both[0].param_groups] == [
+        group.keys() for group in both[1].param_groups
+    ]
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in both]
+    for step in range(6):
         optimizer.zero_grad()
-    assert optimizer.inner is not None
-    for parameter, state in optimizer.state.items():
-        assert optimizer.owner_of(parameter) == dist.get_rank()
-        assert state["exp_avg"].shape == parameter.layerzero.shape
-        assert optimizer.owned[parameter.layerzero.fqn].shape == parameter.layerzero.shape
-    assert len(optimizer.state) == len(optimizer.owned)
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], file)
-    model(_tokens(2)).backward()
-    optimizer.step()
-    expected = [p.detach().clone() for p in model.parameters()]
+        for sync in (False, True):
+            with nullcontext() if sync else pair.model.no_sync():
+                pair.backward()
+        pair.model.clip_grad_norm_(0.1)
+        pair.step()
+        for schedule in schedules:
+            schedule.step()
+        if step == 2:
+            for each, model in zip(both, (pair.model, pair.plain), strict=True):
+                each.add_param_group({"params": list(model.parameters())[9:], "lr": 0.2})
+            assert {p for g in optimizer.param_groups for p in g["params"]} == {
+                *pair.model.parameters()
+            }
+    pair.check("groups")
+    assert optimizer.param_groups[0]["lr"] == pair.expected.param_groups[0]["lr"]
 
-    del optimizer
+    pair.copy_gradients()
+    calls: list[bool] = []
+
+    def closure() -> float:
+        calls.append(torch.is_grad_enabled())
+        return 1.5
+
+    with torch.no_grad():
+        assert optimizer.step(closure) == 1.5 and calls == [True]
+    pair.expected.step()
+    pair.check("closure")
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in pair.model.parameters())
+    before = [p.detach().clone() for p in pair.model.parameters()]
+    optimizer.step()
+    assert all(map(torch.equal, before, pair.model.parameters()))
+
+
+def _counts_steps() -> None:
+    """Bucket by bucket, and on a rank that owns none of a group, a step counts once."""
+    pair = Pair(CASES["transformer"], KINDS["Shampoo"])
+    pair.train(3)
+    optimizer = pair.optimizer
+    assert len(next(iter(optimizer._buckets.values()))) > 1
+    first = list(pair.model.parameters())[:1]
+    del pair.optimizer, optimizer
+    alone = WholeTensorOptimizer([{"params": first}], Shampoo)
+    assert (
+        (alone.inner is None)
+        == (alone.owned == {})
+        == (alone.owner_of(first[0]) != dist.get_rank())
+    )
+    for _ in range(2):
+        first[0].grad = torch.ones_like(first[0])
+        alone.step()
+    assert alone.param_groups[0]["step"] == 2
+
+
+def _scaler() -> None:
+    for torchs in (False, True):
+        pair = Pair(CASES["mlp"], KINDS["AdamW"])
+        scaler = (torch.amp.GradScaler if torchs else GradScaler)("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        pair.backward()
+        parameter = max(pair.model.parameters(), key=Tensor.numel)
+        before = [p.detach().clone() for p in pair.model.parameters()]
+        if dist.get_rank() == 0:
+            parameter.grad[0] = torch.inf
+        if torchs and dist.get_world_size() > 1:
+            with pytest.raises(RuntimeError, match=r"use layerzero.GradScaler"):
+                scaler.step(pair.optimizer)
+            return
+        scaler.step(pair.optimizer)
+        scaler.update()
+        assert all(map(torch.equal, before, pair.model.parameters()))
+        assert scaler.get_scale() == 2.0
+        pair.optimizer.zero_grad()
+        pair.backward()
+        pair.copy_gradients()
+        for plain in pair.plain.parameters():
+            plain.grad /= 2.0
+        scaler.step(pair.optimizer)
+        pair.expected.step()
+        pair.check("scaler")
+
+
+def test_it_is_used_as_any_torch_optimizer() -> None:
+    for world_size in (1, 3):
+        run_ranks(world_size, _as_any_optimizer)
+    run_ranks(2, _counts_steps)
+    for world_size in (1, 2):
+        run_ranks(world_size, _scaler)
+
+
+# What travels -------------------------------------------------------------------------------------
+
+
+def _traffic(arguments: Options) -> tuple[int, int]:
+    """Bytes that this rank sends in a step, and those of its pieces that others own."""
+    pair = Pair(CASES["transformer"], KINDS["AdamW"], **arguments)
+    pair.train(2)
+    pair.optimizer.zero_grad()
+    pair.backward()
+    with SentBytes() as sent:
+        pair.optimizer.step()
+    flags = (dist.get_world_size() - 1) * len(list(pair.model.parameters()))
+    return sent.nbytes - flags, sum(
+        parameter.nbytes
+        for parameter in pair.model.parameters()
+        if pair.optimizer.owner_of(parameter) != dist.get_rank()
+    )
+
+
+@pytest.mark.parametrize("arguments", [{}, {"zero3_size": 2}], ids=["flat", "zero1"])
+def test_every_piece_travels_once_each_way(arguments: Options) -> None:
+    ranks = run_ranks(4, _traffic, arguments)
+    # What leaves a rank are its pieces for other owners, and the pieces of its own tensors.
+    assert sum(sent for sent, _ in ranks) == 2 * sum(pieces for _, pieces in ranks) > 0
+
+
+def _owned() -> tuple[list[int], int]:
+    model = ZeRO3(
+        seeded(lambda: Transformer(vocab=301, width=48, layers=6, hidden=128)),
+        auto_wrap_policy={TransformerBlock},
+    )
+    optimizer = WholeTensorOptimizer(model.parameters(), AdamW, bucket_bytes=100_000)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [s for state in optimizer.state.values() for s in state.values() if s.ndim]
+    largest = max(bucket.nbytes for _, bucket in next(iter(optimizer._buckets.values())))
+    return [
+        sum(p.numel() for p in optimizer.owned.values()),
+        sum(s.numel() for s in states),
+    ], largest
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_owned_tensors_and_states_are_balanced(world_size: int) -> None:
+    ranks = run_ranks(world_size, _owned)
+    for sizes in zip(*(own for own, _ in ranks), strict=True):
+        assert max(sizes) <= 1.1 * sum(sizes) / world_size
+    assert max(largest for _, largest in ranks) <= 100_000 * world_size
+
+
+# State dicts --------------------------------------------------------------------------------------
+
+
+def _resume(kind: str) -> None:
+    pair = Pair(CASES["transformer"], KINDS[kind])
+    pair.train(2)
+    optimizer = pair.optimizer
+    assert optimizer.state.keys() == {
+        p for p in chosen(pair.model, KINDS[kind]) if optimizer.owner_of(p) == dist.get_rank()
+    }
+    for parameter in optimizer.state:
+        info = parameter.layerzero
+        assert optimizer.owned[info.fqn].shape == info.shape
+        assert optimizer.state[parameter] is optimizer.inner.state[optimizer.owned[info.fqn]]
+    file = io.BytesIO()
+    torch.save([pair.model.state_dict(), optimizer.state_dict()], file)
+    pair.train(2)
+    expected = [p.detach().clone() for p in pair.model.parameters()]
+
+    num_steps = getattr(optimizer.inner, "num_steps", 0)
+    del pair.optimizer, optimizer
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
-    again = WholeTensorOptimizer(model.parameters(), AdamW, lr=0.5)
-    model.load_state_dict(weights)
+    options = {**KINDS[kind].options, "lr": 0.5}
+    again = WholeTensorOptimizer(chosen(pair.model, KINDS[kind]), KINDS[kind].cls, **options)
+    pair.model.load_state_dict(weights)
     again.load_state_dict(state)
-    again.zero_grad()
-    model(_tokens(2)).backward()
-    again.step()
-    assert all(map(torch.equal, model.parameters(), expected))
-    other = {**state, "whole_tensors": {**state["whole_tensors"], "rank": 7}}
-    with pytest.raises(ValueError, match=r"rank 7 of 2.*checkpoint"):
-        again.load_state_dict(other)
+    assert again.param_groups[0]["lr"] == KINDS[kind].options["lr"]
+    again.inner.num_steps = num_steps - 2  # No part of a state dict, as in torch.
+    pair.optimizer, pair.num_steps = again, 2
+    pair.train(2)
+    assert all(map(torch.equal, pair.model.parameters(), expected))
+    for change in ({"rank": 7}, {"num_ranks": 5}, {"owners": {}}):
+        other = {**state, "whole_tensors": {**state["whole_tensors"], **change}}
+        with pytest.raises(ValueError, match=r"layerzero.checkpoint.save and load"):
+            again.load_state_dict(other)
+    with pytest.raises(ValueError, match=r"layerzero.checkpoint.save and load"):
+        again.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled"):
+        copy.deepcopy(again)
 
 
-def test_a_state_dict_resumes_on_the_same_rank_alone() -> None:
-    run_ranks(2, _resume)
+def _resume_all() -> None:
+    for kind in KINDS:
+        _resume(kind)
+
+
+def test_a_state_dict_resumes_on_its_own_rank_alone() -> None:
+    run_ranks(2, _resume_all)

@@ -85,6 +85,10 @@ def check(given: Given, held: Sequence[nn.Parameter], optimizer: torch.optim.Opt
         NotImplementedError: a parameter is split over tensor-parallel ranks.
         RuntimeError: inside forward or backward.
     """
+    if given.root is not None:
+        given.root.check_between_steps(
+            f"{_NAME}: made inside forward or backward; make it between steps"
+        )
     seen = {id(parameter) for parameter in held}
     for parameter in given.parameters:
         owner = given.owners.get(id(parameter))
@@ -105,10 +109,6 @@ def check(given: Given, held: Sequence[nn.Parameter], optimizer: torch.optim.Opt
                 f"{tuple(info.tensor_parallel.placements)}; give it to an element-wise optimizer"
             )
     _refuse_shared(given.parameters, optimizer)
-    assert given.root is not None, "else its parameters are unknown"
-    given.root.check_between_steps(
-        f"{_NAME}: made inside forward or backward; make it between steps"
-    )
 
 
 def _unknown(parameter: object) -> Exception:

@@ -1,0 +1,299 @@
+"""WholeTensorOptimizer: what does not fit is refused by name, on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
+
+from layerzero import ZeRO3
+from layerzero.optim import WholeTensorOptimizer
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import seeded
+from tests.harness.whole_optimizers import GlobalNorm
+
+Make = Callable[[ZeRO3], Any]
+
+
+class NeedsClosure(SGD):
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class Communicates(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                dist.all_reduce(parameter.grad)
+        super().step()
+
+
+class RefusesOneElement(SGD):
+    """In its constructor, and only real memory, so that only an owner sees it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        params = list(params)
+        super().__init__(params, lr)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.numel() == WIDTH * WIDTH and not parameter.is_meta:
+                raise ValueError("no square matrices please")
+
+
+def _model() -> ZeRO3:
+    return ZeRO3(seeded(Mlp), auto_wrap_policy={Block})
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.layerzero.ndim == 2]
+
+
+def _train(model: ZeRO3, optimizer: Optimizer) -> None:
+    model(torch.randn(3, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _of_another_model(model: ZeRO3) -> Any:
+    other = ZeRO3(nn.Sequential(nn.Linear(3, 3)))
+    return WholeTensorOptimizer([*model.parameters(), *other.parameters()], SGD, lr=0.1)
+
+
+def _summoned(model: ZeRO3) -> Any:
+    with model.summon_full_params():
+        return WholeTensorOptimizer(model.parameters(), SGD, lr=0.1)
+
+
+def _inside_backward(model: ZeRO3) -> Any:
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    x.register_hook(lambda _: WholeTensorOptimizer(model.parameters(), SGD, lr=0.1))
+    return model(x).sum().backward()
+
+
+def _twice(model: ZeRO3, *classes: Any) -> Any:
+    first = classes[0](model.parameters())
+    return first, classes[1](list(model.parameters())[:2])
+
+
+whole = functools.partial(WholeTensorOptimizer, optimizer_class=SGD, lr=0.1)
+
+REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
+    "no parameters": (lambda m: whole([]), ValueError, "got no parameters"),
+    "a module": (lambda m: whole(m), TypeError, r"pass model.parameters\(\)"),
+    "another model's": (
+        _of_another_model,
+        ValueError,
+        "0.weight belongs to another model than stem",
+    ),
+    "no model's": (
+        lambda m: whole([*m.parameters(), nn.Parameter(torch.ones(2, 3))]),
+        ValueError,
+        r"shape \(2, 3\) belongs to no ZeRO3 module",
+    ),
+    "only no model's": (
+        lambda m: whole([nn.Parameter(torch.ones(2, 3))]),
+        ValueError,
+        "belongs to no ZeRO3 module",
+    ),
+    "unsharded": (_summoned, ValueError, "belongs to no ZeRO3 module"),
+    "given twice": (
+        lambda m: whole([{"params": m.parameters()}, {"params": [m.module.head.weight]}]),
+        ValueError,
+        "head.weight was given twice",
+    ),
+    "two of whole tensors": (
+        lambda m: _twice(m, whole, whole),
+        ValueError,
+        "stem.weight belongs to another optimizer, WholeTensorOptimizer",
+    ),
+    "one of shards": (
+        lambda m: _twice(m, functools.partial(AdamW, lr=0.1), whole),
+        ValueError,
+        "stem.weight belongs to another optimizer, AdamW",
+    ),
+    "one of shards, later": (
+        lambda m: [_train(m, each) for each in _twice(m, whole, functools.partial(SGD, lr=0.1))],
+        ValueError,
+        "SGD: stem.weight belongs to another optimizer, WholeTensorOptimizer",
+    ),
+    "no class": (
+        lambda m: WholeTensorOptimizer(m.parameters(), nn.Linear),
+        TypeError,
+        "expected a class derived from torch.optim.Optimizer",
+    ),
+    "an optimizer": (
+        lambda m: WholeTensorOptimizer(m.parameters(), SGD([nn.Parameter(torch.ones(1))])),
+        TypeError,
+        "got an instance of SGD",
+    ),
+    "LBFGS": (lambda m: WholeTensorOptimizer(m.parameters(), LBFGS), TypeError, "LBFGS needs"),
+    "a closure": (
+        lambda m: WholeTensorOptimizer(m.parameters(), NeedsClosure, lr=0.1),
+        TypeError,
+        "NeedsClosure needs a closure",
+    ),
+    "itself": (
+        lambda m: WholeTensorOptimizer(m.parameters(), WholeTensorOptimizer),
+        TypeError,
+        "WholeTensorOptimizer needs",
+    ),
+    "all tensors together": (
+        lambda m: WholeTensorOptimizer(m.parameters(), GlobalNorm),
+        TypeError,
+        "GlobalNorm updates a tensor by what other tensors are",
+    ),
+    "communicates": (
+        lambda m: WholeTensorOptimizer(m.parameters(), Communicates, lr=0.1),
+        TypeError,
+        "Communicates communicates in its step",
+    ),
+    "vectors": (
+        lambda m: WholeTensorOptimizer(m.parameters(), Muon),
+        ValueError,
+        "Muon refuses stem.bias, .*2D.*give these parameters to another optimizer",
+    ),
+    "an option": (
+        lambda m: WholeTensorOptimizer(m.parameters(), SGD, lr=-1.0),
+        ValueError,
+        "Invalid learning rate",
+    ),
+    "an unknown option": (
+        lambda m: WholeTensorOptimizer(m.parameters(), SGD, speed=3),
+        TypeError,
+        "speed",
+    ),
+    "bucket_bytes": (
+        lambda m: whole(m.parameters(), bucket_bytes=0),
+        ValueError,
+        "bucket_bytes: expected at least 1",
+    ),
+    "cost": (
+        lambda m: whole(m.parameters(), cost=lambda shape: -1),
+        ValueError,
+        r"cost of stem.weight with shape \(5, 5\): expected a number >= 0",
+    ),
+    "in backward": (_inside_backward, RuntimeError, "made inside forward or backward"),
+    "in the constructor of one owner": (
+        lambda m: WholeTensorOptimizer([m.module.stem.weight], RefusesOneElement, lr=0.1),
+        ValueError,
+        "no square matrices please",
+    ),
+}
+
+
+def _refused() -> None:
+    for name, (make, error, text) in REFUSED.items():
+        model = _model()
+        with pytest.raises(error, match=text):
+            make(model)
+        model(torch.randn(3, WIDTH)).sum().backward()  # Whether a group is still usable.
+        _train(model, whole(model.parameters()))
+        del model
+        assert name
+
+
+def test_bad_input_is_refused_by_name_on_every_rank() -> None:
+    run_ranks(2, _refused)
+
+
+def _differing(model: ZeRO3, rank: int) -> Iterable[tuple[Callable[[], Any], str]]:
+    parameters = list(model.parameters())
+    yield (
+        lambda: whole(parameters[: 3 + rank]),
+        r"ranks differ: blocks.0.up.bias of shape \(7,\) .* on rank 1; nothing more on rank 0",
+    )
+    yield lambda: whole(parameters, lr=0.1 * (1 + rank)), r"lr=0.1 on rank 0; lr=0.2 on rank 1"
+    cls = (SGD, AdamW)[rank]
+    yield (
+        lambda: WholeTensorOptimizer(parameters, cls, lr=0.1),
+        r"AdamW, bucket_bytes=\d+ on rank 1; SGD, bucket_bytes=\d+ on rank 0",
+    )
+    yield lambda: whole(parameters if rank else parameters[::-1]), "ranks differ: head.weight"
+    yield lambda: whole(parameters, bucket_bytes=100 + rank), "bucket_bytes=100 on rank 0"
+    yield (
+        lambda: whole([parameters, [*parameters, parameters[0]]][rank]),
+        "rank 1 refused its arguments|stem.weight was given twice",
+    )
+    yield (
+        lambda: WholeTensorOptimizer(parameters, (SGD, LBFGS)[rank]),
+        "rank 1 refused its arguments: .*LBFGS|LBFGS needs",
+    )
+
+
+def _refused_where_ranks_differ() -> None:
+    model = _model()
+    for make, text in _differing(model, dist.get_rank()):
+        with pytest.raises((ValueError, TypeError), match=text):
+            make()
+    _train(model, whole(model.parameters()))
+
+
+def test_ranks_that_differ_are_refused_on_every_rank() -> None:
+    run_ranks(2, _refused_where_ranks_differ)
+
+
+class Fails(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not parameter.grad.isfinite().all():
+                    raise ArithmeticError("not finite")
+        super().step()
+
+
+def _errors_in_a_step() -> None:
+    rank = dist.get_rank()
+    model = _model()
+    optimizer = WholeTensorOptimizer(model.parameters(), Fails, lr=0.1, bucket_bytes=100)
+    _train(model, optimizer)
+    first, *others = model.parameters()
+    # One rank's optimizer raises; the exchanges go on, and so does training.
+    model(torch.randn(3, WIDTH)).sum().backward()
+    if first.numel():
+        first.grad[0] = torch.inf
+    if optimizer.owner_of(first) == rank:
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        assert all(p.grad is None for p in optimizer.owned.values())
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+    _train(model, optimizer)
+    # A gradient on one rank only.
+    model(torch.randn(3, WIDTH)).sum().backward()
+    if rank == 1:
+        first.grad = None
+    with pytest.raises(RuntimeError, match=r"stem.weight has a gradient on ranks \[0\] of 2 only"):
+        optimizer.step()
+    # On none: as in plain torch, nothing happens to it.
+    before = [p.detach().clone() for p in model.parameters()]
+    first.grad = None
+    optimizer.step()
+    assert torch.equal(before[0], first)
+    changed = [not torch.equal(a, b) for a, b in zip(before[1:], others, strict=True) if a.numel()]
+    assert all(changed) and changed
+    optimizer.zero_grad()
+    # Inside backward, by itself, or unit by unit.
+    with pytest.raises(ValueError, match=r"call its step\(\) after backward"):
+        model.step_in_backward(optimizer)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    x.register_hook(lambda _: optimizer.step())
+    with pytest.raises(RuntimeError, match=r"step: called inside forward or backward"):
+        model(x).sum().backward()
+    with (
+        model.summon_full_params(),
+        pytest.raises(RuntimeError, match=r"called inside summon_full_params"),
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    _train(model, optimizer)
+
+
+def test_errors_in_a_step_leave_the_ranks_together() -> None:
+    run_ranks(2, _errors_in_a_step)
