@@ -18,7 +18,6 @@ from layerzero.checkpoint.format.inventory import (
     as_whole,
     extra_states,
     model_entries,
-    refuse_shared,
     scalar_key,
     split_state_name,
 )
@@ -33,6 +32,7 @@ from layerzero.state_dict.optimizers import (
     Optimizers,
     keeps_whole_states,
     parameters_with_state,
+    refuse_shared,
     slots_of,
 )
 

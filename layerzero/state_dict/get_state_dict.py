@@ -7,7 +7,7 @@ a model under `fully_shard` load here, and vice versa.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,22 @@ from torch import nn
 from layerzero.core.names import clean_name
 from layerzero.core.parameter_info import get_info
 from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.runtime.root import RootState
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.names import Names, name_in_group
 from layerzero.state_dict.optimizer_shards import shards_of_state
 from layerzero.state_dict.optimizer_state import state_template
+from layerzero.state_dict.optimizers import (
+    check_optimizers,
+    keeps_whole_states,
+    on_device,
+    refuse_shared,
+)
 from layerzero.state_dict.preconditions import refuse_experts, root_states_of
 from layerzero.state_dict.stream import FlatSource, source_of_weights, stream_sources
+from layerzero.state_dict.whole_states import gather_whole_states
 
 _BUCKET_NBYTES = 1 << 30
 StateDict = dict[str, Any]
@@ -123,7 +131,7 @@ def get_model_state_dict(
 
 def get_optimizer_state_dict(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
     *,
     options: Any = None,
     full: bool = False,
@@ -134,29 +142,57 @@ def get_optimizer_state_dict(
 
     Before the optimizer's first step the state has the keys and shapes that this step would create,
     filled with zeros, so that `torch.distributed.checkpoint.load` can read into it. The optimizer
-    does not change.
+    does not change. That of a WholeTensorOptimizer has no state before its first step.
 
     Args:
         model: the ZeRO3 module whose parameters the optimizer has, between steps.
-        optimizer: an element-wise optimizer.
+        optimizer: an element-wise optimizer; or, with `full`, a WholeTensorOptimizer. Or several
+            by name.
         options, full, cpu_offload, rank0_only: as for `get_model_state_dict`.
 
     Returns:
-        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": [name, ...]}]}
+        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": [name, ...]}]};
+        for several optimizers, such a dict by name.
 
     Raises:
+        NotImplementedError: shards of whole states were asked for (`full=False`).
         CheckpointError: a parameter is not the model's, or a state is not element-wise.
         RuntimeError: the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
     choice = _Choice.of(options, full, cpu_offload, rank0_only)
+    optimizers = check_optimizers(optimizer, "get_optimizer_state_dict")
     roots = root_states_of(model, "get_optimizer_state_dict")
+    for each in optimizers.values():
+        if keeps_whole_states(each) and not choice.full:
+            raise NotImplementedError(
+                "get_optimizer_state_dict: whole states have no shards; pass full=True, or use "
+                "layerzero.checkpoint.save, which writes them without gathering"
+            )
+    refuse_shared(optimizers, Names(model))
+    found = {name: _state_dict_of(model, roots, each, choice) for name, each in optimizers.items()}
+    return found if isinstance(optimizer, Mapping) else found[""]
+
+
+def _state_dict_of(
+    model: nn.Module, roots: Sequence[RootState], optimizer: torch.optim.Optimizer, choice: _Choice
+) -> StateDict:
     names = Names(model)
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         | {"params": [name_in_group(names, parameter, number) for parameter in group["params"]]}
         for number, group in enumerate(optimizer.param_groups)
     ]
+    if keeps_whole_states(optimizer):
+        if choice.rank0_only:
+            for root in roots:
+                refuse_experts(root, "rank0_only")
+        together = checkpoint_group_of(roots[0], None)
+        keeps = not choice.rank0_only or together.is_first
+        whole = gather_whole_states(optimizer, names, together, keeps)
+        if not choice.cpu_offload:
+            whole = on_device(roots[0].device, whole)
+        return {"state": whole, "param_groups": groups} if keeps else {}
     held: Any = optimizer.state  # Keyed by parameters; torch's annotation says tensors.
     states: _States = dict(held) or state_template(optimizer)
     if not choice.full:

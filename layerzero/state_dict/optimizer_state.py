@@ -13,7 +13,7 @@ from torch import nn
 from layerzero.optim.decay import original_ndim
 from layerzero.state_dict.errors import CheckpointError, some
 from layerzero.state_dict.names import group_text
-from layerzero.state_dict.optimizers import keeps_whole_states, optimizer_inside
+from layerzero.state_dict.optimizers import keeps_whole_states, on_device, optimizer_inside
 
 
 def put_state(
@@ -46,20 +46,9 @@ def put_state(
     for parameter, key in keeps_dtype or ():
         given = states[parameter][key]
         if not isinstance(given, torch.Tensor):
-            optimizer.state[parameter][key] = _on(parameter.device, given)
+            optimizer.state[parameter][key] = on_device(parameter.device, given)
         elif optimizer.state[parameter][key].dtype != given.dtype:
             optimizer.state[parameter][key] = given.to(parameter.device)
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    """A container with its tensors on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if type(value) is dict:
-        return {key: _on(device, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_on(device, item) for item in value)
-    return value
 
 
 def state_template(

@@ -10,6 +10,8 @@ from torch import nn
 
 from layerzero.core.parameter_info import get_info
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
+from layerzero.state_dict.errors import CheckpointError
+from layerzero.state_dict.names import Names, name_in_group
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 """By name; the name of a single one is ""."""
@@ -76,6 +78,31 @@ def _rebuilt(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(change(item, number) for number, item in enumerate(value))
     return value
+
+
+def on_device(device: torch.device, value: Any) -> Any:
+    """A value whose tensors, also those inside containers, are on `device`, except numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if value.ndim else value
+    return _rebuilt(value, lambda item, _: on_device(device, item))
+
+
+def refuse_shared(optimizers: Optimizers, names: Names) -> None:
+    """
+    Raises:
+        CheckpointError: a parameter does not belong to the model, or is in two optimizers.
+    """
+    optimizer_of: dict[str, str] = {}
+    for name, optimizer in optimizers.items():
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                parameter_name = name_in_group(names, parameter, number, name)
+                other = optimizer_of.setdefault(parameter_name, name)
+                if other != name:
+                    raise CheckpointError(
+                        f"{parameter_name} is in two optimizers, {other!r} and {name!r}; give "
+                        "each parameter to one"
+                    )
 
 
 def check_optimizers(optimizer: Any, verb: str) -> dict[str, torch.optim.Optimizer]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,27 @@ from layerzero.core.parameter_info import get_info
 from layerzero.runtime.root import RootState
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
-from layerzero.state_dict.errors import CheckpointError
+from layerzero.state_dict.errors import CheckpointError, some
 from layerzero.state_dict.expert_names import global_name
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.names import Names, name_in_group
-from layerzero.state_dict.optimizer_state import options_of_groups, put_state, shaped_keys
+from layerzero.state_dict.optimizer_state import (
+    options_of_groups,
+    put_state,
+    refuse_other_class,
+    shaped_keys,
+)
+from layerzero.state_dict.optimizers import (
+    check_optimizers,
+    keeps_whole_states,
+    parameters_with_state,
+    refuse_shared,
+    take_tensors,
+)
+from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.preconditions import refuse_experts, root_state_of
+from layerzero.state_dict.rank_local import RankLocal
 
 StateDict = dict[str, Any]
 
@@ -86,7 +101,7 @@ def _names_to_load(model: nn.Module) -> dict[str, str]:
 
 def set_optimizer_state_dict(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
     optim_state_dict: StateDict,
     *,
     options: Any = None,
@@ -100,7 +115,8 @@ def set_optimizer_state_dict(
     Args:
         model, optimizer: as for `get_optimizer_state_dict`.
         optim_state_dict: {"state": ..., "param_groups": ...} by name, with tensors of the same
-            sharding or full ones; with `broadcast_from_rank0`, only that of the first rank is used.
+            sharding or full ones; for a WholeTensorOptimizer, full ones; for several optimizers,
+            such a dict by name; with `broadcast_from_rank0`, only that of the first rank is used.
         options, broadcast_from_rank0: as for `set_model_state_dict`.
         strict: raise for parameters that were in no group.
 
@@ -111,11 +127,29 @@ def set_optimizer_state_dict(
     """
     if options is not None:
         strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
+    optimizers = check_optimizers(optimizer, "set_optimizer_state_dict")
     root = root_state_of(model, "set_optimizer_state_dict")
     names = Names(model)
-    if broadcast_from_rank0:
-        sharded_params = {("state", found[0]): parameter for parameter, found in names.parameters}
-        optim_state_dict = _from_first(root, optim_state_dict, sharded_params)
+    refuse_shared(optimizers, names)
+    given = optim_state_dict if isinstance(optimizer, Mapping) else {"": optim_state_dict}
+    if not broadcast_from_rank0 and given.keys() != optimizers.keys():
+        raise CheckpointError(
+            f"set_optimizer_state_dict: the state dict has {some(sorted(map(str, given)))}, but "
+            f"the optimizers are {some(sorted(optimizers))}"
+        )
+    for name, each in optimizers.items():
+        own = given.get(name, {})
+        if broadcast_from_rank0:
+            sharded_params = {("state", found[0]): p for p, found in names.parameters}
+            # Whole states have other shapes than shards are cut from.
+            cut = {} if keeps_whole_states(each) else sharded_params
+            own = _from_first(root, own, cut)
+        _set_one(names, each, own, strict)
+
+
+def _set_one(
+    names: Names, optimizer: torch.optim.Optimizer, optim_state_dict: StateDict, strict: bool
+) -> None:
     saved = [
         (
             {key: v for key, v in group.items() if key not in ("params", "param_names")},
@@ -128,6 +162,9 @@ def set_optimizer_state_dict(
         for number, group in enumerate(optimizer.param_groups)
     ]
     options_by_group = options_of_groups(groups, saved, strict, "the state dict")
+    if keeps_whole_states(optimizer):
+        _put_whole(names, optimizer, options_by_group, optim_state_dict["state"])
+        return
     elementwise = shaped_keys(optimizer)
     states = {}
     for group, own_names in zip(optimizer.param_groups, groups, strict=True):
@@ -137,6 +174,41 @@ def set_optimizer_state_dict(
                     parameter, name, optim_state_dict["state"][name], elementwise
                 )
     put_state(optimizer, options_by_group, states)
+
+
+def _put_whole(
+    names: Names,
+    optimizer: torch.optim.Optimizer,
+    options: Sequence[Mapping[str, Any]],
+    given: StateDict,
+) -> None:
+    """Load the states of the tensors that this rank owns, in the dtypes that they have."""
+    states = {}
+    for parameter in parameters_with_state(optimizer):
+        found = names.of(parameter)
+        assert found is not None, "name_in_group raised for others"
+        for key, value in given.get(found[0], {}).items():
+            if isinstance(value, (ParameterShard, RankLocal)):
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {found[0]} is a shard, but "
+                    f"{type(optimizer).__name__} keeps whole states: pass a state dict that was "
+                    "made with full=True"
+                )
+        if found[0] in given:
+            # Copies, because the optimizer will write to them.
+            states[parameter] = copy.deepcopy(given[found[0]])
+
+    def name_of(parameter: nn.Parameter) -> str:
+        return (names.of(parameter) or ("a parameter of no model",))[0]
+
+    refuse_other_class(optimizer, options, states, name_of)
+    keeps_dtype = {
+        (parameter, key)
+        for parameter, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) or any(take_tensors(value, key)[1])
+    }
+    put_state(optimizer, options, states, keeps_dtype)
 
 
 def _own_parts(

@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
-from layerzero.checkpoint import CheckpointError, load, save
+from layerzero.checkpoint import (
+    CheckpointError,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    load,
+    save,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from layerzero.checkpoint.__main__ import main
 from layerzero.optim import WholeTensorOptimizer, decay_groups
 from tests.harness.checks import assert_bitwise
@@ -332,7 +340,47 @@ def _by_name(optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[str, Any]
     return [(p.layerzero.fqn, state) for p, state in optimizer.state.items()]
 
 
+def _state_dicts() -> None:
+    """Full state dicts: gathered from owners, given to others."""
+    for kind in ("shampoo", "blocks"):
+        model = _wrapped()
+        own = _optimizers(model, kind)
+        assert get_optimizer_state_dict(model, own, full=True)["matrices"]["state"] == {}
+        _train(model, own, iter((0, 1)))
+        full = get_optimizer_state_dict(model, own, full=True)
+        on_first = get_optimizer_state_dict(
+            model, own["matrices"], full=True, cpu_offload=True, rank0_only=True
+        )
+        assert bool(on_first) == (dist.get_rank() == 0)
+        with pytest.raises(NotImplementedError, match="pass full=True, or use"):
+            get_optimizer_state_dict(model, own)
+        weights = get_model_state_dict(model, full=True)
+        _train(model, own, iter((2, 3)))
+        expected = full_parameters(model)
+        for is_local in (False, True):
+            again = _wrapped(seed=1)
+            others = _optimizers(again, kind, lr=0.9)
+            set_model_state_dict(again, weights)
+            if is_local:
+                set_optimizer_state_dict(again, others, full)
+            else:
+                given = on_first and {"matrices": on_first, "rest": full["rest"]}
+                set_optimizer_state_dict(again, others, given, broadcast_from_rank0=True)
+            _train(again, others, iter((2, 3)))
+            for name, value in full_parameters(again).items():
+                assert_bitwise(value, expected[name], f"{kind}: {name}")
+        with pytest.raises(CheckpointError, match="the state dict has matrices, rest, but the opt"):
+            set_optimizer_state_dict(again, {"rest": others["rest"]}, full)
+        with pytest.raises(CheckpointError, match="is a shard, but WholeTensorOptimizer keeps"):
+            sgd = torch.optim.SGD(others["matrices"].param_groups[0]["params"], momentum=0.9)
+            _train(again, {"": sgd}, iter((0,)))
+            set_optimizer_state_dict(
+                again, others["matrices"], get_optimizer_state_dict(again, sgd), strict=False
+            )
+
+
 def _everything(folder: str) -> None:
+    _state_dicts()
     _single_files(folder)
     _names_that_differ(folder)
 

@@ -27,6 +27,7 @@ from layerzero.state_dict.optimizers import (
     Optimizers,
     keeps_whole_states,
     parameters_with_state,
+    refuse_shared,
     take_tensors,
 )
 from layerzero.state_dict.ranges import Extent, Run, runs
@@ -192,24 +193,6 @@ def optimizer_groups(optimizers: Optimizers, names: Names) -> list[dict[str, Any
             params = [name_in_group(names, each, number, name) for each in group["params"]]
             groups.append({"options": options, "params": params, **of_whom})
     return groups
-
-
-def refuse_shared(optimizers: Optimizers, names: Names) -> None:
-    """
-    Raises:
-        CheckpointError: a parameter does not belong to the model, or is in two optimizers.
-    """
-    optimizer_of: dict[str, str] = {}
-    for name, optimizer in optimizers.items():
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                parameter_name = name_in_group(names, parameter, number, name)
-                other = optimizer_of.setdefault(parameter_name, name)
-                if other != name:
-                    raise CheckpointError(
-                        f"{parameter_name} is in two optimizers, {other!r} and {name!r}; give "
-                        "each parameter to one"
-                    )
 
 
 class OptimizerParts(NamedTuple):
