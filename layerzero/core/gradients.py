@@ -353,6 +353,13 @@ class GradientBuffer:
         hooked.sort(key=itemgetter(0))  # Parts come in the order of this rank's chunk.
         return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
+    def scale_parts_(self, chunk: torch.Tensor, factors: Mapping[int, float]) -> None:
+        """Multiply this rank's parts of some parameters in a reduced chunk, in place."""
+        parts = chunk.split_with_sizes(self._split_sizes)
+        for index, part in zip(self._split_indices, parts, strict=True):
+            if index in factors:
+                part.mul_(factors[index])
+
     def _parts_of(
         self, chunk: torch.Tensor | None, scale: float
     ) -> Iterator[tuple[int, torch.Tensor]]:

@@ -155,6 +155,10 @@ class Backward:
             for unit, start in current.active.items()
             if start > call.end and unit is not call.unit
         ]
+        # Latest start first: the same order, whether they are done at once or one after the other.
+        # Ranks may differ in that, where they differ in optional units.
+        if len(done) > 1:
+            done.sort(key=current.active.__getitem__, reverse=True)
         for unit in done:
             if call.forward_pass.shares_casts or any(
                 start < current.active[unit] for start in unit.open_starts
@@ -231,7 +235,7 @@ class Backward:
         oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
         for unit in self._units:
             unit.forget_starts_before(oldest)
-        self._scheduler.end_backward(first)
+        self._scheduler.end_backward(first, (each.order for each in ended.forwards))
 
     def _reduce_untouched(self, ended: BackwardPass) -> None:
         """Take part in the reductions of units that this backward did not reach.

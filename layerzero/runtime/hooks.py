@@ -245,6 +245,7 @@ def _watch_gradients(outputs: Any, call: ForwardCall) -> None:
     for tensor in find_tensors(outputs):
         if tensor.requires_grad:
             tensor.register_hook(on_output_gradient)
+            call.watched()
 
 
 def run_in_float32(module: nn.Module) -> None:

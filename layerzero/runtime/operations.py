@@ -103,6 +103,18 @@ class Operations:
         self._count += 1
         return self._named(verb, unit, self._count, group, self._lookout)
 
+    def next_on_host(self, verb: str, unit: str, group: ShardGroup) -> Operation:
+        """`next` for an exchange between hosts, over a group of gloo."""
+        if self.failure is not None:
+            self.refuse()
+        self._count += 1
+        unit = self.prefix + unit
+        if self._lookout is not None:
+            self._lookout.issued.append((self._count, verb, unit))
+        place = self._numbers.get(group.process_group)
+        model = 0 if place is None else place.number
+        return Operation(verb, unit, self._count, None, self._lookout, model)
+
     def next_tensor_parallel(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for one of the root's `tensor_parallel_groups`, with a counter of its own.
 

@@ -101,10 +101,8 @@ class RootState:
             tensor_parallel_groups,
             owner=weakref.ref(self),
         )
-        self.scheduler = UnshardScheduler(
-            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
-        )
-        self.reducer = make_reducer(self.context, self.units, reduction)
+        self.scheduler = self._make_scheduler(forward_depth, backward_prefetch, budget_is_default)
+        self.reducer = self._make_reducer(reduction)
         self._casts = CastCache(device)
         self.cast_watch = CastWatch(self.units, device)
         self._unsharded_checks = UnshardedChecks(self.context, self.units)
@@ -121,6 +119,19 @@ class RootState:
         )
         self.looks_first = any(unit.awaits_values for unit in self.units)
         self._join_units()
+
+    def _make_scheduler(
+        self,
+        forward_depth: int,
+        backward_prefetch: BackwardPrefetch | None,
+        budget_is_default: bool,
+    ) -> UnshardScheduler:
+        return UnshardScheduler(
+            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
+        )
+
+    def _make_reducer(self, policy: ReductionPolicy) -> GradientReducer:
+        return make_reducer(self.context, self.units, policy)
 
     def _join_units(self) -> None:
         placements: dict[Placement, Placement] = {}

@@ -19,10 +19,10 @@ def make_reducer(
 ) -> GradientReducer:
     if policy.in_flight is None:
         return GradientReducer(context, units, policy.accumulation)
-    return _SeveralInFlight(context, units, policy.accumulation, parse_nbytes(policy.in_flight))
+    return SeveralInFlight(context, units, policy.accumulation, parse_nbytes(policy.in_flight))
 
 
-class _SeveralInFlight(GradientReducer):
+class SeveralInFlight(GradientReducer):
     """Waits for the oldest reductions only, and only for as many as the bound demands."""
 
     def __init__(

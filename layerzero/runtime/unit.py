@@ -80,6 +80,8 @@ class Unit:
     """Whether a load has yet to bring its parameters' values; checked before the first forward."""
     awaited_buffers: tuple[AwaitedBuffer, ...]
     """Buffers whose values the same load brings."""
+    is_optional: bool
+    """Whether ranks may skip it (`optional_modules`)."""
     tied_owners: tuple[Unit, ...]
     """Units that hold tied parameters which modules inside this unit use, too."""
     state_dict_hooks: list[RemovableHandle]
@@ -103,6 +105,7 @@ class Unit:
         self.nbytes = sum(handle.full_nbytes for handle in handles)
         self.depth = 0
         self.shows_unsharded = False
+        self.is_optional = False
         self.tied_owners = ()
         self.state_dict_hooks = []
         self.open_starts = set()
@@ -232,6 +235,9 @@ class Unit:
             tuple(forward),
             tuple(backward),
         )
+
+    def set_optional(self, is_optional: bool) -> None:
+        self.is_optional = is_optional
 
     def await_values(self, buffers: Sequence[AwaitedBuffer]) -> None:
         """A load will bring the values of its parameters, and of these buffers."""

@@ -1,1 +1,26 @@
-"""Units that a rank may skip in a pass while other ranks run them."""
+"""Modules that a rank may skip (`optional_modules`): how ranks stay in step. Off by default.
+
+    make_root.py   the one place where the engine asks for it
+    places.py      where in a pass optional units came before; pure Python
+    agreement.py   what all ranks do next; one small exchange on the host
+    scheduler.py, reducer.py, root.py   the engine's classes, which ask the agreement first
+
+Note [How ranks agree]
+    Collectives of units that are not optional come in one order on every rank. Call them the
+    *required* ones. Between two of them lies a *place*. At a place a rank may want collectives of
+    optional units: a gather, in backward also a reduction. Each rank says what it wants, or that
+    it goes on to the next required collective. If any wants one, all ranks take part in it, and
+    they exchange again; once all go on, the place is over. A rank that takes part in a gather
+    without a use for it frees the unit at once; to a reduction it brings zeros.
+
+Note [What is learned]
+    After one exchange the ranks also follow, without another, what came next the last time in the
+    same region (the *contract*). Whoever wants something else first takes part in the rest. And
+    once every optional unit has been seen in passes that took the same path, ranks exchange only
+    at the places where one came. All of this depends on agreed facts alone, so every rank learns
+    the same.
+
+    In backward they exchange nothing at such a place: from what ranks called in forward, all know
+    which optional units may be reached, and where, and they take part in these. One exchange at
+    the end settles what came late, and which gradients exist.
+"""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
 from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
 from layerzero.core.groups import ShardGroup
 from layerzero.runtime.optional.regions import OptionalRegions
+from layerzero.runtime.optional.root import OptionalRoot
 from layerzero.runtime.root import RootState
 from layerzero.runtime.structure import Ignored
 from layerzero.runtime.unit import Unit
@@ -27,9 +29,11 @@ def make_root(
     regions: OptionalRegions | None,
 ) -> RootState:
     """The root of `units`; without `regions` (None) no unit is optional. Not collective."""
-    if regions is not None:
-        raise NotImplementedError("optional_modules: the engine cannot skip units yet")
-    return RootState(
+    if regions is not None and any(h.placement.num_ranks > 1 for u in units for h in u.handles):
+        make: Callable[..., RootState] = functools.partial(OptionalRoot, regions=regions)
+    else:
+        make = RootState  # One rank alone has nobody to agree with.
+    return make(
         units,
         device,
         forward_depth,

@@ -1,0 +1,250 @@
+"""Agreement: what all ranks do next at a place; see the notes in __init__.py."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+
+from layerzero.runtime.optional.exchange import Exchange
+from layerzero.runtime.optional.places import Places
+
+_GO_ON = -1
+_RAISED = -2
+_WORD = 62
+"""Bits in an integer of an exchange."""
+
+
+class Agreement:
+    """Keeps the ranks of one model in step through a pass.
+
+    Events are integers, as in places.py.
+    """
+
+    is_open: bool
+    """Whether a pass runs."""
+    needed: frozenset[int]
+    """Optional units that may come in the pass."""
+    answers: list[list[bool]]
+    """Of the last exchange in the pass, in rank order: the bits that each rank brought."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        units: Collection[int],
+        region_of: Mapping[int, str],
+        label_of: Callable[[int], str],
+        take_part: Callable[[int], None],
+        before_event: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            units: indices of the optional units.
+            region_of: name of each optional unit's region.
+            label_of: a unit's name in messages.
+            take_part: takes part in an event that this rank has no use for.
+            before_event: called before any event that all agreed on.
+        """
+        self._exchange = exchange
+        self._units = sorted(units)
+        self._region_of = region_of
+        self._label_of = label_of
+        self._take_part = take_part
+        self._before_event = before_event
+        self._places = Places()
+        self._contract: deque[int] = deque()
+        self._bits: Callable[[], Sequence[bool]] = lambda: ()
+        self.abort()
+
+    # Passes -----------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        kind: Hashable,
+        needed: Iterable[int],
+        bits: Callable[[], Sequence[bool]],
+        exchanges: bool,
+    ) -> None:
+        """Begin a pass.
+
+        Args:
+            needed: see `Places.begin`.
+            bits: what this rank brings to each exchange; as many on every rank.
+            exchanges: whether ranks also exchange at places where an optional unit came before. If
+                not, they take part in what came there.
+        """
+        self.abort()
+        self.needed = frozenset(needed)
+        self._places.begin(kind, self.needed, roam=exchanges)
+        self._bits = bits
+        self._exchanges = exchanges
+        self.is_open = True
+
+    def required(self, collective: int) -> None:
+        """This rank comes to a required collective: first settle what others want before it."""
+        self._settle()
+        self._places.required(collective)
+        self._is_settled = False
+
+    def want(self, event: int) -> bool:
+        """This rank wants an optional event now; take part in what comes before it.
+
+        Returns:
+            Whether all ranks take part now. If not, no rank has a place for it: the caller waits
+            until the end of the pass (a reduction).
+
+        Raises:
+            RuntimeError: the same, for a gather.
+        """
+        self._expect()
+        while event not in self._contract:
+            self._finish_contract()
+            if not self._may_exchange:
+                if event % 2:
+                    return False
+                raise RuntimeError(self._out_of_place(event // 2))
+            self._meet(event)
+        while (other := self._contract.popleft()) != event:
+            self._pass_over(other)
+        self._begin_event(event)
+        return True
+
+    def next_gathers(self, depth: int) -> list[int]:
+        """Units whose gathers come next without an exchange, at most `depth`."""
+        ahead = list(self._contract)[:depth]
+        return [event // 2 for event in ahead if event % 2 == 0]
+
+    def finish(self) -> frozenset[tuple[int, int]]:
+        """The pass ends: settle what others want. Returns its (place, event)s."""
+        self._settle()
+        return self._places.events
+
+    def exchange_at_end(self) -> None:
+        """Exchange until no rank wants anything. Call it after `finish`, on every rank."""
+        while self._meet(_GO_ON):
+            self._finish_contract()
+
+    def want_at_end(self, event: int) -> None:
+        """Like `want`, where all ranks call `exchange_at_end`."""
+        while event not in self._contract:
+            self._finish_contract()
+            self._meet(event)
+        while (other := self._contract.popleft()) != event:
+            self._pass_over(other)
+        self._begin_event(event)
+
+    def gather(self, bits: Sequence[bool]) -> list[list[bool]]:
+        """Every rank's bits, in rank order. Collective; for use between passes."""
+        self._bits = lambda: bits
+        self._say(_GO_ON)
+        return self.answers
+
+    def end(self) -> None:
+        """The pass has ended on every rank: learn from it."""
+        self._places.end()
+        self.abort()
+
+    def abort(self) -> None:
+        """Drop the open pass, if any."""
+        self._places.abort()
+        self._contract.clear()
+        self.answers = []
+        self._is_settled = False
+        self._is_entered = False
+        self._exchanges = True
+        self.is_open = False
+        self.needed = frozenset()
+
+    def report(self, error: BaseException) -> None:
+        """This rank raised: if the others wait for it at this place, raise there, too."""
+        if not (self.is_open and self._is_entered and self._may_exchange):
+            return
+        self._finish_contract()
+        self._is_entered = False
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._say(_RAISED)
+        self._exchange.texts(text)
+
+    # One place --------------------------------------------------------------------------------
+
+    @property
+    def is_known(self) -> bool:
+        return self._places.is_known
+
+    @property
+    def _may_exchange(self) -> bool:
+        """Whether all ranks exchange at this place."""
+        return not self._places.is_known or (self._exchanges and bool(self._places.expected()))
+
+    def _settle(self) -> None:
+        self._expect()
+        self._finish_contract()
+        if not self._is_settled and self._may_exchange:
+            while self._meet(_GO_ON):
+                self._finish_contract()
+        self._is_settled = True
+
+    def _expect(self) -> None:
+        """Where ranks do not exchange, take what came here before as agreed."""
+        if self._exchanges or self._is_settled or not self._places.is_known:
+            return
+        self._is_settled = True
+        found = [event for event in self._places.expected() if event // 2 in self.needed]
+        self._contract.extend(found)
+
+    def _finish_contract(self) -> None:
+        while self._contract:
+            self._pass_over(self._contract.popleft())
+
+    def _pass_over(self, event: int) -> None:
+        self._begin_event(event)
+        self._take_part(event)
+
+    def _begin_event(self, event: int) -> None:
+        self._places.happened(event)
+        self._before_event()
+
+    def _meet(self, wish: int) -> bool:
+        """Exchange wishes; if any rank wants an event, extend the contract by it and what follows.
+
+        Raises:
+            RuntimeError: a rank raised at this place.
+        """
+        wishes = self._say(wish)
+        if _RAISED in wishes:
+            self._is_entered = False
+            texts = self._exchange.texts(None)
+            rank, text = next(iter(texts.items()))
+            raise RuntimeError(f"rank {rank} raised inside an optional module: {text}")
+        wanted = {wish for wish in wishes if wish >= 0}
+        self._is_entered = bool(wanted)
+        if not wanted:
+            return False
+        expected = self._places.expected()
+        order = {event: place for place, event in enumerate(expected)}
+        first = min(wanted, key=lambda event: (order.get(event, len(order)), event))
+        self._contract.append(first)
+        for event in expected[order.get(first, len(order)) + 1 :]:
+            if self._region_of[event // 2] != self._region_of[first // 2]:
+                break
+            self._contract.append(event)
+        return True
+
+    def _say(self, wish: int) -> list[int]:
+        bits = list(self._bits())
+        words = [
+            sum(1 << place for place, bit in enumerate(bits[start : start + _WORD]) if bit)
+            for start in range(0, len(bits), _WORD)
+        ]
+        rows = self._exchange([self._exchange.rank, wish, *words])
+        self.answers = [
+            [bool(row[2 + place // _WORD] >> place % _WORD & 1) for place in range(len(bits))]
+            for row in rows
+        ]
+        return [row[1] for row in rows]
+
+    def _out_of_place(self, unit: int) -> str:
+        return (
+            f"{self._label_of(unit)}: this optional module was called, or ran backward, at a place "
+            "in the pass where it never did before, and where no other rank expects it. Call it "
+            "between the same modules in every step, or call it at each of its places in the first"
+        )

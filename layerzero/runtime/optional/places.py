@@ -1,0 +1,119 @@
+"""Places: where in a pass optional units came before. Pure Python, no torch.
+
+A pass is a forward or a backward, of one kind. Required collectives and optional events are
+integers: twice the unit's index for a gather, one more for a reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+Path = tuple[int, ...]
+
+
+class _Script:
+    """Passes of one kind whose required collectives came in the same order."""
+
+    def __init__(self) -> None:
+        self.events: dict[int, list[int]] = {}
+        """Place (number of required collectives before it) -> optional events, as last seen."""
+        self.places_of: dict[int, set[int]] = {}
+        """Optional unit -> places where one of its events was seen."""
+
+    def note(self, events: Mapping[int, Sequence[int]]) -> None:
+        for place, found in events.items():
+            # New ones come in the order just seen; those that did not come stay behind them.
+            before = self.events.get(place, [])
+            if not before or not set(found) <= set(before):
+                self.events[place] = list(dict.fromkeys([*found, *before]))
+            for event in found:
+                self.places_of.setdefault(event // 2, set()).add(place)
+
+
+class Places:
+    """Follows one pass at a time, and learns from it."""
+
+    place: int
+    """Number of required collectives that the open pass has come to."""
+    is_open: bool
+
+    def __init__(self, max_kinds: int = 256) -> None:
+        self._max_kinds = max_kinds
+        self._known: dict[Hashable, dict[Path, _Script]] = {}
+        self._trace: list[int] = []
+        self._events: dict[int, list[int]] = {}
+        self._candidates: dict[Path, _Script] = {}
+        self._needed: frozenset[int] = frozenset()
+        self._kind: Hashable = None
+        self._roam = False
+        self.abort()
+
+    def begin(self, kind: Hashable, needed: Iterable[int], roam: bool) -> None:
+        """Begin a pass.
+
+        Args:
+            needed: optional units that may come; all of them must have been seen before places
+                without an exchange are trusted.
+            roam: whether a unit seen at several places may come at any other, too.
+        """
+        self.abort()
+        self.is_open = True
+        self._kind = kind
+        self._needed = frozenset(needed)
+        self._roam = roam
+        self._candidates = dict(self._known.get(kind, {}))
+
+    def required(self, collective: int) -> None:
+        """The pass comes to a required collective."""
+        self._trace.append(collective)
+        place = self.place
+        self._candidates = {
+            path: script
+            for path, script in self._candidates.items()
+            if len(path) > place and path[place] == collective
+        }
+        self.place = place + 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all optional units have been seen in every recorded pass that may be this one."""
+        if not self._needed:
+            return True
+        return bool(self._candidates) and all(
+            self._needed <= script.places_of.keys() and not self._roams(script)
+            for script in self._candidates.values()
+        )
+
+    def _roams(self, script: _Script) -> bool:
+        return self._roam and any(len(places) > 1 for places in script.places_of.values())
+
+    def expected(self) -> list[int]:
+        """The optional events that came here before, in order."""
+        scripts = self._candidates.values()
+        return list(dict.fromkeys(e for s in scripts for e in s.events.get(self.place, ())))
+
+    def happened(self, event: int) -> None:
+        """All ranks take part in an optional event here."""
+        self._events.setdefault(self.place, []).append(event)
+
+    @property
+    def events(self) -> frozenset[tuple[int, int]]:
+        """(place, event) of what has happened in the open pass."""
+        return frozenset((place, e) for place, found in self._events.items() for e in found)
+
+    def end(self) -> None:
+        """The pass has ended: learn from it."""
+        if not self.is_open:
+            return
+        scripts = self._known.pop(self._kind, {})
+        self._known[self._kind] = scripts  # The latest kind is last.
+        scripts.setdefault(tuple(self._trace), _Script()).note(self._events)
+        if len(self._known) > self._max_kinds:
+            del self._known[next(iter(self._known))]
+        self.abort()
+
+    def abort(self) -> None:
+        """Drop the open pass, if any."""
+        self.is_open, self.place = False, 0
+        self._trace, self._events, self._candidates = [], {}, {}
+        self._needed, self._kind, self._roam = frozenset(), None, False

@@ -1,0 +1,185 @@
+"""The reducers of a model with optional units: reductions in the order that ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from layerzero.config import ReductionPolicy, parse_nbytes
+from layerzero.runtime.context import RuntimeContext
+from layerzero.runtime.optional.agreement import Agreement
+from layerzero.runtime.optional.regions import OptionalRegions
+from layerzero.runtime.reducer import GradientReducer
+from layerzero.runtime.reduction import Reduction
+from layerzero.runtime.several_reductions import SeveralInFlight
+from layerzero.runtime.states import TrainingState
+from layerzero.runtime.unit import Unit
+
+
+class OptionalReducer(GradientReducer):
+    """A `GradientReducer` for a model with optional units."""
+
+    def join(
+        self,
+        agreement: Agreement,
+        regions: OptionalRegions,
+        free: Callable[[Unit], None],
+    ) -> None:
+        """Ask `agreement` before each reduction in backward from now on.
+
+        Args:
+            free: called with a unit after this rank took part in its reduction.
+        """
+        self._agreement = agreement
+        self._free = free
+        self._averages_participants = regions.mean == "participants"
+        self._late: list[Unit] = []
+        """Units whose gradients came where no rank could take part."""
+        self._reduced: set[int] = set()
+        """Optional units reduced in this backward."""
+        self._waiting: set[int] = set()
+        """Optional units that may hold sums of micro-batches on any rank."""
+
+    def how(self) -> Hashable:
+        """How gradients of the coming backward are reduced: its collectives depend on it."""
+        return self.requires_sync, self.sums_sharded
+
+    def _sends(self, unit: Unit) -> bool:
+        """Whether reducing the unit now is collective, rather than a sum on this rank."""
+        return self.requires_sync or (
+            self.sums_sharded and any(h.placement.sums_in_shards for h in unit.handles)
+        )
+
+    def reduce(self, unit: Unit) -> None:
+        agreement, event = self._agreement, 2 * unit.index + 1
+        if not (self._context.in_backward and agreement.is_open):
+            super().reduce(unit)
+        elif not unit.is_optional:
+            if self._sends(unit):
+                agreement.required(event)
+            super().reduce(unit)
+        elif unit.training_state is not TrainingState.BACKWARD:
+            pass  # Not reached by this backward. `deliver` reduces it where any rank may need that.
+        elif not self._sends(unit):
+            super().reduce(unit)
+        elif agreement.want(event):
+            self._reduce(unit)
+        else:
+            self._late.append(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        self._reduced.add(unit.index)
+        super().reduce(unit)
+
+    def take_part(self, unit: Unit) -> None:
+        """Take part in a reduction that this rank has no gradients for, or not all of them yet."""
+        self._reduce(unit)
+        self._free(unit)
+
+    def deliver(self) -> None:
+        agreement = self._agreement
+        if self._context.in_backward and agreement.is_open:
+            agreement.finish()
+            needed = {i for i in agreement.needed if self._units[i].is_trainable}
+            if self.requires_sync:
+                for index in sorted(self._waiting - self._reduced):
+                    self._reduce(self._units[index])
+            if self._optional_reductions() or any(self._sends(self._units[i]) for i in needed):
+                for unit in self._late:
+                    if unit.index not in self._reduced or self._has_gradients(unit):
+                        agreement.want_at_end(2 * unit.index + 1)
+                        self._reduce(unit)
+                agreement.exchange_at_end()
+            self._waiting = set() if self.requires_sync else self._waiting | needed
+            self._late, self._reduced = [], set()
+        super().deliver()
+
+    @staticmethod
+    def _has_gradients(unit: Unit) -> bool:
+        return any(p.grad is not None for h in unit.handles for p in h.unsharded_params)
+
+    def drop(self) -> None:
+        super().drop()
+        self._late, self._reduced, self._waiting = [], set(), set()
+
+    # Which gradients exist --------------------------------------------------------------------
+
+    def _optional_reductions(self) -> list[Reduction]:
+        found = [*self._undelivered, *self._in_flight]
+        return [each for each in found if each.unit.is_optional and not each.is_partial]
+
+    def presence(self) -> list[bool]:
+        """For each trainable parameter of optional units reduced in this pass, in order of issue:
+        whether this rank had a gradient."""
+        return _flags(self._optional_reductions())
+
+    def _exchange_presence(
+        self, reductions: list[Reduction]
+    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
+        optional = [each for each in reductions if each.unit.is_optional]
+        required = super()._exchange_presence([r for r in reductions if not r.unit.is_optional])
+        if not optional:
+            return required
+        table = self._agreement.answers
+        if not (table and len(table[0]) == len(_flags(optional))):
+            table = self._agreement.gather(_flags(optional))
+        counts = _counts(optional, table)
+
+        def answer() -> list[tuple[Reduction, set[int]]]:
+            found = {id(reduction): present for reduction, present in required()}
+            for reduction in optional:
+                own = counts[id(reduction.handle)]
+                found[id(reduction)] = {index for index, count in own.items() if count}
+                if self._averages_participants:
+                    self._scale(reduction, own)
+            return [(reduction, found[id(reduction)]) for reduction in reductions]
+
+        return answer
+
+    def _scale(self, reduction: Reduction, counts: dict[int, int]) -> None:
+        """Turn a mean over all ranks into one over those that had a gradient."""
+        if reduction.unit.options.gradient_scale == 1.0 or reduction.chunk is None:
+            return  # A sum; or one rank alone.
+        number = reduction.handle.placement.num_averaged
+        self._context.streams.wait_on_host(reduction.landed)
+        reduction.handle.gradients.scale_parts_(
+            reduction.chunk, {i: number / c for i, c in counts.items() if c not in (0, number)}
+        )
+
+
+def _flags(reductions: Iterable[Reduction]) -> list[bool]:
+    return [
+        index in reduction.present
+        for reduction in reductions
+        for index in reduction.handle.gradients.layout.trainable
+    ]
+
+
+def _counts(reductions: list[Reduction], table: list[list[bool]]) -> dict[int, dict[int, int]]:
+    """For each flat parameter (by id) and parameter of it: how many ranks had a gradient.
+
+    A unit may be reduced twice in a pass; a rank counts once.
+    """
+    keys = [
+        (id(reduction.handle), index)
+        for reduction in reductions
+        for index in reduction.handle.gradients.layout.trainable
+    ]
+    counts: dict[int, dict[int, int]] = {}
+    for handle, index in dict.fromkeys(keys):
+        places = [place for place, key in enumerate(keys) if key == (handle, index)]
+        ranks = sum(any(row[place] for place in places) for row in table)
+        counts.setdefault(handle, {})[index] = ranks
+    return counts
+
+
+class _OptionalSeveralInFlight(OptionalReducer, SeveralInFlight):
+    """The same, with several units' reductions in flight."""
+
+
+def make_reducer(
+    context: RuntimeContext, units: Sequence[Unit], policy: ReductionPolicy
+) -> OptionalReducer:
+    if policy.in_flight is None:
+        return OptionalReducer(context, units, policy.accumulation)
+    nbytes = parse_nbytes(policy.in_flight)
+    return _OptionalSeveralInFlight(context, units, policy.accumulation, nbytes)

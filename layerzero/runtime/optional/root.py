@@ -1,0 +1,89 @@
+"""OptionalRoot: the state of a model of which ranks may skip optional units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from layerzero.comm.diagnosis import CollectiveError
+from layerzero.config import BackwardPrefetch, ReductionPolicy
+from layerzero.runtime.operations import remembers_failure
+from layerzero.runtime.optional.agreement import Agreement
+from layerzero.runtime.optional.exchange import Exchange
+from layerzero.runtime.optional.reducer import OptionalReducer, make_reducer
+from layerzero.runtime.optional.regions import OptionalRegions
+from layerzero.runtime.optional.scheduler import OptionalScheduler
+from layerzero.runtime.passes import ForwardCall
+from layerzero.runtime.root import RootState
+from layerzero.runtime.unit import Unit
+
+
+class OptionalRoot(RootState):
+    """A `RootState` whose scheduler and reducer ask an `Agreement` before each collective."""
+
+    scheduler: OptionalScheduler
+    reducer: OptionalReducer
+
+    def __init__(
+        self, units: Sequence[Unit], *args: Any, regions: OptionalRegions, **kwargs: Any
+    ) -> None:
+        """Takes the arguments of `RootState`. Collective where the exchange makes new groups."""
+        super().__init__(units, *args, **kwargs)
+        for unit in units:
+            unit.set_optional(unit.index in regions.region_of)
+        optional = [unit for unit in units if unit.is_optional]
+        placement = next(h.placement for unit in optional for h in unit.handles)
+        streams = self.streams
+        exchange = Exchange(
+            placement, self.operations, streams.are_apart or self.device.type != "cpu"
+        )
+        scheduler, reducer = self.scheduler, self.reducer
+
+        def take_part(event: int) -> None:
+            unit = units[event // 2]
+            if event % 2:
+                reducer.take_part(unit)
+            else:
+                scheduler.take_part_in_gather(unit)
+
+        self.agreement = Agreement(
+            exchange,
+            regions.region_of.keys(),
+            regions.region_of,
+            label_of=lambda index: units[index].label,
+            take_part=take_part,
+            before_event=scheduler.before_event,
+        )
+        scheduler.join(self.agreement, optional, reducer.how, reducer.presence)
+        reducer.join(self.agreement, regions, scheduler.free_after_reduction)
+
+    def _make_scheduler(
+        self,
+        forward_depth: int,
+        backward_prefetch: BackwardPrefetch | None,
+        budget_is_default: bool,
+    ) -> OptionalScheduler:
+        return OptionalScheduler(
+            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
+        )
+
+    def _make_reducer(self, policy: ReductionPolicy) -> OptionalReducer:
+        return make_reducer(self.context, self.units, policy)
+
+    @remembers_failure
+    def end_call(self, call: ForwardCall) -> None:
+        if call.unit.is_optional and not self.context.in_backward:
+            self.scheduler.note_call(call)
+        try:
+            if self._call_depth == 1 and not self.context.in_backward:
+                self.scheduler.before_last_call_ends(call)
+            super().end_call(call)
+        except BaseException as error:
+            # Another rank raised: see `Agreement.report`.
+            self.abort(error)
+            raise
+
+    def abort(self, error: BaseException | None = None) -> None:
+        if not isinstance(error, CollectiveError) and self.operations.failure is None:
+            self.agreement.report(error or RuntimeError("a backward pass failed"))
+        super().abort(error)

@@ -1,0 +1,296 @@
+"""OptionalScheduler: unshards units in the order that ranks agree on.
+
+Note [Ranks hold the same]
+    Whether a required unit is resident when a pass comes to it decides whether it is gathered, so
+    it must be the same on every rank, whatever optional units ran there. So what an optional unit
+    makes a rank free (the unit whose forward ended last), every rank frees; optional units are
+    left out of the budget for prefetching, and never stay for the backward because they ran last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import torch
+
+from layerzero.config import BackwardPrefetch, GatherBudget
+from layerzero.runtime.context import RuntimeContext
+from layerzero.runtime.exec_order import ExecOrderRecorder, Order
+from layerzero.runtime.optional.agreement import Agreement
+from layerzero.runtime.passes import ForwardCall
+from layerzero.runtime.states import Hold, ShardState
+from layerzero.runtime.unit import Unit
+from layerzero.runtime.unshard_scheduler import UnshardScheduler
+
+_LAST = int(Hold.LAST_OF_FORWARD)
+_POLICY = int(Hold.POLICY)
+_EXPLICIT = int(Hold.EXPLICIT)
+_MAX_OPEN = 64
+"""Forwards without a backward that are remembered."""
+
+
+class AgreedOrder(tuple[int, ...]):
+    """The order of required units of a forward, and what its backward needs to know."""
+
+    key: Hashable
+    """What happened in the forward; its backward is compared with those after the same."""
+    needed: frozenset[int]
+    """Optional units that its backward may reach on any rank."""
+    own: frozenset[int]
+    """Those that it may reach on this rank."""
+
+
+class OptionalScheduler(UnshardScheduler):
+    """An `UnshardScheduler` for a model with optional units."""
+
+    def __init__(
+        self,
+        context: RuntimeContext,
+        units: Sequence[Unit],
+        forward_depth: int,
+        backward_prefetch: BackwardPrefetch | None,
+        budget_is_default: bool,
+    ) -> None:
+        super().__init__(context, units, forward_depth, backward_prefetch, budget_is_default)
+        self.recorder = _Recorder(self)
+        self._limiter = _Room(context, units)  # type: ignore[assignment]
+        self._calls: list[tuple[ForwardCall, bool]] = []
+        self._events: Hashable = None
+        self._ahead: set[Unit] = set()
+        """Optional units whose gather was started before the agreement has come to it."""
+        self._own: frozenset[int] = frozenset()
+        """Optional units that the open backward may reach on this rank."""
+        self._open: deque[AgreedOrder] = deque(maxlen=_MAX_OPEN)
+        self._optional: tuple[Unit, ...] = ()
+
+    def join(
+        self,
+        agreement: Agreement,
+        optional: Sequence[Unit],
+        reduces: Callable[[], Hashable],
+        presence: Callable[[], list[bool]],
+    ) -> None:
+        """Ask `agreement` before each collective from now on.
+
+        Args:
+            reduces: how gradients of the coming backward are reduced.
+            presence: what `OptionalReduction.presence` returns.
+        """
+        self.agreement = agreement
+        self._optional = tuple(optional)
+        self._reduces = reduces
+        self._presence = presence
+
+    # Passes -----------------------------------------------------------------------------------
+
+    def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
+        super().begin_forward(unit, weights_may_have_changed)
+        self._calls = []
+        kind = ("forward", unit.index, torch.is_grad_enabled(), unit.module.training)
+        needed = (each.index for each in self._optional if each.handles)
+        self.agreement.begin(kind, needed, self._reached, exchanges=True)
+
+    def note_call(self, call: ForwardCall) -> None:
+        """A forward call of an optional unit has ended."""
+        self._calls.append((call, torch.is_grad_enabled()))
+
+    def before_last_call_ends(self, call: ForwardCall) -> None:
+        """The outermost call of a forward is about to end: settle what ranks want in its last
+        place, as long as its unit is in use."""
+        if call.unit.is_optional and torch.is_grad_enabled():
+            call.watched()  # Its outputs are not looked at yet.
+        self._events = self.agreement.finish()
+
+    def _reached(self) -> list[bool]:
+        """For each optional unit, whether this rank's backward may reach it.
+
+        A call without gradients counts if the unit is trainable: a reentrant checkpoint may run it
+        again in backward.
+        """
+        reached = {
+            call.unit
+            for call, has_grad in self._calls
+            if call.is_watched or (not has_grad and call.unit.is_trainable)
+        }
+        return [unit in reached for unit in self._optional]
+
+    def end_forward(self, grad_enabled: bool) -> Order:
+        own = [u.index for u, bit in zip(self._optional, self._reached(), strict=True) if bit]
+        reached = [any(bits) for bits in zip(*self.agreement.answers, strict=True)]
+        needed = [u.index for u, bit in zip(self._optional, reached, strict=False) if bit]
+        if self._last is not None and self._last.is_optional:
+            self._release_last()
+        order = AgreedOrder(super().end_forward(grad_enabled))
+        self._calls = []
+        order.key = self._events
+        order.needed = frozenset(needed if grad_enabled else ())
+        order.own = frozenset(own if grad_enabled else ())
+        if order.needed:
+            self._open.append(order)
+        return order
+
+    def begin_backward(self, order: Order) -> None:
+        """A backward begins, at a forward of this order."""
+        everything = frozenset(unit.index for unit in self._optional if unit.handles)
+        own = order.needed if isinstance(order, AgreedOrder) else everything
+        others = [other for other in self._open if other is not order]
+        key = order.key if isinstance(order, AgreedOrder) else None
+        keys = tuple(other.key for other in others)
+        kind = ("backward", tuple(order), key, keys, self._reduces())
+        needed = own.union(*(other.needed for other in others))
+        self.agreement.begin(kind, needed, self._presence, exchanges=False)
+        in_flight = [*others, *([order] if isinstance(order, AgreedOrder) else ())]
+        self._own = frozenset[int]().union(*(each.own for each in in_flight))
+
+    def end_backward(self, first: Unit | None, orders: Iterable[Order]) -> None:
+        orders = list(orders)
+        super().end_backward(first, orders)
+        done = [place for place, each in enumerate(self._open) if any(each is o for o in orders)]
+        # Older ones most likely never run (`Unit.forget_starts_before`).
+        for _ in range(max(done) + 1 if done else 0):
+            self._open.popleft()
+
+    def keep_first(self, unit: Unit) -> None:
+        if not unit.is_optional:
+            super().keep_first(unit)
+
+    # One unit ---------------------------------------------------------------------------------
+
+    def ensure_unsharded(self, unit: Unit, prefetches: bool, in_backward: bool) -> None:
+        agreement = self.agreement
+        event = 2 * unit.index
+        if not unit.is_optional:
+            if agreement.is_open and (unit.state is not ShardState.UNSHARDED or self._last is unit):
+                agreement.required(event)
+            super().ensure_unsharded(unit, prefetches, in_backward)
+            return
+        if self._last is unit:
+            self._last = None
+            unit.end_hold(_LAST)
+        if agreement.is_open and (unit.state is ShardState.SHARDED or unit in self._ahead):
+            agreement.want(event)
+        self._ahead.discard(unit)
+        unit.unshard()
+        if prefetches:
+            self.prefetch_after(unit, in_backward)
+        unit.wait_for_unshard()
+        unit.show_unsharded()
+
+    def prefetch_after(
+        self, unit: Unit, in_backward: bool, behind_reductions: bool | None = None
+    ) -> None:
+        if not unit.is_optional:
+            super().prefetch_after(unit, in_backward, behind_reductions)
+            return
+        # Only what is agreed: the gather of a required unit has its place behind it.
+        depth = self.backward_depth if in_backward else self.forward_depth
+        for index in self.agreement.next_gathers(depth):
+            other = self._units[index]
+            if other.state is ShardState.SHARDED:
+                with self._context.profile("prefetch", other.label):
+                    other.unshard()
+                self._ahead.add(other)
+
+    def _ahead_of(self, unit: Unit, in_backward: bool) -> Sequence[Unit]:
+        return [each for each in super()._ahead_of(unit, in_backward) if not each.is_optional]
+
+    def take_part_in_gather(self, unit: Unit) -> None:
+        """Take part in a gather that this rank has no use for now."""
+        in_backward = self._context.in_backward
+        if unit in self._ahead:
+            self._ahead.remove(unit)
+        elif unit.state is ShardState.SHARDED:
+            unit.unshard()
+        else:
+            self._gather_again(unit)
+            return
+        self.prefetch_after(unit, in_backward)
+        if in_backward and unit.index in self._own:
+            return  # This rank's backward may come to it later.
+        unit.wait_for_unshard()
+        if not in_backward:
+            # What the user froze or unfroze is taken over where parameters are shown.
+            unit.show_unsharded()
+            unit.show_sharded()
+            unit.end_hold(_EXPLICIT)
+            if not unit.options.reshard_after_forward:
+                unit.hold(_POLICY)
+        unit.free(regathered_this_step=not in_backward and torch.is_grad_enabled())
+
+    def _gather_again(self, unit: Unit) -> None:
+        """Gather a unit that is resident on this rank, for those where it is not."""
+        holds, shown = int(unit.holds), unit.shows_unsharded
+        unit.reshard()
+        unit.unshard()
+        unit.wait_for_unshard()
+        unit.hold(holds)
+        if shown:
+            unit.show_unsharded()
+
+    def free_after_reduction(self, unit: Unit) -> None:
+        """This rank took part in the reduction of a unit that its own backward is not running."""
+        if unit.index not in self._own:
+            self.free_in_backward(unit)
+
+    def abort(self) -> None:
+        super().abort()
+        self._ahead.clear()
+
+    def before_event(self) -> None:
+        """All ranks take part in an event of an optional unit; see Note [Ranks hold the same]."""
+        self._release_last()
+
+    def _release_last(self) -> None:
+        if self._last is not None:
+            self._last.free(_LAST, regathered_this_step=True)
+            self._last = None
+
+
+class _Recorder(ExecOrderRecorder):
+    """Passes on where backward passes begin, and where passes end."""
+
+    def __init__(self, scheduler: OptionalScheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+
+    def begin(self, kind: Hashable) -> None:
+        super().begin(kind)
+        if isinstance(kind, tuple) and kind[0] == "backward":
+            self._scheduler.begin_backward(kind[1])
+
+    def end(self) -> Order:
+        self._scheduler.agreement.end()
+        return super().end()
+
+    def abort(self) -> None:
+        super().abort()
+        agreement = self._scheduler.__dict__.get("agreement")
+        if agreement is not None:
+            agreement.abort()
+
+
+class _Room:
+    """A `RateLimiter` that counts required units alone."""
+
+    def __init__(self, context: RuntimeContext, units: Sequence[Unit]) -> None:
+        self._limiter = context.limiter
+        self._units = units
+
+    @property
+    def budget(self) -> GatherBudget:
+        return self._limiter.budget
+
+    def set_budget(self, budget: GatherBudget) -> None:
+        self._limiter.set_budget(budget)
+
+    def admits(self, nbytes: int) -> bool:
+        budget = self.budget
+        resident = [
+            unit.nbytes
+            for unit in self._units
+            if unit.state is not ShardState.SHARDED and not unit.is_optional
+        ]
+        if budget.max_units is not None and len(resident) + 1 > budget.max_units:
+            return False
+        return budget.max_nbytes is None or sum(resident) + nbytes <= budget.max_nbytes
