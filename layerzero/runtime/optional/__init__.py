@@ -17,8 +17,8 @@ Note [What is learned]
     After one exchange the ranks also follow, without another, what came next the last time in the
     same region (the *contract*). Whoever wants something else first takes part in the rest. And
     once every optional unit has been seen in passes that took the same path, ranks exchange only
-    at the places where one came. All of this depends on agreed facts alone, so every rank learns
-    the same.
+    at the places where one came, and where they are about to leave every recorded path. All of
+    this depends on agreed facts alone, so every rank learns the same.
 
     In backward they exchange nothing at such a place: from what ranks called in forward, all know
     which optional units may be reached, and where, and they take part in these. One exchange at

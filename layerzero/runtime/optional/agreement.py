@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
+from layerzero.comm.diagnosis import CollectiveError
 from layerzero.runtime.optional.exchange import Exchange
 from layerzero.runtime.optional.places import Places
 
@@ -81,28 +82,29 @@ class Agreement:
 
     def required(self, collective: int) -> None:
         """This rank comes to a required collective: first settle what others want before it."""
-        self._settle()
+        self._settle(collective)
         self._places.required(collective)
-        self._is_settled = False
+        self._is_expected = False
 
     def want(self, event: int) -> bool:
         """This rank wants an optional event now; take part in what comes before it.
 
-        Returns:
-            Whether all ranks take part now. If not, no rank has a place for it: the caller waits
-            until the end of the pass (a reduction).
+        At a place where no recorded pass had optional events, this rank alone may know of this one.
+        A reduction can wait. For a gather it asks nonetheless: the others answer if they are about
+        to leave the recorded path, too; else the ranks have parted, and each raises.
 
-        Raises:
-            RuntimeError: the same, for a gather.
+        Returns:
+            Whether all ranks take part now; False: the reduction has to wait for the end.
         """
         self._expect()
         while event not in self._contract:
             self._finish_contract()
-            if not self._may_exchange:
-                if event % 2:
-                    return False
-                raise RuntimeError(self._out_of_place(event // 2))
-            self._meet(event)
+            if self._may_exchange:
+                self._meet(event)
+            elif event % 2:
+                return False
+            else:
+                self._ask_out_of_place(event)
         while (other := self._contract.popleft()) != event:
             self._pass_over(other)
         self._begin_event(event)
@@ -115,7 +117,7 @@ class Agreement:
 
     def finish(self) -> frozenset[tuple[int, int]]:
         """The pass ends: settle what others want. Returns its (place, event)s."""
-        self._settle()
+        self._settle(None)
         return self._places.events
 
     def exchange_at_end(self) -> None:
@@ -148,7 +150,7 @@ class Agreement:
         self._places.abort()
         self._contract.clear()
         self.answers = []
-        self._is_settled = False
+        self._is_expected = False
         self._is_entered = False
         self._exchanges = True
         self.is_open = False
@@ -175,19 +177,19 @@ class Agreement:
         """Whether all ranks exchange at this place."""
         return not self._places.is_known or (self._exchanges and bool(self._places.expected()))
 
-    def _settle(self) -> None:
+    def _settle(self, collective: int | None) -> None:
+        """This rank is done with the place; `collective` comes next (None: the end of the pass)."""
         self._expect()
         self._finish_contract()
-        if not self._is_settled and self._may_exchange:
+        if self.needed and (self._may_exchange or not self._places.goes_on_with(collective)):
             while self._meet(_GO_ON):
                 self._finish_contract()
-        self._is_settled = True
 
     def _expect(self) -> None:
         """Where ranks do not exchange, take what came here before as agreed."""
-        if self._exchanges or self._is_settled or not self._places.is_known:
+        if self._exchanges or self._is_expected or not self._places.is_known:
             return
-        self._is_settled = True
+        self._is_expected = True
         found = [event for event in self._places.expected() if event // 2 in self.needed]
         self._contract.extend(found)
 
@@ -242,9 +244,12 @@ class Agreement:
         ]
         return [row[1] for row in rows]
 
-    def _out_of_place(self, unit: int) -> str:
-        return (
-            f"{self._label_of(unit)}: this optional module was called, or ran backward, at a place "
-            "in the pass where it never did before, and where no other rank expects it. Call it "
-            "between the same modules in every step, or call it at each of its places in the first"
-        )
+    def _ask_out_of_place(self, gather: int) -> None:
+        try:
+            self._meet(gather)
+        except CollectiveError as error:
+            raise CollectiveError(
+                f"{error}\n{self._label_of(gather // 2)}: this optional module was called, or ran "
+                "backward, at a place of the pass where it never did before, while others went "
+                "on as they did before; call it between the same modules in every step"
+            ) from error

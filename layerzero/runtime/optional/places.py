@@ -74,6 +74,14 @@ class Places:
         }
         self.place = place + 1
 
+    def goes_on_with(self, collective: int | None) -> bool:
+        """Whether a recorded pass went on from here with this required collective (None: ended)."""
+        place = self.place
+        return any(
+            len(path) == place if collective is None else path[place : place + 1] == (collective,)
+            for path in self._candidates
+        )
+
     @property
     def is_known(self) -> bool:
         """Whether all optional units have been seen in every recorded pass that may be this one."""

@@ -87,9 +87,18 @@ class OptionalScheduler(UnshardScheduler):
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
         super().begin_forward(unit, weights_may_have_changed)
         self._calls = []
-        kind = ("forward", unit.index, torch.is_grad_enabled(), unit.module.training)
+        mode = torch.is_grad_enabled(), unit.module.training
+        kind = ("forward", unit.index, *mode, self._resident())
         needed = (each.index for each in self._optional if each.handles)
         self.agreement.begin(kind, needed, self._reached, exchanges=True)
+
+    def _resident(self) -> tuple[int, ...]:
+        """Required units that are resident: a pass does not gather them."""
+        return tuple(
+            unit.index
+            for unit in self._units
+            if unit.state is not ShardState.SHARDED and not unit.is_optional
+        )
 
     def note_call(self, call: ForwardCall) -> None:
         """A forward call of an optional unit has ended."""
@@ -137,7 +146,7 @@ class OptionalScheduler(UnshardScheduler):
         others = [other for other in self._open if other is not order]
         key = order.key if isinstance(order, AgreedOrder) else None
         keys = tuple(other.key for other in others)
-        kind = ("backward", tuple(order), key, keys, self._reduces())
+        kind = ("backward", tuple(order), key, keys, self._reduces(), self._resident())
         needed = own.union(*(other.needed for other in others))
         self.agreement.begin(kind, needed, self._presence, exchanges=False)
         in_flight = [*others, *([order] if isinstance(order, AgreedOrder) else ())]
