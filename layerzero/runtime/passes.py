@@ -99,8 +99,9 @@ class BackwardPass:
         self.active: dict[Unit, int] = {}
         """Units that this pass has reached -> start of their first call in that forward. A unit is
         reduced once every autograd node created after that start has run."""
-        self.deferred: dict[Unit, None] = {}
-        """Units that this pass has reached, to be reduced when it ends."""
+        self.deferred: dict[Unit, int] = {}
+        """Units that this pass has reached, to be reduced when it ends -> the same start; -1 if it
+        is not known."""
         self.forwards: dict[ForwardPass, None] = {}
         """Forwards whose graph this pass runs; maintained in the outermost pass only."""
         self.touched: set[Unit] = set()
@@ -125,17 +126,19 @@ class BackwardPass:
 
     def defer(self, unit: Unit) -> None:
         """Reduce a unit only when the pass ends."""
-        self.active.pop(unit, None)
-        self.deferred[unit] = None
+        self.deferred[unit] = self.active.pop(unit, -1)
 
     def finished(self, unit: Unit) -> None:
         self.active.pop(unit, None)
         self.deferred.pop(unit, None)
 
     def unfinished(self) -> list[Unit]:
-        """Units left to reduce: latest start first, then the deferred ones."""
-        last_first = sorted(self.active, key=lambda unit: -self.active[unit])
-        return [*last_first, *self.deferred]
+        """Units left to reduce, latest start first.
+
+        Deferred ones among them: when a unit is deferred may differ between ranks.
+        """
+        starts = {**self.active, **self.deferred}
+        return sorted(starts, key=starts.__getitem__, reverse=True)
 
     @property
     def first_unit(self) -> Unit | None:

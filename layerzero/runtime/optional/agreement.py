@@ -151,20 +151,17 @@ class Agreement:
         self._contract.clear()
         self.answers = []
         self._is_expected = False
-        self._is_entered = False
         self._exchanges = True
         self.is_open = False
         self.needed = frozenset()
 
     def report(self, error: BaseException) -> None:
-        """This rank raised: if the others wait for it at this place, raise there, too."""
-        if not (self.is_open and self._is_entered and self._may_exchange):
+        """This rank leaves the pass with an error: raise on ranks that exchange here, too."""
+        if not (self.is_open and self.needed and self._may_exchange):
             return
         self._finish_contract()
-        self._is_entered = False
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
         self._say(_RAISED)
-        self._exchange.texts(text)
+        self._exchange.texts(f"{type(error).__name__}: {error}".splitlines()[0])
 
     # One place --------------------------------------------------------------------------------
 
@@ -213,12 +210,10 @@ class Agreement:
         """
         wishes = self._say(wish)
         if _RAISED in wishes:
-            self._is_entered = False
-            texts = self._exchange.texts(None)
-            rank, text = next(iter(texts.items()))
-            raise RuntimeError(f"rank {rank} raised inside an optional module: {text}")
+            self.abort()
+            rank, text = next(iter(self._exchange.texts(None).items()))
+            raise RuntimeError(f"rank {rank} raised between or inside optional modules: {text}")
         wanted = {wish for wish in wishes if wish >= 0}
-        self._is_entered = bool(wanted)
         if not wanted:
             return False
         expected = self._places.expected()

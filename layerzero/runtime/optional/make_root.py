@@ -29,10 +29,12 @@ def make_root(
     regions: OptionalRegions | None,
 ) -> RootState:
     """The root of `units`; without `regions` (None) no unit is optional. Not collective."""
-    if regions is not None and any(h.placement.num_ranks > 1 for u in units for h in u.handles):
-        make: Callable[..., RootState] = functools.partial(OptionalRoot, regions=regions)
-    else:
-        make = RootState  # One rank alone has nobody to agree with.
+    make: Callable[..., RootState] = RootState
+    if regions is not None:
+        handles = [handle for index in regions.region_of for handle in units[index].handles]
+        # Otherwise there is nothing to gather, or nobody to agree with.
+        if any(handle.placement.num_ranks > 1 for handle in handles):
+            make = functools.partial(OptionalRoot, regions=regions)
     return make(
         units,
         device,

@@ -32,7 +32,7 @@ class OptionalRoot(RootState):
         for unit in units:
             unit.set_optional(unit.index in regions.region_of)
         optional = [unit for unit in units if unit.is_optional]
-        placement = next(h.placement for unit in optional for h in unit.handles)
+        placement = next(h.placement for unit in units for h in unit.handles)
         streams = self.streams
         exchange = Exchange(
             placement, self.operations, streams.are_apart or self.device.type != "cpu"
@@ -84,6 +84,8 @@ class OptionalRoot(RootState):
             raise
 
     def abort(self, error: BaseException | None = None) -> None:
-        if not isinstance(error, CollectiveError) and self.operations.failure is None:
+        # Not for an interrupt, after which the others may be gone.
+        is_own = error is None or isinstance(error, Exception)
+        if is_own and not isinstance(error, CollectiveError) and self.operations.failure is None:
             self.agreement.report(error or RuntimeError("a backward pass failed"))
         super().abort(error)
