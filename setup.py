@@ -50,7 +50,7 @@ TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 CPP_FLAGS = [
     *("-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", TARGET),
     # The order of roundings is the contract of the ops.
-    "-ffp-contract=off",
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 ]
 CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 
@@ -210,6 +210,9 @@ NATIVE = Extension(
             "ordered_sum",
             "pack",
             "parallel",
+            "step",
+            "step_arguments",
+            "step_kernels",
             "tensors",
         )
     ],

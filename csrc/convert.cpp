@@ -26,10 +26,12 @@ namespace layerzero {
 
 static std::atomic<bool> baseline_forced{false};
 
+bool baseline_is_forced() { return baseline_forced.load(std::memory_order_relaxed); }
+
 const Kernels& kernels() {
 #if defined(__x86_64__)
   static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  if (has_avx2 && !baseline_forced.load(std::memory_order_relaxed)) return avx2::table;
+  if (has_avx2 && !baseline_is_forced()) return avx2::table;
 #endif
   return baseline::table;
 }

@@ -37,4 +37,7 @@ struct Kernels {
 
 const Kernels& kernels();
 
+// Whether a test asked for what runs on any processor.
+bool baseline_is_forced();
+
 }  // namespace layerzero

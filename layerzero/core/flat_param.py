@@ -119,7 +119,7 @@ class FlatParam:
             alignment=alignment_of(device.type, min(dtype.itemsize, compute_dtype.itemsize)),
             slices=placement.owned_slices,
         )
-        self.version = -1
+        self.version = self._slice_version = -1
         self.post_forward_shard = None
         self.params_on = params_on
         if params_on is None:
@@ -265,7 +265,7 @@ class FlatParam:
         """
         self.post_forward_shard = None
         if self.has_compute_shard:
-            self.version = -1
+            self.version = self._slice_version = -1
 
     def rename(self, prefix: str) -> None:
         """Put `prefix` before every name, because the model became part of another."""
@@ -297,13 +297,29 @@ class FlatParam:
         Runs on the current stream; does not block the host unless offloaded memory is not pinned.
         """
         self.post_forward_shard = None
-        if self.has_compute_shard:
+        if self.has_compute_shard and self._slice_version != self.main_shard._version:
             source = self.main_shard
             if self.params_on is not None:
                 source = torch.empty_like(source, device=self.full.device)
                 source.copy_(self.main_shard, non_blocking=True)
             pack_(self.compute_slice, [source], self._whole_shard)
         self.version = self.main_shard._version
+
+    @property
+    def slice_beside_main(self) -> torch.Tensor | None:
+        """The slice of the compute shard that an optimizer may write together with the main shard,
+        before it calls `note_slice_written`; None: there is none, or on another device."""
+        is_beside = self.has_compute_shard and self.compute_slice.device == self.main_shard.device
+        return self.compute_slice if is_beside else None
+
+    @property
+    def slice_is_current(self) -> bool:
+        """Whether the slice of the compute shard has the values that the main shard has now."""
+        return self.main_shard._version in (self.version, self._slice_version)
+
+    def note_slice_written(self) -> None:
+        """The slice has the values that the main shard has now: the next cast is left out."""
+        self._slice_version = self.main_shard._version
 
     def reset_sharded_params(self, unit: str) -> bool:
         """Copy values that a user assigned to `parameter.data` into the main shard; True if any.

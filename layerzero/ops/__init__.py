@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from layerzero.ops import reference, schema
+from layerzero.ops import reference, schema, step_reference
 from layerzero.ops.delta import find_changed
 from layerzero.ops.native import NativeStatus, has_kernel, load
 from layerzero.ops.segments import ZEROS, Segments
@@ -22,10 +22,12 @@ __all__ = [
     "Segments",
     "crc32",
     "find_changed",
+    "flat_step_",
     "missing_kernels",
     "native_status",
     "ordered_sum_",
     "pack_",
+    "sum_squares",
 ]
 
 STREAMING_NBYTES = 32 << 20
@@ -136,6 +138,78 @@ def ordered_sum_(
     torch.ops.layerzero.ordered_sum_.default(out, list(parts), scale)
     _note_written(out)
     return out
+
+
+def flat_step_(
+    kind: int,
+    main: torch.Tensor,
+    grad: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    copy: torch.Tensor,
+    edges: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    factor: torch.Tensor,
+    grad_scale: float = 1.0,
+    seed: int = 0,
+    phase: int = 0,
+) -> None:
+    """One optimizer step of ranges of a flat parameter, in one pass over its memory.
+
+    Each gradient is divided by `grad_scale`, multiplied by `factor`, and updates the states and
+    the parameter; the parameter's new value is cast into `copy`. Step_reference.py defines the
+    bits. No autograd; does not block the host.
+
+    Args:
+        kind: `ADAMW`, `SGD` or `LION` of step_reference.py, as the names of columns and phases.
+        main: contiguous, float32, float16, bfloat16 or float64; written.
+        grad: contiguous, of main's dtype.
+        states: written; float32 (float64 for float64), bfloat16 or uint8, one dtype for all.
+        scales: for uint8 states, a float32 tensor for each, with an entry for each block; written.
+        copy: of main's size and any of its dtypes, written; or empty.
+        edges: float32 [E, states]: scales of blocks of which this rank has a part. Read, or written
+            in phase `MEASURE`, which writes nothing else.
+        table: int64 [R, COLUMNS], rising in main; on main's device.
+        rows: float64 [K, ROW_COLUMNS], on the CPU.
+        factor: one float32 on main's device; or empty, for 1.
+        seed: of the random bits that round smaller states.
+
+    Raises:
+        ValueError: the arguments do not fit together; nothing was written.
+    """
+    torch.ops.layerzero.flat_step_.default(
+        kind,
+        main,
+        grad,
+        states,
+        scales,
+        copy,
+        edges,
+        table,
+        rows,
+        factor,
+        grad_scale,
+        seed,
+        phase,
+    )
+    if phase != step_reference.MEASURE:
+        _note_written(main)
+        if copy.numel():
+            _note_written(copy)
+
+
+def sum_squares(x: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of all elements, a float64 scalar on x's device, added in float64.
+
+    Args:
+        x: float32, float16, bfloat16 or float64.
+    """
+    if x.device.type != "cpu":
+        return torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
+    out = torch.empty(1, dtype=torch.float64)
+    torch.ops.layerzero.sum_squares_.default(out, x.detach().contiguous())
+    return out[0]
 
 
 def crc32(data: torch.Tensor, value: int = 0) -> int:

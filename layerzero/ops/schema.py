@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from layerzero.ops import reference
+from layerzero.ops import reference, step_reference
 
 LIBRARY = torch.library.Library("layerzero", "DEF")
 """Registrations live as long as this object."""
@@ -19,6 +19,14 @@ LIBRARY.define(
 )
 LIBRARY.define("ordered_sum_(Tensor(a!) out, Tensor[] parts, float scale) -> ()")
 LIBRARY.define("crc32(Tensor data, int value=0) -> int")
+LIBRARY.define(
+    "flat_step_(int kind, Tensor(a!) main, Tensor grad, Tensor(b!)[] states, Tensor(c!)[] scales, "
+    "Tensor(d!) copy, Tensor(e!) edges, Tensor table, Tensor rows, Tensor factor, "
+    "float grad_scale, int seed, int phase) -> ()"
+)
+LIBRARY.define("sum_squares_(Tensor(a!) out, Tensor x) -> ()")
+LIBRARY.impl("flat_step_", step_reference.flat_step_, "CompositeExplicitAutograd")
+LIBRARY.impl("sum_squares_", step_reference.sum_squares_, "CompositeExplicitAutograd")
 LIBRARY.impl("pack_", reference.pack_, "CompositeExplicitAutograd")
 LIBRARY.impl("ordered_sum_", reference.ordered_sum_, "CompositeExplicitAutograd")
 LIBRARY.impl("crc32", reference.crc32, "CompositeExplicitAutograd")
@@ -38,5 +46,29 @@ def _fake_ordered_sum(out: torch.Tensor, parts: Sequence[torch.Tensor], scale: f
     reference.check_ordered_sum(out, parts)
 
 
+def _fake_flat_step(
+    kind: int,
+    main: torch.Tensor,
+    grad: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    copy: torch.Tensor,
+    edges: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    factor: torch.Tensor,
+    grad_scale: float,
+    seed: int,
+    phase: int,
+) -> None:
+    step_reference.check_flat_step(kind, main, grad, states, scales, copy, edges, table, rows)
+
+
+def _fake_sum_squares(out: torch.Tensor, x: torch.Tensor) -> None:
+    return
+
+
+torch.library.register_fake("layerzero::flat_step_", _fake_flat_step, lib=LIBRARY)
+torch.library.register_fake("layerzero::sum_squares_", _fake_sum_squares, lib=LIBRARY)
 torch.library.register_fake("layerzero::pack_", _fake_pack, lib=LIBRARY)
 torch.library.register_fake("layerzero::ordered_sum_", _fake_ordered_sum, lib=LIBRARY)

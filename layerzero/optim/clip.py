@@ -56,7 +56,7 @@ def refuse_used(root: RootState) -> None:
     Raises:
         RuntimeError: `step_in_backward` is on.
     """
-    if root.reducer.on_delivered is not None:
+    if root.reducer.uses_up_gradients:
         raise RuntimeError(
             "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients already; "
             "call step_in_backward(None), clip after backward, then call optimizer.step()"

@@ -20,6 +20,7 @@ from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.decay import original_ndim
+from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.probe import differs_on_parts
 from layerzero.runtime.sharded_params import Owner, owner_of_each
@@ -216,7 +217,8 @@ def _what_it_uses(optimizer: torch.optim.Optimizer) -> tuple[str | None, bool]:
 
 def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether its `step` is that of one of torch's element-wise optimizers."""
-    return next(each for each in cls.__mro__ if "step" in vars(each)) in _ELEMENT_WISE
+    owner = next(each for each in cls.__mro__ if "step" in vars(each))
+    return owner in _ELEMENT_WISE or issubclass(owner, FlatOptimizer)
 
 
 def _decays_nothing(optimizer: torch.optim.Optimizer) -> bool:

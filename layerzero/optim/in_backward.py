@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from layerzero.runtime.unit import Unit
 
-_narrowed: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers that are running a step with only some of their parameters."""
+_Groups = list[list[nn.Parameter]]
+_narrowed: WeakKeyDictionary[torch.optim.Optimizer, _Groups] = WeakKeyDictionary()
+"""Optimizers that are running a step with only some of their parameters, and all of these."""
 
 
 def is_narrowed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its groups currently lack some of their parameters."""
     return optimizer in _narrowed
+
+
+def whole_groups(optimizer: torch.optim.Optimizer) -> _Groups:
+    """All parameters of its groups, also those that they currently lack."""
+    groups = _narrowed.get(optimizer)
+    return [group["params"] for group in optimizer.param_groups] if groups is None else groups
 
 
 class StepInBackward:
@@ -69,12 +76,12 @@ class StepInBackward:
     def _narrowed(self, keeps: Callable[[nn.Parameter], bool]) -> Iterator[bool]:
         groups = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
-        _narrowed.add(self.optimizer)
+        _narrowed[self.optimizer] = everything
         for group, parameters in zip(groups, everything, strict=True):
             group["params"] = [parameter for parameter in parameters if keeps(parameter)]
         try:
             yield any(group["params"] for group in groups)
         finally:
-            _narrowed.discard(self.optimizer)
+            _narrowed.pop(self.optimizer, None)
             for group, parameters in zip(groups, everything, strict=True):
                 group["params"] = parameters

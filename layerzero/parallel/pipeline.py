@@ -165,7 +165,7 @@ class ZeRO3PipelineStage(PipelineStage):
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients, which are complete, by the number of micro-batches."""
-        if grad_scale_factor != 1 and self._root.reducer.on_delivered is not None:
+        if grad_scale_factor != 1 and self._root.reducer.uses_up_gradients:
             raise RuntimeError(
                 f"stage {self.stage_index}: the schedule scales gradients after the backward, but "
                 "step_in_backward has used them already: pass scale_grads=False to the schedule "

@@ -8,6 +8,7 @@ ended, so that a pass that fails changes no gradient the user can see.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -49,6 +50,8 @@ class GradientReducer:
         self._num_micro_batches = 2
         self._reason = ""
         self.on_delivered = None
+        self._step: Callable[[Unit | None], None] | None = None
+        self._watchers: list[weakref.WeakMethod[Callable[[Unit | None], None]]] = []
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
 
@@ -62,8 +65,35 @@ class GradientReducer:
         self.requires_sync = requires_sync
 
     def call_on_delivered(self, function: Callable[[Unit | None], None] | None) -> None:
-        """Set `on_delivered`."""
-        self.on_delivered = function
+        """Have `function` use up gradients as they are delivered; None: nobody does."""
+        self._step = function
+        self._join_watchers()
+
+    def watch_delivered(self, method: Callable[[Unit | None], None]) -> None:
+        """Call a bound method, as long as its object lives, with each unit that is delivered."""
+        self._watchers.append(weakref.WeakMethod(method))
+        self._join_watchers()
+
+    def _join_watchers(self) -> None:
+        watchers, step = self._watchers, self._step
+        if not watchers:
+            self.on_delivered = step
+            return
+
+        def on_delivered(unit: Unit | None) -> None:
+            for reference in watchers:
+                watcher = reference()
+                if watcher is not None:
+                    watcher(unit)
+            if step is not None:
+                step(unit)
+
+        self.on_delivered = on_delivered
+
+    @property
+    def uses_up_gradients(self) -> bool:
+        """Whether an optimizer steps while gradients are delivered."""
+        return self._step is not None
 
     def begin_backward(self) -> None:
         """A backward pass of the whole model begins; "auto" decides where gradients accumulate."""

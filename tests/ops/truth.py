@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import layerzero
-from layerzero.ops import native_status, reference
+from layerzero.ops import native_status, reference, step_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 IMPLEMENTATIONS = ["reference", *(["kernel", "baseline"] if native_status().native else [])]
@@ -25,7 +25,7 @@ def library() -> ctypes.CDLL:
 
 def call(implementation: str, op: str, *args: Any) -> None:
     if implementation == "reference":
-        getattr(reference, op)(*args)
+        getattr(reference if hasattr(reference, op) else step_reference, op)(*args)
         return
     with _baseline() if implementation == "baseline" else contextlib.nullcontext():
         getattr(torch.ops.layerzero, op).default(*args)
@@ -90,7 +90,9 @@ def _to_bfloat16(values: np.ndarray) -> torch.Tensor:
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal bits, so 0.0 is not -0.0; any NaN equals any other: torch's own payloads differ."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        actual.element_size()
+    ]
     flat, wanted = actual.reshape(-1), expected.reshape(-1)
     same = (flat.view(integer) == wanted.view(integer)) | (flat.isnan() & wanted.isnan())
     if not same.all():

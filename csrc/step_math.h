@@ -1,0 +1,226 @@
+// The arithmetic of flat_step_, one element at a time: shared by the CPU and the CUDA kernels.
+//
+// Products and sums round as written; where one rounding is meant, it says `fused`. That is the
+// arithmetic of torch's fused CPU optimizers on a processor with fused multiply-add: they handle
+// eight elements at a time in one order of operations, and the last numel % 8 of a tensor in
+// another (`kLast`), which differs in the last bit.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __CUDACC__
+#define LZ_MATH __device__ __forceinline__
+#else
+// Always inline: every caller then compiles it for its own instruction set.
+#define LZ_MATH static inline __attribute__((always_inline))
+#endif
+
+namespace layerzero {
+
+enum StepKind { kAdamW = 0, kSgd = 1, kLion = 2 };
+
+// What a call does. Without ends: no element counts as one of the last of a tensor.
+enum StepMode { kStepWithEnds = 0, kStepWithoutEnds = 1, kMeasure = 2 };
+
+// Columns of `table`: int64, one row for each range of elements.
+//   kMain, kGrad, kState  where the range begins in main and copy, in grad, in the states
+//   kNumel                its elements
+//   kRow                  its row of `rows`
+//   kIndex, kKey          index of its first element in the whole parameter, and which that is
+//   kBlock                where its scales begin
+//   kEdge                 row of `edges` with the scales of its only block; -1: its own magnitudes
+enum StepColumn { kMain, kGrad, kState, kNumel, kRow, kIndex, kKey, kBlock, kEdge, kStepColumns };
+
+// Columns of `rows`: float64, what the ranges of one parameter group and step number share.
+enum RowColumn { kRowSign = 8, kRowFlag = 9, kRowStep = 10, kRowColumns = 11 };
+
+constexpr int64_t kQuantNumel = 256;  // elements that share a scale
+
+template <class To, class From>
+LZ_MATH To step_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+#ifdef __CUDA_ARCH__
+LZ_MATH float mul(float a, float b) { return __fmul_rn(a, b); }
+LZ_MATH float add(float a, float b) { return __fadd_rn(a, b); }
+LZ_MATH float div(float a, float b) { return __fdiv_rn(a, b); }
+LZ_MATH float root(float a) { return __fsqrt_rn(a); }
+LZ_MATH float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+LZ_MATH double mul(double a, double b) { return __dmul_rn(a, b); }
+LZ_MATH double add(double a, double b) { return __dadd_rn(a, b); }
+LZ_MATH double div(double a, double b) { return __ddiv_rn(a, b); }
+LZ_MATH double root(double a) { return __dsqrt_rn(a); }
+#else
+template <class T>
+LZ_MATH T mul(T a, T b) {
+  return a * b;
+}
+template <class T>
+LZ_MATH T add(T a, T b) {
+  return a + b;
+}
+template <class T>
+LZ_MATH T div(T a, T b) {
+  return a / b;
+}
+LZ_MATH float root(float a) { return __builtin_sqrtf(a); }
+LZ_MATH double root(double a) { return __builtin_sqrt(a); }
+LZ_MATH float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#endif
+// float64 rounds twice: plain torch, which is the reference, has no fused float64.
+LZ_MATH double fused(double a, double b, double c) { return add(mul(a, b), c); }
+
+// One row of `rows` in the dtype of the computation.
+template <class T>
+struct StepRow {
+  T k[8];
+  T sign;
+  bool flag;
+};
+
+template <class T>
+LZ_MATH StepRow<T> step_row(const double* row) {
+  StepRow<T> result;
+  for (int i = 0; i < 8; ++i) result.k[i] = static_cast<T>(row[i]);
+  result.sign = static_cast<T>(row[kRowSign]);
+  result.flag = row[kRowFlag] != 0.0;
+  return result;
+}
+
+// k: 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, -lr / correction1, sqrt(correction2), eps.
+template <class T, bool kAmsgrad, bool kLast>
+LZ_MATH void adamw_element(const StepRow<T>& row, T gradient, T& p, T& m, T& v, T& most) {
+  const T g = mul(gradient, row.sign);
+  const T weight = row.k[1];
+  const bool small = (weight < 0 ? -weight : weight) < T(0.5);
+  m = fused(small ? weight : add(weight, T(-1)), add(g, -m), small ? m : g);
+  const T part = mul(row.k[3], g);
+  v = kLast ? fused(v, row.k[2], mul(part, g)) : fused(part, g, mul(v, row.k[2]));
+  T largest = v;
+  if (kAmsgrad) {
+    // As torch's maximum: a NaN on either side stays.
+    most = most > v || most != most ? most : v;
+    largest = most;
+  }
+  const T divisor = add(div(root(largest), row.k[5]), row.k[6]);
+  p = add(mul(p, row.k[0]), div(mul(row.k[4], m), divisor));
+}
+
+// k: weight_decay, momentum, 1 - dampening, -lr, nesterov, whether this is the first step.
+template <class T, bool kLast>
+LZ_MATH void sgd_element(const StepRow<T>& row, T gradient, T& p, T& b) {
+  T g = mul(gradient, row.sign);
+  g = row.k[0] != 0 ? fused(p, row.k[0], g) : g;
+  if (row.k[1] != 0) {
+    const T next =
+        kLast ? fused(b, row.k[1], mul(g, row.k[2])) : fused(row.k[2], g, mul(b, row.k[1]));
+    b = row.k[5] != 0 ? g : next;
+    g = row.k[4] != 0 ? fused(b, row.k[1], g) : b;
+  }
+  p = fused(g, row.k[3], p);
+}
+
+// k: 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr.
+template <class T>
+LZ_MATH void lion_element(const StepRow<T>& row, T gradient, T& p, T& m) {
+  const T g = mul(gradient, row.sign);
+  const T mixed = add(mul(m, row.k[1]), mul(g, row.k[2]));
+  const T direction = mixed > 0 ? T(1) : (mixed < 0 ? T(-1) : mixed);
+  p = add(mul(p, row.k[0]), mul(row.k[5], direction));
+  m = add(mul(m, row.k[3]), mul(g, row.k[4]));
+}
+
+// -- random bits, of an element's place and step alone ------------------------------------------
+
+struct StepKeys {
+  uint32_t first;
+  uint32_t second;
+};
+
+LZ_MATH uint64_t mix64(uint64_t x) {
+  x += 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+LZ_MATH uint32_t mix32(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+  return x ^ (x >> 16);
+}
+
+// For the elements that share the upper half of their index in the whole parameter.
+LZ_MATH StepKeys step_keys(int64_t seed, int64_t key, int64_t step, int64_t index) {
+  uint64_t x = mix64(static_cast<uint64_t>(seed));
+  x = mix64(x ^ static_cast<uint64_t>(key));
+  x = mix64(x ^ static_cast<uint64_t>(step));
+  x = mix64(x ^ (static_cast<uint64_t>(index) >> 32));
+  return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)};
+}
+
+// 32 bits for state number `state` of the element whose index ends with these 32 bits.
+LZ_MATH uint32_t step_random(StepKeys keys, uint32_t index, uint32_t state) {
+  return mix32(mix32(index ^ keys.first) + keys.second + state * 0x9E3779B9u);
+}
+
+// -- states in fewer bits -------------------------------------------------------------------------
+
+// bfloat16, rounded up with the probability that makes the mean exact.
+LZ_MATH uint16_t bfloat_at_random(float value, uint32_t random) {
+  const uint32_t bits = step_bits<uint32_t>(value);
+  const uint32_t rounded = (bits + (random & 0xFFFFu)) >> 16;
+  const uint32_t special = (bits >> 16) | ((bits & 0x7FFFFFu) != 0 ? 0x40u : 0u);
+  return static_cast<uint16_t>((bits & 0x7F800000u) == 0x7F800000u ? special : rounded);
+}
+
+LZ_MATH float bfloat_value(uint16_t bits) {
+  return step_bits<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+// Eight bits, relative to the largest magnitude of the block: code 0 is 0, and the others are the
+// upper bits of a float32 from 1 (the largest code) downwards, with 3 bits of fraction. Signed: 1
+// bit of sign and 16 powers of two; unsigned, for averages of squares: 32 powers of two.
+template <bool kSigned>
+struct Quant {
+  static constexpr uint32_t kLargest = kSigned ? 127 : 255;
+  static constexpr uint32_t kBase = (0x3F800000u >> 20) - kLargest;
+};
+
+template <bool kSigned>
+LZ_MATH float quant_value(uint8_t code, float scale) {
+  const uint32_t magnitude = code & Quant<kSigned>::kLargest;
+  const float unit = step_bits<float>((magnitude + Quant<kSigned>::kBase) << 20);
+  const float value = magnitude == 0 ? 0.0f : mul(unit, scale);
+  return kSigned && (code & 0x80u) != 0 ? -value : value;
+}
+
+// `scale` >= |value|. `random`: its 20 lower bits decide what is between two codes.
+template <bool kSigned>
+LZ_MATH uint8_t quant_code(float value, float scale, uint32_t random) {
+  const uint32_t bits = step_bits<uint32_t>(value);
+  const float magnitude = step_bits<float>(bits & 0x7FFFFFFFu);
+  const float unit = div(magnitude, scale);
+  const int32_t upper =
+      static_cast<int32_t>((step_bits<uint32_t>(unit) + (random & 0xFFFFFu)) >> 20);
+  int32_t code = upper - static_cast<int32_t>(Quant<kSigned>::kBase);
+  code = code < 0 ? 0 : code;
+  code = code > static_cast<int32_t>(Quant<kSigned>::kLargest)
+             ? static_cast<int32_t>(Quant<kSigned>::kLargest)
+             : code;
+  code = scale == 0.0f ? 0 : code;
+  const int32_t negative = kSigned && code != 0 && (bits >> 31) != 0 ? 0x80 : 0;
+  return static_cast<uint8_t>(code | negative);
+}
+
+// The bits of |value|, whose order is that of the magnitudes, with NaN above infinity.
+LZ_MATH uint32_t magnitude_bits(float value) { return step_bits<uint32_t>(value) & 0x7FFFFFFFu; }
+
+LZ_MATH constexpr bool state_is_signed(int kind, int state) { return kind != kAdamW || state == 0; }
+
+}  // namespace layerzero

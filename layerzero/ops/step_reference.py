@@ -1,0 +1,388 @@
+"""`flat_step_` and `sum_squares_` in plain torch: their definition, to the bit.
+
+One call is one optimizer step of a flat parameter: unscale and clip the gradient, update the
+states, the parameter and its copy in another dtype. `table` has a row for each range of elements
+that share a row of `rows` (a parameter group at a step number). For what the columns mean see
+csrc/step_math.h; the names here are the same.
+
+Float32 is computed as torch's fused CPU optimizers compute it on a processor with fused
+multiply-add. That has two orders of operations, one for the last `numel % 8` elements of a tensor,
+which float32 states follow range by range. Smaller states know no tensors: all their elements go
+one way, and their random bits depend on the element's place in its whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from layerzero.ops.reference import DTYPES, compute_dtype
+
+ADAMW, SGD, LION = range(3)
+COLUMNS = 9
+MAIN, GRAD, STATE, NUMEL, ROW, INDEX, KEY, BLOCK, EDGE = range(COLUMNS)
+WITH_ENDS, WITHOUT_ENDS, MEASURE = range(3)
+ROW_COLUMNS = 11
+SIGN, FLAG, STEP = 8, 9, 10
+QUANT_NUMEL = 256
+"""Elements of a whole parameter that share a scale, if states have 8 bits."""
+_LANES, _CHUNK = 16, 4096
+_MASK64 = (1 << 64) - 1
+_Tensors = list[torch.Tensor]
+
+
+def flat_step_(
+    kind: int,
+    main: torch.Tensor,
+    grad: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    copy: torch.Tensor,
+    edges: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    factor: torch.Tensor,
+    grad_scale: float,
+    seed: int,
+    phase: int,
+) -> None:
+    """See `layerzero.ops.flat_step_`."""
+    check_flat_step(kind, main, grad, states, scales, copy, edges, table, rows)
+    dtype = compute_dtype(main.dtype)
+    values = rows.tolist()
+    for number, row in enumerate(table.tolist()):
+        _check_range(number, row, main, grad, states, len(values))
+        numel = row[NUMEL]
+        if not numel:
+            continue
+        part = slice(row[MAIN], row[MAIN] + numel)
+        given = grad[row[GRAD] : row[GRAD] + numel].to(dtype)
+        if grad_scale != 1.0:
+            given = given / grad_scale
+        if factor.numel():
+            given = given * factor.to(given.device, dtype)
+        options = values[row[ROW]]
+        count = 2 if kind == ADAMW and not options[FLAG] else len(states)
+        blocks = _Blocks.of(row, main.device)
+        now = [
+            _widen(kind, i, states[i][_state_part(row)], scales[i] if scales else None, blocks)
+            for i in range(count)
+        ]
+        last = torch.zeros(numel, dtype=torch.bool, device=main.device)
+        if states and states[0].dtype.itemsize >= 4 and phase == WITH_ENDS:
+            last[numel // 8 * 8 :] = True
+        p, now = _UPDATES[kind](options, given, main[part].to(dtype), now, last)
+        if phase == MEASURE:
+            for i in range(count):
+                edges.view(-1, len(states))[row[EDGE], i] = _largest(now[i])
+            continue
+        main[part] = p.to(main.dtype)
+        if copy.numel():
+            copy[part] = main[part].to(copy.dtype)
+        store_states(kind, now, states, scales, edges, row, int(options[STEP]), seed)
+
+
+def store_states(
+    kind: int,
+    values: Sequence[torch.Tensor],
+    states: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    edges: torch.Tensor,
+    row: list[int],
+    step: int,
+    seed: int,
+) -> None:
+    """Write the new states of a range, rounded as their dtype asks."""
+    for i, value in enumerate(values):
+        # The largest square is rounded as the square it comes from.
+        random = _random(seed, row, step, min(i, 1), value.device)
+        target = states[i][_state_part(row)]
+        if target.dtype == torch.uint8:
+            blocks = _Blocks.of(row, value.device)
+            scale = blocks.largest(value)
+            if row[EDGE] >= 0:
+                scale = edges.view(-1, len(states))[row[EDGE], i].reshape(1)
+            scales[i][blocks.first : blocks.first + blocks.count] = scale
+            target.copy_(quantize(value, scale[blocks.index], is_signed(kind, i), random))
+        elif target.dtype == torch.bfloat16 and value.dtype == torch.float32:
+            target.copy_(_bfloat_at_random(value, random))
+        else:
+            target.copy_(value)
+
+
+def _state_part(row: list[int]) -> slice:
+    return slice(row[STATE], row[STATE] + row[NUMEL])
+
+
+def sum_squares_(out: torch.Tensor, x: torch.Tensor) -> None:
+    """See `layerzero.ops.sum_squares`."""
+    if out.dtype != torch.float64 or out.numel() != 1:
+        raise ValueError(f"sum_squares_: out must be one float64, got {list(out.shape)}")
+    square = x.detach().reshape(-1).to(torch.float64).square()
+    padded = torch.zeros(-(-square.numel() // _CHUNK) * _CHUNK, dtype=torch.float64)
+    padded[: square.numel()] = square
+    lanes = torch.zeros(padded.numel() // _CHUNK, _LANES, dtype=torch.float64)
+    for row in padded.view(-1, _CHUNK // _LANES, _LANES).unbind(1):
+        lanes += row
+    chunks = torch.zeros(lanes.shape[0], dtype=torch.float64)
+    for lane in lanes.unbind(1):
+        chunks += lane
+    total = torch.zeros((), dtype=torch.float64)
+    for chunk in chunks:
+        total += chunk
+    out.fill_(total)
+
+
+def check_flat_step(
+    kind: int,
+    main: torch.Tensor,
+    grad: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    copy: torch.Tensor,
+    edges: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Raise ValueError if arguments do not fit together. Does not read tensor contents."""
+    if main.dtype not in DTYPES or grad.dtype != main.dtype:
+        raise ValueError(
+            f"flat_step_: main and grad must be of one dtype, {DTYPES}, got {main.dtype} and "
+            f"{grad.dtype}"
+        )
+    if not (main.is_contiguous() and grad.is_contiguous() and copy.is_contiguous()):
+        raise ValueError("flat_step_: main, grad and copy must be contiguous")
+    least, most = {ADAMW: (2, 3), SGD: (0, 1), LION: (1, 1)}.get(kind, (1, 0))
+    if not least <= len(states) <= most:
+        raise ValueError(f"flat_step_: kind {kind} does not take {len(states)} states")
+    forms = {compute_dtype(main.dtype)}
+    if main.dtype != torch.float64:
+        forms |= {torch.bfloat16, torch.uint8}
+    for state in states:
+        if state.dtype not in forms or state.dtype != states[0].dtype:
+            raise ValueError(f"flat_step_: states must be one of {forms}, got {state.dtype}")
+        if state.numel() != states[0].numel():
+            raise ValueError(
+                f"flat_step_: a state has {state.numel()} elements, another {states[0].numel()}"
+            )
+    if states and states[0].dtype == torch.uint8 and len(scales) != len(states):
+        raise ValueError(f"flat_step_: got {len(scales)} scales for {len(states)} states")
+    if copy.numel() and (copy.numel() != main.numel() or copy.dtype not in DTYPES):
+        raise ValueError(f"flat_step_: copy must have main's {main.numel()} elements")
+    if table.dtype != torch.int64 or table.numel() % COLUMNS:
+        raise ValueError(f"flat_step_: table must be int64 [R, {COLUMNS}]")
+    if rows.dtype != torch.float64 or rows.numel() % ROW_COLUMNS:
+        raise ValueError(f"flat_step_: rows must be float64 [K, {ROW_COLUMNS}]")
+
+
+def _check_range(
+    number: int,
+    row: list[int],
+    main: torch.Tensor,
+    grad: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    num_rows: int,
+) -> None:
+    numel = row[NUMEL]
+    memory = [(MAIN, main), (GRAD, grad), *((STATE, state) for state in states)]
+    fits = all(0 <= row[at] <= tensor.numel() - numel for at, tensor in memory)
+    if numel < 0 or not fits or not 0 <= row[ROW] < num_rows:
+        raise ValueError(f"flat_step_: range {number} {row} leaves main, grad, states or rows")
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of `QUANT_NUMEL` elements that a range covers."""
+
+    first: int
+    count: int
+    index: torch.Tensor
+    """[numel]: for each element the number of its block, from 0."""
+
+    @classmethod
+    def of(cls, row: list[int], device: torch.device) -> _Blocks:
+        places = torch.arange(row[INDEX], row[INDEX] + row[NUMEL], device=device) // QUANT_NUMEL
+        index = places - row[INDEX] // QUANT_NUMEL
+        return cls(row[BLOCK], int(index[-1]) + 1, index)
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """[count] largest magnitudes; NaN where a block has one."""
+        bits = values.abs().view(torch.int32)
+        zeros = torch.zeros(self.count, dtype=torch.int32, device=values.device)
+        return zeros.scatter_reduce(0, self.index, bits, "amax").view(torch.float32)
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    return values.abs().view(torch.int32).amax().view(torch.float32)
+
+
+# -- arithmetic -----------------------------------------------------------------------------------
+
+
+def fused(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c, rounded once to float32; float64 rounds twice."""
+    if c.dtype == torch.float64:
+        return a * b + c
+    product = a.double() * b  # Exact: 24 bits times 24 bits.
+    wide = c.double()
+    total = product + wide
+    # What the sum lost; then round to odd, so that the second rounding cannot be a tie.
+    back = total - product
+    lost = (product - (total - back)) + (wide - back)
+    bits = total.view(torch.int64)
+    even = (bits & 1) == 0
+    up = torch.where((lost > 0) == (total > 0), bits + 1, bits - 1)
+    moved = even & (lost != 0) & lost.isfinite() & total.isfinite()
+    return torch.where(moved, up, bits).view(torch.float64).float()
+
+
+def _rounded(values: list[float], like: torch.Tensor) -> list[float]:
+    """The scalars in the dtype of the computation."""
+    return torch.tensor(values, dtype=torch.float64).to(like.dtype).tolist()
+
+
+_Update = tuple[torch.Tensor, _Tensors]
+
+
+def _adamw(
+    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: torch.Tensor
+) -> _Update:
+    decay, weight, beta2, rest2, step_size, correction, eps, _ = _rounded(options[:8], p)
+    g = grad * options[SIGN]
+    m, v = s[0], s[1]
+    weight_of = torch.full_like(m, weight)
+    m = fused(g - m, weight_of, m) if abs(weight) < 0.5 else fused(g - m, weight_of - 1, g)
+    part = g * rest2
+    beta2_of = torch.full_like(v, beta2)
+    v = torch.where(last, fused(v, beta2_of, part * g), fused(part, g, v * beta2))
+    states = [m, v]
+    if options[FLAG]:
+        states.append(torch.where((s[2] > v) | s[2].isnan(), s[2], v))
+    divisor = _root(states[-1]) / correction + eps
+    return p * decay + (m * step_size) / divisor, states
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    """The square root, rounded to nearest; torch's on the CPU may be off by the last bit."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
+
+
+def _sgd(
+    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: torch.Tensor
+) -> _Update:
+    decay, momentum, damped, minus_lr, nesterov, is_first, _, _ = _rounded(options[:8], p)
+    g = grad * options[SIGN]
+    if decay:
+        g = fused(p, torch.full_like(p, decay), g)
+    states = list(s)
+    if momentum:
+        b, momentum_of = s[0], torch.full_like(p, momentum)
+        body = fused(g, torch.full_like(g, damped), b * momentum)
+        b = g.clone() if is_first else torch.where(last, fused(b, momentum_of, g * damped), body)
+        states = [b]
+        g = fused(b, momentum_of, g) if nesterov else b
+    return fused(g, torch.full_like(g, minus_lr), p), states
+
+
+def _lion(
+    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: torch.Tensor
+) -> _Update:
+    decay, beta1, rest1, beta2, rest2, minus_lr, _, _ = _rounded(options[:8], p)
+    g, m = grad * options[SIGN], s[0]
+    mixed = m * beta1 + g * rest1
+    direction = torch.where(mixed.isnan(), mixed, mixed.sign())
+    return p * decay + direction * minus_lr, [m * beta2 + g * rest2]
+
+
+_UPDATES: dict[
+    int,
+    Callable[[list[float], torch.Tensor, torch.Tensor, _Tensors, torch.Tensor], _Update],
+] = {ADAMW: _adamw, SGD: _sgd, LION: _lion}
+
+
+# -- random bits ----------------------------------------------------------------------------------
+
+
+def _mix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _mix32(x: torch.Tensor) -> torch.Tensor:
+    x = _times32(x ^ (x >> 16), 0x85EBCA6B)
+    x = _times32(x ^ (x >> 13), 0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _times32(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """x * factor modulo 2**32, of int64 in [0, 2**32): the full product may not fit."""
+    upper = ((x >> 16) * factor & 0xFFFF) << 16
+    return (upper + (x & 0xFFFF) * factor) & 0xFFFFFFFF
+
+
+def _random(seed: int, row: list[int], step: int, state: int, device: torch.device) -> torch.Tensor:
+    """[numel] int64 in [0, 2**32), from the place of each element alone."""
+    places = torch.arange(row[INDEX], row[INDEX] + row[NUMEL], device=device)
+    result = torch.empty_like(places)
+    for upper in range(row[INDEX] >> 32, (row[INDEX] + row[NUMEL] - 1 >> 32) + 1):
+        x = _mix64(seed & _MASK64)
+        for value in (row[KEY], step, upper):
+            x = _mix64(x ^ (value & _MASK64))
+        first, second = x & 0xFFFFFFFF, (x >> 32) + state * 0x9E3779B9
+        random = _mix32((_mix32((places & 0xFFFFFFFF) ^ first) + second) & 0xFFFFFFFF)
+        result = torch.where(places >> 32 == upper, random, result)
+    return result
+
+
+# -- states in fewer bits -------------------------------------------------------------------------
+
+
+def _bfloat_at_random(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    rounded = (bits + (random & 0xFFFF)) >> 16
+    special = (bits >> 16) | torch.where((bits & 0x7FFFFF) != 0, 0x40, 0)
+    chosen = torch.where(values.isfinite(), rounded, special)
+    return chosen.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def is_signed(kind: int, state: int) -> bool:
+    return kind != ADAMW or state == 0
+
+
+def _widen(
+    kind: int, number: int, state: torch.Tensor, scale: torch.Tensor | None, blocks: _Blocks
+) -> torch.Tensor:
+    if state.dtype != torch.uint8:
+        return state.to(torch.float64 if state.dtype == torch.float64 else torch.float32, copy=True)
+    assert scale is not None
+    own = scale[blocks.first : blocks.first + blocks.count][blocks.index]
+    return dequantize(state, own, is_signed(kind, number))
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:
+    """Float32 values of 8-bit codes; `scale` has one entry for each of them."""
+    largest = 127 if signed else 255
+    magnitude = codes.to(torch.int32) & largest
+    unit = (magnitude + (0x3F8 - largest) << 20).view(torch.float32)
+    value = torch.where(magnitude == 0, 0.0, unit * scale)
+    return torch.where(codes >= 128, -value, value) if signed else value
+
+
+def quantize(
+    values: torch.Tensor, scale: torch.Tensor, signed: bool, random: torch.Tensor | None = None
+) -> torch.Tensor:
+    """8-bit codes of float32 values, rounded at random or (None) to the nearest."""
+    largest = 127 if signed else 255
+    unit = (values.abs() / scale).view(torch.int32).long() & 0xFFFFFFFF
+    between = 0x80000 if random is None else random & 0xFFFFF
+    code = ((unit + between) >> 20) - (0x3F8 - largest)
+    # NaN / NaN may have a sign: as in C++, the upper bits are a signed number.
+    code = torch.where(scale == 0, 0, code.clamp(0, largest))
+    if signed:
+        code |= torch.where((code != 0) & values.signbit(), 0x80, 0)
+    return code.to(torch.uint8)

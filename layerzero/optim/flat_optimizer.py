@@ -1,0 +1,518 @@
+"""AdamW, SGD and Lion that step a whole flat parameter in one pass over its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterator, Mapping
+from itertools import repeat
+from operator import is_
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from layerzero.core.parameter_info import get_info
+from layerzero.ops import step_reference
+from layerzero.optim.claims import claim, name_of
+from layerzero.optim.clip import Clipped, clip_factor, clipped, grad_norm, refuse_used
+from layerzero.optim.flat_state import FlatState, Pairs, homes_of
+from layerzero.optim.in_backward import is_narrowed, whole_groups
+from layerzero.optim.norm import Part, global_power
+from layerzero.runtime.root import RootState
+from layerzero.runtime.sharded_params import Owner, owner_of_each
+from layerzero.runtime.unit import Unit
+
+StateDtype = Literal["float32", "bfloat16"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_drop_grad: Callable[[Any, Any], Any] = vars(torch._C.TensorBase)["grad"].__set__
+_OWN = ("_state_dtype", "_seed")
+"""Attributes that copies and pickles keep."""
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """What the flat optimizers share. A base class before one of torch's, whose arguments,
+    `param_groups` and `state_dict` they have."""
+
+    _kind: int
+    _state_dtype: str
+    _seed: int
+
+    def _set_up(self, state: str, seed: int) -> None:
+        """To be called before the `__init__` of torch's class."""
+        if state not in _DTYPES:
+            raise ValueError(
+                f"{type(self).__name__}: expected state to be one of "
+                f"{', '.join(map(repr, _DTYPES))}, got {state!r}"
+            )
+        self._state_dtype = state
+        self._seed = seed
+        # `GradScaler.step` then leaves it to this class to unscale and to look at `found_inf`.
+        self._step_supports_amp_scaling = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._flats: list[FlatState] | None = None
+        self._given: list[list[nn.Parameter]] = []
+        self._factor: torch.Tensor | None = None
+        self._watched: RootState | None = None
+        self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
+        self._kept_states: list[Any] = []
+
+    # Arguments ------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Not collective.
+
+        Raises:
+            ValueError: a parameter belongs to no ZeRO3 module or to another one than the others, is
+                in another optimizer, or is complex, or float64 with smaller states. The message
+                names it; the group is not added.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1]["params"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, parameters: list[nn.Parameter]) -> None:
+        what = type(self).__name__
+        known = owner_of_each()
+        # Of the first sharded parameter; the one that belongs elsewhere is named by its own.
+        members = [each for group in self.param_groups for each in group["params"]]
+        root = next((known[id(each)].root for each in members if id(each) in known), None)
+        for parameter in parameters:
+            owner = known.get(id(parameter))
+            if owner is None and not (root is not None and _is_ignored(root, parameter)):
+                raise ValueError(
+                    f"{what}: parameter {name_of(parameter)} belongs to no ZeRO3 module"
+                    f"{' that the other parameters belong to' if root is not None else ''}; wrap "
+                    "the model first, pass model.parameters() of the wrapper, and give parameters "
+                    "of other models to torch's optimizer"
+                )
+            if owner is not None and owner.root is not root:
+                raise ValueError(
+                    f"{what}: parameter {name_of(parameter)} belongs to another ZeRO3 module than "
+                    f"{name_of(next(m for m in members if id(m) in known))}; build one optimizer "
+                    "for each model"
+                )
+            if not parameter.dtype.is_floating_point:
+                raise ValueError(f"{what}: parameter {name_of(parameter)} is {parameter.dtype}")
+            if parameter.dtype == torch.float64 and self._state_dtype != "float32":
+                raise ValueError(
+                    f"{what}: state={self._state_dtype!r} is for float32 and smaller parameters, "
+                    f"{name_of(parameter)} is float64"
+                )
+        claim(self, parameters)
+
+    # Copies and state dicts ------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_state_dtype" in state:
+            self._step_supports_amp_scaling = True
+            self._forget()
+        super().__setstate__(state)
+        self._flats = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._flats = None
+
+    # Steps ----------------------------------------------------------------------------------
+
+    def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
+        """A row for `flat_step_`: its first 8 columns, the sign of the gradient, and the flag."""
+        raise NotImplementedError
+
+    def _keys(self) -> list[str]:
+        """Names of the states."""
+        raise NotImplementedError
+
+    @property
+    def _shows_step(self) -> bool:
+        return True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient. Not collective.
+
+        `.grad` is not changed: the factor of `clip_grad_norm_` and the scale of a `GradScaler` are
+        applied on the way. With a `GradScaler`, blocks the host to read whether there is an
+        overflow.
+
+        Raises:
+            RuntimeError: inside a backward pass of the model.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        narrowed = is_narrowed(self)
+        root = None if narrowed else self._root()
+        if root is not None and root.context.in_backward:
+            raise RuntimeError(
+                f"{type(self).__name__}.step() inside a backward pass: gradients are complete once "
+                "backward() returns. Call it then, or use model.step_in_backward(optimizer)"
+            )
+        found_inf = getattr(self, "found_inf", None)
+        factor, self._factor = self._factor, None
+        if found_inf is not None and found_inf.item():
+            return loss
+        grad_scale = getattr(self, "grad_scale", None)
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        wanted: Container[nn.Parameter] | None = None
+        if narrowed:
+            wanted = {each for group in self.param_groups for each in group["params"]}
+        for flat in self._all_flats():
+            flat.step(self._rows(), factor, scale, self._seed, wanted)
+        self._show()
+        return loss
+
+    def _rows(self) -> Callable[[Pairs], torch.Tensor]:
+        made: dict[Pairs, torch.Tensor] = {}
+
+        def rows_of(pairs: Pairs) -> torch.Tensor:
+            found = made.get(pairs)
+            if found is None:
+                rows = [
+                    [*self._coefficients(self.param_groups[group], step), float(step)]
+                    for group, step in pairs
+                ]
+                found = made[pairs] = torch.tensor(rows, dtype=torch.float64)
+            return found
+
+        return rows_of
+
+    def _root(self) -> RootState | None:
+        for flat in self._flats or ():
+            unit = flat.home.unit
+            if unit is not None:
+                return cast("RootState | None", unit.context.owner())
+        owner = self._owner()
+        return None if owner is None else owner.root
+
+    def _owner(self) -> Owner | None:
+        known = owner_of_each()
+        members = (each for group in self.param_groups for each in group["params"])
+        return next((known[id(each)] for each in members if id(each) in known), None)
+
+    def _all_flats(self) -> list[FlatState]:
+        """The flat states, as the parameter groups and the visible state are now."""
+        groups = whole_groups(self)
+        held: Any = self.state
+        is_known = (
+            self._flats is not None
+            and _are_same(groups, self._given)
+            and len(held) == len(self._kept_states)
+            and all(map(is_, held.values(), self._kept_states))
+            and all(flat.is_intact() for flat in self._flats)
+        )
+        if not is_known:
+            self._make_flats(groups)
+        assert self._flats is not None
+        return self._flats
+
+    def _make_flats(self, groups: list[list[nn.Parameter]]) -> None:
+        held: Any = self.state
+        old = dict(held)
+        owner = self._owner()
+        self._given = [[*group] for group in groups]
+        keys, dtype = self._keys(), _DTYPES[self._state_dtype]
+        self._flats = [
+            FlatState(self._kind, home, keys, dtype, self._shows_step)
+            for home in homes_of(groups, () if owner is None else owner.root.units)
+        ]
+        for flat in self._flats:
+            flat.take(old)
+        self._show()
+
+    def _show(self) -> None:
+        """Put the states, where they were made again, to where torch's optimizers have them."""
+        shown = [flat.shown for flat in self._flats or ()]
+        if len(shown) == len(self._shown) and all(map(is_, shown, self._shown)):
+            return
+        held: Any = self.state
+        held.clear()
+        for each in shown:
+            held.update(each)
+        self._shown, self._kept_states = shown, [*held.values()]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; also drops what `clip_grad_norm_` left for the next step."""
+        self._factor = None
+        for flat in self._flats or ():
+            flat.forget_gradients()
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for group in self.param_groups:
+            # In C: the host's time should not grow with the number of parameters.
+            all(map(is_, map(_drop_grad, group["params"], repeat(None)), repeat(None)))
+
+    # Clipping -------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Have the next `step` use gradients scaled down to a global norm of at most `max_norm`.
+
+        `.grad` is not changed. The norm is that of this optimizer's parameters; from the second
+        call on, it is summed while gradients are delivered (norms of 2). Collective over the
+        model's process group, as `model.clip_grad_norm_`.
+
+        Args:
+            norm_type: p > 0, or infinity.
+            error_if_nonfinite: raise instead of clipping by an infinite or NaN norm; blocks the
+                host.
+
+        Returns:
+            The norm before clipping, a scalar tensor, the same on all ranks. A norm of 2 is summed
+            in float64: for the same gradients it has the same bits at every world size, but for a
+            tie in its last rounding.
+
+        Raises:
+            RuntimeError: `step_in_backward` is on; or, on every rank, the norm is not finite and
+                `error_if_nonfinite` is set.
+        """
+        root = self._root()
+        assert root is not None, "add_param_group wants parameters of a model"
+        refuse_used(root)
+        flats = self._all_flats()
+        members = [each for group in self.param_groups for each in group["params"]]
+        whole = [each for each in members if get_info(each) is None]
+        of = clipped(root, root.units, whole, only={id(each) for each in members})
+        with torch.no_grad():
+            is_plain = norm_type == 2 and not root.tensor_parallel_groups
+            norm = self._norm(of, flats) if is_plain else grad_norm(of, norm_type)
+            if error_if_nonfinite and not norm.isfinite():
+                raise RuntimeError(
+                    f"{type(self).__name__}.clip_grad_norm_: the norm of the gradients is {norm}; "
+                    "to clip by it all the same, pass error_if_nonfinite=False"
+                )
+            self._factor = clip_factor(norm, max_norm).to(torch.float32).reshape(1)
+        if is_plain and self._watched is not root:
+            root.reducer.watch_delivered(self._on_delivered)
+            self._watched = root
+        return norm
+
+    def _norm(self, of: Clipped, flats: list[FlatState]) -> torch.Tensor:
+        # One number for each flat parameter, as a tensor of one element whose norm it is.
+        own: dict[int, list[Part]] = {}
+        whole: list[Part] = []
+        for flat in flats:
+            handle = flat.home.handle
+            part = Part(flat.home.held[0].parameter, flat.squares().sqrt().reshape(1))
+            (whole if handle is None else own.setdefault(id(handle.placement), [])).append(part)
+        sharded = [(placement, own.get(id(placement), [])) for placement, _ in of.sharded]
+        power = global_power(of.root, sharded, whole, 2.0, torch.float64, "gradient norm")
+        is_wide = any(each.dtype == torch.float64 for each in of.parameters)
+        return power.sqrt() if is_wide else power.sqrt().float()
+
+    def _on_delivered(self, unit: Unit | None) -> None:
+        if unit is not None:
+            for flat in self._flats or ():
+                if flat.home.unit is unit:
+                    flat.note_delivered()
+
+
+def _are_same(groups: list[list[nn.Parameter]], known: list[list[nn.Parameter]]) -> bool:
+    return len(groups) == len(known) and all(
+        len(group) == len(former) and all(map(is_, group, former))
+        for group, former in zip(groups, known, strict=True)
+    )
+
+
+def _is_ignored(root: RootState, parameter: nn.Parameter) -> bool:
+    return any(parameter is each for each in _ignored_parameters(root))
+
+
+def _ignored_parameters(root: RootState) -> Iterator[nn.Parameter]:
+    ignored = root.structure.ignored_now()
+    yield from ignored.parameters
+    for module in ignored.modules:
+        yield from module.parameters()
+
+
+class AdamW(FlatOptimizer, torch.optim.AdamW):
+    """`torch.optim.AdamW` for the parameters of one ZeRO3 module, in one pass over memory.
+
+    It has torch's arguments, groups and state dict; in float32 on the CPU its bits are those of
+    `torch.optim.AdamW(fused=True)` on the same sharded parameters. It also writes the cast weights
+    of the next forward, unscales (`GradScaler`), and clips (`clip_grad_norm_`).
+
+    Args:
+        params: parameters of one ZeRO3 module, or groups of them.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as for `torch.optim.AdamW`.
+        state: dtype of the two averages. "float32": 8 bytes an element (float64 for float64
+            parameters). "bfloat16": 4 bytes, rounded at random, so that small changes add up.
+        seed: of the random bits. They depend on it, the step, and the element's place in the whole
+            parameter, so weights and states are the same at every world size.
+
+    Raises:
+        ValueError: a parameter belongs to no ZeRO3 module, to another one than the others, or to
+            another optimizer; or an argument is out of range.
+    """
+
+    _kind = step_reference.ADAMW
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        state: StateDtype = "float32",
+        seed: int = 0,
+    ) -> None:
+        self._set_up(state, seed)
+        torch.optim.AdamW.__init__(
+            self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
+        )
+
+    def _keys(self) -> list[str]:
+        keys = ["exp_avg", "exp_avg_sq"]
+        if any(group["amsgrad"] for group in self.param_groups):
+            keys.append("max_exp_avg_sq")
+        return keys
+
+    def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
+        return [
+            1 - lr * float(group["weight_decay"]),
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            -lr / correction1,
+            math.sqrt(correction2),
+            float(group["eps"]),
+            0.0,
+            -1.0 if group["maximize"] else 1.0,
+            float(group["amsgrad"]),
+        ]
+
+
+class SGD(FlatOptimizer, torch.optim.SGD):
+    """`torch.optim.SGD` for the parameters of one ZeRO3 module, in one pass over memory.
+
+    As `AdamW` here: torch's arguments, groups and state dict, and in float32 on the CPU the bits of
+    `torch.optim.SGD(fused=True)`.
+
+    Args:
+        params: parameters of one ZeRO3 module, or groups of them.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as for `torch.optim.SGD`.
+        state, seed: as for `AdamW`, for the momentum.
+
+    Raises:
+        ValueError: as for `AdamW`.
+    """
+
+    _kind = step_reference.SGD
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        state: StateDtype = "float32",
+        seed: int = 0,
+    ) -> None:
+        self._set_up(state, seed)
+        torch.optim.SGD.__init__(
+            self,
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            fused=True,
+        )
+
+    @property
+    def _shows_step(self) -> bool:
+        # torch's has none; random bits need one.
+        return self._state_dtype != "float32"
+
+    def _keys(self) -> list[str]:
+        return ["momentum_buffer"] if any(g["momentum"] for g in self.param_groups) else []
+
+    def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
+        return [
+            float(group["weight_decay"]),
+            float(group["momentum"]),
+            1 - float(group["dampening"]),
+            -float(group["lr"]),
+            float(group["nesterov"]),
+            float(step == 1),
+            0.0,
+            0.0,
+            -1.0 if group["maximize"] else 1.0,
+            0.0,
+        ]
+
+
+class Lion(FlatOptimizer):
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), in one pass.
+
+    Decays the weight by lr * weight_decay, subtracts lr * sign(beta1 * m + (1 - beta1) * g), and
+    then updates the average m with beta2.
+
+    Args:
+        params: parameters of one ZeRO3 module, or groups of them.
+        lr: usually 3 to 10 times less than for AdamW.
+        betas: for the direction, and for the average.
+        weight_decay: usually 3 to 10 times more than for AdamW.
+        maximize: go along the gradient instead of against it.
+        state, seed: as for `AdamW`.
+
+    Raises:
+        ValueError: as for `AdamW`.
+    """
+
+    _kind = step_reference.LION
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        state: StateDtype = "float32",
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("lr", float(lr)), ("weight_decay", weight_decay)):
+            if not value >= 0.0:
+                raise ValueError(f"Lion: expected {name} >= 0, got {value}")
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"Lion: expected betas in [0, 1), got {betas}")
+        self._set_up(state, seed)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        torch.optim.Optimizer.__init__(self, params, defaults)
+
+    def _keys(self) -> list[str]:
+        return ["exp_avg"]
+
+    def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        return [
+            1 - lr * float(group["weight_decay"]),
+            *(beta1, 1 - beta1, beta2, 1 - beta2, -lr, 0.0, 0.0),
+            -1.0 if group["maximize"] else 1.0,
+            0.0,
+        ]

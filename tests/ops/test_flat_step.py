@@ -1,0 +1,246 @@
+"""flat_step_ and sum_squares_: the bits of the reference, and those of torch's fused optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from layerzero.ops import step_reference as R
+from layerzero.ops import sum_squares
+from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call
+
+KINDS = {R.ADAMW: 3, R.SGD: 1, R.LION: 1}
+NUMEL = 3000
+EMPTY = torch.empty(0)
+# A cut block, a small range, a large one, and one whose random bits change half way (2**32).
+TABLE = [
+    [0, 5, 3, 1, 0, 300, 11, 0, 0],
+    [8, 8, 4, 1000, 0, 512, -7, 1, -1],
+    [1010, 1012, 1004, 30, 1, 1000, 99, 6, -1],
+    [1100, 1100, 1034, 1899, 1, (1 << 32) - 512, 123456789, 9, -1],
+]
+
+
+def adamw_row(
+    lr: float, beta1: float, beta2: float, decay: float, step: int, amsgrad: bool, sign: float
+) -> list[float]:
+    corrections = -lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    options = [1 - lr * decay, 1 - beta1, beta2, 1 - beta2, *corrections, 1e-8, 0.0]
+    return [*options, sign, float(amsgrad), float(step)]
+
+
+def rows_of(kind: int, step: int) -> torch.Tensor:
+    rows = {
+        R.ADAMW: [
+            adamw_row(1e-2, 0.9, 0.99, 0.1, step, True, 1.0),
+            adamw_row(1e-3, 0.4, 0.95, 0.0, step + 4, False, -1.0),
+        ],
+        R.SGD: [
+            [0.1, 0.9, 0.9, -1e-2, 0.0, float(step == 1), 0, 0, 1.0, 0, step],
+            [0.0, 0.8, 1.0, -1e-2, 1.0, 0.0, 0, 0, -1.0, 0, step],
+        ],
+        R.LION: [
+            [0.999, 0.9, 0.1, 0.99, 0.01, -1e-2, 0, 0, 1.0, 0, step],
+            [1.0, 0.8, 0.2, 0.9, 0.1, -1e-3, 0, 0, -1.0, 0, step],
+        ],
+    }
+    return torch.tensor(rows[kind], dtype=torch.float64)
+
+
+def run_steps(
+    implementation: str,
+    kind: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    copy_dtype: torch.dtype | None,
+    factor: float | None,
+    grad_scale: float,
+) -> list[torch.Tensor]:
+    """All that three steps write."""
+    generator = torch.Generator().manual_seed(0)
+    main = torch.randn(NUMEL, generator=generator).to(dtype)
+    states = [torch.zeros(NUMEL, dtype=state_dtype) for _ in range(KINDS[kind])]
+    is_quant = state_dtype == torch.uint8
+    scales = [torch.zeros(40) for _ in states] if is_quant else []
+    copy = EMPTY if copy_dtype is None else torch.zeros(NUMEL, dtype=copy_dtype)
+    edges = torch.zeros(1, len(states))
+    table, factors = torch.tensor(TABLE), EMPTY if factor is None else torch.tensor([factor])
+    for step in (1, 2, 3):
+        grad = (torch.randn(NUMEL + 10, generator=generator) * 10.0 ** (step - 2)).to(dtype)
+        given = (kind, main, grad, states, scales, copy, edges)
+        rest = (rows_of(kind, step), factors, grad_scale, 3)
+        if is_quant:
+            call(implementation, "flat_step_", *given, table[:1], *rest, R.MEASURE)
+            edges *= 2  # As if another rank had more.
+        call(implementation, "flat_step_", *given, table, *rest, R.WITH_ENDS)
+    return [main, *states, *scales, copy, edges]
+
+
+def settings() -> Iterator[tuple[int, torch.dtype, torch.dtype]]:
+    for kind, dtype in product(KINDS, DTYPES):
+        smaller = (torch.float32, torch.bfloat16, torch.uint8)
+        for state in (torch.float64,) if dtype == torch.float64 else smaller:
+            yield kind, dtype, state
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_the_kernel_has_the_bits_of_the_reference(implementation: str) -> None:
+    for kind, dtype, state in settings():
+        for copy, factor, scale in [(None, None, 1.0), (torch.bfloat16, 0.7, 1024.0)]:
+            wanted = run_steps("reference", kind, dtype, state, copy, factor, scale)
+            got = run_steps(implementation, kind, dtype, state, copy, factor, scale)
+            for ours, theirs in zip(got, wanted, strict=True):
+                assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("numel", [1, 7, 8, 15, 100, 4099])
+def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: int) -> None:
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("torch's arithmetic is another one on this processor")
+    for beta1, amsgrad, maximize in [(0.9, False, False), (0.3, True, True)]:
+        generator = torch.Generator().manual_seed(numel)
+        theirs = torch.nn.Parameter(torch.randn(numel, generator=generator))
+        ours = theirs.detach().clone()
+        states = [torch.zeros(numel) for _ in range(2 + amsgrad)]
+        optimizer = torch.optim.AdamW(
+            [theirs], 1e-2, (beta1, 0.99), weight_decay=0.1, amsgrad=amsgrad, maximize=maximize,
+            fused=True,
+        )  # fmt: skip
+        table = torch.tensor([[0, 0, 0, numel, 0, 0, 0, 0, -1]])
+        for step in range(1, 51):
+            grad = torch.randn(numel, generator=generator) * 10.0 ** (step % 5 - 2)
+            theirs.grad = grad.clone()
+            optimizer.step()
+            sign = -1.0 if maximize else 1.0
+            row = adamw_row(1e-2, beta1, 0.99, 0.1, step, amsgrad, sign)
+            rows = torch.tensor([row], dtype=torch.float64)
+            none = (EMPTY, EMPTY, table, rows, EMPTY)
+            call(
+                implementation, "flat_step_",
+                R.ADAMW, ours, grad, states, [], *none, 1.0, 0, R.WITH_ENDS,
+            )  # fmt: skip
+        assert_same_bits(ours, theirs.detach())
+        kept = optimizer.state[theirs]
+        for state, key in zip(states, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), strict=False):
+            assert_same_bits(state, kept[key])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str) -> None:
+    threads = torch.get_num_threads()
+    numel = 100_003
+    table = torch.tensor(
+        [[0, 0, 0, 50_001, 0, 77, 5, 0, -1], [50_001, 50_001, 50_001, 50_002, 0, 3, 9, 250, -1]]
+    )
+    rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 3, False, 1.0)], dtype=torch.float64)
+
+    def step(dtype: torch.dtype) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        main, grad, copy = torch.randn(numel), torch.randn(numel), torch.zeros(numel).bfloat16()
+        states = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
+        scales = [torch.zeros(500) for _ in states] if dtype == torch.uint8 else []
+        given = (R.ADAMW, main, grad, states, scales, copy, EMPTY, table, rows, EMPTY)
+        call(implementation, "flat_step_", *given, 1.0, 0, R.WITH_ENDS)
+        return [main, copy, *states, *scales, sum_squares(grad).reshape(1)]
+
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            torch.set_num_threads(1)
+            wanted = step(dtype)
+            for count in (2, 3):
+                torch.set_num_threads(count)
+                for ours, theirs in zip(step(dtype), wanted, strict=True):
+                    assert_same_bits(ours, theirs)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_eight_bits_are_close_and_survive_a_second_rounding(signed: bool) -> None:
+    values = torch.randn(256) if signed else torch.rand(256) ** 4
+    values[0] = 0.0
+    scale = values.abs().amax().expand(256)
+    codes = R.quantize(values, scale, signed)
+    decoded = R.dequantize(codes, scale, signed)
+    least = scale[0] * 2.0 ** (-16 if signed else -32)
+    assert ((decoded - values).abs() <= values.abs() / 16 + least).all()
+    assert torch.equal(R.quantize(decoded, scale, signed), codes)
+    assert decoded.abs().amax() == scale[0]
+
+
+def test_rounding_at_random_is_right_on_average() -> None:
+    numel = 200_000
+    for value in (1.0 + 1 / 1000, -3.3):
+        values = torch.full((numel,), value)
+        row = [0, 0, 0, numel, 0, 0, 1, 0, -1]
+        for dtype in (torch.bfloat16, torch.uint8):
+            state, scale = torch.zeros(numel, dtype=dtype), torch.zeros(-(-numel // 256))
+            values[::256] = 4.0  # The largest of each block.
+            R.store_states(R.LION, [values], [state], [scale], EMPTY, row, 1, 0)
+            wide = state.float()
+            if dtype == torch.uint8:
+                wide = R.dequantize(state, torch.full((numel,), 4.0), signed=True)
+            rest = wide[torch.arange(numel) % 256 != 0]
+            step = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-2
+            assert len(rest.unique()) == 2
+            # Five standard deviations of a mean of coin tosses.
+            assert abs(rest.double().mean() - value) < 5 * step / math.sqrt(numel)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_of_squares_is_taken_in_float64(implementation: str, dtype: torch.dtype) -> None:
+    for numel in (0, 1, 17, 4096, 10_001):
+        x = torch.randn(numel).to(dtype)
+        out, wanted = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        call(implementation, "sum_squares_", out, x)
+        R.sum_squares_(wanted, x)
+        assert_same_bits(out, wanted)
+        torch.testing.assert_close(out[0], x.double().square().sum(), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_does_not_fit_is_refused_before_anything_is_written(implementation: str) -> None:
+    main, grad = torch.ones(10), torch.ones(10)
+    states = [torch.zeros(10), torch.zeros(10)]
+    table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0, -1]])
+    rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 1, False, 1.0)], dtype=torch.float64)
+    good = [R.ADAMW, main, grad, states, [], EMPTY, EMPTY, table, rows, EMPTY, 1.0, 0, R.WITH_ENDS]
+    outside = table.clone()
+    outside[0, R.GRAD] = 1
+    for place, value in [
+        (0, 7),
+        (2, grad.double()),
+        (3, [states[0]]),
+        (3, [states[0], states[1].bfloat16()]),
+        (3, [states[0], torch.zeros(9)]),
+        (5, torch.zeros(9)),
+        (7, outside),
+        (7, table.int()),
+        (8, torch.zeros(0, R.ROW_COLUMNS, dtype=torch.float64)),
+        (8, rows.float()),
+    ]:
+        arguments = [*good]
+        arguments[place] = value
+        with pytest.raises(ValueError, match="flat_step_"):
+            call(implementation, "flat_step_", *arguments)
+    assert torch.equal(main, torch.ones(10)) and not states[0].any()
+    call(implementation, "flat_step_", *good)
+    assert not torch.equal(main, torch.ones(10))
+
+
+def test_the_ops_pass_opcheck() -> None:
+    rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 1, False, 1.0)], dtype=torch.float64)
+    table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0, -1]])
+    arguments = (
+        *(R.ADAMW, torch.ones(10), torch.ones(10), [torch.zeros(10), torch.zeros(10)], []),
+        *(EMPTY, EMPTY, table, rows, EMPTY, 1.0, 0, R.WITH_ENDS),
+    )
+    torch.library.opcheck(torch.ops.layerzero.flat_step_.default, arguments)
+    squares = (torch.zeros(1, dtype=torch.float64), torch.ones(5))
+    torch.library.opcheck(torch.ops.layerzero.sum_squares_.default, squares)
