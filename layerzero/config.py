@@ -20,8 +20,8 @@ GradientReduction = Literal["mean", "sum"]
 """How gradients are reduced over the ranks that share the model."""
 
 OptionalMean = Literal["all", "participants"]
-"""Ranks over which the gradients of an optional module are averaged: all that share the model, or
-those whose backward ran the module."""
+"""Ranks over which a gradient of an optional module is averaged: all that share the model, or those
+that had one."""
 
 ReshardAfterForward = bool | Literal["compute_shard"]
 """How much of a unit stays resident between forward and backward: all of it (False), only the

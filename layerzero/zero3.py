@@ -113,9 +113,10 @@ class ZeRO3(ModuleWrapper):
         optional_modules: modules that a rank may skip while other ranks run them. In each forward,
             any rank may call any of the units at or under them, or none: ranks agree before each
             gather, and one that skips a unit takes part in its gathers and reductions with nothing
-            of its own. The same modules on every rank.
+            of its own (docs/howto/optional_modules.md). The same modules on every rank; those of
+            ZeRO3 modules inside stay optional.
         optional_mean: over which ranks gradients of optional modules are averaged: "all", or
-            "participants": those whose backward ran the unit.
+            "participants": those that had a gradient for the parameter.
 
     Raises:
         ValueError, TypeError: an argument is wrong, ranks have different parameters, or a meta

@@ -16,10 +16,11 @@ from layerzero.plan.patterns import NamePattern
 from layerzero.plan.resolve import named_modules
 
 
-def optional_by_name(root: nn.Module, listed: Any) -> list[nn.Module]:
+def optional_by_name(root: nn.Module, listed: Any) -> Iterator[nn.Module]:
     """The `optional_modules` argument of `ZeRO3(root)`: each name replaced by what it matches.
 
-    Of what a pattern matches, modules inside another one are left out.
+    Of what a pattern matches, modules inside another one are left out. Raises while it is iterated,
+    which `ZeRO3` does where it can raise on every rank.
 
     Args:
         listed: names, patterns or modules.
@@ -31,10 +32,11 @@ def optional_by_name(root: nn.Module, listed: Any) -> list[nn.Module]:
     if isinstance(listed, (str, nn.Module)) or not isinstance(listed, Iterable):
         got = type(listed).__name__ if isinstance(listed, nn.Module) else repr(listed)
         raise TypeError(f"optional_modules: expected a list of names or modules, got {got}")
-    found: list[nn.Module] = []
     for each in listed:
-        found += _matching(root, each) if isinstance(each, str) else [each]
-    return found
+        if isinstance(each, str):
+            yield from _matching(root, each)
+        else:
+            yield each
 
 
 def _matching(root: nn.Module, text: str) -> Iterator[nn.Module]:

@@ -19,6 +19,7 @@ import layerzero
 from layerzero import ReductionPolicy, ZeRO3
 from layerzero.construct import topology
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
+from layerzero.plan.optional_names import optional_by_name
 from layerzero.runtime.root import RootState
 from tests.harness.checks import warns_on_first_rank
 from tests.harness.internals import root_state
@@ -425,6 +426,13 @@ def _differing() -> None:
         TypeError if rank == 0 else ValueError,
         "names are not looked up" if rank == 0 else "rank 0 refused its arguments: .*'vision'",
         by_rank(lambda m: ["vision"], vision),
+    )
+    refused(
+        ValueError,
+        "'vison' matches no module; near matches: 'vision'"
+        if rank
+        else "rank 1 refused its arguments: optional_modules: 'vison' matches no module",
+        lambda m: optional_by_name(m, ["vison" if rank else "vision"]),
     )
     # The same modules in another order are the same.
     model = seeded(Towers)

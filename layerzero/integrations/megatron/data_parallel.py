@@ -290,10 +290,10 @@ def _ignored(options: Mapping[str, Any]) -> list[nn.Parameter]:
     return ignored
 
 
-def _optional(module: nn.Module, listed: Any, num_stages: int) -> list[nn.Module]:
+def _optional(module: nn.Module, listed: Any, num_stages: int) -> Iterator[nn.Module]:
     """`optional_modules` with names replaced by modules; names are those in Float16Module."""
     optional = optional_by_name(inside(module), listed)
-    if optional and num_stages > 1:
+    if num_stages > 1 and list(optional):
         raise NotImplementedError(
             f"ZeRO3DataParallel: optional_modules with {num_stages} pipeline stages: the ranks of "
             "a stage would have to agree in an order that the schedule does not give; leave "

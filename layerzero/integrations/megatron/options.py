@@ -98,7 +98,8 @@ def for_module(
         if key in options:
             resolved[key] = _matching(key, options[key], named, is_first)
     if "optional_modules" in options:
-        resolved["optional_modules"] = optional_by_name(inside(module), options["optional_modules"])
+        found = optional_by_name(inside(module), options["optional_modules"])
+        resolved["optional_modules"] = list(found)
     return resolved
 
 
