@@ -1,0 +1,280 @@
+"""Sinks of a DeltaStream on real ranks: folders, ranks, and processes outside of the group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layerzero import ZeRO3
+from layerzero.checkpoint import (
+    DeltaError,
+    DeltaReader,
+    DeltaStream,
+    DeltaWriter,
+    RankChannel,
+    apply_delta,
+    receive_patches,
+    send_patches,
+)
+from layerzero.checkpoint.delta import folder_writer
+from tests.distributed.test_delta import expected
+from tests.harness.checks import assert_bitwise
+from tests.harness.models import Block, Mlp
+from tests.harness.ranks import run_ranks
+
+Tensors = dict[str, torch.Tensor]
+
+
+def model_and_stream(width: int = 5, **options: Any) -> tuple[ZeRO3, DeltaStream]:
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(width=width), auto_wrap_policy={Block})
+    return model, DeltaStream(model, **options)
+
+
+def change(model: ZeRO3, share: float = 0.3) -> None:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            chosen = torch.rand(parameter.shape, generator=generator) < share
+            parameter[chosen] *= 1.5
+
+
+def zeros_like(tensors: Tensors) -> Tensors:
+    return {name: torch.zeros_like(value) for name, value in tensors.items()}
+
+
+def check(tensors: Tensors, model: ZeRO3, what: str) -> None:
+    for name, value in expected(model).items():
+        assert_bitwise(tensors[name], value, f"{what}: {name}")
+
+
+def _folder(root: str) -> None:
+    model, stream = model_and_stream()
+    writer = DeltaWriter(root, stream, file_bytes=150)
+    reader, tensors = DeltaReader(root), zeros_like(expected(model))
+    begun = expected(model)  # with the weights of the start: no full()
+    follower = DeltaReader(root)
+
+    def everyone_read(step: int | None, what: str) -> None:
+        dist.barrier()
+        assert reader.apply(tensors) == step
+        check(tensors, model, what)
+        dist.barrier()
+
+    change(model)
+    writer.write(1)
+    dist.barrier()
+    assert follower.apply(begun) == 1
+    check(begun, model, "without full()")
+    dist.barrier()
+    writer.write_full(1)
+    everyone_read(1, "full")
+    for step in (2, 5):
+        change(model)
+        writer.write(step)
+        everyone_read(step, f"step {step}")
+    with pytest.raises(DeltaError, match="has written changes of step 5, and was to write step 5"):
+        writer.write(5)
+    # One rank fails: its round is repeated as a whole, and nobody reads a step of some ranks.
+    change(model)
+    close = folder_writer.DeltaWriter._close
+    if dist.get_rank() == 1:
+
+        def fails(self: Any, step: int, kind: str, part: int, is_last: bool, *rest: Any) -> int:
+            if is_last:
+                raise OSError("no space left on device")
+            return close(self, step, kind, part, is_last, *rest)
+
+        folder_writer.DeltaWriter._close = fails  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="no space"):
+            writer.write(6)
+        folder_writer.DeltaWriter._close = close  # type: ignore[method-assign]
+    else:
+        writer.write(6)
+    dist.barrier()
+    before = {name: value.clone() for name, value in tensors.items()}
+    assert reader.apply(tensors) is None
+    assert all(torch.equal(before[name], value) for name, value in tensors.items())
+    dist.barrier()
+    change(model)
+    writer.write(7)
+    everyone_read(7, "after a failure")
+    assert follower.apply(begun) == 7
+    check(begun, model, "follower")
+    writer.write_full(7)
+    writer.prune(7)
+    dist.barrier()
+    late = zeros_like(tensors)
+    assert DeltaReader(root).apply(late) == 7
+    check(late, model, "pruned")
+    dist.barrier()
+    # A resumed run has another stream, and readers begin with its full().
+    stream = DeltaStream(model)
+    writer = DeltaWriter(root, stream)
+    change(model)
+    writer.write_full(0)
+    everyone_read(0, "another stream")
+    change(model)
+    writer.write(1)
+    everyone_read(1, "another stream, step 1")
+
+
+def test_readers_of_a_folder_hold_what_the_model_has(tmp_path: Path) -> None:
+    run_ranks(2, _folder, str(tmp_path / "deep" / "root"))
+
+
+def _sizes(root: str) -> None:
+    model, stream = model_and_stream(width=400, patch_bytes="1MB")
+    full = sum(2 * value.numel() for value in expected(model).values())
+    writer = DeltaWriter(root, stream)
+    for share in (0.02, 0.02):
+        change(model, share)
+        written = writer.write(stream.round + 1)
+        on_disk = sum(
+            os.path.getsize(os.path.join(folder, name))
+            for folder, _, names in os.walk(root)
+            for name in names
+            if f"r{dist.get_rank():05d}" in name and name.startswith(f"{stream.round:010d}")
+        )
+        assert written == on_disk
+        total = torch.tensor([written])
+        dist.all_reduce(total)
+        assert 0.03 * full < total.item() <= 0.08 * full
+
+
+def test_a_folder_takes_few_bytes(tmp_path: Path) -> None:
+    run_ranks(2, _sizes, str(tmp_path))
+
+
+def _to_a_rank() -> None:
+    """Ranks 0 and 1 train; rank 2 receives from both."""
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        torch.manual_seed(0)
+        model = ZeRO3(Mlp(width=100), group, auto_wrap_policy={Block})
+        stream = DeltaStream(model)
+        channel = RankChannel(2)
+        send_patches(stream.full(), channel)
+        nbytes = 0
+        for _ in range(3):
+            change(model, 0.02)
+            nbytes += send_patches(stream.changes(), channel)
+        values = expected(model)
+        full = sum(2 * value.numel() for value in values.values())
+        assert nbytes <= 3 * 0.08 * full / 2 * 1.1
+        if dist.get_rank() == 0:
+            dist.send_object_list([values], 2)
+        return
+    channels = [RankChannel(rank) for rank in (0, 1)]
+    tensors: Tensors = {}
+    for _ in range(4):
+        for channel in channels:
+            for patch in receive_patches(channel):
+                new = torch.zeros(patch.shape, dtype=patch.values.dtype)
+                apply_delta({**tensors, patch.name: tensors.setdefault(patch.name, new)}, patch)
+    found: list[Any] = [None]
+    dist.recv_object_list(found, 0)
+    for name, value in found[0].items():
+        assert_bitwise(tensors[name], value, name)
+    with pytest.raises(ValueError, match="expected another rank of the group"):
+        RankChannel(2)
+
+
+def test_one_rank_receives_from_the_others() -> None:
+    run_ranks(3, _to_a_rank)
+
+
+OUTSIDE = """
+import sys, torch
+from multiprocessing.connection import Client
+from layerzero.checkpoint import apply_delta, receive_patches
+assert not torch.distributed.is_initialized()
+tensors = torch.load(sys.argv[1])
+with Client(sys.argv[2], "AF_UNIX", authkey=b"delta") as channel:
+    for _ in range(3):
+        for patch in receive_patches(channel):
+            apply_delta(tensors, patch)
+torch.save(tensors, sys.argv[1])
+"""
+
+
+def _to_another_process(folder: str) -> None:
+    model, stream = model_and_stream()
+    path = f"{folder}/tensors"
+    torch.save(zeros_like(expected(model)), path)
+    address = f"{folder}/socket"
+    with Listener(address, "AF_UNIX", authkey=b"delta") as listener:
+        consumer = subprocess.Popen([sys.executable, "-c", OUTSIDE, path, address])
+        channel = listener.accept()
+        send_patches(stream.full(), channel)
+        for _ in range(2):
+            change(model)
+            send_patches(stream.changes(), channel)
+        assert consumer.wait(30) == 0
+    check(torch.load(path), model, "another process")
+
+
+@pytest.mark.slow  # Another process loads torch.
+def test_a_process_outside_of_the_group_receives_through_a_socket(tmp_path: Path) -> None:
+    run_ranks(1, _to_another_process, str(tmp_path))
+
+
+def _broken_wire(folder: str) -> None:
+    """The consumer closes in the middle: the round is interrupted, and the next one repeats it."""
+    model, stream = model_and_stream(patch_bytes=50)
+    tensors = zeros_like(expected(model))
+    for patch in stream.full():
+        apply_delta(tensors, patch)
+    change(model)
+    with Listener(f"{folder}/s", "AF_UNIX") as listener:
+        wires: list[Any] = []
+        thread = threading.Thread(target=lambda: wires.append(Client(f"{folder}/s", "AF_UNIX")))
+        thread.start()
+        sender = listener.accept()
+        thread.join()
+
+        class Breaks:
+            sent = 0
+
+            def send_bytes(self, buf: bytes, /) -> None:
+                self.sent += 1
+                if self.sent == 5:
+                    sender.close()
+                sender.send_bytes(buf)
+
+            def recv_bytes(self) -> bytes:
+                raise AssertionError
+
+        with pytest.raises(OSError, match="closed"):
+            send_patches(stream.changes(), Breaks())
+        with pytest.raises(EOFError):
+            for patch in receive_patches(wires[0]):
+                apply_delta(tensors, patch)
+    for patch in stream.changes():
+        apply_delta(tensors, patch)
+    check(tensors, model, "after a broken wire")
+
+
+def test_a_broken_wire_interrupts_the_round(tmp_path: Path) -> None:
+    run_ranks(1, _broken_wire, str(tmp_path))
+
+
+def _senders(root: str) -> None:
+    _, stream = model_and_stream()
+    with pytest.raises(ValueError, match=r"rank 0 is not among the senders \[3\]"):
+        DeltaWriter(root, stream, senders=[3])
+    with pytest.raises(ValueError, match="file_bytes"):
+        DeltaWriter(root, stream, file_bytes=0)
+
+
+def test_a_writer_that_no_reader_would_wait_for_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, _senders, str(tmp_path))
