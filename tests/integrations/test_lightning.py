@@ -24,6 +24,7 @@ from layerzero import GradScaler, ShardingPlan, ZeRO3, units
 from layerzero import MixedPrecision as EngineMixedPrecision
 from layerzero.checkpoint import CheckpointError
 from layerzero.integrations.lightning import ZeRO3Strategy
+from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise, assert_close, assert_same_parameters
 from tests.harness.models import Block
 from tests.harness.ranks import run_ranks
@@ -386,11 +387,48 @@ def _manual(tmp_path: Path) -> list[float]:
     trainer().fit(whole, rows())
     trainer().fit(again, rows(), ckpt_path=tmp_path / "two.ckpt")
     assert model.losses + again.losses == whole.losses
-    sharded = trainer(zero3_strategy(state_dict_type="sharded"), max_epochs=1)
-    sharded.fit(seeded(_TwoOptimizers), rows())
-    with pytest.raises(NotImplementedError, match="one optimizer, got 2; use state_dict_type"):
-        sharded.save_checkpoint(tmp_path / "refused.ckpt")
+    _goes_on(_Whole, ["full"], tmp_path)
+    _goes_on(_WholeAndRest, ["full", "sharded"], tmp_path)
+    one = trainer(zero3_strategy(state_dict_type="sharded"), max_epochs=1)
+    with pytest.raises(CheckpointError, match="contains the state of optimizers named '0', '1'"):
+        one.fit(seeded(), rows(), ckpt_path=tmp_path / "sharded")
     return whole.losses
+
+
+class _Whole(Regression):
+    """One optimizer, of whole tensors, clipped, with a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = WholeTensorOptimizer(self.parameters(), torch.optim.Adafactor, lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)]
+
+
+class _WholeAndRest(_TwoOptimizers):
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.layerzero.ndim == 2]
+        rest = [p for p in self.parameters() if p.layerzero.ndim != 2]
+        muon = WholeTensorOptimizer(matrices, torch.optim.Muon, lr=0.02)
+        return [muon, torch.optim.AdamW(rest, 0.05)]
+
+
+def _goes_on(cls: type[Regression], state_dict_types: list[str], folder: Path) -> None:
+    """A run that is cut in two equals one that is not, bit for bit."""
+    clipped = {} if issubclass(cls, _TwoOptimizers) else {"gradient_clip_val": 0.5}
+
+    def fitted(model: Regression, epochs: int, kind: str, resumed: Path | None) -> pl.Trainer:
+        own = trainer(zero3_strategy(state_dict_type=kind), max_epochs=epochs, **clipped)
+        own.fit(model, rows(), ckpt_path=resumed)
+        return own
+
+    fitted(whole := seeded(cls), 2, "full", None)
+    expected = full(whole)
+    for kind in state_dict_types:
+        first, again = seeded(cls), seeded(cls, seed=7)
+        fitted(first, 1, kind, None).save_checkpoint(folder / kind)
+        fitted(again, 2, kind, folder / kind)
+        assert first.losses + again.losses == whole.losses, cls
+        for name, value in full(again).items():
+            assert_bitwise(value, expected[name], f"{cls.__name__} {name}")
 
 
 def test_precision_plugins_and_manual_optimization(tmp_path: Path) -> None:

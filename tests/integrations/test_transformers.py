@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from layerzero import ZeRO3, checkpoint, units
 from layerzero.checkpoint import CheckpointError
 from layerzero.core.parameter_info import get_info
+from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise, assert_close, assert_same_parameters
 from tests.harness.internals import inner_units
 from tests.harness.ranks import run_ranks
@@ -480,6 +481,7 @@ def _accelerate(folder: str) -> None:
     for what, got, expected in zip(("loss", "order", "rate", "draw"), go_on(), second, strict=True):
         assert got == expected, f"{what}: {got}, {expected}"
 
+    _several_optimizers(folder)
     stepped = parts(other := build("llama"))[0]
     other(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
     stepped.step()
@@ -492,6 +494,68 @@ def _accelerate(folder: str) -> None:
         prepare(Accelerator(cpu=True), build("llama"))
 
 
+def _several_optimizers(folder: str) -> None:
+    """Muon on whole matrices and AdamW on the rest, each with a schedule; saved and resumed."""
+    from accelerate import Accelerator
+
+    from layerzero.integrations.accelerate import prepare
+    from layerzero.integrations.transformers import shard
+
+    def made(rate: float) -> tuple[Any, ...]:
+        as_if_launched(True)
+        accelerator = Accelerator(cpu=True)
+        model = shard(build("llama"))
+        matrices = [p for p in model.parameters() if p.layerzero.ndim == 2]
+        rest = [p for p in model.parameters() if p.layerzero.ndim != 2]
+        muon = WholeTensorOptimizer(matrices, torch.optim.Muon, lr=rate)
+        optimizers = [muon, torch.optim.AdamW(rest, rate)]
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
+        return accelerator, *prepare(accelerator, model, *optimizers, *schedules)
+
+    def train(accelerator: Any, model: Any, *stepped: Any) -> None:
+        ids = torch.arange(18).view(2, 9) + dist.get_rank()
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        for each in stepped:
+            each.step()
+        model.zero_grad()
+
+    own = made(0.02)
+    train(*own)
+    own[0].save_state(str(Path(folder, "several")))
+    train(*own)
+    again = made(0.9)
+    again[0].load_state(str(Path(folder, "several")))
+    train(*again)
+    assert_same_parameters(weights_of(again[1]), weights_of(own[1]))
+    rates = [each.param_groups[0]["lr"] for each in (*again[2:4], *own[2:4])]
+    assert len(set(rates)) == 1 and rates[0] < 0.02
+
+
+def _trainer_of_whole_tensors(folder: str) -> None:
+    """A Trainer's optimizer that needs whole tensors; a run resumes bit for bit."""
+
+    def trained(max_steps: int, resumes: bool) -> Any:
+        changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": max_steps}
+        options = {"optimizer_class": torch.optim.Adafactor, "lr": 1e-2}
+        trainer = sharded_trainer(
+            build("llama"),
+            lambda: arguments(Path(folder, "whole"), lr_scheduler_type="constant", **changes),
+            optimizer_cls_and_kwargs=(WholeTensorOptimizer, options),
+        )
+        trainer.train(resume_from_checkpoint=resumes or None)
+        return trainer
+
+    trained(2, resumes=False)
+    resumed = trained(3, resumes=True)
+    straight = trained(3, resumes=False)
+    assert logged(resumed, "loss") == logged(straight, "loss")
+    expected = weights_of(straight.sharded_model)
+    assert_same_parameters(weights_of(resumed.sharded_model), expected)
+    state = straight.optimizer.optimizer.state
+    assert all("row_var" in state[p] for p in state if p.layerzero.ndim == 2)
+
+
 def _refuses(folder: str) -> None:
     from layerzero.integrations.transformers import ZeRO3Trainer, load_pretrained, shard
 
@@ -500,7 +564,7 @@ def _refuses(folder: str) -> None:
         ZeRO3Trainer(build("llama"), arguments(folder))
     as_if_launched(True)
     for changes, message in (
-        ({"optim": "adafactor"}, "needs whole parameters; expected an element-wise one"),
+        ({"optim": "adafactor"}, "expected an element-wise one.*WholeTensorOptimizer"),
         ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
         ({"bf16_full_eval": True}, "use bf16=True"),
         ({"fsdp": True}, "pass options as zero3="),
@@ -537,6 +601,7 @@ def _refuses(folder: str) -> None:
 
 def _accelerate_and_refuses(folder: str) -> None:
     _accelerate(folder)
+    _trainer_of_whole_tensors(folder)
     _refuses(folder)
 
 

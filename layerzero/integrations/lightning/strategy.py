@@ -401,22 +401,22 @@ class ZeRO3Strategy(MeshStrategy):
                 f"{path}: on_save_checkpoint changed the names in 'state_dict', which sharded "
                 "checkpoints take from the model itself; use state_dict_type='full'"
             )
-        optimizer = None
+        optimizer: Any = None
         if "optimizer_states" in checkpoint and self.optimizers:
-            optimizer = self._only_optimizer()
+            optimizer = self._optimizers_by_name()
         self._on_first_rank(lambda: make_way_for_folder(path), path)
         rest = {name: each for name, each in checkpoint.items() if name not in _WRITTEN_BY_ENGINE}
         rest["has_optimizer"] = "optimizer_states" in checkpoint
         step = int(checkpoint["global_step"])
         save(path, model, optimizer, step=step, extra=rest, keep=1)
 
-    def _only_optimizer(self) -> torch.optim.Optimizer:
-        if len(self.optimizers) != 1:
-            raise NotImplementedError(
-                f"ZeRO3Strategy: a sharded checkpoint holds one optimizer, got "
-                f"{len(self.optimizers)}; use state_dict_type='full'"
-            )
-        return self.optimizers[0]
+    def _optimizers_by_name(
+        self,
+    ) -> torch.optim.Optimizer | dict[str, torch.optim.Optimizer]:
+        """The optimizer; several by their numbers in `configure_optimizers`."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0]
+        return {str(number): each for number, each in enumerate(self.optimizers)}
 
     # Checkpoints in -------------------------------------------------------------------------
 
@@ -460,7 +460,7 @@ class ZeRO3Strategy(MeshStrategy):
         if FOLDER in checkpoint:
             # This loads the weights again: `load` reads and verifies a checkpoint as a whole.
             strict = self.lightning_module.strict_loading
-            load(checkpoint[FOLDER], self.model, self._only_optimizer(), strict=strict)
+            load(checkpoint[FOLDER], self.model, self._optimizers_by_name(), strict=strict)
             return
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):

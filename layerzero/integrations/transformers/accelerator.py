@@ -258,7 +258,7 @@ class ZeRO3Accelerator(Accelerator):
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         """Save a layerzero checkpoint (docs/reference/checkpoint_format.md) in `output_dir`.
 
-        Collective. Saves model, optimizer, scheduler, random states, the state of shuffling data
+        Collective. Saves model, optimizers, schedulers, random states, the state of shuffling data
         loaders, registered objects and the accelerator's step.
 
         With `automatic_checkpoint_naming` the folder is `project_dir/checkpoints/checkpoint_N`;
@@ -271,7 +271,7 @@ class ZeRO3Accelerator(Accelerator):
             The folder.
 
         Raises:
-            NotImplementedError: several models, optimizers or schedulers; hooks of save_state.
+            NotImplementedError: several models; hooks of save_state.
             ValueError: no folder, or the next automatic name exists.
         """
         parts = self._parts()
@@ -327,22 +327,16 @@ class ZeRO3Accelerator(Accelerator):
         set_random_states(extra["random"], self.device)
 
     def _parts(self) -> tuple[ZeRO3, Any, Any] | None:
-        """The model, its optimizer and its scheduler; None if no model is sharded."""
+        """The model, its optimizers and its schedulers; None if no model is sharded."""
         if not self._sharded():
             return None
-        for what, found in (
-            ("models", self._models),
-            ("optimizers", self._optimizers),
-            ("schedulers", self._schedulers),
-        ):
-            if len(found) > 1:
-                raise NotImplementedError(
-                    f"save_state and load_state: expected one each, got {len(found)} {what}; call "
-                    "layerzero.checkpoint.save and load for each model"
-                )
-        optimizer = self._optimizers[0].optimizer if self._optimizers else None
-        scheduler = self._schedulers[0] if self._schedulers else None
-        return self._sharded()[0], optimizer, scheduler
+        if len(self._models) > 1:
+            raise NotImplementedError(
+                f"save_state and load_state: expected one model, got {len(self._models)}; call "
+                "layerzero.checkpoint.save and load for each"
+            )
+        optimizers = [prepared.optimizer for prepared in self._optimizers]
+        return self._sharded()[0], _by_number(optimizers), _by_number(self._schedulers)
 
     def _refuse_hooks(self, what: str, hooks: Mapping[Any, Any]) -> None:
         if hooks:
@@ -362,6 +356,13 @@ class ZeRO3Accelerator(Accelerator):
             sampler = getattr(batches, "sampler", None)
             if isinstance(sampler, RandomSampler):
                 yield loader, sampler
+
+
+def _by_number(prepared: Sequence[Any]) -> Any:
+    """One object; several by their numbers, in the order of `prepare`; None for none."""
+    if len(prepared) < 2:
+        return next(iter(prepared), None)
+    return {str(number): each for number, each in enumerate(prepared)}
 
 
 def _place(loader: Any, sampler: Any) -> dict[str, Any]:

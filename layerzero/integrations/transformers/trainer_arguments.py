@@ -83,7 +83,9 @@ def check_arguments(args: Any) -> None:
     if optim not in _ELEMENTWISE:
         raise ValueError(
             f"ZeRO3Trainer: optim={optim!r} needs whole parameters; expected an element-wise one: "
-            f"{', '.join(_ELEMENTWISE)}"
+            f"{', '.join(_ELEMENTWISE)}. Or pass optimizer_cls_and_kwargs=(layerzero.optim."
+            "WholeTensorOptimizer, {'optimizer_class': ..., 'lr': ...}), which steps any torch "
+            "optimizer on whole tensors"
         )
 
 
