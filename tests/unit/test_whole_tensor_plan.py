@@ -38,19 +38,23 @@ def test_the_owner_holds_most_where_loads_are_equal() -> None:
 
 
 def _random_tensors(seed: int, num_ranks: int, copies: int) -> list[WholeTensor]:
+    """Replica k is on ranks k * num_ranks and those that follow."""
     draw = random.Random(seed)
     layout = FlatLayout.build(
         [draw.choice([0, 1, 3, 40, 200]) for _ in range(12)], num_ranks, 4, copies
     )
-    holders = [
-        tuple(shard + copy * num_ranks for copy in range(copies)) for shard in range(num_ranks)
+    replicas = [
+        tuple(
+            pieces_of(layout, index, range(copy * num_ranks, (copy + 1) * num_ranks))
+            for copy in range(copies)
+        )
+        for index in range(12)
     ]
-    pieces = [pieces_of(layout, index, holders) for index in range(12)]
-    held = [{r: p.stop - p.start for p in each for r in p.holders} for each in pieces]
+    held = [{p.holder: p.stop - p.start for r in each for p in r} for each in replicas]
     owners = assign_owners(layout.numels, held, num_ranks * copies)
     return [
-        WholeTensor(numel, 4, owner, each)
-        for numel, owner, each in zip(layout.numels, owners, pieces, strict=True)
+        WholeTensor(4, owner, each, owner // num_ranks)
+        for owner, each in zip(owners, replicas, strict=True)
     ]
 
 
@@ -73,10 +77,10 @@ def test_every_element_reaches_its_owner_and_comes_back_once(num_ranks: int, cop
             for span in _received(bucket, 1):
                 returned.setdefault((rank, span.tensor), []).extend(range(span.start, span.stop))
     for number, whole in numbered:
-        assert sorted(arrived.get(number, [])) == list(range(whole.numel))
-        for piece in whole.pieces:
-            for rank in piece.holders:
-                assert sorted(returned[rank, number]) == list(range(piece.start, piece.stop))
+        numel = sum(piece.stop - piece.start for piece in whole.replicas[0])
+        assert sorted(arrived.get(number, [])) == list(range(numel))
+        for piece in (piece for replica in whole.replicas for piece in replica):
+            assert returned[piece.holder, number] == list(range(piece.start, piece.stop))
 
 
 def _received(bucket: Bucket, way: int) -> list:
@@ -97,15 +101,7 @@ def _check_ends(buckets: tuple[Bucket, ...]) -> None:
 
 def test_nothing_travels_for_tensors_that_lie_with_their_owner() -> None:
     layout = FlatLayout.build([8, 8], 2)
-    holders = [(0,), (1,)]
-    tensors = [WholeTensor(8, 4, index, pieces_of(layout, index, holders)) for index in range(2)]
+    tensors = [WholeTensor(4, index, (pieces_of(layout, index, (0, 1)),)) for index in range(2)]
     (bucket,) = make_buckets(list(enumerate(tensors)), 0, 2, 1 << 20)
     assert all(whole.lies_with_owner for whole in tensors)
     assert (bucket.nbytes, bucket.returned_nbytes) == (0, 0)
-
-
-def test_copies_send_one_piece_each_from_the_owners_replica() -> None:
-    """Ranks 0 and 1 are one replica, 2 and 3 the other."""
-    layout = FlatLayout.build([8], 2)
-    (whole,) = (WholeTensor(8, 4, 3, pieces_of(layout, 0, [(0, 2), (1, 3)])),)
-    assert [whole.source_of(piece) for piece in whole.pieces] == [2, 3]

@@ -82,7 +82,6 @@ def check(given: Given, held: Sequence[nn.Parameter], optimizer: torch.optim.Opt
     Raises:
         TypeError, ValueError: a parameter is none of the model's, occurs twice, or belongs to
             another optimizer; names it.
-        NotImplementedError: a parameter is split over tensor-parallel ranks.
         RuntimeError: inside forward or backward.
     """
     if given.root is not None:
@@ -102,12 +101,6 @@ def check(given: Given, held: Sequence[nn.Parameter], optimizer: torch.optim.Opt
         if id(parameter) in seen:
             raise ValueError(f"{_NAME}: {name_of(parameter)} was given twice")
         seen.add(id(parameter))
-        info = get_info(parameter)
-        if info is not None and info.tensor_parallel is not None:
-            raise NotImplementedError(
-                f"{_NAME}: {info.fqn} is split over tensor-parallel ranks "
-                f"{tuple(info.tensor_parallel.placements)}; give it to an element-wise optimizer"
-            )
     _refuse_shared(given.parameters, optimizer)
 
 

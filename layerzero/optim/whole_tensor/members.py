@@ -11,9 +11,10 @@ from torch import nn
 
 from layerzero.core.parameter_info import copy_attributes, get_info
 from layerzero.core.placement import Placement
+from layerzero.optim.whole_tensor.maps import Block, maps_of
 from layerzero.optim.whole_tensor.ownership import assign_owners
 from layerzero.optim.whole_tensor.party import Party
-from layerzero.optim.whole_tensor.plan import Span, WholeTensor, pieces_of
+from layerzero.optim.whole_tensor.plan import Span, WholeTensor
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.root import RootState
 from layerzero.runtime.unit import Unit
@@ -31,39 +32,65 @@ class Member:
     handle: FlatParamHandle
     party: Party
     whole: WholeTensor
+    blocks: tuple[Block, ...]
     fqn: str
     tensor: nn.Parameter | None
     """The whole tensor; None on ranks that do not own it."""
 
-    # Views for exchanges, flat -----------------------------------------------------------------
+    # This rank's piece, flat
 
     def gradient(self, _: Span) -> torch.Tensor:
-        """This rank's piece of the gradient."""
         assert self.parameter.grad is not None, "only gradients that exist are sent"
         return self.parameter.grad.detach().reshape(-1)
 
     def value(self, _: Span) -> torch.Tensor:
-        """This rank's piece of the values."""
         return self.parameter.detach()
 
-    def whole_value(self, span: Span) -> torch.Tensor:
-        assert self.tensor is not None, "this rank is the owner"
-        return self.tensor.detach().view(-1)[span.start : span.stop]
+    # On the owner
 
-    def whole_gradient(self, span: Span) -> torch.Tensor:
-        assert self.tensor is not None and self.tensor.grad is not None, "made by `expect_gradient`"
-        return self.tensor.grad.detach().view(-1)[span.start : span.stop]
+    def staged_values(self) -> Staged | None:
+        """The blocks of the whole tensor; None if this rank does not own it."""
+        return None if self.tensor is None else Staged(self.tensor.detach(), self.blocks)
 
-    def expect_gradient(self) -> None:
-        """On the owner, make room for the whole gradient; it may be this rank's piece itself."""
+    def staged_gradient(self) -> Staged | None:
+        """Memory for the whole gradient, which may be this rank's piece itself."""
         if self.tensor is None:
-            return
+            return None
         self.tensor.requires_grad_(self.parameter.requires_grad)
         piece = self.parameter.grad
         if self.whole.lies_with_owner and piece is not None:
             self.tensor.grad = piece.detach().view(self.tensor.shape)
         else:
             self.tensor.grad = torch.empty_like(self.tensor)
+        return Staged(self.tensor.grad.detach(), self.blocks)
+
+
+class Staged:
+    """A whole tensor as flat blocks: views where a block is contiguous, else memory of its own."""
+
+    def __init__(self, whole: torch.Tensor, blocks: Sequence[Block]) -> None:
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._flat: list[torch.Tensor] = []
+        for block in blocks:
+            view = whole[tuple(slice(at, at + n) for at, n in zip(*block, strict=True))]
+            if view.is_contiguous():
+                self._flat.append(view.view(-1))
+            else:
+                self._flat.append(view.new_empty(view.numel()))
+                self._copied.append((view, self._flat[-1].view(view.shape)))
+
+    def elements(self, span: Span) -> torch.Tensor:
+        return self._flat[span.block][span.start : span.stop]
+
+    def load(self) -> None:
+        """Copy blocks out of the whole tensor, where they are no views."""
+        for view, staged in self._copied:
+            staged.copy_(view)
+
+    def store(self) -> None:
+        """Copy blocks into the whole tensor, where they are no views."""
+        for view, staged in self._copied:
+            view.copy_(staged)
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
@@ -79,14 +106,15 @@ def fqn_of(parameter: nn.Parameter) -> str:
     return info.fqn
 
 
-def contents_of(handle: FlatParamHandle, root: RootState) -> tuple[int, int]:
-    """Changes whenever the main shard is written: its version, and on CPU a checksum.
+def contents_of(member: Member, root: RootState) -> tuple[int, int]:
+    """Changes whenever the member's flat parameter is written: its version, on CPU a checksum.
 
     Writes through `.data` change no version; on a device a checksum would block the host.
     """
-    shard = handle.main_shard.detach()
-    is_seen = root.streams.are_apart or handle.placement.num_ranks == 1
-    return shard._version, 0 if is_seen else zlib.crc32(shard.view(torch.uint8).numpy().data)
+    shard = member.handle.main_shard.detach()
+    if root.streams.are_apart or member.party.size == 1:
+        return shard._version, 0
+    return shard._version, zlib.crc32(shard.view(torch.uint8).numpy().data)
 
 
 def own(
@@ -126,27 +154,27 @@ def own(
             elsewhere = sum(other.loads[other.rank] for other in experts)
             theirs = party.gather(root, "cost of experts", elsewhere)
             loads = [a + b for a, b in zip(loads, theirs, strict=True)]
-        members += _own_in(party, placed[placement], cost, loads)
+        members += _own_in(root, party, placed[placement], cost, loads)
     return sorted(members, key=lambda member: order[member.parameter])
 
 
 def _own_in(
-    party: Party, places: Sequence[_Place], cost: Cost, loads: Sequence[float]
+    root: RootState, party: Party, places: Sequence[_Place], cost: Cost, loads: Sequence[float]
 ) -> list[Member]:
-    pieces = [pieces_of(handle.layout, index, party.holders) for *_, handle, index in places]
+    maps = maps_of(root, party, [(parameter, handle, n) for parameter, _, handle, n in places])
     held: list[Mapping[int, int]] = [
-        {rank: piece.stop - piece.start for piece in each for rank in piece.holders}
-        for each in pieces
+        {p.holder: p.stop - p.start for replica in each.replicas for p in replica} for each in maps
     ]
     costs = [float(cost(shape_of(parameter))) for parameter, *_ in places]
     owners = assign_owners(costs, held, party.size, loads)
     members = []
-    for place, each, owner, own_cost in zip(places, pieces, owners, costs, strict=True):
+    for place, each, owner, own_cost in zip(places, maps, owners, costs, strict=True):
         parameter, unit, handle, _ = place
         party.add_load(owner, own_cost)
-        whole = WholeTensor(shape_of(parameter).numel(), parameter.itemsize, owner, each)
+        whole = WholeTensor(parameter.itemsize, owner, each.replicas, each.replica_of_rank[owner])
         tensor = _make_whole(parameter, whole) if owner == party.rank else None
-        members.append(Member(parameter, unit, handle, party, whole, fqn_of(parameter), tensor))
+        fqn = fqn_of(parameter)
+        members.append(Member(parameter, unit, handle, party, whole, each.blocks, fqn, tensor))
     return members
 
 

@@ -168,7 +168,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: it needs all tensors together, and other ranks own some.
         """
-        if all(owner.placement.num_ranks == 1 for owner in given.owners.values()):
+        owners = given.owners.values()
+        if all(each.placement.num_ranks == 1 and not each.is_tensor_parallel for each in owners):
             return False
         kinds: dict[int, Group] = {}
         for group in given.groups:
@@ -341,17 +342,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _find_written(self, root: RootState) -> list[bool]:
         """For each member, whether its flat parameter was written since the last step."""
-        handles = {member.handle: member.fqn for member in self._members.values()}
-        for handle, fqn in handles.items():
-            handle.reset_sharded_params(fqn)
+        members = {member.handle: member for member in self._members.values()}
+        for handle, member in members.items():
+            handle.reset_sharded_params(member.fqn)
         written = {
-            handle: self._contents.get(handle) != contents_of(handle, root) for handle in handles
+            handle: self._contents.get(handle) != contents_of(member, root)
+            for handle, member in members.items()
         }
         return [written[member.handle] for member in self._members.values()]
 
     def _note_contents(self, root: RootState) -> None:
-        handles = {member.handle for member in self._members.values()}
-        self._contents = {handle: contents_of(handle, root) for handle in handles}
+        members = {member.handle: member for member in self._members.values()}
+        self._contents = {handle: contents_of(each, root) for handle, each in members.items()}
 
     def _show_state(self) -> None:
         """Show the states of the inner optimizer as those of the sharded parameters."""

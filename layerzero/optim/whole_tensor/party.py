@@ -1,4 +1,8 @@
-"""Parties: the ranks that share a unit's parameters, and so the owners of its whole tensors."""
+"""Parties: the ranks that share a unit's parameters, and so the owners of its whole tensors.
+
+mesh (dp=2, tp=2), ranks      0 1      a row: one data-parallel rank, whose tensor-parallel ranks
+                              2 3      hold blocks (or copies) of each tensor
+"""
 
 from __future__ import annotations
 
@@ -20,19 +24,35 @@ class Party:
     """All ranks that share the units of one placement, in one group, in the order of ranks."""
 
     group: ShardGroup
-    holders: tuple[tuple[int, ...], ...]
-    """Group ranks that hold each main shard; several with `outer="replicate"`."""
+    axes: tuple[ShardGroup, ...]
+    """This rank's tensor-parallel group along each axis of their mesh; (): there is none."""
+    holders: tuple[tuple[tuple[int, ...], ...], ...]
+    """Group ranks as [tensor-parallel place][main shard][copy]. The place counts along `axes`, the
+    first of which varies fastest."""
     loads: list[float]
     """Cost of the tensors of this party that each rank owns."""
 
     def __init__(self, root: RootState, placement: Placement) -> None:
-        """Find or make the group. Collective over the placement's ranks; blocks the host."""
-        self.group = _group_of(root, placement)
+        """Find or make the groups. Collective over the ranks of the party; blocks the host."""
+        members = set(placement.members)
+        # Experts that are split over data-parallel ranks: for the other units these are no axes.
+        self.axes = tuple(
+            group
+            for group in root.tensor_parallel_groups
+            if group.size > 1 and len(members.intersection(group.ranks)) == 1
+        )
+        holders = placement.holders()
+        own = torch.tensor(holders, dtype=torch.int64, device=root.device)
+        tables = self.gather_along_axes(root, own).view(-1, *own.shape).tolist()
+        ranks = tuple(sorted({rank for table in tables for row in table for rank in row}))
+        self.group = _group_of(root, placement, ranks, self.axes)
+        number_of = {rank: number for number, rank in enumerate(self.group.ranks)}
+        self.holders = tuple(
+            tuple(tuple(number_of[rank] for rank in row) for row in table) for table in tables
+        )
         self._host_group = _host_group_of(root, self.group)
         self._num_host_exchanges = 0
         self.loads = [0.0] * self.group.size
-        rank_of = {rank: number for number, rank in enumerate(self.group.ranks)}
-        self.holders = tuple(tuple(rank_of[rank] for rank in each) for each in placement.holders())
 
     @property
     def rank(self) -> int:
@@ -44,6 +64,14 @@ class Party:
 
     def add_load(self, rank: int, cost: float) -> None:
         self.loads[rank] += cost
+
+    def gather_along_axes(self, root: RootState, own: torch.Tensor) -> torch.Tensor:
+        """[tensor-parallel places, *shape]: each place's tensor. Collective over `axes`."""
+        values = own
+        for axis in self.axes:
+            operation = root.operations.next_tensor_parallel("exchange", "whole tensors", axis)
+            values = gather_small(values, axis, operation)
+        return values.reshape(-1, *own.shape)
 
     def gather(self, root: RootState, what: str, own: float) -> list[float]:
         """Every rank's number. Collective; blocks the host."""
@@ -71,28 +99,24 @@ _made = WeakKeyDictionary()
 their messages apart is counted on the model's own groups alone."""
 
 
-def _group_of(root: RootState, placement: Placement) -> ShardGroup:
-    """The placement's members as one group. Collective if it has to be made."""
-    members = tuple(sorted(placement.members))
-    known: Sequence[ShardGroup | None] = (
-        placement.shard_group,
-        placement.outer_group,
-        placement.world,
-    )
-    for group in known:
-        if group is not None and tuple(sorted(group.ranks)) == members:
+def _group_of(
+    root: RootState, placement: Placement, ranks: tuple[int, ...], axes: Sequence[ShardGroup]
+) -> ShardGroup:
+    """These ranks as one group. Collective if it has to be made."""
+    for group in (placement.shard_group, placement.outer_group, placement.world, *axes):
+        if group is not None and tuple(sorted(group.ranks)) == ranks:
             return group
     inner = placement.shard_group
     made = _made.setdefault(root, {})
-    if members not in made:
-        agree_on_group_names(placement.groups, root.device)
-        made[members] = new_group(
-            members,
+    if ranks not in made:
+        agree_on_group_names([*placement.groups, *axes], root.device)
+        made[ranks] = new_group(
+            ranks,
             dist.get_backend_config(inner.process_group),
             inner.timeout,
             options_like(inner.process_group, root.device),
         )
-    return make_shard_group(made[members], root.device, inner.timeout)
+    return make_shard_group(made[ranks], root.device, inner.timeout)
 
 
 _made_on_host: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]

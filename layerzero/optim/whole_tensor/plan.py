@@ -3,9 +3,10 @@
     shard of rank 0  | a a a a b b |        rank 0 owns a, rank 1 owns b:
     shard of rank 1  | b b b b b b |        2 elements of b travel to rank 1, and back
 
-A tensor consists of pieces, one for each main shard that holds a part of it. Several ranks may hold
-copies of a main shard (`outer="replicate"`); then the owner takes each piece from one of them, and
-returns values to all.
+A tensor consists of blocks, one unless it is split over tensor-parallel ranks, and a block of
+pieces, one for each main shard that holds a part of it. Ranks may hold copies (`outer="replicate"`,
+tensor-parallel copies): a replica is a set of pieces that holds each element once. The owner takes
+gradients from its own replica, and returns values to all.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from layerzero.core.layout import FlatLayout
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a flattened whole tensor, and the ranks that hold them."""
+    """Elements [start, stop) of a flattened block, which rank `holder` has."""
 
     start: int
     stop: int
-    holders: tuple[int, ...]
+    holder: int
+    block: int = 0
 
 
 class Span(NamedTuple):
-    """Elements [start, stop) of the flattened whole tensor `tensor`, of `nbytes` bytes."""
+    """Elements [start, stop) of a flattened block of the whole tensor `tensor`."""
 
     tensor: int
+    block: int
     start: int
     stop: int
     nbytes: int
@@ -38,37 +41,37 @@ class Span(NamedTuple):
 class WholeTensor:
     """A whole tensor, its owner, and where its elements are between steps."""
 
-    numel: int
     itemsize: int
     owner: int
-    pieces: tuple[Piece, ...]
+    replicas: tuple[tuple[Piece, ...], ...]
+    source: int = 0
+    """The replica that sends gradients: the owner's."""
 
-    def source_of(self, piece: Piece) -> int:
-        """The rank that sends this piece to the owner; the owner itself if it holds the piece."""
-        if self.owner in piece.holders:
-            return self.owner
-        # The owner's copies come from ranks of the same replica, which are close to it.
-        copy = next(
-            (each.holders.index(self.owner) for each in self.pieces if self.owner in each.holders),
-            self.owner,
-        )
-        return piece.holders[copy % len(piece.holders)]
+    @property
+    def sources(self) -> tuple[Piece, ...]:
+        return self.replicas[self.source]
 
     @property
     def lies_with_owner(self) -> bool:
         """Whether the owner's shard holds all elements."""
-        return len(self.pieces) == 1 and self.owner in self.pieces[0].holders
+        return len(self.sources) == 1 and self.sources[0].holder == self.owner
 
 
 def pieces_of(
-    layout: FlatLayout, index: int, holders: Sequence[tuple[int, ...]]
+    layout: FlatLayout, index: int, holders: Sequence[int], block: int = 0
 ) -> tuple[Piece, ...]:
-    """The pieces of parameter `index`; `holders` are the ranks with each main shard."""
+    """The pieces of parameter `index` of a flat parameter.
+
+    Args:
+        holders: the rank that holds each main shard.
+    """
     start, numel = layout.starts[index], layout.numels[index]
     if not numel:
         return ()
     shards = range(start // layout.shard_numel, (start + numel - 1) // layout.shard_numel + 1)
-    return tuple(Piece(*layout.owned_range(index, shard), holders[shard]) for shard in shards)
+    return tuple(
+        Piece(*layout.owned_range(index, shard), holders[shard], block) for shard in shards
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Bucket:
 
     tensors: tuple[int, ...]
     nbytes: int
-    """Bytes that all ranks together send to owners; as many come back to each set of copies."""
+    """Bytes that all ranks together send to owners; as many come back to each replica."""
     returned_nbytes: int
     to_owners: Transfer
     from_owners: Transfer
@@ -105,17 +108,20 @@ def make_buckets(
 
 def _moves(number: int, whole: WholeTensor) -> Iterator[tuple[int, Span]]:
     """(source, span) of each piece on its way to the owner."""
-    for piece in whole.pieces:
-        nbytes = (piece.stop - piece.start) * whole.itemsize
-        yield whole.source_of(piece), Span(number, piece.start, piece.stop, nbytes)
+    for piece in whole.sources:
+        yield piece.holder, _span(number, whole, piece)
 
 
 def _returns(number: int, whole: WholeTensor) -> Iterator[tuple[int, Span]]:
     """(target, span) of each piece on its way back; every copy is a target."""
-    for piece in whole.pieces:
-        nbytes = (piece.stop - piece.start) * whole.itemsize
-        for holder in piece.holders:
-            yield holder, Span(number, piece.start, piece.stop, nbytes)
+    for replica in whole.replicas:
+        for piece in replica:
+            yield piece.holder, _span(number, whole, piece)
+
+
+def _span(number: int, whole: WholeTensor, piece: Piece) -> Span:
+    nbytes = (piece.stop - piece.start) * whole.itemsize
+    return Span(number, piece.block, piece.start, piece.stop, nbytes)
 
 
 def _cut(

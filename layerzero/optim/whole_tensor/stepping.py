@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from layerzero.optim.whole_tensor.exchange import Exchange, View, start_exchange
+from layerzero.optim.whole_tensor.exchange import Exchange, start_exchange
 from layerzero.optim.whole_tensor.inner import Step
-from layerzero.optim.whole_tensor.members import Member
+from layerzero.optim.whole_tensor.members import Member, Staged
 from layerzero.optim.whole_tensor.party import Party
-from layerzero.optim.whole_tensor.plan import Bucket, Span, Transfer, make_buckets
+from layerzero.optim.whole_tensor.plan import Bucket, Span, make_buckets
 from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.root import RootState
 
@@ -98,7 +98,7 @@ def fetch_values(
 ) -> None:
     """Bring the values of shards to the owners. Collective."""
     for each in buckets:
-        _start(root, each, each.bucket.to_owners, "values to owners", _values(members)).finish()
+        _Gather(root, members, each, of_values=True).finish()
 
 
 @remembers_failure
@@ -110,13 +110,13 @@ def run_step(
     Args:
         step: steps whole tensors of this rank; it keeps errors, so that the exchanges go on.
     """
-    coming = _gather(root, members, buckets[0]) if buckets else None
+    coming = _Gather(root, members, buckets[0]) if buckets else None
     returning: Exchange | None = None
     for place, each in enumerate(buckets):
         assert coming is not None
         arrived, coming = coming, None
         if place + 1 < len(buckets):
-            coming = _gather(root, members, buckets[place + 1])
+            coming = _Gather(root, members, buckets[place + 1])
         arrived.finish()
         step.call(_owned(members, each))
         if returning is not None:
@@ -132,7 +132,7 @@ def run_step_at_once(
 ) -> None:
     """`run_step` with one call for all tensors, after all gradients. Collective."""
     for each in buckets:
-        _gather(root, members, each).finish()
+        _Gather(root, members, each).finish()
     step.call([tensor for each in buckets for tensor in _owned(members, each)])
     for each in buckets:
         _return(root, members, each).finish()
@@ -143,37 +143,60 @@ def _owned(members: Sequence[Member], each: PartyBucket) -> list[nn.Parameter]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _gather(root: RootState, members: Sequence[Member], each: PartyBucket) -> Exchange:
-    for number in each.bucket.tensors:
-        members[number].expect_gradient()
+class _Gather:
+    """Gradients, or values, of one bucket on their way to the owners."""
 
-    def shard(span: Span) -> torch.Tensor:
-        return members[span.tensor].gradient(span)
+    def __init__(
+        self,
+        root: RootState,
+        members: Sequence[Member],
+        each: PartyBucket,
+        of_values: bool = False,
+    ) -> None:
+        """Start it. Collective."""
+        self._staged: dict[int, Staged] = {}
+        for number in each.bucket.tensors:
+            member = members[number]
+            staged = member.staged_values() if of_values else member.staged_gradient()
+            if staged is not None:
+                self._staged[number] = staged
 
-    def whole(span: Span) -> torch.Tensor:
-        return members[span.tensor].whole_gradient(span)
+        def read(span: Span) -> torch.Tensor:
+            member = members[span.tensor]
+            return member.value(span) if of_values else member.gradient(span)
 
-    return _start(root, each, each.bucket.to_owners, "gradients to owners", (shard, whole))
+        verb = "values to owners" if of_values else "gradients to owners"
+        self._exchange = start_exchange(
+            root,
+            each.party.group,
+            each.bucket.to_owners,
+            each.bucket.nbytes,
+            verb,
+            read,
+            lambda span: self._staged[span.tensor].elements(span),
+        )
+
+    def finish(self) -> None:
+        """Order compute after it; on CPU, block the host."""
+        self._exchange.finish()
+        for staged in self._staged.values():
+            staged.store()
 
 
 def _return(root: RootState, members: Sequence[Member], each: PartyBucket) -> Exchange:
-    shard, whole = _values(members)
-    return _start(root, each, each.bucket.from_owners, "values from owners", (whole, shard))
-
-
-def _values(members: Sequence[Member]) -> tuple[View, View]:
-    def shard(span: Span) -> torch.Tensor:
-        return members[span.tensor].value(span)
-
-    def whole(span: Span) -> torch.Tensor:
-        return members[span.tensor].whole_value(span)
-
-    return shard, whole
-
-
-def _start(
-    root: RootState, each: PartyBucket, transfer: Transfer, verb: str, views: tuple[View, View]
-) -> Exchange:
-    is_there = transfer is each.bucket.to_owners
-    nbytes = each.bucket.nbytes if is_there else each.bucket.returned_nbytes
-    return start_exchange(root, each.party.group, transfer, nbytes, verb, *views)
+    """Start sending the values of one bucket to all shards. Collective."""
+    found: dict[int, Staged] = {}
+    for number in each.bucket.tensors:
+        staged = members[number].staged_values()
+        if staged is not None:
+            staged.load()
+            found[number] = staged
+    return start_exchange(
+        root,
+        each.party.group,
+        each.bucket.from_owners,
+        each.bucket.returned_nbytes,
+        "values from owners",
+        lambda span: found[span.tensor].elements(span),
+        lambda span: members[span.tensor].value(span),
+    )
