@@ -19,6 +19,7 @@ from torch.optim import AdamW, Muon
 
 from layerzero import ZeRO3
 from layerzero.optim import WholeTensorOptimizer
+from tests.distributed import test_experts as experts
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import seeded
 from tests.harness.whole_optimizers import Shampoo
@@ -64,6 +65,15 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def _piece(whole: Tensor, sharded: nn.Parameter) -> Tensor:
+    """This rank's part of a gradient."""
+    info = sharded.layerzero
+    if info.tensor_parallel is not None:
+        ends = zip(info.tensor_parallel.offset, info.tensor_parallel.local_shape, strict=True)
+        whole = whole[tuple(slice(at, at + size) for at, size in ends)]
+    return whole.reshape(-1)[slice(*info.range)].clone()
+
+
 def _train(num_data_parallel: int, arguments: dict[str, Any]) -> None:
     for cls, options, takes in (
         (Shampoo, {}, (0, 1, 2)),
@@ -84,10 +94,9 @@ def _train(num_data_parallel: int, arguments: dict[str, Any]) -> None:
         assert len(names) == len(set(names)) == len(expected.param_groups[0]["params"])
         for step in range(4):
             draw = torch.Generator().manual_seed(step)
-            model(torch.randn(3, WIDTH, generator=draw)).square().mean().backward()
-            with model.summon_full_params(writeback=False, with_grads=True):
-                for full, own in zip(model.parameters(), plain.parameters(), strict=True):
-                    own.grad = _full(full.grad).clone()
+            for sharded, own in zip(model.parameters(), plain.parameters(), strict=True):
+                own.grad = torch.randn(own.shape, generator=draw)
+                sharded.grad = _piece(own.grad, sharded)
             optimizer.step()
             expected.step()
             optimizer.zero_grad()
@@ -114,3 +123,36 @@ def test_tensor_parallel_parameters_are_whole_over_the_mesh(
     world_size: int, num_data_parallel: int, arguments: dict[str, Any]
 ) -> None:
     run_ranks(world_size, _train, num_data_parallel, arguments)
+
+
+def _train_experts(kind: type[nn.Module], ep: int, arguments: dict[str, Any]) -> None:
+    model, plain = experts.wrapped(ep, kind, **arguments), seeded(lambda: experts.Model(kind))
+    optimizer = WholeTensorOptimizer(model.parameters(), Shampoo, bucket_bytes=300)
+    expected = Shampoo(plain.parameters())
+    gradients = dict(plain.named_parameters())
+    for step in range(4):
+        draw = torch.Generator().manual_seed(step)
+        for own in gradients.values():
+            own.grad = torch.randn(own.shape, generator=draw)
+        for name, sharded in model.named_parameters():
+            sharded.grad = _piece(gradients[name].grad, sharded)
+        optimizer.step()
+        expected.step()
+    values = experts.whole_values(experts.full_parameters(model))
+    assert all(torch.equal(value, gradients[name]) for name, value in values.items())
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, sum(p.numel() for p in optimizer.owned.values()))
+    assert sum(sizes) == sum(p.numel() for p in plain.parameters())
+    assert max(sizes) <= 1.25 * sum(sizes) / len(sizes)  # A few tensors, each on one rank.
+
+
+def _train_all_experts() -> None:
+    for name in ("ep 2", "ep 4, experts not sharded", "layered", "all replicated outside"):
+        ep, arguments = experts.SETTINGS[name]
+        for kind in (experts.NamedExperts, experts.StackedExperts):
+            if kind is experts.NamedExperts or "replicates_experts" not in arguments:
+                _train_experts(kind, ep, arguments)
+
+
+def test_experts_on_some_ranks() -> None:
+    run_ranks(4, _train_all_experts)

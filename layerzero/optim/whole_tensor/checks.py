@@ -151,6 +151,8 @@ def rows_of(given: Given, cost: Cost, options: Mapping[str, Any]) -> list[str]:
                     f"{_NAME}: cost of {fqn} with shape {tuple(shape)}: expected a number >= 0, "
                     f"got {own}"
                 )
+            if given.owners[id(parameter)].placement.data_parallel is not None:
+                fqn = "an expert's tensor"  # Ranks may have different experts.
             rows.append(f"{fqn} of shape {tuple(shape)} and cost {own:g} in group {number}")
     return rows
 

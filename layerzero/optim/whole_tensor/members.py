@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.core.parameter_info import copy_attributes, get_info
 from layerzero.core.placement import Placement
@@ -146,7 +147,7 @@ def own(
     # Experts first: fewer ranks can own them, and the other tensors even out the load.
     for placement in sorted(placed, key=lambda placement: placement.data_parallel is None):
         if placement not in parties:
-            parties[placement] = Party(root, placement)
+            parties[placement] = Party(root, placement, _mesh_of(root, placement))
         party = parties[placement]
         loads = party.loads
         experts = [other for at, other in parties.items() if at.data_parallel is not None]
@@ -156,6 +157,18 @@ def own(
             loads = [a + b for a, b in zip(loads, theirs, strict=True)]
         members += _own_in(root, party, placed[placement], cost, loads)
     return sorted(members, key=lambda member: order[member.parameter])
+
+
+def _mesh_of(root: RootState, placement: Placement) -> DeviceMesh | None:
+    """The mesh of the DTensor parameters in units of a placement; None: there are none."""
+    splits = (
+        split
+        for unit in root.units
+        for handle in unit.handles
+        if handle.placement == placement
+        for split in handle.splits
+    )
+    return next((split.mesh for split in splits if split is not None), None)
 
 
 def _own_in(

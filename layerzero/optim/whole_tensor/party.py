@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Operation, exchange_on_host, gather_small
 from layerzero.comm.group_names import agree_on_group_names
 from layerzero.comm.new_groups import new_group, options_like
-from layerzero.core.groups import ShardGroup, describe_group, make_shard_group
+from layerzero.core.groups import ShardGroup, describe_group, make_shard_group, mesh_groups
 from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState
 
@@ -32,16 +33,21 @@ class Party:
     loads: list[float]
     """Cost of the tensors of this party that each rank owns."""
 
-    def __init__(self, root: RootState, placement: Placement) -> None:
-        """Find or make the groups. Collective over the ranks of the party; blocks the host."""
-        members = set(placement.members)
-        # Experts that are split over data-parallel ranks: for the other units these are no axes.
+    def __init__(self, root: RootState, placement: Placement, mesh: DeviceMesh | None) -> None:
+        """Find or make the groups. Collective over the ranks of the party; blocks the host.
+
+        Args:
+            mesh: of the DTensor parameters of its units; None: they have none.
+        """
+        holders = placement.holders()
+        members = {rank for row in holders for rank in row}
+        axes = mesh_groups(mesh, root.device, placement.shard_group.timeout)
+        # Of a model whose experts alone are DTensors, other units are sharded along these axes.
         self.axes = tuple(
             group
-            for group in root.tensor_parallel_groups
+            for group in axes or root.tensor_parallel_groups
             if group.size > 1 and len(members.intersection(group.ranks)) == 1
         )
-        holders = placement.holders()
         own = torch.tensor(holders, dtype=torch.int64, device=root.device)
         tables = self.gather_along_axes(root, own).view(-1, *own.shape).tolist()
         ranks = tuple(sorted({rank for table in tables for row in table for rank in row}))
