@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import layerzero
 from layerzero import ZeRO3
 from layerzero.checkpoint import (
     CheckpointError,
@@ -126,13 +127,15 @@ def _optimizers(model: nn.Module, kind: str, lr: float = 0.02) -> dict[str, torc
         "shampoo": lambda: WholeTensorOptimizer(matrices, Shampoo, lr=lr),
         "blocks": lambda: WholeTensorOptimizer(matrices, Blocks, lr=lr),
         "plain": lambda: torch.optim.SGD(matrices, lr=lr, momentum=0.9),
+        "flat": lambda: layerzero.optim.AdamW(matrices, lr=lr),
+        "flat_bfloat16": lambda: layerzero.optim.AdamW(matrices, lr=lr, state="bfloat16"),
         "whole_adamw": lambda: WholeTensorOptimizer(matrices, torch.optim.AdamW, lr=lr),
     }
     rest_class = torch.optim.NAdam if kind == "plain" else torch.optim.AdamW
     return {"matrices": whole[kind](), "rest": rest_class(groups, lr=lr)}
 
 
-KINDS = ["muon", "adafactor", "shampoo", "blocks", "plain", "whole_adamw"]
+KINDS = ["muon", "adafactor", "shampoo", "blocks", "plain", "whole_adamw", "flat", "flat_bfloat16"]
 
 
 def _train(
@@ -196,7 +199,7 @@ def _resume(folder: str, expected: dict[str, dict[str, Tensor]]) -> None:
 
 
 def test_several_optimizers_resume_bitwise_at_any_number_of_ranks(tmp_path: Path) -> None:
-    expected = run_ranks(2, _write, str(tmp_path), KINDS[::2])[0]
+    expected = run_ranks(2, _write, str(tmp_path), ["muon", "shampoo", "plain"])[0]
     for world_size in (1, 3):
         run_ranks(world_size, _resume, str(tmp_path), expected)
 
