@@ -7,7 +7,8 @@ A change to one of these names affects every adapter; everything else in `checkp
                 names of parameters and buffers in checkpoints
     shards      `local_part`: this rank's part of a full tensor; `Extent`, `boxes`, `Box`: where a
                 sharded parameter lies in the full one
-    optimizers  `state_template`, `put_state`: get and set state by parameter
+    optimizers  `state_template`, `put_state`: get and set state by parameter;
+                `keeps_whole_states`, `parameters_with_state`: a WholeTensorOptimizer's
     ranks       `root_state_of`, `refuse_experts`: checks before a save; `checkpoint_group_of`: the
                 ranks that exchange messages
     values      `encode`, `decode`: Python values as JSON
@@ -31,6 +32,7 @@ from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import local_part
 from layerzero.state_dict.names import Names, name_in_group, named_buffers
 from layerzero.state_dict.optimizer_state import put_state, state_template
+from layerzero.state_dict.optimizers import keeps_whole_states, parameters_with_state
 from layerzero.state_dict.preconditions import refuse_experts, root_state_of
 from layerzero.state_dict.ranges import Box, Extent, boxes
 
@@ -48,10 +50,12 @@ __all__ = [
     "decode",
     "encode",
     "global_name",
+    "keeps_whole_states",
     "local_part",
     "name_in_group",
     "named_buffers",
     "open_source",
+    "parameters_with_state",
     "plan_files",
     "put_state",
     "refuse_experts",

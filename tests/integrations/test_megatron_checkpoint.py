@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from contextlib import nullcontext
 from pathlib import Path
@@ -50,6 +51,7 @@ from layerzero.integrations.megatron.checkpoint import (
     optimizer_sharded_state_dict,
     sharded_state_dict,
 )
+from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import full_nbytes, recorded_operations
@@ -733,3 +735,81 @@ def _numbered(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]
 
 def test_what_cannot_be_saved_or_loaded_is_an_error_that_names_it() -> None:
     run_ranks(2, _refusals)
+
+
+# Whole states ------------------------------------------------------------------------------
+
+
+def _with_whole_tensors(seed: int, lr: float = 1e-2) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
+    module = gpt(seed=seed)
+    settings = DistributedDataParallelConfig(gradient_reduce_div_fusion=False)
+    chunk = ZeRO3DataParallel(module.config, settings, module)
+    config = OptimizerConfig(optimizer="adam", lr=lr, clip_grad=0.5)
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return WholeTensorOptimizer(groups, torch.optim.Adafactor, lr=lr)
+
+    return chunk, get_zero3_optimizer(config, [chunk], make_optimizer=make)
+
+
+def _steps(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(chunk, batch(step))
+        loss.backward()
+        assert optimizer.step()[0]
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _whole_states(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer) -> dict[str, Any]:
+    assert optimizer.optimizer is not None
+    return get_optimizer_state_dict(chunk.engine, optimizer.optimizer, full=True)["state"]
+
+
+def _save_whole(root: str) -> dict[str, Any]:
+    with megatron_on_cpu():
+        chunk, optimizer = _with_whole_tensors(0)
+        before_a_step = _folder(root, "new")
+        dist_checkpointing.save(_both(chunk, optimizer, False), before_a_step)
+        _steps(chunk, optimizer, range(2))
+        states = _whole_states(chunk, optimizer)
+        own = copy.deepcopy(optimizer.state_dict())
+        dist_checkpointing.save(_both(chunk, optimizer, False), _folder(root, "whole"))
+        expected = _steps(chunk, optimizer, range(2, 4))
+        again, its_optimizer = _with_whole_tensors(1, lr=1.0)
+        _read_both(again, its_optimizer, before_a_step)
+        assert _whole_states(again, its_optimizer) == {}
+        _read_both(again, its_optimizer, f"{root}/whole")
+        assert _steps(again, its_optimizer, range(2, 4)) == expected
+        its_optimizer.load_state_dict(own)
+        got = _whole_states(again, its_optimizer)
+        for name, state in states.items():
+            _assert_same(_tensors(got[name]), _tensors(state))
+        adam = _adamw(again.engine)
+        with pytest.raises(CheckpointError, match="needs sharded states, but the checkpoint has"):
+            load_optimizer_state_dict(
+                [again.engine], adam, {"whole_states": {}, "param_groups": []}
+            )
+    with megatron_on_cpu(tensor_parallel_size=2):
+        split = r"needs whole tensors, but .*qkv.weight.* are split over 2 tensor-parallel ranks"
+        with pytest.raises(NotImplementedError, match=split):
+            _with_whole_tensors(0)
+    return states
+
+
+def _load_whole(root: str, expected: dict[str, Any]) -> None:
+    with megatron_on_cpu():
+        chunk, optimizer = _with_whole_tensors(1, lr=1.0)
+        _read_both(chunk, optimizer, f"{root}/whole")
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        got = _whole_states(chunk, optimizer)
+        assert got.keys() == expected.keys()
+        for name, state in expected.items():
+            _assert_same(_tensors(got[name]), _tensors(state))
+
+
+def test_whole_states_go_on_at_another_number_of_data_parallel_ranks(tmp_path: Path) -> None:
+    expected = run_ranks(2, _save_whole, str(tmp_path))[0]
+    run_ranks(3, _load_whole, str(tmp_path), expected)

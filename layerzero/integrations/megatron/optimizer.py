@@ -34,6 +34,7 @@ from layerzero.integrations.megatron.arguments import check_chunks, check_optimi
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.parameters import main_parameters, put_main_parameters
 from layerzero.integrations.megatron.ranks import MegatronRanks, Totals
+from layerzero.integrations.megatron.whole_states import refuse_split_parameters
 
 _SHARDS = "pieces"  # As in files that exist.
 """Key of our per-rank optimizer state; no Megatron format uses it."""
@@ -64,8 +65,8 @@ def get_zero3_optimizer(
         pg_collection: Megatron's process groups; must have the same ranks as those of the chunks.
         dump_param_to_param_group_map: a folder to write the group number of each parameter to, with
             `torch.distributed.checkpoint`, as Megatron does.
-        make_optimizer: called with the parameter groups to make the optimizer; it must be
-            element-wise, as for `ZeRO3`.
+        make_optimizer: called with the parameter groups to make the optimizer: an element-wise
+            one, or a WholeTensorOptimizer of a single chunk without tensor-parallel parameters.
 
     Raises:
         TypeError, ValueError, NotImplementedError: something is not supported; says what to use.
@@ -89,6 +90,8 @@ def get_zero3_optimizer(
     optimizer = None
     if any(group["params"] for group in groups):
         optimizer = (make_optimizer or _maker(config))(groups)
+        names = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
+        refuse_split_parameters(optimizer, chunks[0].ranks.tensor.size(), names)
     return ZeRO3Optimizer(optimizer, config, chunks, _make_grad_scaler(config))
 
 
@@ -323,7 +326,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step the torch optimizer. Not collective. Returns True."""
+        """Step the torch optimizer. Collective with a WholeTensorOptimizer only. Returns True."""
         if self.optimizer is not None:
             self.optimizer.step()
         return True

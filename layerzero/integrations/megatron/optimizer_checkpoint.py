@@ -22,8 +22,19 @@ from torch import nn
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.adapters import Names, put_state, some, state_template
+from layerzero.checkpoint.adapters import (
+    Names,
+    keeps_whole_states,
+    put_state,
+    some,
+    state_template,
+)
 from layerzero.integrations.megatron.shards import EmptyShard
+from layerzero.integrations.megatron.whole_states import (
+    WHOLE_STATES,
+    load_whole_states,
+    whole_state_entries,
+)
 
 StateDict = dict[str, Any]
 
@@ -40,11 +51,14 @@ def optimizer_sharded_state_dict(
     is_loading: bool = False,
     metadata: StateDict | None = None,
 ) -> StateDict:
-    """State dict of an element-wise optimizer for `dist_checkpointing`. Not collective.
+    """State dict of an optimizer for `dist_checkpointing`. Not collective.
 
     In the format of Megatron's optimizer for float32 parameters: state by parameter under
     `optimizer.state.exp_avg.<name>` and so on, one step for all parameters, options of groups.
     Entries share memory with the state. State that the optimizer has not created yet is zeros.
+
+    Whole states of a WholeTensorOptimizer are objects under `optimizer.whole_states`, which load at
+    any number of data-parallel ranks, and the same pipeline stages.
 
     Args:
         engines: the model chunks whose parameters `optimizer` has.
@@ -61,6 +75,15 @@ def optimizer_sharded_state_dict(
     if optimizer is None:
         return {}
     names = _names(engines)
+    options = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    if keeps_whole_states(optimizer):
+        for number, parameter in enumerate(_parameters(optimizer)):
+            _name_of(names, parameter, number)  # Raises for strangers.
+        whole = whole_state_entries(optimizer, names)
+        return {"state": {}, "param_groups": options, WHOLE_STATES: whole}
     places = {
         id(value.data): value
         for value in nested_values(model_sharded_state_dict)
@@ -82,10 +105,6 @@ def optimizer_sharded_state_dict(
     step = _same_step(made or lacking, names)
     if step is not None:
         entries[_COMMON_STEP] = step
-    options = [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
     return {"state": entries, "param_groups": options}
 
 
@@ -108,6 +127,17 @@ def load_optimizer_state_dict(
         return
     names = _names(engines)
     groups, step = _groups_and_step(state)
+    is_whole = keeps_whole_states(optimizer)
+    if is_whole != (WHOLE_STATES in state):
+        wanted, found = ("whole", "sharded") if is_whole else ("sharded", "whole")
+        raise CheckpointError(
+            f"{type(optimizer).__name__} needs {wanted} states, but the checkpoint has {found} "
+            "ones: use the optimizer of the saved run, or layerzero.checkpoint.save and load, "
+            "whose files serve both"
+        )
+    if is_whole:
+        load_whole_states(optimizer, _options(optimizer, groups), state[WHOLE_STATES], names)
+        return
     made, lacking = _states(optimizer, False)
     states: dict[nn.Parameter, StateDict] = {}
     for number, parameter in enumerate(_parameters(optimizer)):
