@@ -190,7 +190,7 @@ def _call(
             explain(error)  # Before `abandon_call` changes what modules show.
             root.abandon_call(call, error)
         raise
-    root.end_call(call)
+    root.end_call(call, outputs)
     if type(outputs) in _LAZY:
         return _step_by_step(unit, outputs, casts)
     if torch.is_grad_enabled():
@@ -245,7 +245,6 @@ def _watch_gradients(outputs: Any, call: ForwardCall) -> None:
     for tensor in find_tensors(outputs):
         if tensor.requires_grad:
             tensor.register_hook(on_output_gradient)
-            call.watched()
 
 
 def run_in_float32(module: nn.Module) -> None:

@@ -48,10 +48,7 @@ class ForwardCall:
     """One forward call of one unit. Hooks on its outputs reference it, so it lives as long as its
     graph."""
 
-    __slots__ = (
-        *("_graph_task", "end", "forward_pass", "in_autocast", "is_watched", "start"),
-        "unit",
-    )
+    __slots__ = ("_graph_task", "end", "forward_pass", "in_autocast", "start", "unit")
 
     def __init__(
         self, unit: Unit, forward_pass: ForwardPass, start: int, in_autocast: bool
@@ -61,16 +58,11 @@ class ForwardCall:
         self.start = start
         self.end = start
         self.in_autocast = in_autocast
-        self.is_watched = False
-        """Whether its backward may come: an output requires grad."""
         self._graph_task: int | None = None
         """Autograd's id of the backward pass that has reached this call last."""
 
     def ended(self, end: int) -> None:
         self.end = end
-
-    def watched(self) -> None:
-        self.is_watched = True
 
     def is_reached_first(self, graph_task: int) -> bool:
         """Whether this backward pass reaches the call for the first time; notes that it has."""

@@ -317,8 +317,8 @@ class RootState:
         forward_pass.note_casts(call.unit, call.start)
 
     @remembers_failure
-    def end_call(self, call: ForwardCall) -> None:
-        """The forward of `call` has returned."""
+    def end_call(self, call: ForwardCall, outputs: object) -> None:
+        """The forward of `call` has returned `outputs` (which concern optional/root.py only)."""
         grad_enabled = torch.is_grad_enabled()
         first_forward = self._unsharded_checks.first_forward
         if first_forward is not None and call.unit.depth == 1 and not self.context.in_backward:

@@ -82,6 +82,8 @@ class Unit:
     """Buffers whose values the same load brings."""
     is_optional: bool
     """Whether ranks may skip it (`optional_modules`)."""
+    may_prefetch: bool
+    """Whether it may be gathered before it is needed."""
     tied_owners: tuple[Unit, ...]
     """Units that hold tied parameters which modules inside this unit use, too."""
     state_dict_hooks: list[RemovableHandle]
@@ -106,6 +108,7 @@ class Unit:
         self.depth = 0
         self.shows_unsharded = False
         self.is_optional = False
+        self.may_prefetch = bool(handles)
         self.tied_owners = ()
         self.state_dict_hooks = []
         self.open_starts = set()
@@ -238,6 +241,8 @@ class Unit:
 
     def set_optional(self, is_optional: bool) -> None:
         self.is_optional = is_optional
+        # Of an optional unit nobody knows yet whether any rank needs it.
+        self.may_prefetch = bool(self.handles) and not is_optional
 
     def await_values(self, buffers: Sequence[AwaitedBuffer]) -> None:
         """A load will bring the values of its parameters, and of these buffers."""

@@ -287,20 +287,6 @@ class UnshardScheduler:
         Args:
             behind_reductions: see `Unit.unshard`; None: True in backward, False in forward.
         """
-        context = self._context
-        behind = in_backward if behind_reductions is None else behind_reductions
-        for other in self._ahead_of(unit, in_backward):
-            if other.state is ShardState.SHARDED and other.handles:
-                # The limiter cannot save memory for units held for micro-batches: they all end up
-                # resident. Otherwise stop here: a later unit must not take the room of this one.
-                if not (other.is_held(_MICRO_BATCHES) or self._limiter.admits(other.nbytes)):
-                    with context.profile("budget_full", other.label):  # an empty range, as a mark
-                        return
-                with context.profile("prefetch", other.label):
-                    other.unshard(behind_reductions=behind)
-
-    def _ahead_of(self, unit: Unit, in_backward: bool) -> Sequence[Unit]:
-        """The units to gather ahead when `unit` is unsharded."""
         if in_backward:
             depth, static = self.backward_depth, unit.static_backward_prefetch
             explicit: Sequence[Unit] | None = unit.backward_prefetch
@@ -312,7 +298,17 @@ class UnshardScheduler:
             explicit = static
         if explicit is None:
             explicit = [self._units[index] for index in self.recorder.predict(depth)]
-        return explicit
+        context = self._context
+        behind = in_backward if behind_reductions is None else behind_reductions
+        for other in explicit:
+            if other.state is ShardState.SHARDED and other.may_prefetch:
+                # The limiter cannot save memory for units held for micro-batches: they all end up
+                # resident. Otherwise stop here: a later unit must not take the room of this one.
+                if not (other.is_held(_MICRO_BATCHES) or self._limiter.admits(other.nbytes)):
+                    with context.profile("budget_full", other.label):  # an empty range, as a mark
+                        return
+                with context.profile("prefetch", other.label):
+                    other.unshard(behind_reductions=behind)
 
     def free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
         """The forward of `unit` has ended. Not called for recomputation."""

@@ -71,13 +71,13 @@ class OptionalRoot(RootState):
         return make_reducer(self.context, self.units, policy)
 
     @remembers_failure
-    def end_call(self, call: ForwardCall) -> None:
+    def end_call(self, call: ForwardCall, outputs: object) -> None:
         if call.unit.is_optional and not self.context.in_backward:
-            self.scheduler.note_call(call)
+            self.scheduler.note_call(call, outputs)
         try:
             if self._call_depth == 1 and not self.context.in_backward:
-                self.scheduler.before_last_call_ends(call)
-            super().end_call(call)
+                self.scheduler.settle_forward()
+            super().end_call(call, outputs)
         except BaseException as error:
             # Another rank raised: see `Agreement.report`.
             self.abort(error)

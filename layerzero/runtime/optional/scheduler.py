@@ -20,6 +20,7 @@ from layerzero.runtime.exec_order import ExecOrderRecorder, Order
 from layerzero.runtime.optional.agreement import Agreement
 from layerzero.runtime.passes import ForwardCall
 from layerzero.runtime.states import Hold, ShardState
+from layerzero.runtime.tensors import find_tensors
 from layerzero.runtime.unit import Unit
 from layerzero.runtime.unshard_scheduler import UnshardScheduler
 
@@ -55,7 +56,8 @@ class OptionalScheduler(UnshardScheduler):
         super().__init__(context, units, forward_depth, backward_prefetch, budget_is_default)
         self.recorder = _Recorder(self)
         self._limiter = _Room(context, units)  # type: ignore[assignment]
-        self._calls: list[tuple[ForwardCall, bool]] = []
+        self._called: set[Unit] = set()
+        """Optional units called in the open forward that its backward may reach."""
         self._events: Hashable = None
         self._ahead: set[Unit] = set()
         """Optional units whose gather was started before the agreement has come to it."""
@@ -86,7 +88,7 @@ class OptionalScheduler(UnshardScheduler):
 
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
         super().begin_forward(unit, weights_may_have_changed)
-        self._calls = []
+        self._called = set()
         mode = torch.is_grad_enabled(), unit.module.training
         kind = ("forward", unit.index, *mode, self._resident())
         needed = (each.index for each in self._optional if each.handles)
@@ -100,29 +102,27 @@ class OptionalScheduler(UnshardScheduler):
             if unit.state is not ShardState.SHARDED and not unit.is_optional
         )
 
-    def note_call(self, call: ForwardCall) -> None:
-        """A forward call of an optional unit has ended."""
-        self._calls.append((call, torch.is_grad_enabled()))
+    def note_call(self, call: ForwardCall, outputs: object) -> None:
+        """A forward call of an optional unit has returned.
 
-    def before_last_call_ends(self, call: ForwardCall) -> None:
-        """The outermost call of a forward is about to end: settle what ranks want in its last
-        place, as long as its unit is in use."""
-        if call.unit.is_optional and torch.is_grad_enabled():
-            call.watched()  # Its outputs are not looked at yet.
+        Its backward may come if an output requires grad; or, without gradients, if the unit is
+        trainable: a reentrant checkpoint may run it again in backward.
+        """
+        if torch.is_grad_enabled():
+            reached = any(tensor.requires_grad for tensor in find_tensors(outputs))
+        else:
+            reached = call.unit.is_trainable
+        if reached:
+            self._called.add(call.unit)
+
+    def settle_forward(self) -> None:
+        """The outermost call of a forward is about to end, and its unit is still in use: settle
+        what ranks want in the last place."""
         self._events = self.agreement.finish()
 
     def _reached(self) -> list[bool]:
-        """For each optional unit, whether this rank's backward may reach it.
-
-        A call without gradients counts if the unit is trainable: a reentrant checkpoint may run it
-        again in backward.
-        """
-        reached = {
-            call.unit
-            for call, has_grad in self._calls
-            if call.is_watched or (not has_grad and call.unit.is_trainable)
-        }
-        return [unit in reached for unit in self._optional]
+        """For each optional unit, whether this rank's backward may reach it."""
+        return [unit in self._called for unit in self._optional]
 
     def end_forward(self, grad_enabled: bool) -> Order:
         own = [u.index for u, bit in zip(self._optional, self._reached(), strict=True) if bit]
@@ -131,7 +131,7 @@ class OptionalScheduler(UnshardScheduler):
         if self._last is not None and self._last.is_optional:
             self._release_last()
         order = AgreedOrder(super().end_forward(grad_enabled))
-        self._calls = []
+        self._called = set()
         order.key = self._events
         order.needed = frozenset(needed if grad_enabled else ())
         order.own = frozenset(own if grad_enabled else ())
@@ -200,9 +200,6 @@ class OptionalScheduler(UnshardScheduler):
                 with self._context.profile("prefetch", other.label):
                     other.unshard()
                 self._ahead.add(other)
-
-    def _ahead_of(self, unit: Unit, in_backward: bool) -> Sequence[Unit]:
-        return [each for each in super()._ahead_of(unit, in_backward) if not each.is_optional]
 
     def take_part_in_gather(self, unit: Unit) -> None:
         """Take part in a gather that this rank has no use for now."""
