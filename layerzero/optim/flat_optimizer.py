@@ -15,6 +15,7 @@ from layerzero.core.parameter_info import get_info
 from layerzero.ops import step_reference
 from layerzero.optim.claims import claim, name_of
 from layerzero.optim.clip import Clipped, clip_factor, clipped, grad_norm, refuse_used
+from layerzero.optim.edges import EdgeExchange, make_exchanges
 from layerzero.optim.flat_state import FlatState, Pairs, homes_of
 from layerzero.optim.in_backward import is_narrowed, whole_groups
 from layerzero.optim.norm import Part, global_power
@@ -22,8 +23,8 @@ from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each
 from layerzero.runtime.unit import Unit
 
-StateDtype = Literal["float32", "bfloat16"]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+StateDtype = Literal["float32", "bfloat16", "8bit"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 _drop_grad: Callable[[Any, Any], Any] = vars(torch._C.TensorBase)["grad"].__set__
 _OWN = ("_state_dtype", "_seed")
 """Attributes that copies and pickles keep."""
@@ -36,6 +37,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     _kind: int
     _state_dtype: str
     _seed: int
+    _states: dict[Any, Any]
+    _is_shown: bool
 
     def _set_up(self, state: str, seed: int) -> None:
         """To be called before the `__init__` of torch's class."""
@@ -52,11 +55,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         self._flats: list[FlatState] | None = None
+        self._flat_of: dict[int, FlatState] = {}
         self._given: list[list[nn.Parameter]] = []
         self._factor: torch.Tensor | None = None
         self._watched: RootState | None = None
         self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
         self._kept_states: list[Any] = []
+        self._exchanges: dict[tuple[int, ...], list[EdgeExchange]] = {}
 
     # Arguments ------------------------------------------------------------------------------
 
@@ -111,10 +116,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_state_dtype" in state:
+        given = dict(state)
+        if "_state_dtype" in given:
+            # A copy or a pickle of an optimizer; otherwise a load into one.
+            self._state_dtype = given["_state_dtype"]
             self._step_supports_amp_scaling = True
             self._forget()
-        super().__setstate__(state)
+        # Not through `__dict__`, which a property of the class hides.
+        self.state = given.pop("state", {})
+        super().__setstate__(given)
         self._flats = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -137,7 +147,10 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient. Not collective.
+        """Step every parameter that has a gradient. Not collective, except with 8-bit states.
+
+        Those need every rank: a step that one leaves out for its `found_inf` is left out by all,
+        and where a rank does not call `step` at all, the others raise after the timeout.
 
         `.grad` is not changed: the factor of `clip_grad_norm_` and the scale of a `GradScaler` are
         applied on the way. With a `GradScaler`, blocks the host to read whether there is an
@@ -159,17 +172,62 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
         found_inf = getattr(self, "found_inf", None)
         factor, self._factor = self._factor, None
-        if found_inf is not None and found_inf.item():
-            return loss
+        stops = None if found_inf is None else bool(found_inf.item())
         grad_scale = getattr(self, "grad_scale", None)
         scale = 1.0 if grad_scale is None else float(grad_scale)
-        wanted: Container[nn.Parameter] | None = None
+        wanted: set[nn.Parameter] | None = None
         if narrowed:
             wanted = {each for group in self.param_groups for each in group["params"]}
-        for flat in self._all_flats():
-            flat.step(self._rows(), factor, scale, self._seed, wanted)
+        flats = self._all_flats()
+        if wanted is not None:
+            chosen = {id(self._flat_of[id(each)]) for each in wanted}
+            flats = [flat for flat in flats if id(flat) in chosen]
+        if self._state_dtype != "8bit":
+            if not stops:
+                for flat in flats:
+                    step = flat.begin(self._rows(), factor, scale, self._seed, wanted)
+                    if step is not None:
+                        flat.finish(step)
+        else:
+            rows = self._rows()
+            steps = [
+                None if stops else flat.begin(rows, factor, scale, self._seed, wanted)
+                for flat in flats
+            ]
+            if not self._agree(flats, wanted, stops):
+                for flat, step in zip(flats, steps, strict=True):
+                    if step is not None:
+                        flat.finish(step)
         self._show()
         return loss
+
+    def _agree(
+        self,
+        flats: list[FlatState],
+        wanted: Container[nn.Parameter] | None,
+        stops: bool | None,
+    ) -> bool:
+        """Have all ranks use the same scales for blocks of 8-bit states that several ranks share.
+
+        Collective. Returns whether any rank does not step.
+        """
+        root = self._root()
+        if root is None:
+            return bool(stops)
+        chosen = [
+            handle
+            for unit in root.units
+            for handle in unit.handles
+            if wanted is None or any(each in wanted for each in handle.sharded_params)
+        ]
+        key = tuple(map(id, chosen))
+        exchanges = self._exchanges.get(key)
+        if exchanges is None:
+            exchanges = self._exchanges[key] = make_exchanges(chosen)
+        edges = [(h, flat.edges) for flat in flats if (h := flat.home.handle) is not None]
+        # All of them, also after the first that stops: ranks must issue the same collectives.
+        stopped = [exchange.run(root, edges, stops) for exchange in exchanges]
+        return bool(stops) or any(stopped)
 
     def _rows(self) -> Callable[[Pairs], torch.Tensor]:
         made: dict[Pairs, torch.Tensor] = {}
@@ -199,15 +257,31 @@ class FlatOptimizer(torch.optim.Optimizer):
         members = (each for group in self.param_groups for each in group["params"])
         return next((known[id(each)] for each in members if id(each) in known), None)
 
+    @property
+    def state(self) -> Any:
+        """For each parameter that has stepped, what torch's optimizer of this name keeps.
+
+        8-bit states are shown in float32, exactly; writes into what is shown count.
+        """
+        if self._state_dtype == "8bit" and not self._is_shown:
+            self._is_shown = True
+            for flat in self._flats or ():
+                flat.widen()
+            self._show()
+        return self._states
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._states = state
+        self._is_shown = True
+
     def _all_flats(self) -> list[FlatState]:
         """The flat states, as the parameter groups and the visible state are now."""
         groups = whole_groups(self)
-        held: Any = self.state
         is_known = (
             self._flats is not None
             and _are_same(groups, self._given)
-            and len(held) == len(self._kept_states)
-            and all(map(is_, held.values(), self._kept_states))
+            and (not self._is_shown or self._shows_what_is())
             and all(flat.is_intact() for flat in self._flats)
         )
         if not is_known:
@@ -215,11 +289,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         assert self._flats is not None
         return self._flats
 
+    def _shows_what_is(self) -> bool:
+        return len(self._states) == len(self._kept_states) and all(
+            map(is_, self._states.values(), self._kept_states)
+        )
+
     def _make_flats(self, groups: list[list[nn.Parameter]]) -> None:
-        held: Any = self.state
-        old = dict(held)
+        old = dict(self.state)
         owner = self._owner()
         self._given = [[*group] for group in groups]
+        self._exchanges = {}
         keys, dtype = self._keys(), _DTYPES[self._state_dtype]
         self._flats = [
             FlatState(self._kind, home, keys, dtype, self._shows_step)
@@ -227,6 +306,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         ]
         for flat in self._flats:
             flat.take(old)
+        self._flat_of = {id(each.parameter): f for f in self._flats for each in f.home.held}
         self._show()
 
     def _show(self) -> None:
@@ -234,11 +314,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         shown = [flat.shown for flat in self._flats or ()]
         if len(shown) == len(self._shown) and all(map(is_, shown, self._shown)):
             return
-        held: Any = self.state
-        held.clear()
+        self._states.clear()
         for each in shown:
-            held.update(each)
-        self._shown, self._kept_states = shown, [*held.values()]
+            self._states.update(each)
+        self._shown, self._kept_states = shown, [*self._states.values()]
+        # After a step from 8-bit states there is nothing to show before somebody asks.
+        self._is_shown = self._state_dtype != "8bit" or any(shown)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also drops what `clip_grad_norm_` left for the next step."""
@@ -347,9 +428,12 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
         params: parameters of one ZeRO3 module, or groups of them.
         lr, betas, eps, weight_decay, amsgrad, maximize: as for `torch.optim.AdamW`.
         state: dtype of the two averages. "float32": 8 bytes an element (float64 for float64
-            parameters). "bfloat16": 4 bytes, rounded at random, so that small changes add up.
-        seed: of the random bits. They depend on it, the step, and the element's place in the whole
-            parameter, so weights and states are the same at every world size.
+            parameters). "bfloat16": 4 bytes. "8bit": 2 bytes, and a scale for each 256 elements;
+            `step` is then collective, one small all-gather for the blocks that borders of shards
+            cut. Both round at random, so that small changes add up.
+        seed: of the random bits. They depend on it, the parameter's name, the index in the whole
+            parameter and the step: for the same gradients, weights and states in bfloat16 or 8 bits
+            have the same bits at every world size.
 
     Raises:
         ValueError: a parameter belongs to no ZeRO3 module, to another one than the others, or to

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import nn
 
 from layerzero.core.parameter_info import get_info
 from layerzero.ops import flat_step_, step_reference, sum_squares
+from layerzero.optim.edges import cuts_of
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.unit import Unit
 
@@ -51,6 +52,8 @@ class Held(NamedTuple):
     """In the main shard."""
     start: int
     """Index of its first element in the whole parameter."""
+    total: int
+    """Elements of the whole parameter."""
     key: int
     """Number that stands for the whole parameter, the same on every rank and in every run."""
 
@@ -64,6 +67,17 @@ class Gradient(NamedTuple):
     flat: torch.Tensor
     offsets: list[int]
     is_copy: bool
+
+
+class Step(NamedTuple):
+    """A step about to be taken: arguments of `flat_step_`."""
+
+    gradient: Gradient
+    table: torch.Tensor
+    rows: torch.Tensor
+    factor: torch.Tensor
+    grad_scale: float
+    seed: int
 
 
 class Home:
@@ -152,28 +166,72 @@ class FlatState:
         inside = set(members)
         self._others = [each for i, each in enumerate(self._all) if i not in inside]
         self._places: list[int] = []
-        end = 0
-        for parameter in self._params:
+        self._blocks: list[int] = []
+        end = num_blocks = 0
+        for i in members:
+            numel, start = held[i].parameter.numel(), held[i].start
             self._places.append(end)
-            end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        self.tensors = [torch.zeros(end, dtype=self._dtype, device=device) for _ in self._keys]
+            self._blocks.append(num_blocks)
+            end += -(-numel // _ALIGNMENT) * _ALIGNMENT
+            num_blocks += (start + numel - 1) // _BLOCK - start // _BLOCK + 1 if numel else 0
+        self._numel = end
         self.steps = torch.zeros(len(members), dtype=torch.float32)
+        for number, parameter in enumerate(self._params):
+            given = old.get(parameter) or {}
+            self.steps[number] = float(given.get("step", 1.0 if given else 0.0))
+        self._read_steps()
+        self.tensors = [torch.zeros(end, dtype=self._dtype, device=device) for _ in self._keys]
+        self._scales: list[torch.Tensor] = []
+        self._wide: list[torch.Tensor] | None = None
+        self._edges = torch.empty(0)
+        self._show({})
+        if self.is_quant:
+            self._scales = [torch.zeros(num_blocks, device=device) for _ in self._keys]
+            self._edges = torch.zeros(2, len(self._keys), device=device)
+            if any(map(old.get, self._params)):
+                self._wide = [torch.zeros(end, device=device) for _ in self._keys]
+                self._show(old)
+        else:
+            self._show(old)
+
+    @property
+    def is_quant(self) -> bool:
+        return self._dtype == torch.uint8
+
+    def _show(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """Make `shown` anew, and fill its tensors with what `old` has."""
+        tensors = self._wide if self.is_quant else self.tensors
         self.shown = {}
         for number, (parameter, place) in enumerate(zip(self._params, self._places, strict=True)):
             part = slice(place, place + parameter.numel())
-            own = {key: flat[part] for key, flat in zip(self._keys, self.tensors, strict=True)}
+            own = {key: flat[part] for key, flat in zip(self._keys, tensors or (), strict=False)}
             given = old.get(parameter) or {}
             for key, view in own.items():
                 if given.get(key) is not None:
                     view.copy_(given[key].detach().reshape(-1))
-            self.steps[number] = float(given.get("step", 1.0 if given else 0.0))
-            if self._shows_step:
+            if self._shows_step and (own or not self._keys):
                 own = {"step": self.steps[number], **own}
             if own:
                 self.shown[parameter] = own
         self._dicts = [*self.shown.values()]
         self._views = [[own[key] for own in self._dicts] for key in self._keys]
-        self._read_steps()
+
+    def widen(self) -> None:
+        """Have `shown` show float32 states, which the next step starts from; no value changes."""
+        if not self.is_quant or self._wide is not None or not self._members:
+            return
+        self._wide = [torch.zeros(self._numel, device=self.home.main.device) for _ in self._keys]
+        for i, (wide, codes, scales) in enumerate(
+            zip(self._wide, self.tensors, self._scales, strict=True)
+        ):
+            for member, place, block in zip(self._members, self._places, self._blocks, strict=True):
+                each = self.home.held[member]
+                part = slice(place, place + each.parameter.numel())
+                index = torch.arange(each.start, each.start + each.parameter.numel())
+                own = scales[(block + index // _BLOCK - each.start // _BLOCK).to(scales.device)]
+                is_signed = step_reference.is_signed(self._kind, i)
+                wide[part] = step_reference.dequantize(codes[part], own, is_signed)
+        self._show({})
 
     def _read_steps(self) -> None:
         """Read the step numbers, which differ where a step left parameters out."""
@@ -287,15 +345,18 @@ class FlatState:
 
     # The step -------------------------------------------------------------------------------
 
-    def step(
+    def begin(
         self,
         rows_of: Rows,
         factor: torch.Tensor | None,
         grad_scale: float,
         seed: int,
         wanted: Container[nn.Parameter] | None,
-    ) -> None:
-        """Step its parameters that have a gradient. Not collective.
+    ) -> Step | None:
+        """Prepare a step of its parameters that have a gradient; None: there is none.
+
+        With 8-bit states, `edges` then has the largest magnitudes in this rank's parts of blocks of
+        which other ranks have a part. Not collective.
 
         Args:
             factor: a float32 scalar by which gradients are multiplied.
@@ -303,31 +364,80 @@ class FlatState:
         """
         gradient = self._collect(wanted)
         if gradient is None:
-            return
+            return None
         if self.steps._version != self._steps_version:
             self._read_steps()
         table, keys = self._table_for(gradient)
         pairs = tuple((group, self._first + lag + 1) for group, lag in keys)
-        main = self.home.main
-        copy = self.home.copy(covers_all=len(gradient.parts) == len(self._all))
-        none = torch.empty(0)
-        flat_step_(
-            self._kind,
-            main.detach(),
-            gradient.flat,
-            self.tensors,
-            [],
-            copy,
-            none,
-            table,
-            rows_of(pairs),
-            none if factor is None else factor.to(main.device),
-            grad_scale,
-            seed,
-        )
+        factors = torch.empty(0) if factor is None else factor.to(self.home.main.device)
+        step = Step(gradient, table, rows_of(pairs), factors, grad_scale, seed)
+        if self.is_quant:
+            edges = table[table[:, step_reference.EDGE] >= 0]
+            if len(edges):
+                self._call(step._replace(table=edges), torch.empty(0), step_reference.MEASURE)
+        return step
+
+    @property
+    def edges(self) -> torch.Tensor:
+        """[2, states]: of the block that the rank before also has a part of, and of the one that
+        the rank after has."""
+        return self._edges
+
+    def finish(self, step: Step) -> None:
+        """Take the step. Not collective; `edges` has what is the largest on all ranks."""
+        copy = self.home.copy(covers_all=len(step.gradient.parts) == len(self._all))
+        if self._wide is None:
+            self._call(step, copy, step_reference.WITH_ENDS)
+        else:
+            self._call(step, copy, step_reference.WITHOUT_ENDS)
+            self._narrow(step)
         if copy.numel():
             self.home.note_copied()
-        self._count(gradient.numbers)
+        self._count(step.gradient.numbers)
+
+    def _call(self, step: Step, copy: torch.Tensor, phase: int) -> None:
+        wide = self._wide
+        flat_step_(
+            self._kind,
+            self.home.main.detach(),
+            step.gradient.flat,
+            self.tensors if wide is None else wide,
+            self._scales if wide is None else [],
+            copy,
+            self._edges,
+            step.table,
+            step.rows,
+            step.factor,
+            step.grad_scale,
+            step.seed,
+            phase,
+        )
+
+    def _narrow(self, step: Step) -> None:
+        """Round float32 states to 8 bits after a step, as a step from 8 bits does."""
+        wide, options = self._wide, step.rows.tolist()
+        assert wide is not None
+        for row in step.table.tolist():
+            place = row[step_reference.STATE]
+            part = slice(place, place + row[step_reference.NUMEL])
+            own = options[row[step_reference.ROW]]
+            has_all = self._kind != step_reference.ADAMW or own[step_reference.FLAG]
+            values = [each[part] for each in (wide if has_all else wide[:2])]
+            given = self._kind, values, self.tensors, self._scales, self._edges, row
+            step_reference.store_states(*given, int(own[step_reference.STEP]), step.seed)
+        self._wide = None
+        stepped = step.gradient.numbers
+        if stepped is None:
+            self._show({})
+            return
+        # The others have not been rounded: what they were stays, until all have a gradient.
+        self.widen()
+        assert self._wide is not None
+        for number in {*range(len(self._members))} - {*stepped}:
+            place = self._places[number]
+            part = slice(place, place + self._params[number].numel())
+            for now, before in zip(self._wide, wide, strict=True):
+                now[part] = before[part]
 
     def _count(self, numbers: list[int] | None) -> None:
         """Add 1 to the step numbers of these members; None: of all."""
@@ -359,8 +469,27 @@ class FlatState:
         return made
 
     def _ranges(self, held: Held, number: int, offset: int, row: int) -> list[list[int]]:
-        place, numel = self._places[number], held.parameter.numel()
-        return [[held.offset, offset, place, numel, row, held.start, held.key, 0, -1]]
+        """Rows of `table` for a parameter: one; with 8-bit states, blocks cut by a border of
+        shards have rows of their own."""
+        start, numel = held.start, held.parameter.numel()
+        cuts = [start, start + numel]
+        if self.is_quant:
+            first, last = cuts_of(start, start + numel, held.total)
+            cuts = sorted({start, *(first or ()), *(last or ()), start + numel})
+        rows = []
+        for begin, end in pairwise(cuts):
+            edge = -1
+            if self.is_quant:
+                edge = 0 if first == (begin, end) else 1 if last == (begin, end) else -1
+            along = begin - start
+            block = self._blocks[number] + begin // _BLOCK - start // _BLOCK
+            rows.append(
+                [
+                    *(held.offset + along, offset + along, self._places[number] + along),
+                    *(end - begin, row, begin, held.key, block, edge),
+                ]
+            )
+        return rows
 
 
 def key_of(name: str) -> int:
@@ -380,7 +509,9 @@ def homes_of(groups: Sequence[Sequence[nn.Parameter]], units: Iterable[Unit]) ->
                 group = group_of.pop(id(parameter), None)
                 info = get_info(parameter)
                 if group is not None and info is not None:
-                    held.append(Held(parameter, group, owned.offset, owned.start, key_of(info.fqn)))
+                    total = handle.layout.numels[owned.param]
+                    place = owned.offset, owned.start, total, key_of(info.fqn)
+                    held.append(Held(parameter, group, *place))
             if held:
                 handle.reset_sharded_params(unit.label)
                 yield Home(held, handle, unit)
@@ -388,4 +519,4 @@ def homes_of(groups: Sequence[Sequence[nn.Parameter]], units: Iterable[Unit]) ->
         for index, parameter in enumerate(members):
             if id(parameter) in group_of:
                 key = key_of(f"parameter {index} of group {number}")
-                yield Home([Held(parameter, number, 0, 0, key)], None, None)
+                yield Home([Held(parameter, number, 0, 0, parameter.numel(), key)], None, None)

@@ -130,6 +130,24 @@ def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: 
             assert_same_bits(state, kept[key])
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_measuring_writes_the_magnitudes_and_nothing_else(
+    implementation: str, state: torch.dtype
+) -> None:
+    main, grad, states = torch.ones(9), torch.randn(9), [torch.ones(9).to(state)]
+    scales = [torch.ones(1)] if state == torch.uint8 else []
+    edges, copy = torch.zeros(1, 1), torch.zeros(9)
+    table = torch.tensor([[0, 0, 0, 9, 0, 0, 0, 0, 0]])
+    before = [each.clone() for each in (main, states[0], copy)]
+    given = (R.LION, main, grad, states, scales, copy, edges, table, rows_of(R.LION, 1)[:1])
+    call(implementation, "flat_step_", *given, EMPTY, 1.0, 0, R.MEASURE)
+    for now, then in zip((main, states[0], copy), before, strict=True):
+        assert_same_bits(now, then)
+    value = R.dequantize(states[0], torch.ones(9), True) if scales else states[0].float()
+    assert_same_bits(edges[0, 0], (value * 0.99 + grad * 0.01).abs().amax())
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str) -> None:
     threads = torch.get_num_threads()
