@@ -155,7 +155,7 @@ def no_traces() -> Iterator[None]:
     for each in hooks:
         each.clear()
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(), _Watched():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _Watched():
             warnings.simplefilter("ignore")
             yield
     finally:

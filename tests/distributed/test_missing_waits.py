@@ -29,6 +29,7 @@ from tests.harness.stream_uses import (
     streaming,
     train,
     unused_gathers,
+    whole_tensors,
     wrapped,
 )
 
@@ -72,6 +73,9 @@ BUFFER_EARLY = Race("gradient buffer", GATHER, COMPUTE)
 BUFFER_FREED = Free("gradient buffer", COMPUTE, GATHER)
 WEIGHTS_EARLY = Race("main shard", GATHER, COMPUTE)
 CAST_EARLY = Race("main shard", CAST, COMPUTE)
+PIECES_EARLY = Race("packed pieces", GATHER, COMPUTE)
+PIECES_LATE = Race("packed pieces", COMPUTE, GATHER)
+PIECES_FREED = Free("packed pieces", COMPUTE, GATHER)
 
 ONE_GROUP: list[Row] = [
     (without.without_waiting_for_marks, "default", plain_steps, FULL_EARLY),
@@ -189,6 +193,12 @@ ONE_GROUP: list[Row] = [
         plain_steps,
         Race("gradient buffer", COMPUTE, GATHER),
     ),
+    (without.without_the_unshard_stream_waiting, "default", whole_tensors, PIECES_EARLY),
+    (without.without_waiting_for_gathers, "default", whole_tensors, PIECES_LATE),
+    (without.without_waiting_for_gradients_to_owners, "default", whole_tensors, PIECES_LATE),
+    (without.without_waiting_for_gradients_to_owners, "default", whole_tensors, PIECES_FREED),
+    (without.without_waiting_for_values_from_owners, "default", whole_tensors, PIECES_LATE),
+    (without.without_waiting_for_values_to_owners, "default", whole_tensors, PIECES_LATE),
 ]
 LAYERS: list[Row] = [
     (without.without_waiting_for_marks, "zero1", plain_steps, CAST_EARLY),

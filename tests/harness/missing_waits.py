@@ -222,6 +222,21 @@ def with_waits_of_the_current_device() -> AbstractContextManager[object]:
     return mock.patch.object(DeviceStream, "_current_stream", current_stream)
 
 
+# Whole tensors ------------------------------------------------------------------------------------
+
+
+def without_waiting_for_gradients_to_owners() -> AbstractContextManager[object]:
+    return _without_waiting_for("gradients to owners")
+
+
+def without_waiting_for_values_from_owners() -> AbstractContextManager[object]:
+    return _without_waiting_for("values from owners")
+
+
+def without_waiting_for_values_to_owners() -> AbstractContextManager[object]:
+    return _without_waiting_for("values to owners")
+
+
 # Reductions ---------------------------------------------------------------------------------------
 
 

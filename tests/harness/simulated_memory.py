@@ -39,6 +39,7 @@ _NAMES = {
     "reduce_scatter": "sum of a hop",
     "_all_to_all": "received parts",
     "_gather": "streamed bucket",
+    "start_exchange": "packed pieces",
     "gather_flags": "gradient presence",
     "flags_tensor": "gradient presence",
 }

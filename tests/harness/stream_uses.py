@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, pregather, units
+from layerzero.optim import WholeTensorOptimizer
 from layerzero.state_dict.stream import stream_full
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
@@ -155,6 +156,19 @@ def streaming(model: ZeRO3) -> None:
     train(model, 1)
 
 
+def whole_tensors(model: ZeRO3) -> None:
+    """In several buckets, and again after weights were written between steps."""
+    optimizer = WholeTensorOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.01, momentum=0.9, bucket_bytes=200
+    )
+    for _ in range(2):
+        model(torch.randn(3, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)
+
+
 def a_missing_gradient(model: ZeRO3) -> None:
     """The rank has to look at what the others had."""
     block = model.module.blocks[1]
@@ -188,6 +202,7 @@ USES = [
     streaming,
     a_missing_gradient,
     unused_gathers,
+    whole_tensors,
 ]
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -260,4 +275,5 @@ HOST_USES = [
     recomputation,
     pipelining,
     optimizing_after_a_forward,
+    whole_tensors,
 ]

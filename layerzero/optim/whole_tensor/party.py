@@ -48,8 +48,10 @@ class Party:
             for group in axes or root.tensor_parallel_groups
             if group.size > 1 and len(members.intersection(group.ranks)) == 1
         )
-        own = torch.tensor(holders, dtype=torch.int64, device=root.device)
-        tables = self.gather_along_axes(root, own).view(-1, *own.shape).tolist()
+        tables: Sequence[Sequence[Sequence[int]]] = [holders]
+        if self.axes:
+            own = torch.tensor(holders, dtype=torch.int64, device=root.device)
+            tables = self.gather_along_axes(root, own).tolist()
         ranks = tuple(sorted({rank for table in tables for row in table for rank in row}))
         self.group = _group_of(root, placement, ranks, self.axes)
         number_of = {rank: number for number, rank in enumerate(self.group.ranks)}
