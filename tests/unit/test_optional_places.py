@@ -45,11 +45,20 @@ def test_what_is_expected_at_a_place_is_what_came_there() -> None:
 
 def test_events_that_did_not_come_again_stay_expected_behind_new_ones() -> None:
     places = Places()
-    _run(places, _A, _V, _V)
+    _run(places, _A, _V)
     _run(places, _A, _W)
     places.begin("kind", (10, 11), roam=True)
     places.required(_A)
     assert places.expected() == [_W, _V]
+
+
+def test_what_came_twice_is_expected_twice() -> None:
+    places = Places()
+    _run(places, _A, _V, _W, _V)
+    _run(places, _A, _V)
+    places.begin("kind", (10, 11), roam=True)
+    places.required(_A)
+    assert places.expected() == [_V, _W, _V]
 
 
 def test_a_path_that_was_never_recorded_is_not_known() -> None:

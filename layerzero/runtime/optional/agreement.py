@@ -64,6 +64,7 @@ class Agreement:
         needed: Iterable[int],
         bits: Callable[[], Sequence[bool]],
         exchanges: bool,
+        repeats: bool = True,
     ) -> None:
         """Begin a pass.
 
@@ -72,12 +73,15 @@ class Agreement:
             bits: what this rank brings to each exchange; as many on every rank.
             exchanges: whether ranks also exchange at places where an optional unit came before. If
                 not, they take part in what came there.
+            repeats: whether a rank may want an event more often than it came before. Then they
+                exchange after that.
         """
         self.abort()
         self.needed = frozenset(needed)
         self._places.begin(kind, self.needed, roam=exchanges)
         self._bits = bits
         self._exchanges = exchanges
+        self._repeats = repeats
         self.is_open = True
 
     def required(self, collective: int) -> None:
@@ -115,8 +119,8 @@ class Agreement:
         ahead = list(self._contract)[:depth]
         return [event // 2 for event in ahead if event % 2 == 0]
 
-    def finish(self) -> frozenset[tuple[int, int]]:
-        """The pass ends: settle what others want. Returns its (place, event)s."""
+    def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The pass ends: settle what others want. Returns what happened: (place, events)."""
         self._settle(None)
         return self._places.events
 
@@ -151,7 +155,7 @@ class Agreement:
         self._contract.clear()
         self.answers = []
         self._is_expected = False
-        self._exchanges = True
+        self._exchanges = self._repeats = True
         self.is_open = False
         self.needed = frozenset()
 
@@ -172,7 +176,11 @@ class Agreement:
     @property
     def _may_exchange(self) -> bool:
         """Whether all ranks exchange at this place."""
-        return not self._places.is_known or (self._exchanges and bool(self._places.expected()))
+        if not self._places.is_known:
+            return True
+        expected = self._places.expected()
+        # Where a gather comes twice (recomputation), how often depends on what a rank ran.
+        return bool(expected) and (self._repeats or len(set(expected)) < len(expected))
 
     def _settle(self, collective: int | None) -> None:
         """This rank is done with the place; `collective` comes next (None: the end of the pass)."""
@@ -216,11 +224,13 @@ class Agreement:
         wanted = {wish for wish in wishes if wish >= 0}
         if not wanted:
             return False
-        expected = self._places.expected()
+        expected = list(dict.fromkeys(self._places.expected()))
         order = {event: place for place, event in enumerate(expected)}
         first = min(wanted, key=lambda event: (order.get(event, len(order)), event))
         self._contract.append(first)
-        for event in expected[order.get(first, len(order)) + 1 :]:
+        # In backward, what came before has come already: nothing more follows from one wish.
+        follow = expected[order.get(first, len(order)) + 1 :] if self._exchanges else []
+        for event in follow:
             if self._region_of[event // 2] != self._region_of[first // 2]:
                 break
             self._contract.append(event)

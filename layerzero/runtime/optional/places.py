@@ -6,6 +6,7 @@ integers: twice the unit's index for a gather, one more for a reduction.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 Path = tuple[int, ...]
@@ -24,8 +25,8 @@ class _Script:
         for place, found in events.items():
             # New ones come in the order just seen; those that did not come stay behind them.
             before = self.events.get(place, [])
-            if not before or not set(found) <= set(before):
-                self.events[place] = list(dict.fromkeys([*found, *before]))
+            if not Counter(found) <= Counter(before):
+                self.events[place] = [*found, *(event for event in before if event not in found)]
             for event in found:
                 self.places_of.setdefault(event // 2, set()).add(place)
 
@@ -96,18 +97,20 @@ class Places:
         return self._roam and any(len(places) > 1 for places in script.places_of.values())
 
     def expected(self) -> list[int]:
-        """The optional events that came here before, in order."""
-        scripts = self._candidates.values()
-        return list(dict.fromkeys(e for s in scripts for e in s.events.get(self.place, ())))
+        """The optional events that came here before, in order, as often as they came."""
+        found = [script.events.get(self.place, []) for script in self._candidates.values()]
+        longest = max(found, key=len, default=[])
+        rest = dict.fromkeys(event for events in found for event in events)
+        return [*longest, *(event for event in rest if event not in longest)]
 
     def happened(self, event: int) -> None:
         """All ranks take part in an optional event here."""
         self._events.setdefault(self.place, []).append(event)
 
     @property
-    def events(self) -> frozenset[tuple[int, int]]:
-        """(place, event) of what has happened in the open pass."""
-        return frozenset((place, e) for place, found in self._events.items() for e in found)
+    def events(self) -> tuple[tuple[int, Path], ...]:
+        """What has happened in the open pass: (place, events)."""
+        return tuple((place, tuple(found)) for place, found in sorted(self._events.items()))
 
     def end(self) -> None:
         """The pass has ended: learn from it."""

@@ -36,6 +36,8 @@ class AgreedOrder(tuple[int, ...]):
 
     key: Hashable
     """What happened in the forward; its backward is compared with those after the same."""
+    repeats: bool
+    """Whether an optional unit was gathered more than once."""
     needed: frozenset[int]
     """Optional units that its backward may reach on any rank."""
     own: frozenset[int]
@@ -58,7 +60,7 @@ class OptionalScheduler(UnshardScheduler):
         self._limiter = _Room(context, units)  # type: ignore[assignment]
         self._called: set[Unit] = set()
         """Optional units called in the open forward that its backward may reach."""
-        self._events: Hashable = None
+        self._events: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self._ahead: set[Unit] = set()
         """Optional units whose gather was started before the agreement has come to it."""
         self._own: frozenset[int] = frozenset()
@@ -132,7 +134,9 @@ class OptionalScheduler(UnshardScheduler):
             self._release_last()
         order = AgreedOrder(super().end_forward(grad_enabled))
         self._called = set()
-        order.key = self._events
+        order.key = self._events, tuple(sorted(needed))
+        gathers = [event for _, found in self._events for event in found]
+        order.repeats = len(set(gathers)) < len(gathers)
         order.needed = frozenset(needed if grad_enabled else ())
         order.own = frozenset(own if grad_enabled else ())
         if order.needed:
@@ -148,8 +152,9 @@ class OptionalScheduler(UnshardScheduler):
         keys = tuple(other.key for other in others)
         kind = ("backward", tuple(order), key, keys, self._reduces(), self._resident())
         needed = own.union(*(other.needed for other in others))
-        self.agreement.begin(kind, needed, self._presence, exchanges=False)
         in_flight = [*others, *([order] if isinstance(order, AgreedOrder) else ())]
+        repeats = len(in_flight) != 1 or in_flight[0].repeats
+        self.agreement.begin(kind, needed, self._presence, exchanges=False, repeats=repeats)
         self._own = frozenset[int]().union(*(each.own for each in in_flight))
 
     def end_backward(self, first: Unit | None, orders: Iterable[Order]) -> None:
