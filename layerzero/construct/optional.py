@@ -127,6 +127,8 @@ def find_optional(
     if not modules and chosen != "all":
         text = f"optional_mean={chosen!r} has no effect: no optional_modules were given"
         warn_once(text, text, stacklevel=outside())
+    for name, module in modules.items():
+        _warn_of_own_collectives(name, module)
     return OptionalModules(modules, chosen)
 
 
@@ -321,6 +323,18 @@ def _own_ranks(plan: UnitPlan, experts: Mapping[int, Group]) -> tuple[int, ...] 
         return None
     placement = plan.existing.handles[0].placement
     return placement.members if placement.data_parallel is None else placement.shard_group.ranks
+
+
+def _warn_of_own_collectives(name: str, module: nn.Module) -> None:
+    found = [n for n, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+    if found:
+        inside = clean_name(f"{name}.{found[0]}".rstrip("."))
+        text = (
+            f"optional_modules: {name!r} contains a SyncBatchNorm ({inside!r}), whose statistics "
+            "all ranks exchange in training: if a rank skips it, the others wait for that rank; "
+            "use BatchNorm, or keep it in eval mode"
+        )
+        warn_once(text, text, stacklevel=outside())
 
 
 def _why_no_unit(name: str, module: nn.Module, inside: set[int], plans: Sequence[UnitPlan]) -> str:

@@ -75,6 +75,12 @@ class PlanFields:
         for name in ("num_to_forward_prefetch", "num_to_backward_prefetch"):
             _check_number(name, getattr(self, name))
         self._refuse_given_twice()
+        if self.pregather and self.optional:
+            raise ValueError(
+                f"plan: pregather and optional={list(self.optional)} are both given; pregather "
+                "gathers all units before each forward, also those that every rank skips: leave "
+                "out one of them"
+            )
 
     @property
     def _given_shorthands(self) -> dict[str, Any]:

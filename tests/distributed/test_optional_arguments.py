@@ -16,12 +16,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
-from layerzero import ReductionPolicy, ZeRO3
+from layerzero import ShardingPlan, ZeRO3, shard_with_plan
 from layerzero.construct import topology
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
 from layerzero.plan.optional_names import optional_by_name
+from layerzero.runtime.optional.exchange import Exchange
 from layerzero.runtime.root import RootState
 from tests.harness.checks import warns_on_first_rank
+from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
@@ -306,9 +308,8 @@ def _regions() -> None:
         gc.collect()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_units_at_and_under_optional_modules_are_their_regions(world_size: int) -> None:
-    run_ranks(world_size, _regions)
+def test_units_at_and_under_optional_modules_are_their_regions() -> None:
+    run_ranks(2, _regions)
 
 
 # What is refused ----------------------------------------------------------------------------------
@@ -473,6 +474,11 @@ def _warns() -> None:
     with warns_on_first_rank("optional_mean='participants' has no effect"):
         ZeRO3(seeded(Towers), auto_wrap_policy={Block}, optional_mean="participants")
 
+    model = seeded(Towers)
+    model.vision.norm = nn.SyncBatchNorm(WIDTH)
+    with warns_on_first_rank(r"'vision' contains a SyncBatchNorm \('vision.norm'\)"):
+        wrapped(model, model.vision)
+
 
 def _bad_input() -> None:
     for check in (_refused, _differing, _experts, _pipeline, _warns):
@@ -482,6 +488,128 @@ def _bad_input() -> None:
 
 def test_bad_input_is_refused_with_names_on_every_rank() -> None:
     run_ranks(2, _bad_input)
+
+
+# Every way in trains ------------------------------------------------------------------------------
+
+
+class Sees(Towers):
+    """Which of its towers run is in the batch."""
+
+    def forward(self, batch: tuple[Tensor, list[int]]) -> Tensor:
+        x, runs = batch
+        for tower, does_run in zip((self.vision, self.audio), runs, strict=True):
+            x = x + tower(x) if does_run else x
+        return self.head(self.trunk(x))
+
+
+def batches(steps: int, seed: int = 0) -> list[list[tuple[Tensor, list[int]]]]:
+    """By step and rank; each rank runs each tower or not, at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch() -> tuple[Tensor, list[int]]:
+        x = torch.randn(3, WIDTH, generator=generator)
+        return x, torch.randint(0, 2, (2,), generator=generator).tolist()
+
+    return [[batch() for _ in range(dist.get_world_size())] for _ in range(steps)]
+
+
+def _nested_wrappers_train() -> None:
+    plain = seeded(lambda: nn.Sequential(Sees(), nn.Linear(3, WIDTH), Block()))
+    model = seeded(lambda: nn.Sequential(Sees(), nn.Linear(3, WIDTH), Block()))
+    model[0].vision = ZeRO3(model[0].vision, auto_wrap_policy={Block})
+    towers = [model[0].vision, model[0].audio]
+    model[0] = ZeRO3(model[0], auto_wrap_policy={Tower, Block}, optional_modules=towers)
+    assert_trains_alike(ZeRO3(model, auto_wrap_policy={Block}), plain, batches(4))
+
+
+def _a_plan_trains() -> None:
+    plan = ShardingPlan(
+        apply_modules=["vision", "*blocks.{*}", "trunk", "head"],
+        optional=["vision", "audio"],
+        num_to_forward_prefetch=2,
+    )
+    assert_trains_alike(shard_with_plan(seeded(Sees), plan), seeded(Sees), batches(4))
+
+
+def _a_rewrapped_model_trains() -> None:
+    model, plain = seeded(Sees), seeded(Sees)
+    towers = [model.vision, model.audio]
+    model = ZeRO3(model, auto_wrap_policy={Tower, Block}, optional_modules=towers)
+    assert_trains_alike(model, plain, batches(2))
+    for each in (model, plain):
+        each.vision.blocks.append(seeded(Block))
+    layerzero.rewrap(model)
+    assert_trains_alike(model, plain, batches(3, seed=1))
+
+
+class TiedAndHooked(Sees):
+    """A tower uses a parameter of another unit, and a list of parameters that it gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.audio.blocks[0] = self.vision.blocks[0]
+        self.trunk.up.weight = self.vision.blocks[0].up.weight
+        self.vision.gains = nn.ParameterList([nn.Parameter(torch.ones(WIDTH))])
+        self.vision.act = nn.Identity()
+
+
+def _tied_parameters_train() -> None:
+    model = seeded(TiedAndHooked)
+    sharded = ZeRO3(model, auto_wrap_policy={Tower, Block}, optional_modules=[model.audio])
+    plain = seeded(TiedAndHooked)
+    # Every rank runs the other tower, but for the block that both have.
+    assert_trains_alike(sharded, plain, [[(x, [1, b]) for x, (_, b) in s] for s in batches(4)])
+
+
+def _every_way_in() -> None:
+    for check in (
+        _nested_wrappers_train,
+        _a_plan_trains,
+        _a_rewrapped_model_trains,
+        _tied_parameters_train,
+    ):
+        check()
+        gc.collect()
+
+
+def test_every_way_in_trains_like_one_process() -> None:
+    run_ranks(2, _every_way_in)
+
+
+def _costs() -> None:
+    rank = dist.get_rank()
+    rows: list[list[int]] = []
+    exchange = Exchange.__call__
+
+    def spy(self: Exchange, row: list[int]) -> list[list[int]]:
+        rows.append(row)
+        return exchange(self, row)
+
+    model = seeded(Sees)
+    model = ZeRO3(
+        model, auto_wrap_policy={Tower, Block}, optional_modules=[model.vision, model.audio]
+    )
+    counts = {}
+    with mock.patch.object(Exchange, "__call__", spy):
+        for _ in range(2):  # The first steps teach.
+            for by_rank in (([1, 1], [1, 1]), ([0, 0], [0, 0]), ([1, 0], [1, 0]), ([1, 0], [0, 1])):
+                rows.clear()
+                output = model((torch.ones(3, WIDTH), by_rank[rank]))
+                forward = len(rows)
+                output.sum().backward()
+                counts[str(by_rank)] = forward, len(rows) - forward
+    assert counts == {
+        "([1, 1], [1, 1])": (3, 1),  # One for each region, and one to go on.
+        "([0, 0], [0, 0])": (1, 0),
+        "([1, 0], [1, 0])": (2, 1),
+        "([1, 0], [0, 1])": (3, 1),
+    }
+    assert {8 * len(row) for row in rows} == {24}
+
+
+def test_known_steps_cost_the_exchanges_that_the_page_says() -> None:
+    run_ranks(2, _costs)
 
 
 # Without optional modules -------------------------------------------------------------------------
@@ -508,7 +636,3 @@ def test_without_optional_modules_the_root_and_the_exchange_are_those_of_before(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_ranks(2, _nothing_changes)
-
-
-def test_policies_have_no_field_of_that_name() -> None:
-    assert not hasattr(ReductionPolicy(), "optional_mean")

@@ -308,6 +308,7 @@ def test_optional_patterns_are_read_as_a_file_has_them() -> None:
     assert read.defaults == {"optional_mean": "participants"}
     assert ShardingPlan.from_dict({"optional": None}).optional == ()
     for fields, message in (
+        ({"optional": ["a"], "pregather": True}, "pregather and optional=.'a'. are both given"),
         ({"optional": "vision"}, "optional: expected a list of patterns, got 'vision'"),
         ({"optional": ["a", "a"]}, "optional: 'a' occurs twice"),
         ({"optional": ["a{"]}, "optional: pattern 'a{': unexpected"),
