@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.core.parameter_info import get_info
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.names import Names, name_in_group
@@ -29,8 +28,7 @@ def parameters_with_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not isinstance(optimizer, WholeTensorOptimizer):
         return parameters
-    infos = {parameter: get_info(parameter) for parameter in parameters}
-    return [p for p, info in infos.items() if info is not None and info.fqn in optimizer.owned]
+    return [parameter for parameter in parameters if optimizer.owns(parameter)]
 
 
 def optimizer_inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

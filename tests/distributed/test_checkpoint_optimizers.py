@@ -25,6 +25,8 @@ from layerzero.checkpoint import (
 )
 from layerzero.checkpoint.__main__ import main
 from layerzero.optim import WholeTensorOptimizer, decay_groups
+from tests.distributed import test_experts as experts
+from tests.distributed.test_checkpoint_tensor_parallel import _build as tensor_parallel
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import run_ranks
@@ -374,15 +376,37 @@ def _state_dicts() -> None:
                 assert_bitwise(value, expected[name], f"{kind}: {name}")
         with pytest.raises(CheckpointError, match="the state dict has matrices, rest, but the opt"):
             set_optimizer_state_dict(again, {"rest": others["rest"]}, full)
+        third = _wrapped()
+        sgd = torch.optim.SGD(third.parameters(), momentum=0.9)
+        _train(third, {"": sgd}, iter((0,)))
+        shards = get_optimizer_state_dict(third, sgd)
         with pytest.raises(CheckpointError, match="is a shard, but WholeTensorOptimizer keeps"):
-            sgd = torch.optim.SGD(others["matrices"].param_groups[0]["params"], momentum=0.9)
-            _train(again, {"": sgd}, iter((0,)))
-            set_optimizer_state_dict(
-                again, others["matrices"], get_optimizer_state_dict(again, sgd), strict=False
-            )
+            set_optimizer_state_dict(again, others["matrices"], shards, strict=False)
+
+
+def _under_another_name(folder: str) -> None:
+    """The model becomes part of a larger one after its optimizer was made."""
+    inner = _wrapped()
+    own = _optimizers(inner, "muon")
+    _train(inner, own, iter((0,)))
+    outer = ZeRO3(nn.ModuleDict({"inside": inner}), gradient_reduction="sum")
+    save(f"{folder}/renamed", outer, own)
+    manifest = json.loads(Path(folder, "renamed/step-00000000/checkpoint.json").read_bytes())
+    saved = {name for name in manifest["tensors"]["optimizer"] if "momentum" in name}
+    matrices = own["matrices"].param_groups[0]["params"]
+    assert saved == {f"{p.layerzero.fqn}/momentum_buffer" for p in matrices}
+    assert all(name.startswith("inside.") for name in saved)
+    before = get_optimizer_state_dict(outer, own, full=True)["matrices"]["state"]
+    _train(inner, own, iter((1,)))
+    load(f"{folder}/renamed", outer, own)
+    after = get_optimizer_state_dict(outer, own, full=True)["matrices"]["state"]
+    assert len(before) == len(saved)
+    for name, state in before.items():
+        assert_bitwise(after[name]["momentum_buffer"], state["momentum_buffer"], name)
 
 
 def _everything(folder: str) -> None:
+    _under_another_name(folder)
     _state_dicts()
     _single_files(folder)
     _names_that_differ(folder)
@@ -404,3 +428,54 @@ def test_names_are_checked_and_one_optimizer_needs_none(
     assert main(["inspect", str(tmp_path / "named")]) == 0
     lines = capsys.readouterr().out
     assert "matrices: group 0: " in lines and "rest: exp_avg: " in lines
+
+
+# Ranks that have different parts of a model -----------------------------------------------------
+
+
+def _parts_of(kind: str, split: int, seed: int) -> tuple[ZeRO3, dict[str, torch.optim.Optimizer]]:
+    if kind == "tensor-parallel":
+        model = tensor_parallel(seed, split)[0]
+    else:
+        model = experts.wrapped(split, getattr(experts, kind))
+    matrices = [p for p in model.parameters() if p.layerzero.ndim >= 2]
+    rest = [p for p in model.parameters() if p.layerzero.ndim < 2]
+    whole = WholeTensorOptimizer(matrices, Shampoo)
+    return model, {"whole": whole, "rest": torch.optim.AdamW(rest)}
+
+
+def _full_states(model: ZeRO3, own: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
+    return get_optimizer_state_dict(model, own, full=True)["whole"]["state"]
+
+
+def _write_parts(folder: str, kind: str, split: int) -> dict[str, Any]:
+    model, own = _parts_of(kind, split, 0)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=draw)
+    for optimizer in own.values():
+        optimizer.step()
+    save(folder, model, own)
+    return _full_states(model, own)
+
+
+def _read_parts(folder: str, kind: str, split: int, expected: dict[str, Any]) -> set[str]:
+    model, own = _parts_of(kind, split, 1)
+    load(folder, model, own)
+    found = _full_states(model, own)
+    for name, state in found.items():
+        assert state["count"] == 1
+        for got, wanted in zip(state["factors"], expected[name]["factors"], strict=True):
+            assert_bitwise(got, wanted, f"{kind} {split}: {name}")
+    return set(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensor-parallel", "NamedExperts", "StackedExperts"])
+def test_whole_states_load_at_any_split_of_a_model(tmp_path: Path, kind: str) -> None:
+    expected: dict[str, Any] = {}
+    for each in run_ranks(4, _write_parts, str(tmp_path), kind, 2):
+        expected |= each
+    for num_ranks, split in ((2, 2), (4, 1), (1, 1)):
+        found = run_ranks(num_ranks, _read_parts, str(tmp_path), kind, split, expected)
+        assert set().union(*found) == expected.keys()

@@ -131,6 +131,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """
         return self._members[parameter].whole.owner
 
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank owns the whole tensor of a sharded parameter; KeyError as `owner_of`.
+
+        Unlike a look into `owned`, it does not depend on the parameter's name, which changes when
+        the model becomes part of a larger one.
+        """
+        return self._members[parameter].tensor is not None
+
     # Construction -----------------------------------------------------------------------------
 
     def _agree_on(
