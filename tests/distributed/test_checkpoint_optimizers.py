@@ -130,6 +130,7 @@ def _optimizers(model: nn.Module, kind: str, lr: float = 0.02) -> dict[str, torc
         "blocks": lambda: WholeTensorOptimizer(matrices, Blocks, lr=lr),
         "plain": lambda: torch.optim.SGD(matrices, lr=lr, momentum=0.9),
         "flat": lambda: layerzero.optim.AdamW(matrices, lr=lr),
+        "flat_8bit": lambda: layerzero.optim.AdamW(matrices, lr=lr, state="8bit"),
         "flat_bfloat16": lambda: layerzero.optim.AdamW(matrices, lr=lr, state="bfloat16"),
         "whole_adamw": lambda: WholeTensorOptimizer(matrices, torch.optim.AdamW, lr=lr),
     }
@@ -137,7 +138,17 @@ def _optimizers(model: nn.Module, kind: str, lr: float = 0.02) -> dict[str, torc
     return {"matrices": whole[kind](), "rest": rest_class(groups, lr=lr)}
 
 
-KINDS = ["muon", "adafactor", "shampoo", "blocks", "plain", "whole_adamw", "flat", "flat_bfloat16"]
+KINDS = [
+    "muon",
+    "adafactor",
+    "shampoo",
+    "blocks",
+    "plain",
+    "whole_adamw",
+    "flat",
+    "flat_bfloat16",
+    "flat_8bit",
+]
 
 
 def _train(

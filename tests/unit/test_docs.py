@@ -127,7 +127,8 @@ def members_of(cls: str) -> set[str] | None:
     members, bases = classes()[cls]
     known = set(members)
     for base in bases - {"NamedTuple", "Enum", "Protocol", "object"}:
-        inherited = members_of(base) if base in classes() else None
+        # A base of the same name is another package's: `class GradScaler(torch.amp.GradScaler)`.
+        inherited = members_of(base) if base in classes() and base != cls else None
         if inherited is None:
             return None
         known |= inherited
