@@ -122,13 +122,12 @@ def find_optional(
         chosen = _common_mean(mean, bool(listed), [kept.mean for kept in nested])
         for name, module in modules.items():
             _check_units(name, module, plans, experts, ranks_of(process_group))
-    except Exception as error:  # Whatever an iterable may raise, too.
+            _warn_of_own_collectives(name, module)
+        if not modules and chosen != "all":
+            text = f"optional_mean={chosen!r} has no effect: no optional_modules were given"
+            warn_once(text, text, stacklevel=outside())
+    except Exception as error:  # Also what an iterable raises, and warnings turned into errors.
         return OptionalModules(failure=error)
-    if not modules and chosen != "all":
-        text = f"optional_mean={chosen!r} has no effect: no optional_modules were given"
-        warn_once(text, text, stacklevel=outside())
-    for name, module in modules.items():
-        _warn_of_own_collectives(name, module)
     return OptionalModules(modules, chosen)
 
 
@@ -277,7 +276,7 @@ def _common_mean(mean: object, is_used: bool, nested: Sequence[OptionalMean]) ->
         raise ValueError(
             f"optional_mean={mean!r}, but a ZeRO3 module inside was given "
             f"optional_mean={next(each for each in nested if each != mean)!r}; one model has one: "
-            "pass the same to both"
+            "pass the same to each"
         )
     return means.pop()  # type: ignore[return-value]
 

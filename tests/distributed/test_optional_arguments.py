@@ -478,6 +478,12 @@ def _warns() -> None:
     model.vision.norm = nn.SyncBatchNorm(WIDTH)
     with warns_on_first_rank(r"'vision' contains a SyncBatchNorm \('vision.norm'\)"):
         wrapped(model, model.vision)
+    model = seeded(Towers)
+    model.audio.norm = nn.SyncBatchNorm(WIDTH)
+    with warnings.catch_warnings():  # Given by one rank, and raised on all.
+        warnings.simplefilter("error")
+        error = ValueError if dist.get_rank() else UserWarning
+        refused(error, "'audio' contains a SyncBatchNorm", lambda m: [m.audio], model=model)
 
 
 def _bad_input() -> None:
