@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 
+import layerzero
 from layerzero import ZeRO3
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.models import WIDTH, Block, Mlp
@@ -33,6 +34,12 @@ class Communicates(SGD):
             for parameter in group["params"]:
                 dist.all_reduce(parameter.grad)
         super().step()
+
+
+class OwnGroups(SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        params = list(params)
+        super().__init__([{"params": params[:1]}, {"params": params[1:]}], lr)
 
 
 class RefusesOneElement(SGD):
@@ -83,7 +90,7 @@ def _twice(model: ZeRO3, *classes: Any) -> Any:
 
 whole = functools.partial(WholeTensorOptimizer, optimizer_class=SGD, lr=0.1)
 
-REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
+REFUSED: dict[str, tuple[Make, Any, str]] = {
     "no parameters": (lambda m: whole([]), ValueError, "got no parameters"),
     "a module": (lambda m: whole(m), TypeError, r"pass model.parameters\(\)"),
     "another model's": (
@@ -147,6 +154,16 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
         lambda m: WholeTensorOptimizer(m.parameters(), GlobalNorm),
         TypeError,
         "GlobalNorm updates a tensor by what other tensors are",
+    ),
+    "groups of its own": (
+        lambda m: WholeTensorOptimizer(m.parameters(), OwnGroups, lr=0.1),
+        TypeError,
+        "OwnGroups makes parameter groups of its own",
+    ),
+    "on shards itself": (
+        lambda m: WholeTensorOptimizer(m.parameters(), layerzero.optim.AdamW),
+        (TypeError, ValueError),
+        "AdamW",
     ),
     "communicates": (
         lambda m: WholeTensorOptimizer(m.parameters(), Communicates, lr=0.1),
@@ -292,6 +309,13 @@ def _errors_in_a_step() -> None:
     ):
         optimizer.step()
     optimizer.zero_grad()
+    members = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = members[1:]
+    with pytest.raises(RuntimeError, match=r"lists of parameters in its groups were changed"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = members
+    with pytest.raises(ValueError, match=r"stem.weight was given twice"):
+        optimizer.add_param_group({"params": members[:1]})
     _train(model, optimizer)
 
 

@@ -33,6 +33,8 @@ class Given(NamedTuple):
     owners: dict[int, Owner]
     root: RootState | None
     """The model of the first parameter that belongs to one."""
+    is_flat: bool
+    """Whether parameters were given without groups."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -53,12 +55,13 @@ def read(params: Any) -> Given:
     members = list(params)
     if not members:
         raise ValueError(f"{_NAME}: got no parameters; pass model.parameters(), or groups of them")
-    given = members if isinstance(members[0], dict) else [{"params": members}]
+    is_flat = not isinstance(members[0], dict)
+    given = [{"params": members}] if is_flat else members
     groups = [_read_group(group) for group in given]
     known = owner_of_each()
     owners = {id(p): known[id(p)] for group in groups for p in group["params"] if id(p) in known}
     root = next((owner.root for owner in owners.values()), None)
-    return Given(groups, owners, root)
+    return Given(groups, owners, root, is_flat)
 
 
 def _read_group(group: Any) -> Group:

@@ -26,6 +26,7 @@ def steps_bucket_by_bucket(
     group: Group,
     ndim: int,
     options: Mapping[str, Any],
+    is_flat: bool,
 ) -> bool:
     """Whether several calls of `step` may make one step; see Note [Several calls make one step].
 
@@ -39,13 +40,14 @@ def steps_bucket_by_bucket(
         TypeError: tensors depend on each other, or the class communicates itself.
     """
     name = optimizer_class.__name__
-    given = options_of(group)
-    if isinstance(given.get("lr"), (int, float)):
-        given["lr"] = 0.01  # A schedule may begin at 0.
+    given, options = options_of(group), dict(options)
+    for each in (given, options):
+        if isinstance(each.get("lr"), (int, float)):
+            each["lr"] = 0.01  # A schedule may begin at 0.
 
     def make(tensors: list[nn.Parameter]) -> Inner:
         stand_in = nn.Parameter(torch.zeros((1,) * ndim))
-        return Inner(optimizer_class, [{**given, "params": tensors}], [stand_in], options)
+        return Inner(optimizer_class, [{**given, "params": tensors}], [stand_in], options, is_flat)
 
     def together(tensors: list[nn.Parameter], inner: Inner) -> None:
         inner.optimizer.step()

@@ -59,36 +59,65 @@ def check_class(optimizer_class: Any, refused: Iterable[type]) -> None:
         )
 
 
+def construct(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Group],
+    options: Mapping[str, Any],
+    is_flat: bool,
+) -> torch.optim.Optimizer:
+    """
+    Args:
+        is_flat: pass the parameters of the only group as a list, which is all that some classes
+            take.
+
+    Raises:
+        TypeError: the class has rearranged the groups.
+        Exception: whatever the class raises.
+    """
+    given = [{**options_of(group), "params": list(group["params"])} for group in groups]
+    made = optimizer_class(given[0]["params"] if is_flat else given, **options)
+    own = [[id(p) for p in group["params"]] for group in made.param_groups]
+    if own != [[id(p) for p in group["params"]] for group in groups]:
+        raise TypeError(
+            f"WholeTensorOptimizer: {optimizer_class.__name__} makes parameter groups of its own; "
+            "make one WholeTensorOptimizer for each of its groups"
+        )
+    return made
+
+
 def make_prototype(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Group],
     options: Mapping[str, Any],
+    is_flat: bool,
 ) -> torch.optim.Optimizer:
-    """The optimizer over whole tensors without memory: for its checks, defaults and options.
+    """The optimizer over tensors without memory: for its checks, defaults and options.
 
     Raises:
         ValueError: the class refuses a parameter; names it.
         Exception: whatever else the class raises.
     """
 
-    def make(chosen: Sequence[Group]) -> torch.optim.Optimizer:
-        on_meta = [
-            {**options_of(group), "params": [_on_meta(p) for p in group["params"]]}
-            for group in chosen
-        ]
-        return optimizer_class(on_meta, **options)
+    def make(
+        chosen: Sequence[Group], like: Callable[[nn.Parameter], nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        replaced = [{**group, "params": [like(p) for p in group["params"]]} for group in chosen]
+        return construct(optimizer_class, replaced, options, is_flat)
 
     try:
-        return make(groups)
+        return make(groups, _on_meta)
     except Exception as error:
-        total = sum(len(group["params"]) for group in groups)
+        # Options such as `fused` may be refused for the device without memory alone.
+        made = _made(functools.partial(make, groups, stand_in_for))
+        if made is not None:
+            return made
+        members = [(group, parameter) for group in groups for parameter in group["params"]]
         refused = [
             fqn_of(parameter)
-            for group in groups
-            for parameter in group["params"]
-            if _raises(functools.partial(make, [{**group, "params": [parameter]}]))
+            for group, parameter in members
+            if _made(functools.partial(make, [{**group, "params": [parameter]}], _on_meta)) is None
         ]
-        if not refused or len(refused) == total > 1:
+        if not refused or len(refused) == len(members) > 1:
             raise
         shown = ", ".join(refused[:4]) + (f" and {len(refused) - 4} more" if refused[4:] else "")
         raise ValueError(
@@ -97,17 +126,22 @@ def make_prototype(
         ) from error
 
 
+def stand_in_for(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of one element, with as many dimensions as the whole tensor."""
+    ones = (1,) * len(shape_of(parameter))
+    return nn.Parameter(parameter.detach().new_zeros(ones), requires_grad=parameter.requires_grad)
+
+
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     whole = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-def _raises(function: Callable[[], object]) -> bool:
+def _made(make: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
     try:
-        function()
+        return make()
     except Exception:
-        return True
-    return False
+        return None
 
 
 class Inner:
@@ -121,18 +155,20 @@ class Inner:
         groups: Sequence[Group],
         stand_ins: Sequence[nn.Parameter],
         options: Mapping[str, Any],
+        is_flat: bool = False,
     ) -> None:
         """
         Args:
             groups: with whole tensors in "params"; may be empty lists.
             stand_ins: one for each group.
+            is_flat: as for `construct`.
         """
         self._stand_ins = list(stand_ins)
         given = [
-            {**options_of(group), "params": group["params"] or [stand_in]}
+            {**group, "params": group["params"] or [stand_in]}
             for group, stand_in in zip(groups, stand_ins, strict=True)
         ]
-        self.optimizer = optimizer_class(given, **options)
+        self.optimizer = construct(optimizer_class, given, options, is_flat)
 
     def add_group(self, group: Group, stand_in: nn.Parameter) -> None:
         self._stand_ins.append(stand_in)

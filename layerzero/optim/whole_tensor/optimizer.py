@@ -31,6 +31,7 @@ from layerzero.optim.whole_tensor.inner import (
     check_class,
     make_prototype,
     options_of,
+    stand_in_for,
 )
 from layerzero.optim.whole_tensor.members import Cost, Member, contents_of, fqn_of, own, shape_of
 from layerzero.optim.whole_tensor.party import Party
@@ -68,8 +69,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     owned: dict[str, nn.Parameter]
     needs_all_units = True
     """Refused by `step_in_backward`."""
-    _step_supports_amp_scaling = True
-    """Has a gradient scaler call `step` on every rank, so that all ranks decide together."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         prototype, self._limit = self._agree_on(given, bucket_bytes)
         super().__init__(given.groups, prototype.defaults)
         try:
-            self._extend(given.root, self.param_groups, prototype)
+            self._extend(given, self.param_groups, prototype)
         except BaseException:
             checks.forget(self)
             raise
@@ -156,7 +155,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             check_class(self._class, (torch.optim.LBFGS, WholeTensorOptimizer))
             limit = checks.nbytes_of(bucket_bytes)
             checks.check(given, list(self._members), self)
-            prototype = make_prototype(self._class, given.groups, self._options)
+            prototype = make_prototype(self._class, given.groups, self._options, given.is_flat)
             self._is_bucketed = self._is_bucketed and self._fits(given)
             first = f"{self._class.__qualname__}, bucket_bytes={limit}"
             rows = [first, *checks.rows_of(given, self._cost, self._options)]
@@ -184,17 +183,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 kinds.setdefault(len(shape_of(parameter)), group)
         return all(
-            steps_bucket_by_bucket(self._class, group, ndim, self._options)
+            steps_bucket_by_bucket(self._class, group, ndim, self._options, given.is_flat)
             for ndim, group in kinds.items()
         )
 
     def _extend(
         self,
-        root: RootState | None,
+        given: checks.Given,
         groups: Sequence[Group],
         prototype: torch.optim.Optimizer,
     ) -> None:
         """Give the parameters of new groups owners, and owners the values. Collective."""
+        root = given.root
         assert root is not None, "checked"
         for group, like in zip(groups, prototype.param_groups, strict=True):
             for key, value in options_of(like).items():
@@ -209,20 +209,20 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._note_contents(root)
         error: Exception | None = None
         try:
-            self._extend_inner(groups)
+            self._extend_inner(groups, given.is_flat)
         except Exception as caught:
             error = caught
         raise_together(root, error)
 
-    def _extend_inner(self, groups: Sequence[Group]) -> None:
+    def _extend_inner(self, groups: Sequence[Group], is_flat: bool) -> None:
         whole: list[Group] = []
         for group in groups:
             tensors = (self._members[parameter].tensor for parameter in group["params"])
             whole.append({**group, "params": [each for each in tensors if each is not None]})
         some = next(iter(self._members))
-        stand_ins = [_stand_in(next(iter(group["params"]), some)) for group in groups]
+        stand_ins = [stand_in_for(next(iter(group["params"]), some)) for group in groups]
         if self._inner is None:
-            self._inner = Inner(self._class, whole, stand_ins, self._options)
+            self._inner = Inner(self._class, whole, stand_ins, self._options, is_flat)
         else:
             for group, stand_in in zip(whole, stand_ins, strict=True):
                 self._inner.add_group(group, stand_in)
@@ -237,7 +237,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         given = checks.read([param_group])
         prototype, _ = self._agree_on(given, self._limit)
         super().add_param_group(given.groups[0])
-        self._extend(given.root, self.param_groups[-1:], prototype)
+        before = dict(self._members), dict(self.owned)
+        try:
+            self._extend(given, self.param_groups[-1:], prototype)
+        except BaseException:
+            self.param_groups.pop()
+            self._members, self.owned = before
+            raise
 
     # Stepping ---------------------------------------------------------------------------------
 
@@ -263,33 +269,29 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         root = self._model_between_steps()
-        if self._overflowed():
-            return loss
+        if self._is_called_by_torchs_scaler():
+            raise RuntimeError(
+                f"{_NAME}.step: called by torch.amp.GradScaler, whose ranks look for infinities in "
+                "their own shards only, so that some would step and others not; use "
+                "layerzero.GradScaler"
+            )
         with torch.no_grad():
             self._step(root)
         return loss
 
-    def _overflowed(self) -> bool:
-        """Whether a gradient scaler, whose ranks agree, found an infinity. Blocks the host then.
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True only for torch's own scaler, which then calls `step` on every rank: all refuse it.
 
-        Raises:
-            RuntimeError: torch's scaler called; its ranks do not agree.
+        Otherwise it would not call it on ranks whose shards have an infinity.
         """
-        found: torch.Tensor | None = getattr(self, "found_inf", None)
-        if found is None:
+        return self._is_called_by_torchs_scaler()
+
+    def _is_called_by_torchs_scaler(self) -> bool:
+        scaler = scaler_that_calls()
+        if scaler is None or isinstance(scaler, GradScaler) or not scaler.is_enabled():
             return False
-        alone = all(party.size == 1 for party in self._parties.values())
-        if not alone and not isinstance(scaler_that_calls(), GradScaler):
-            raise RuntimeError(
-                f"{_NAME}.step: called by torch.amp.GradScaler, whose ranks look at their own "
-                "shards only and would not all step; use layerzero.GradScaler"
-            )
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        if scale is not None:  # torch's scaler leaves this to the optimizer.
-            for parameter in self._members:
-                if parameter.grad is not None:
-                    parameter.grad.div_(scale)
-        return bool(found.item())
+        return any(party.size > 1 for party in self._parties.values())
 
     def refresh(self) -> None:
         """Have the next step read all shards again. Enough on one rank; not collective.
@@ -342,6 +344,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{when} by step_in_backward, which steps parts of tensors; call "
                 "step_in_backward(None), and optimizer.step() after backward"
+            )
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        if len(held) != len(self._members) or any(p not in self._members for p in held):
+            raise RuntimeError(
+                f"{_NAME}.step: the lists of parameters in its groups were changed; use "
+                "add_param_group, freeze parameters with requires_grad_(False), or make another"
             )
         root.check_between_steps(f"{when}; call it after backward has returned")
         if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in root.units):
@@ -443,9 +451,3 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
 def _numel(shape: torch.Size) -> float:
     return shape.numel()
-
-
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of one element, with as many dimensions as the whole tensor."""
-    ones = (1,) * len(shape_of(parameter))
-    return nn.Parameter(parameter.detach().new_zeros(ones), requires_grad=parameter.requires_grad)
