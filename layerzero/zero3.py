@@ -39,6 +39,7 @@ from layerzero.optim.earlier import replace_in_optimizers
 from layerzero.optim.in_backward import StepInBackward
 from layerzero.runtime import surroundings
 from layerzero.runtime.misuse import explain_uncaught
+from layerzero.runtime.phases import duration
 from layerzero.runtime.root import RootState, UnshardHandle, root_of
 from layerzero.runtime.sharded_params import remember_root
 from layerzero.runtime.summon import SummonOptions, summon
@@ -261,6 +262,30 @@ class ZeRO3(ModuleWrapper):
             RuntimeError: inside forward or backward.
         """
         self._root_state.reduce_waiting()
+
+    def timeout(self, **keywords: float) -> AbstractContextManager[None]:
+        """A context for a phase in which a rank may be alone for long: a save, an evaluation, data.
+
+        Waits that begin inside may last this long, instead of the model's `timeout`: those of
+        forward, backward, clipping and optimizers, of `summon_full_params`, and of
+        `layerzero.checkpoint`, in the whole model that this module belongs to. The former limit
+        is back afterwards, also after an exception. Phases may be nested; the innermost counts.
+
+        Not collective, and nothing is exchanged: a rank's limit bounds the waits of that rank.
+        So enter it on every rank that may wait, around the wait and not only around what the slow
+        rank does alone (docs/reference/errors.md).
+
+        Args:
+            keywords: those of `datetime.timedelta`, such as `minutes=30`; together above 0. It may
+                be shorter than the model's `timeout`.
+
+        Raises:
+            TypeError, ValueError: not such keywords.
+            RuntimeError: inside forward or backward, where waits may have begun already.
+            CollectiveError: a collective of this model failed before.
+        """
+        limit = duration(**keywords)
+        return self._root_state.phase(limit)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Have `backward()` run `optimizer` on each unit as soon as its gradients are reduced.

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from layerzero.comm.diagnosis import CollectiveError, diagnose
 from layerzero.comm.lookout import Lookout
+from layerzero.comm.slow_waits import WatchesWaits, other_waits
 from layerzero.comm.streams import Event
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
@@ -164,14 +165,16 @@ class Pending:
         # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
         # watchdog bound the wait.
         timed = self.group.backend == "gloo"
-        lookout = self.operation.lookout
+        lookout: WatchesWaits | None = self.operation.lookout
+        if lookout is None and timed:
+            lookout = other_waits
         if lookout is not None and self.works:
             lookout.begin_wait(self)
         try:
             for work, peer in self.works or ():
                 self.peer = peer
                 if timed:
-                    work.wait(self.group.timeout)
+                    work.wait(self.group.limit)
                 else:
                     work.wait()
         except RuntimeError as error:

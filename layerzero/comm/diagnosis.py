@@ -58,7 +58,7 @@ def diagnose(
     thread.start()
     thread.join(REPORT_SECONDS + 2.0)
     divergence = verdict[0] if verdict else None
-    cause = _cause(error, group.timeout) if divergence is None else divergence
+    cause = _cause(error, group.limit) if divergence is None else divergence
     return CollectiveError(
         f"{operation}: rank {rank} got no answer from {waits_for} ({cause}).\n"
         + _table(list(reports.ranks), dict(reports.texts), divergence is not None)
@@ -101,7 +101,7 @@ class _Reports:
         self.texts = {self._own: text}
         self._waits_for = None if peer < 0 else group.ranks[peer]
         self._runs = known_runs()
-        self._oldest = time.time() - 2 * group.timeout.total_seconds() - REPORT_SECONDS
+        self._oldest = time.time() - 2 * group.limit.total_seconds() - REPORT_SECONDS
         if not self._runs:
             self._oldest = max(self._oldest, _BEGAN)
 

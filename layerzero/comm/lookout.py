@@ -24,14 +24,14 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from layerzero.comm.onlooker import look_on
 from layerzero.comm.run_names import own_connection
-from layerzero.core.groups import ShardGroup
+from layerzero.comm.slow_waits import SlowWaits, Waiting, pause_for
 
 PAUSE_S = 0.5
 _HISTORY = 1024
@@ -40,26 +40,6 @@ _TAG = 0x3FFFFFFF
 """Tag of the receive in `_break`; below all tags of the engine's messages, so nothing matches."""
 
 _logger = logging.getLogger(__name__)
-
-
-class Waiting(Protocol):
-    """A collective that a thread waits for."""
-
-    group: ShardGroup
-    nbytes: int
-    """Size of each message."""
-    peer: int
-    """Group rank of the peer whose message is awaited now; -1: all."""
-    num_looks: int
-    """Number of times the lookout has found it waiting; starts at 0."""
-
-    @property
-    def number(self) -> int:
-        """Number of the operation within the model."""
-
-    @property
-    def name(self) -> str:
-        """Name of the operation; the same on every rank."""
 
 
 class Lookout:
@@ -81,18 +61,22 @@ class Lookout:
         self._store: dist.Store | None = None
         self._published: tuple[Any, ...] = ()
         self._thread: threading.Thread | None = None
+        self._slow = SlowWaits()
 
     def begin_wait(self, collective: Waiting) -> None:
         """Register a wait that is about to begin. Cheap: the lookout's thread does the rest."""
         self.waiting.add(collective)
         if self._thread is None:
-            self._thread = look_on(self, _look, PAUSE_S, "layerzero-lookout")
+            pause_s = min(PAUSE_S, pause_for(collective.group.limit))
+            self._thread = look_on(self, _look, pause_s, "layerzero-lookout")
 
     def look(self) -> None:
         """Check the current waits once; called by the thread after each pause."""
         if self.verdict is None:
             long = []
-            for collective in self.waiting.copy():
+            waiting = self.waiting.copy()
+            self._slow.look(waiting)
+            for collective in waiting:
                 collective.num_looks += 1
                 if collective.num_looks > 1:
                     long.append(collective)

@@ -34,6 +34,7 @@ from layerzero.comm.cuda_driver import ignore_captures_of_other_threads
 from layerzero.comm.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
 from layerzero.comm.onlooker import look_on
 from layerzero.comm.run_names import own_connection
+from layerzero.comm.slow_waits import is_half_time, warn_half_time
 from layerzero.comm.streams import Event
 from layerzero.core.groups import ShardGroup
 
@@ -90,11 +91,12 @@ class Watchdog:
         self._issued: deque[Watched] = deque()
         self._in_flight: deque[Watched] = deque()
         self._standing_since: float | None = None
+        self._was_warned_of = False
         self._history: dict[int, tuple[int, str]] = {}
         self._count = 0
         self._digest = 0
         self._board = None if place is None else _Board.open(group, place)
-        self._pause_s = min(_LONGEST_PAUSE_S, group.timeout.total_seconds() / 4)
+        self._pause_s = min(_LONGEST_PAUSE_S, group.limit.total_seconds() / 4)
         self._thread: threading.Thread | None = None
 
     def watch(self, collective: Watched) -> None:
@@ -137,10 +139,26 @@ class Watchdog:
         if not self._in_flight or not self._in_flight[0].is_reached:
             return None
         if self._standing_since is None:
-            self._standing_since = time.monotonic()
-        if time.monotonic() - self._standing_since < self._group.timeout.total_seconds():
+            self._standing_since, self._was_warned_of = time.monotonic(), False
+        seconds, limit = time.monotonic() - self._standing_since, self._group.limit
+        if seconds < limit.total_seconds():
+            if is_half_time(seconds, limit) and not self._was_warned_of:
+                self._was_warned_of = True
+                name = self._in_flight[0].name
+                warn_half_time(name, self._group, self._find_awaited(), seconds)
             return None
         return diagnose(self._in_flight[0].name, self._group, -1, TimeoutError("timed out"))
+
+    def _find_awaited(self) -> str:
+        """The ranks that have not issued the oldest collective in flight, as the store tells."""
+        try:
+            number = self._count - len(self._in_flight) + 1
+            ranks = [] if self._board is None else self._board.ranks_behind(number)
+        except (RuntimeError, ValueError) as error:
+            _logger.debug("cannot find the rank that is awaited: %s", error)
+            ranks = []
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}" if ranks else "the group"
 
     def _compare_with_next_rank(self) -> CollectiveError | None:
         board = self._board
@@ -222,7 +240,15 @@ class _Board:
         self._store.set(f"digest/{self._rank}", json.dumps([count, digest]))
 
     def next_rank_published(self) -> tuple[int, int] | None:
-        key = f"digest/{self._next_rank}"
+        return self._published(self._next_rank)
+
+    def ranks_behind(self, number: int) -> list[int]:
+        """Ranks that have not published that they issued collective `number`, counted from 1."""
+        published = {rank: self._published(rank) for rank in self._group.ranks}
+        return [rank for rank, last in published.items() if last is None or last[0] < number]
+
+    def _published(self, rank: int) -> tuple[int, int] | None:
+        key = f"digest/{rank}"
         if not self._store.check([key]):
             return None
         count, digest = json.loads(self._store.get(key))

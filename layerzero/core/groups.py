@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +33,18 @@ class ShardGroup:
     backend: str
     """Name of the backend that serves the parameters' device."""
     timeout: timedelta
-    """Bound on any collective; one that takes longer raises CollectiveError."""
+    """Bound on any collective, outside phases (`limit`)."""
+
+    def __post_init__(self) -> None:
+        self.set_limit(None)
+
+    def set_limit(self, limit: timedelta | None) -> None:
+        """Set `limit` for the waits that follow; None: back to `timeout`."""
+        # Not a field: groups that differ in it alone are equal, and keep their hash.
+        self.__dict__["limit"] = self.timeout if limit is None else limit
+
+    limit: ClassVar[timedelta]
+    """Bound on the waits that begin now; one that takes longer raises CollectiveError."""
 
     @cached_property
     def size(self) -> int:
@@ -129,8 +142,7 @@ def make_shard_group(
         ValueError: as `describe_group`.
     """
     group = describe_group(process_group, device, timeout)
-    grace = timedelta(0) if group.backend == "gloo" else BACKEND_GRACE
-    _let_backend_wait(process_group, device, group.timeout + grace)
+    let_backend_wait(group, device, group.timeout)
     return group
 
 
@@ -208,17 +220,29 @@ def _backend_timeout(process_group: dist.ProcessGroup, device: torch.device) -> 
     return timeout if isinstance(timeout, timedelta) else None
 
 
-def _let_backend_wait(
-    process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta
-) -> None:
-    """Raise the timeout of a backend that has one to at least `timeout`; never lower it.
+def let_backend_wait(
+    group: ShardGroup, device: torch.device, limit: timedelta
+) -> Callable[[], None]:
+    """Raise the timeout of a backend that has one, so that waits may last `limit`; never lower it.
 
     The group's other users share it, and none of their collectives may fail sooner than before.
+
+    Returns:
+        A function that undoes it, unless the timeout was changed once more.
     """
-    current = _backend_timeout(process_group, device)
-    if current is None or current >= timeout:
-        return
+    process_group = group.process_group
+    wanted = limit if group.backend == "gloo" else limit + BACKEND_GRACE
+    before = _backend_timeout(process_group, device)
+    if before is None or before >= wanted:
+        return lambda: None
     set_timeout = getattr(process_group._get_backend(device), "_set_default_timeout", None)
-    if set_timeout is not None:
-        _given.setdefault(process_group, {}).setdefault(device.type, current)
-        set_timeout(timeout)
+    if set_timeout is None:
+        return lambda: None
+    _given.setdefault(process_group, {}).setdefault(device.type, before)
+    set_timeout(wanted)
+
+    def undo() -> None:
+        if _backend_timeout(process_group, device) == wanted:
+            set_timeout(before)
+
+    return undo

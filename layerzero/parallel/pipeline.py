@@ -239,6 +239,7 @@ def clip_grad_norm_(
     norms = torch.stack([grad_norm(part, norm_type) for part in parts])
     (process_group,) = resolve_process_groups(stages[0].group)
     group = make_shard_group(process_group, norms.device, None)
+    stages[0]._root.operations.phases.cover(group)
     # Always number 0: stages have different models, so their counters of operations differ.
     operation = Operation("gradient norm", "the pipeline", 0)
     norm = torch.linalg.vector_norm(gather_small(norms, group, operation), norm_type)

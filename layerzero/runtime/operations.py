@@ -25,6 +25,7 @@ from layerzero.comm.model_numbers import number_model
 from layerzero.comm.streams import Streams
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
+from layerzero.runtime.phases import Phases
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -68,6 +69,8 @@ class Operations:
 
     prefix: str
     """Prefix of unit names, to tell models apart that share a group."""
+    phases: Phases
+    """The phases of `model.timeout`."""
     failure: CollectiveError | None
     """The first collective that failed; see Note [A failed collective is final]."""
 
@@ -83,6 +86,7 @@ class Operations:
         self._tensor_parallel_count = 0
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
         groups = list(groups)
+        self.phases = Phases(device, groups)
         self._numbers = number_model(groups, device)
         named = {g.process_group for g in groups if messages_carry_names(g, device)}
         places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
@@ -111,9 +115,7 @@ class Operations:
         unit = self.prefix + unit
         if self._lookout is not None:
             self._lookout.issued.append((self._count, verb, unit))
-        place = self._numbers.get(group.process_group)
-        model = 0 if place is None else place.number
-        return Operation(verb, unit, self._count, None, self._lookout, model)
+        return Operation(verb, unit, self._count, None, self._lookout, self._number_on(group))
 
     def next_tensor_parallel(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for one of the root's `tensor_parallel_groups`, with a counter of its own.
@@ -132,9 +134,16 @@ class Operations:
         unit = self.prefix + unit
         if lookout is not None:
             lookout.issued.append((number, verb, unit))
-        place = self._numbers.get(group.process_group)
-        model = 0 if place is None else place.number
+        model = self._number_on(group)
         return Operation(verb, unit, number, self._watchdog_of(group), lookout, model)
+
+    def _number_on(self, group: ShardGroup) -> int:
+        """Number of the model on the group; 0 where it was not counted."""
+        try:
+            return self._numbers[group.process_group].number
+        except KeyError:
+            self.phases.cover(group)  # A group made later, as for an optimizer.
+            return 0
 
     def remember(self, error: CollectiveError) -> CollectiveError:
         """Record the error of a failed collective.

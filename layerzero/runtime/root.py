@@ -12,6 +12,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import cast
 
 import torch
@@ -172,6 +173,13 @@ class RootState:
         self.backward.clear_abandoned()
         if self.context.in_backward or self._call_depth:
             raise RuntimeError(what)
+
+    @contextmanager
+    def phase(self, limit: timedelta) -> Iterator[None]:
+        """Implements `ZeRO3.timeout`."""
+        self.check_between_steps("timeout: entered inside forward or backward; enter it around it")
+        with self.operations.phases.phase(limit):
+            yield
 
     # Explicit unsharding --------------------------------------------------------------------
 

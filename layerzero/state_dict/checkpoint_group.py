@@ -190,7 +190,7 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
 
 def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> timedelta:
     """The longest timeout of the model's groups and the given group."""
-    timeouts = [handle.placement.shard_group.timeout for u in root.units for handle in u.handles]
+    timeouts = [handle.placement.shard_group.limit for u in root.units for handle in u.handles]
     if process_group is not None:
         chosen = chosen_timeout(process_group, root.device)
         timeouts += [] if chosen is None else [chosen]

@@ -238,6 +238,8 @@ class ZeRO3Optimizer(MegatronOptimizer):
         ranks = self.chunks[0].ranks
         timeout = placement.shard_group.timeout
         model_parallel = [make_shard_group(group, self._device, timeout) for group in ranks.model]
+        for group in model_parallel:
+            self.chunks[0].root.operations.phases.cover(group)
         self._totals = Totals(placement, model_parallel)
         self._ranks = ranks
 

@@ -59,6 +59,8 @@ class Party:
             tuple(tuple(number_of[rank] for rank in row) for row in table) for table in tables
         )
         self._host_group = _host_group_of(root, self.group)
+        for group in (*self.axes, self._host_group):
+            root.operations.phases.cover(group)
         self._num_host_exchanges = 0
         self.loads = [0.0] * self.group.size
 

@@ -1,0 +1,304 @@
+"""A slow rank is not a dead one: a warning at half of the limit, and phases that wait longer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from layerzero import CollectiveError, ZeRO3, checkpoint
+from layerzero.comm import slow_waits
+from layerzero.core import groups
+from tests.harness.internals import root_state
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.plain_backend import make_plain_group
+from tests.harness.ranks import run_ranks
+
+LIMIT_S = 2.0
+"""The timeout of the models here."""
+LONGER_S = 2.6
+"""A pause of a rank that is an error outside `model.timeout`."""
+
+
+def wrapped(**options: object) -> ZeRO3:
+    torch.manual_seed(0)
+    timeout = timedelta(seconds=LIMIT_S)
+    return ZeRO3(Mlp(2), auto_wrap_policy={Block}, timeout=timeout, **options)
+
+
+def wrapped_on_plain() -> ZeRO3:
+    # Gloo cannot be aborted, so a rank blocked in it comes back when gloo itself gives up.
+    groups.BACKEND_GRACE = timedelta(seconds=3)
+    group = make_plain_group(timedelta(seconds=LIMIT_S) + groups.BACKEND_GRACE)
+    return wrapped(process_group=group)
+
+
+def step(model: ZeRO3) -> None:
+    model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def pause(rank: int, seconds: float) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+
+
+@contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """Messages of the warnings about slow waits; the list fills up inside."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    slow_waits._logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        slow_waits._logger.removeHandler(handler)
+
+
+def limits(model: ZeRO3) -> set[float]:
+    operations = root_state(model).operations
+    return {group.limit.total_seconds() for group in operations.phases._groups.values()}
+
+
+# Warnings -----------------------------------------------------------------------------------------
+
+
+def _is_slow(kind: str, folder: Path) -> list[list[str]]:
+    model = wrapped_on_plain() if kind.startswith("plain") else wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    found = []
+
+    def caught(run, slow: int) -> None:
+        with warnings_logged() as messages:
+            pause(slow, 0.8 * LIMIT_S)
+            run()
+        found.append(messages)
+
+    caught(lambda: step(model), 1)
+    if kind != "plain, briefly":
+        caught(lambda: model.clip_grad_norm_(1.0), 0)
+    if kind == "gloo":
+        caught(lambda: checkpoint.save(folder, model, optimizer), 1)
+        caught(wrapped, 1)
+    with warnings_logged() as messages:
+        pause(1, 0.2 * LIMIT_S)
+        step(model)
+    found.append(messages)
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", ["gloo", pytest.param("plain", marks=pytest.mark.slow), "plain, briefly"]
+)
+def test_a_slow_rank_is_warned_of_once_a_wait_and_the_run_goes_on(
+    kind: str, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, _is_slow, kind, tmp_path)
+    names = ["all-gather of the root unit"]
+    names += ["gradient norm"] if kind != "plain, briefly" else []
+    names += ["exchange of", "exchange of"] if kind == "gloo" else []
+    for index, name in enumerate(names):
+        slow, own, other = (0, second, first) if index == 1 else (1, first, second)
+        (message,) = own[index]
+        assert name in message, message
+        assert f"rank {1 - slow} has waited" in message
+        assert f"s for rank {slow}; after {LIMIT_S:g} s this is an error" in message
+        assert not other[index]
+    assert not first[-1] and not second[-1]
+
+
+def _two_slow_ranks() -> list[str]:
+    model = wrapped()
+    step(model)
+    with warnings_logged() as messages:
+        pause(2, 0.8 * LIMIT_S)
+        pause(1, 1.5 * LIMIT_S)  # Rank 0 waits for it second.
+        step(model)
+    return messages
+
+
+@pytest.mark.slow
+def test_each_peer_waited_for_is_named() -> None:
+    messages = run_ranks(3, _two_slow_ranks)[0]
+    assert [text for text in messages if "for rank 1;" in text]
+    assert [text for text in messages if "for rank 2;" in text]
+    assert len(messages) == 2
+
+
+def _thread_ends() -> None:
+    """The thread of the waits that belong to no model ends when they do."""
+
+    def waits() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name == "layerzero-waits"]
+
+    wrapped()
+    (thread,) = waits()
+    thread.join(5.0)
+    assert not waits()
+    wrapped()
+    assert waits()
+
+
+def test_no_thread_stays_without_waits() -> None:
+    run_ranks(2, _thread_ends)
+
+
+# Phases -------------------------------------------------------------------------------------------
+
+
+def _phases(kind: str, folder: Path) -> str | None:
+    model = wrapped_on_plain() if kind.startswith("plain") else wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    # Nested, with exceptions, out of order; equal limits afterwards.
+    given = limits(model)
+    assert LIMIT_S in given
+    with model.timeout(minutes=1):
+        assert limits(model) == {60.0}
+        with pytest.raises(KeyError), model.timeout(minutes=1, seconds=30):
+            assert limits(model) == {90.0}
+            raise KeyError
+        assert limits(model) == {60.0}
+    assert limits(model) == given
+    first, last = ExitStack(), ExitStack()
+    first.enter_context(model.timeout(seconds=50))
+    last.enter_context(model.timeout(seconds=40))
+    first.close()
+    assert limits(model) == {40.0}
+    last.close()
+    assert limits(model) == given
+    # Longer waits pass, of whatever kind.
+    with model.timeout(seconds=40):
+        pause(1, LONGER_S)
+        step(model)
+    if kind.endswith("briefly"):
+        return None
+    with model.timeout(seconds=40):
+        if kind == "gloo":
+            pause(1, LONGER_S)
+            checkpoint.save(folder, model, optimizer)
+        pause(0, LONGER_S)
+        model.clip_grad_norm_(1.0)
+    assert limits(model) == given
+    # Only the rank that waits has to be in it.
+    if dist.get_rank() == 0:
+        with model.timeout(seconds=40):
+            step(model)
+    else:
+        time.sleep(LONGER_S)
+        step(model)
+    # And outside it is an error, in time.
+    if dist.get_rank() == 1:
+        return None  # Its process lives on until the other ends.
+    start = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        step(model)
+    assert time.monotonic() - start < LIMIT_S + 7.0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gloo, briefly",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gloo", "plain")),
+    ],
+)
+def test_a_longer_pause_passes_in_a_phase_and_is_an_error_outside(
+    kind: str, tmp_path: Path
+) -> None:
+    message = run_ranks(2, _phases, kind, tmp_path)[0]
+    if not kind.endswith("briefly"):
+        assert "rank 0" in message and "within the timeout of 2 s" in message
+
+
+def _checkpoint_outside(folder: Path) -> str | None:
+    model = wrapped()
+    if dist.get_rank() == 1:
+        return None  # Its process lives on until the other ends.
+    with pytest.raises(CollectiveError) as caught:
+        checkpoint.save(folder, model)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_outside_a_phase_has_the_models_timeout(tmp_path: Path) -> None:
+    assert "rank 1" in run_ranks(2, _checkpoint_outside, tmp_path)[0]
+
+
+def _refusals() -> None:
+    model = wrapped()
+    for keywords, error in (
+        ({}, ValueError),
+        ({"seconds": 0}, ValueError),
+        ({"minutes": -1}, ValueError),
+        ({"days": 10**12}, ValueError),
+        ({"seconds": float("nan")}, ValueError),
+        ({"years": 1}, TypeError),
+        ({"minutes": "30"}, TypeError),
+    ):
+        with pytest.raises(error, match="timeout: "):
+            model.timeout(**keywords)
+
+    def enter(*_: object) -> None:
+        with (
+            pytest.raises(RuntimeError, match="inside forward or backward"),
+            model.timeout(seconds=5),
+        ):
+            pass
+
+    handle = model.module.blocks[0].register_forward_pre_hook(enter)
+    out = model(torch.ones(2, WIDTH))
+    handle.remove()
+    out.register_hook(enter)
+    out.sum().backward()
+    with model.summon_full_params(), model.timeout(seconds=5):
+        assert limits(model) == {5.0}
+    # A backend's own timeout is raised for the phase only, and never lowered.
+    group = make_plain_group(timedelta(seconds=30))
+    other = wrapped(process_group=group)
+    own = group._get_backend(torch.device("cpu")).options
+    with other.timeout(minutes=2):
+        assert own._timeout >= timedelta(minutes=2)
+        step(other)
+    assert own._timeout == timedelta(seconds=30)
+    with other.timeout(seconds=1):
+        assert own._timeout == timedelta(seconds=30)
+    assert {LIMIT_S} == limits(other) and model is not other
+
+
+def test_bad_phases_are_refused_and_backends_keep_their_timeouts() -> None:
+    run_ranks(2, _refusals)
+
+
+def _sides() -> None:
+    """Layered groups and nested wrappers: all groups of the model, and it matters."""
+    for options in (
+        {"zero3_size": 1},
+        {"zero3_size": 1, "outer": "replicate"},
+        {"zero3_size": 1, "outer": "shard", "deterministic": True},
+    ):
+        model = wrapped(**options)
+        with model.timeout(seconds=20):
+            assert limits(model) == {20.0}
+            step(model)
+        assert limits(model) == {LIMIT_S}
+    module = Mlp(2)
+    module.blocks[0] = ZeRO3(module.blocks[0], timeout=timedelta(seconds=7))
+    model = ZeRO3(module, timeout=timedelta(seconds=LIMIT_S))
+    with model.module.blocks[0].timeout(seconds=20):
+        assert limits(model) == {20.0}, "of the whole model"
+    assert limits(model) == {LIMIT_S, 7.0}
+
+
+def test_a_phase_covers_all_groups_of_the_model() -> None:
+    run_ranks(2, _sides)
