@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from layerzero.config import MixedPrecision
+from layerzero.construct.optional import names_of_optional
 from layerzero.runtime.root import RootState
 from layerzero.runtime.unit import Unit
 
@@ -25,6 +26,8 @@ def log_units(module: nn.Module, root: RootState, is_first: bool) -> None:
     if not is_first or not _logger.isEnabledFor(logging.INFO):
         return
     lines = [_summary(module, root), *_placements(root.units), *_precisions(module, root.units)]
+    optional = names_of_optional(root.units[0])
+    lines += [f"a rank may skip: {names_text(optional)}"] if optional else []
     _logger.info("\n  ".join([*lines, _gathering(root)]))
 
 

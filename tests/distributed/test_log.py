@@ -40,6 +40,23 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+def _logs_optional_modules() -> list[str]:
+    records, logger = Records(), logging.getLogger("layerzero")
+    logger.addHandler(records)
+    logger.setLevel(logging.INFO)
+    for optional in ((), (2, 5)):
+        model = Model()
+        layers = [model.layers[index] for index in optional]
+        ZeRO3(model, auto_wrap_policy={Block}, optional_modules=layers)
+    return records.take("INFO")
+
+
+def test_the_log_tells_what_a_rank_may_skip() -> None:
+    (without, with_some), others = run_ranks(2, _logs_optional_modules)
+    assert others == [] and "may skip" not in without
+    assert "\n  a rank may skip: layers.2, layers.5\n" in with_some
+
+
 def _logs() -> tuple[list[str], list[str], list[str]]:
     records, logger = Records(), logging.getLogger("layerzero")
     logger.addHandler(records)
