@@ -33,7 +33,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.utils import sharded_state_dict_default
 
@@ -51,6 +55,7 @@ from layerzero.integrations.megatron.checkpoint import (
     optimizer_sharded_state_dict,
     sharded_state_dict,
 )
+from layerzero.integrations.megatron.several import SeveralOptimizers
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise
 from tests.harness.ranks import run_ranks
@@ -797,6 +802,72 @@ def _save_whole(root: str) -> dict[str, Any]:
         with pytest.raises(NotImplementedError, match=split):
             _with_whole_tensors(0)
     return states
+
+
+def _with_several(seed: int, lr: float = 1e-2) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
+    module = gpt(seed=seed)
+    settings = DistributedDataParallelConfig(gradient_reduce_div_fusion=False)
+    chunk = ZeRO3DataParallel(module.config, settings, module)
+    config = OptimizerConfig(optimizer="adam", lr=lr, clip_grad=0.5)
+
+    def make(groups: list[dict[str, Any]]) -> dict[str, torch.optim.Optimizer]:
+        parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for group in groups:
+            for is_matrix, part in parts.items():
+                own = [p for p in group["params"] if (p.layerzero.ndim == 2) == is_matrix]
+                part.append({**group, "params": own})
+        muon = WholeTensorOptimizer(parts[True], torch.optim.Muon, lr=lr)
+        return {"matrices": muon, "rest": torch.optim.AdamW(parts[False], lr=lr)}
+
+    return chunk, get_zero3_optimizer(config, [chunk], make_optimizer=make)
+
+
+def _several(root: str) -> None:
+    with megatron_on_cpu():
+        chunk, optimizer = _with_several(0)
+        assert isinstance(optimizer.optimizer, SeveralOptimizers)
+        _steps(chunk, optimizer, range(2))
+        own = copy.deepcopy(optimizer.state_dict())
+        weights = _full(chunk.engine)
+        dist_checkpointing.save(_both(chunk, optimizer, False), _folder(root, "several"))
+        checkpoint.save(f"{root}/ours", chunk.engine, optimizer.optimizer.optimizers)
+        expected = _steps(chunk, optimizer, range(2, 4))
+        for number in range(3):
+            again, its_optimizer = _with_several(1, lr=1.0)
+            _read_both(again, its_optimizer, f"{root}/several")
+            if number:
+                _steps(again, its_optimizer, range(1))
+                _read_both(again, its_optimizer, f"{root}/several")
+            if number == 1:
+                its_optimizer.load_state_dict(own)
+            elif number == 2:
+                assert isinstance(its_optimizer.optimizer, SeveralOptimizers)
+                checkpoint.load(f"{root}/ours", again.engine, its_optimizer.optimizer.optimizers)
+            _assert_same(_full(again.engine), weights)
+            assert {group["lr"] for group in its_optimizer.param_groups} == {1e-2}
+            assert _steps(again, its_optimizer, range(2, 4)) == expected
+        with pytest.raises(ValueError, match="state is of rest, but the optimizers are matrices"):
+            its_optimizer.load_state_dict({"pieces": {"rest": {}}})
+        chained = ChainedOptimizer([optimizer, optimizer])
+        loss_of(chunk, batch(0)).backward()
+        with pytest.raises(NotImplementedError, match="make_optimizer returns a dict"):
+            chained.step()
+        sgd, config = torch.optim.SGD, OptimizerConfig(optimizer="adam", lr=1e-2)
+        for make, message in (
+            (lambda g: {"a": sgd(g), "b": sgd(g)}, "is in two optimizers, 'a' and 'b'"),
+            (lambda g: {"a": sgd(g[:1])}, "no optimizer has .*; give each to one"),
+            (lambda g: {1: sgd(g)}, "dict of optimizers by name, got 1: SGD"),
+            (lambda g: [sgd(g)], "expected an optimizer, or a dict of optimizers by name"),
+        ):
+            module = gpt()
+            settings = DistributedDataParallelConfig(gradient_reduce_div_fusion=False)
+            chunk = ZeRO3DataParallel(module.config, settings, module)
+            with pytest.raises((ValueError, TypeError), match=message):
+                get_zero3_optimizer(config, [chunk], make_optimizer=make)
+
+
+def test_several_optimizers_train_and_go_on(tmp_path: Path) -> None:
+    run_ranks(2, _several, str(tmp_path))
 
 
 def _load_whole(root: str, expected: dict[str, Any]) -> None:

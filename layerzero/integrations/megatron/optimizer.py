@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,19 @@ from layerzero.integrations.megatron.arguments import check_chunks, check_optimi
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.parameters import main_parameters, put_main_parameters
 from layerzero.integrations.megatron.ranks import MegatronRanks, Totals
+from layerzero.integrations.megatron.several import (
+    AnyOptimizer,
+    SeveralOptimizers,
+    one_or_several,
+    optimizers_in,
+)
 from layerzero.integrations.megatron.whole_states import refuse_split_parameters
 
 _SHARDS = "pieces"  # As in files that exist.
 """Key of our per-rank optimizer state; no Megatron format uses it."""
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+MakeOptimizer = Callable[
+    [list[dict[str, Any]]], torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+]
 
 
 def get_zero3_optimizer(
@@ -66,7 +74,8 @@ def get_zero3_optimizer(
         dump_param_to_param_group_map: a folder to write the group number of each parameter to, with
             `torch.distributed.checkpoint`, as Megatron does.
         make_optimizer: called with the parameter groups to make the optimizer: an element-wise
-            one, or a WholeTensorOptimizer of a single chunk without tensor-parallel parameters.
+            one, or a WholeTensorOptimizer of a single chunk without tensor-parallel parameters. Or
+            several, as a dict by name, each with some of the parameters.
 
     Raises:
         TypeError, ValueError, NotImplementedError: something is not supported; says what to use.
@@ -89,9 +98,11 @@ def get_zero3_optimizer(
         _dump_groups(groups, chunks, dump_param_to_param_group_map)
     optimizer = None
     if any(group["params"] for group in groups):
-        optimizer = (make_optimizer or _maker(config))(groups)
         names = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
-        refuse_split_parameters(optimizer, chunks[0].ranks.tensor.size(), names)
+        # The dicts are the optimizer's from here on.
+        given = [{**group, "params": list(group["params"])} for group in groups]
+        optimizer = one_or_several((make_optimizer or _maker(config))(given), groups, names)
+        refuse_split_parameters(optimizers_in(optimizer), chunks[0].ranks.tensor.size(), names)
     return ZeRO3Optimizer(optimizer, config, chunks, _make_grad_scaler(config))
 
 
@@ -216,14 +227,15 @@ class ZeRO3Optimizer(MegatronOptimizer):
     """Updates the sharded parameters of a rank's chunks; made by `get_zero3_optimizer`.
 
     Attributes:
-        optimizer: torch optimizer of the sharded parameters; None if the rank trains none.
+        optimizer: torch optimizer of the sharded parameters, or SeveralOptimizers; None if the rank
+            trains none.
         grad_scaler: Megatron's grad scaler, or None.
         chunks: the wrapped chunks.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: AnyOptimizer | None,
         config: Any,
         chunks: Sequence[ZeRO3DataParallel],
         grad_scaler: MegatronGradScaler | None,
@@ -316,6 +328,18 @@ class ZeRO3Optimizer(MegatronOptimizer):
             for chunk in self.chunks:
                 chunk.scale_gradients(scale)
         return norm
+
+    def get_grad_stats_parallel_group(self) -> NoReturn:
+        """Called by a ChainedOptimizer of several, which would sum norms over this group alone.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "ChainedOptimizer around several ZeRO3Optimizers: its gradient norm leaves out "
+            "the data-parallel ranks; make one ZeRO3Optimizer, whose make_optimizer returns a dict "
+            "of optimizers by name"
+        )
 
     @torch.no_grad()
     def count_zeros(self) -> float:
@@ -439,7 +463,11 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
     def _check_state(self, state: Any) -> None:
         sharded_params = self.get_parameters()
-        saved = [index for group in state["param_groups"] for index in group["params"]]
+        if isinstance(self.optimizer, SeveralOptimizers):
+            self.optimizer.check_names(state)
+        states = state.values() if isinstance(self.optimizer, SeveralOptimizers) else [state]
+        groups = [group for each in states for group in each["param_groups"]]
+        saved = [index for group in groups for index in group["params"]]
         if len(saved) != len(sharded_params):
             raise ValueError(
                 f"the optimizer state has {len(saved)} parameters, but this rank has "

@@ -29,6 +29,7 @@ from layerzero.checkpoint.adapters import (
     some,
     state_template,
 )
+from layerzero.integrations.megatron.several import AnyOptimizer, SeveralOptimizers
 from layerzero.integrations.megatron.shards import EmptyShard
 from layerzero.integrations.megatron.whole_states import (
     WHOLE_STATES,
@@ -46,7 +47,7 @@ _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 def optimizer_sharded_state_dict(
     engines: Sequence[ZeRO3],
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: AnyOptimizer | None,
     model_sharded_state_dict: StateDict,
     is_loading: bool = False,
     metadata: StateDict | None = None,
@@ -62,7 +63,8 @@ def optimizer_sharded_state_dict(
 
     Args:
         engines: the model chunks whose parameters `optimizer` has.
-        optimizer: None on a rank that trains nothing.
+        optimizer: SeveralOptimizers give such a dict for each, by name; None on a rank that trains
+            nothing.
         model_sharded_state_dict: results of `sharded_state_dict` of the chunks, in any nesting.
         is_loading: create the state of an optimizer that has not stepped, to be read into.
         metadata: as for Megatron's optimizers; nothing in it applies here.
@@ -74,6 +76,13 @@ def optimizer_sharded_state_dict(
     """
     if optimizer is None:
         return {}
+    if isinstance(optimizer, SeveralOptimizers):
+        return {
+            name: optimizer_sharded_state_dict(
+                engines, each, model_sharded_state_dict, is_loading, metadata
+            )
+            for name, each in optimizer.optimizers.items()
+        }
     names = _names(engines)
     options = [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
@@ -109,7 +118,7 @@ def optimizer_sharded_state_dict(
 
 
 def load_optimizer_state_dict(
-    engines: Sequence[ZeRO3], optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
+    engines: Sequence[ZeRO3], optimizer: AnyOptimizer | None, state: Mapping[str, Any]
 ) -> None:
     """Load what `dist_checkpointing.load` returned for `optimizer_sharded_state_dict`.
 
@@ -124,6 +133,13 @@ def load_optimizer_state_dict(
         CheckpointError: state of a parameter is missing, or no saved group matches a group.
     """
     if optimizer is None:
+        return
+    if isinstance(optimizer, SeveralOptimizers):
+        # A state dict has the scaler's entry beside these.
+        given = {name: each for name, each in state.items() if name != "grad_scaler"}
+        optimizer.check_names(given)
+        for name, own in optimizer.optimizers.items():
+            load_optimizer_state_dict(engines, own, given[name])
         return
     names = _names(engines)
     groups, step = _groups_and_step(state)

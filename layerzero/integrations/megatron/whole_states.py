@@ -27,7 +27,7 @@ StateDict = dict[str, Any]
 
 
 def refuse_split_parameters(
-    optimizer: torch.optim.Optimizer, tensor_parallel_size: int, names: Mapping[int, str]
+    optimizers: Sequence[torch.optim.Optimizer], tensor_parallel_size: int, names: Mapping[int, str]
 ) -> None:
     """
     Args:
@@ -37,18 +37,18 @@ def refuse_split_parameters(
         NotImplementedError: a parameter is split over tensor-parallel ranks, so that no rank has it
             whole.
     """
-    if tensor_parallel_size == 1 or not keeps_whole_states(optimizer):
-        return
     split = [
         names.get(id(parameter), "a parameter")
+        for optimizer in optimizers
+        if tensor_parallel_size > 1 and keeps_whole_states(optimizer)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if getattr(parameter, "tensor_model_parallel", False)
     ]
     if split:
         raise NotImplementedError(
-            f"make_optimizer: {type(optimizer).__name__} needs whole tensors, but {some(split)} "
-            f"are split over {tensor_parallel_size} tensor-parallel ranks; give them to an "
+            f"make_optimizer: WholeTensorOptimizer needs whole tensors, but {some(split)} are "
+            f"split over {tensor_parallel_size} tensor-parallel ranks; give them to an "
             "element-wise optimizer, or use tensor_model_parallel_size=1"
         )
 
