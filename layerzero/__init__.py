@@ -25,6 +25,7 @@ from layerzero.parallel import ParallelManager
 from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_plan
 from layerzero.rewrap import rewrap
 from layerzero.runtime.states import Hold
+from layerzero.uneven.context import join
 from layerzero.version import __version__
 from layerzero.zero3 import ZeRO3
 
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "global_norm",
+    "join",
     "native_status",
     "optim",
     "pregather",

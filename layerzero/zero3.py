@@ -46,13 +46,14 @@ from layerzero.runtime.summon import SummonOptions, summon
 from layerzero.runtime.unit import Unit, get_unit, set_unit
 from layerzero.runtime.unit_view import UnitView
 from layerzero.state_dict.whole import patch_torch
+from layerzero.uneven.joinable import JoinableModel
 from layerzero.wrapper import ModuleWrapper
 
 _ROOT = "_layerzero_root"
 _NOT_GIVEN = {"self", "__class__", "unknown"}
 
 
-class ZeRO3(ModuleWrapper):
+class ZeRO3(JoinableModel, ModuleWrapper):
     """Shards a module's parameters, gradients and optimizer state over a process group.
 
     Every module that `auto_wrap_policy` names becomes a *unit*, whose parameters are gathered
@@ -322,7 +323,9 @@ class ZeRO3(ModuleWrapper):
             RuntimeError: `step_in_backward` is on, so the gradients were used already.
             NotImplementedError: an ignored parameter is a DTensor with a gradient.
         """
-        return clip_grad_norm_(gradients_to_clip(self), max_norm, norm_type)
+        gradients = gradients_to_clip(self)
+        gradients.root.before_clip(self._unit, max_norm, norm_type)
+        return clip_grad_norm_(gradients, max_norm, norm_type)
 
     def summon_full_params(
         self,

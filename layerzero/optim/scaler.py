@@ -15,6 +15,7 @@ from layerzero.core.groups import make_shard_group, mesh_groups, resolve_process
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
+from layerzero.optim.joined import joined, refuse_scaler
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -54,6 +55,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             CollectiveError: a rank did not take part within the timeout.
         """
+        if self.is_enabled() and optimizer in joined:
+            refuse_scaler(optimizer)
         super().unscale_(optimizer)
         if not self.is_enabled():
             return

@@ -181,6 +181,12 @@ class RootState:
         with self.operations.phases.phase(limit):
             yield
 
+    def before_call(self, what: str) -> None:
+        """A collective call begins that is no part of a step; see `JoinedRoot`."""
+
+    def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
+        """`clip_grad_norm_` begins, of the module of `unit`; see `JoinedRoot`."""
+
     # Explicit unsharding --------------------------------------------------------------------
 
     @remembers_failure

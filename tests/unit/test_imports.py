@@ -19,6 +19,7 @@ LAYERS = [
     "comm",
     "runtime",
     "optim",
+    "uneven",
     "state_dict",
     "construct",
     "model_functions",

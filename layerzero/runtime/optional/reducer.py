@@ -31,13 +31,17 @@ class OptionalReducer(GradientReducer):
         """
         self._agreement = agreement
         self._free = free
-        self._averages_participants = regions.mean == "participants"
+        self.averages_participants = regions.mean == "participants"
         self._late: list[Unit] = []
         """Units whose gradients came where no rank could take part."""
         self._reduced: set[int] = set()
         """Optional units reduced in this backward."""
         self._waiting: set[int] = set()
         """Optional units that may hold sums of micro-batches on any rank."""
+
+    def expect_sums(self) -> None:
+        """Any rank may hold sums of micro-batches of any optional unit."""
+        self._waiting = {unit.index for unit in self._units if unit.is_optional}
 
     def how(self) -> Hashable:
         """How gradients of the coming backward are reduced: its collectives depend on it."""
@@ -129,7 +133,7 @@ class OptionalReducer(GradientReducer):
             for reduction in optional:
                 own = counts[id(reduction.handle)]
                 found[id(reduction)] = {index for index, count in own.items() if count}
-                if self._averages_participants:
+                if self.averages_participants:
                     self._scale(reduction, own)
             return [(reduction, found[id(reduction)]) for reduction in reductions]
 

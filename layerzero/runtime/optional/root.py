@@ -29,15 +29,21 @@ class OptionalRoot(RootState):
     ) -> None:
         """Takes the arguments of `RootState`. Collective where the exchange makes new groups."""
         super().__init__(units, *args, **kwargs)
+        self.agreement = self._agree_on(regions, self._make_exchange())
+
+    def _make_exchange(self) -> Exchange:
+        """An exchange between the ranks of the model. Collective where it makes new groups."""
+        placement = next(h.placement for unit in self.units for h in unit.handles)
+        on_device = self.streams.are_apart or self.device.type != "cpu"
+        return Exchange(placement, self.operations, on_device)
+
+    def _agree_on(
+        self, regions: OptionalRegions, exchange: Exchange, make: type[Agreement] = Agreement
+    ) -> Agreement:
+        """An agreement on the units of `regions`, which alone are optional from now on."""
+        units, scheduler, reducer = self.units, self.scheduler, self.reducer
         for unit in units:
             unit.set_optional(unit.index in regions.region_of)
-        optional = [unit for unit in units if unit.is_optional]
-        placement = next(h.placement for unit in units for h in unit.handles)
-        streams = self.streams
-        exchange = Exchange(
-            placement, self.operations, streams.are_apart or self.device.type != "cpu"
-        )
-        scheduler, reducer = self.scheduler, self.reducer
 
         def take_part(event: int) -> None:
             unit = units[event // 2]
@@ -46,7 +52,7 @@ class OptionalRoot(RootState):
             else:
                 scheduler.take_part_in_gather(unit)
 
-        self.agreement = Agreement(
+        agreement = make(
             exchange,
             regions.region_of.keys(),
             regions.region_of,
@@ -54,8 +60,10 @@ class OptionalRoot(RootState):
             take_part=take_part,
             before_event=scheduler.before_event,
         )
-        scheduler.join(self.agreement, optional, reducer.how, reducer.presence)
-        reducer.join(self.agreement, regions, scheduler.free_after_reduction)
+        optional = [unit for unit in units if unit.is_optional]
+        scheduler.join(agreement, optional, reducer.how, reducer.presence)
+        reducer.join(agreement, regions, scheduler.free_after_reduction)
+        return agreement
 
     def _make_scheduler(
         self,

@@ -56,8 +56,12 @@ class OptionalScheduler(UnshardScheduler):
         budget_is_default: bool,
     ) -> None:
         super().__init__(context, units, forward_depth, backward_prefetch, budget_is_default)
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Set what an `UnshardScheduler` lacks."""
         self.recorder = _Recorder(self)
-        self._limiter = _Room(context, units)  # type: ignore[assignment]
+        self._limiter = _Room(self._context, self._units)  # type: ignore[assignment]
         self._called: set[Unit] = set()
         """Optional units called in the open forward that its backward may reach."""
         self._events: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -91,10 +95,14 @@ class OptionalScheduler(UnshardScheduler):
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
         super().begin_forward(unit, weights_may_have_changed)
         self._called = set()
-        mode = torch.is_grad_enabled(), unit.module.training
+        mode = torch.is_grad_enabled(), self._is_training(unit)
         kind = ("forward", unit.index, *mode, self._resident())
         needed = (each.index for each in self._optional if each.handles)
         self.agreement.begin(kind, needed, self._reached, exchanges=True)
+
+    def _is_training(self, unit: Unit) -> bool:
+        """Whether the open forward, which began with `unit`, is one of training."""
+        return unit.module.training
 
     def _resident(self) -> tuple[int, ...]:
         """Required units that are resident: a pass does not gather them."""

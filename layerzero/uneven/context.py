@@ -1,0 +1,95 @@
+"""join: a context around a training loop in which ranks have uneven numbers of batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from layerzero.uneven.joinable import JoinableModel
+from layerzero.uneven.root import JoinedRoot
+
+
+@contextmanager
+def join(
+    model: Any,
+    *others: torch.optim.Optimizer | LRScheduler | ReduceLROnPlateau,
+    divide_by_initial_world_size: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[None]:
+    """A context around a loop over batches, of which ranks may have different numbers.
+
+    A rank that leaves the loop early takes part, at the end of the context, in what the others
+    still run: forward and backward with nothing of its own, `model.clip_grad_norm_`,
+    `model.reduce_gradients`, and the steps of its optimizers, with the options (learning rate and
+    so on) of the others. All ranks leave the context together, with the same number of steps.
+    Inside one step, too, ranks may have different numbers of micro-batches, all but the last in
+    `no_sync`. Collective at entry and exit, and blocks the host before each forward, backward,
+    clipping and step.
+
+    Args:
+        model: the outermost `ZeRO3` module.
+        others: every optimizer of the model, and the learning-rate schedulers that step inside, in
+            the same order on every rank. A scheduler gets the state of those on the last rank to
+            run out of batches.
+        divide_by_initial_world_size: whether gradients are means over all ranks. False: means over
+            those that were not out of batches. (Without effect with gradient_reduction="sum".)
+        throw_on_early_termination: raise on all ranks as soon as one runs out of batches.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or ranks have different optimizers.
+        NotImplementedError: the model has tensor-parallel parameters or experts, or a gradient
+            scaler is used inside.
+        RuntimeError: the model is in a join already; a rank raised inside (then on all others);
+            ranks came to different calls; or `throw_on_early_termination`.
+    """
+    if not isinstance(model, JoinableModel):
+        raise TypeError(f"join: expected a ZeRO3 module, got {type(model).__name__}")
+    optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
+    schedulers = [each for each in others if isinstance(each, (LRScheduler, ReduceLROnPlateau))]
+    if len(optimizers) + len(schedulers) < len(others):
+        known = (*optimizers, *schedulers)
+        wrong = next(each for each in others if not any(each is k for k in known))
+        raise TypeError(
+            f"join: expected optimizers and learning-rate schedulers, got {type(wrong).__name__}"
+        )
+    context = Join(
+        [model],
+        throw_on_early_termination=throw_on_early_termination,
+        optimizers=optimizers,
+        divide_by_initial_world_size=divide_by_initial_world_size,
+    )
+    root = model._root_state
+    assert isinstance(root, JoinedRoot), "Join has made its hook"
+    seat = root.join_seat
+    try:
+        yield
+        with warnings.catch_warnings():
+            context.__exit__(None, None, None)
+        _copy_states(schedulers, seat.is_last, model.join_process_group)
+    except BaseException as error:
+        if isinstance(root, JoinedRoot):
+            root.raise_everywhere(error)
+        raise
+    finally:
+        if isinstance(root, JoinedRoot):
+            root.leave()
+
+
+def _copy_states(schedulers: list[Any], is_last: bool, group: dist.ProcessGroup) -> None:
+    """Give each scheduler the state that it has on a rank which ran all steps."""
+    if not schedulers:
+        return
+    states = [each.state_dict() for each in schedulers] if is_last else None
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, states, group=group)
+    last = next(each for each in found if each is not None)
+    if states is None:
+        for scheduler, state in zip(schedulers, last, strict=True):
+            scheduler.load_state_dict(state)

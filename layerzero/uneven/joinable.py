@@ -1,0 +1,153 @@
+"""JoinableModel: what makes `ZeRO3` a `torch.distributed.algorithms.join.Joinable`."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from layerzero.comm.new_groups import new_group
+from layerzero.runtime.root import RootState
+from layerzero.runtime.unit import Unit
+from layerzero.uneven.optimizers import JoinedOptimizers
+from layerzero.uneven.root import JoinedRoot, Seat
+
+_GROUP = "_join_group"
+
+
+class JoinableModel(Joinable):
+    """Base of `ZeRO3`, which has the attributes below."""
+
+    @property
+    @abstractmethod
+    def _root_state(self) -> RootState: ...
+
+    @property
+    @abstractmethod
+    def _unit(self) -> Unit: ...
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Called by torch's `Join`, inside which ranks may run out of batches. Collective.
+
+        Args:
+            optimizers: the optimizers of the model, in the same order on every rank.
+            divide_by_initial_world_size: whether gradients stay means over all ranks; False: over
+                those that still have batches.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: this model or an argument cannot join.
+            RuntimeError: the model is inside another join.
+        """
+        return make_hook(self, **kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The host: the answers decide what it does next."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """A gloo group of the model's data-parallel ranks. The first use makes it, and is
+        collective."""
+        root = self._root_state
+        if _GROUP not in root.__dict__:
+            shard = next(h for unit in root.units for h in unit.handles).placement
+            timeout = shard.shard_group.timeout
+            root.__dict__[_GROUP] = new_group(
+                shard.members, "gloo", timeout, description="layerzero join"
+            )
+        group: dist.ProcessGroup = root.__dict__[_GROUP]
+        return group
+
+
+class _Hook(JoinHook):
+    def __init__(self, root: JoinedRoot) -> None:
+        self._root = root
+        self._is_first = True
+        self.is_inside = False
+        """Whether an error that arises now is not one of torch's Join itself."""
+
+    def main_hook(self) -> None:
+        if self._is_first:
+            # Torch counts calls of this, of which a step has several.
+            warnings.filterwarnings("ignore", message="Detected uneven input skew")
+            self._is_first = False
+        self.is_inside = True
+        self._root.shadow_next()
+        self.is_inside = False
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.is_inside = True
+        self._root.finish_join(is_last_joiner)
+        self._root.leave()
+
+
+def make_hook(
+    model: JoinableModel,
+    *,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    divide_by_initial_world_size: bool = True,
+) -> JoinHook:
+    """See `JoinableModel.join_hook`."""
+    root = model._root_state
+    optimizers = list(optimizers)
+    _check(model, root, optimizers)
+    if isinstance(root, JoinedRoot):
+        if root.join_seat.is_open():
+            raise RuntimeError("join: the model is inside a join already; leave that one first")
+        root.leave()  # An error ended that one.
+    _ = model.join_process_group  # Made here, where all ranks come.
+    model_ref = weakref.ref(model)
+
+    def notify() -> Any:
+        return Join.notify_join_context(model_ref())  # type: ignore[arg-type]
+
+    def is_enabled() -> bool:
+        joinable = model_ref()
+        return joinable is not None and _takes_part(joinable)
+
+    averages_active = not divide_by_initial_world_size
+    seat = Seat(notify, is_enabled, JoinedOptimizers(optimizers), averages_active)
+    hook = _Hook(JoinedRoot.enter(root, seat))
+    seat.opened_by(weakref.ref(hook))
+    return hook
+
+
+def _takes_part(model: JoinableModel) -> bool:
+    """Whether the model is in an enabled join.
+
+    Raises:
+        NotImplementedError: it is not the first of several.
+    """
+    config = model._join_config
+    if config.enable and not config.is_first_joinable:
+        raise NotImplementedError(
+            "join: several models in one join; join the one whose batches are uneven, or make them "
+            "one module"
+        )
+    return bool(config.enable)
+
+
+def _check(model: JoinableModel, root: RootState, optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"join: expected optimizers, got {type(optimizer).__name__}")
+    if root.units[0] is not model._unit:
+        raise ValueError(
+            f"join: {model._unit.label} is inside another ZeRO3 module; join the outermost one"
+        )
+    handles = [handle for unit in root.units for handle in unit.handles]
+    if not handles:
+        raise ValueError("join: the model has no parameters")
+    if root.tensor_parallel_groups or any(h.placement.data_parallel for h in handles):
+        raise NotImplementedError(
+            "join: not for tensor-parallel models or experts, whose own collectives a rank without "
+            "batches cannot take part in"
+        )
+    root.check_between_steps("join: called inside forward or backward")

@@ -1,0 +1,107 @@
+"""JoinedOptimizers: how the optimizers of a rank without batches follow those of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.optim.in_backward import whole_groups
+from layerzero.uneven.wishes import bits_of, number_of
+
+_HAS_GRADIENTS, _IS_NONE, _IS_ZERO = range(3)
+
+
+class JoinedOptimizers:
+    """The optimizers of one join, in an order that is the same on every rank."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = tuple(optimizers)
+
+    @property
+    def all(self) -> tuple[torch.optim.Optimizer, ...]:
+        return self._optimizers
+
+    def __len__(self) -> int:
+        return len(self._optimizers)
+
+    def index_of(self, optimizer: torch.optim.Optimizer) -> int | None:
+        found = (i for i, each in enumerate(self._optimizers) if each is optimizer)
+        return next(found, None)
+
+    def step(self, index: int) -> None:
+        self._optimizers[index].step()
+
+    # Options: numbers in param groups, such as the learning rate -------------------------------
+
+    def options(self) -> list[int]:
+        """The options of all param groups, each as the bits of a float64."""
+        return [bits_of(number) for number, _ in self._numbers()]
+
+    def copy_options(self, options: Sequence[int]) -> None:
+        """Set all options to another rank's."""
+        for bits, (number, put) in zip(options, list(self._numbers()), strict=True):
+            if bits != bits_of(number):
+                put(number_of(bits))
+
+    def _numbers(self) -> Iterator[tuple[float, Callable[[float], None]]]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for name in sorted(key for key in group if key != "params"):
+                    yield from _numbers_of(group, name)
+
+    # Gradients --------------------------------------------------------------------------------
+
+    def gradient_states(self, looks: bool) -> list[int]:
+        """For each optimizer, whether its gradients are None, or zero (only if `looks`)."""
+        return [_state_of(_parameters_of(each), looks) for each in self._optimizers]
+
+    def zero_like(self, states: Sequence[Sequence[int]]) -> None:
+        """Zero the gradients of the optimizers whose gradients are zero or None on all others.
+
+        Args:
+            states: `gradient_states` of the other ranks.
+        """
+        for optimizer, found in zip(self._optimizers, zip(*states, strict=True), strict=False):
+            if _HAS_GRADIENTS not in found:
+                optimizer.zero_grad(set_to_none=all(state == _IS_NONE for state in found))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in whole_groups(optimizer) for parameter in group]
+
+
+def _state_of(parameters: Sequence[nn.Parameter], looks: bool) -> int:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return _IS_NONE
+    is_zero = looks and not any(bool(gradient.any()) for gradient in gradients)
+    return _IS_ZERO if is_zero else _HAS_GRADIENTS
+
+
+def _numbers_of(
+    group: dict[str, Any], name: str
+) -> Iterator[tuple[float, Callable[[float], None]]]:
+    """The numbers in an option, and a function for each that sets it."""
+    value = group[name]
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        yield float(value), lambda number: _fill(value, number)
+    elif isinstance(value, (bool, int, float)):
+        kind = type(value)
+        yield float(value), lambda number: group.__setitem__(name, kind(number))
+    elif isinstance(value, (tuple, list)):
+        for place, each in enumerate(value):
+            if isinstance(each, (bool, int, float)):
+                yield float(each), lambda number, place=place: _set_item(group, name, place, number)  # type: ignore[misc]
+
+
+def _fill(value: torch.Tensor, number: float) -> None:
+    value.fill_(number)
+
+
+def _set_item(group: dict[str, Any], name: str, place: int, number: float) -> None:
+    values = list(group[name])
+    values[place] = type(values[place])(number)
+    group[name] = type(group[name])(values)

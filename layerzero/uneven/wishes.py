@@ -1,0 +1,101 @@
+"""Wish: what a rank wants to do next; `choose`: the one that all ranks follow. Pure Python."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Kind(enum.IntEnum):
+    """Kinds of wishes; the lowest is chosen first."""
+
+    RAISED = 0
+    """The rank leaves the loop with an error."""
+    BACKWARD = 1
+    MICRO_FORWARD = 2
+    """A forward inside `no_sync`."""
+    EVALUATION = 3
+    """A forward without gradients."""
+    FORWARD = 4
+    CLIP = 5
+    REDUCE = 6
+    STEP = 7
+    CALL = 8
+    """Another collective call, which ranks without batches cannot take part in."""
+    OUT = 9
+    """The rank is out of batches."""
+
+
+FORWARDS = (Kind.MICRO_FORWARD, Kind.EVALUATION, Kind.FORWARD)
+_TEXTS = {
+    Kind.BACKWARD: "backward",
+    Kind.MICRO_FORWARD: "a forward inside no_sync",
+    Kind.EVALUATION: "a forward without gradients",
+    Kind.FORWARD: "a forward",
+    Kind.CLIP: "clip_grad_norm_",
+    Kind.REDUCE: "reduce_gradients",
+    Kind.STEP: "optimizer.step",
+    Kind.CALL: "another collective call",
+}
+
+
+class Wish(NamedTuple):
+    """What a rank wants to do next. Ranks with equal wishes do it together."""
+
+    kind: int
+    which: int = 0
+    """Of the unit called or clipped, of the forward that backward runs through, of the optimizer in
+    the join's list."""
+    is_training: bool = False
+    """Of a forward: whether its module is in training mode."""
+    requires_sync: bool = True
+    """Of a backward: whether gradients are reduced."""
+    numbers: tuple[int, int] = (0, 0)
+    """`max_norm` and `norm_type`, by `bits_of`."""
+
+    def to_row(self) -> list[int]:
+        return [self.kind, self.which, self.is_training, self.requires_sync, *self.numbers]
+
+    @classmethod
+    def from_row(cls, row: Sequence[int]) -> Wish:
+        kind, which, is_training, requires_sync, first, second = row
+        return cls(kind, which, bool(is_training), bool(requires_sync), (first, second))
+
+    def __str__(self) -> str:
+        return _TEXTS.get(Kind(self.kind), "nothing")
+
+
+WIDTH = len(Wish(0).to_row())
+
+
+class Parted(Exception):
+    """Ranks came to different calls."""
+
+
+def choose(wishes: Sequence[Wish]) -> Wish | None:
+    """The wish that all ranks follow; None: all ranks are out of batches.
+
+    Raises:
+        Parted: what every rank with batches left must do together is not what all of them want.
+    """
+    running = [wish for wish in wishes if wish.kind != Kind.OUT]
+    if not running:
+        return None
+    first = min(running)
+    if first.kind >= Kind.FORWARD and any(wish != first for wish in running):
+        raise Parted
+    return first
+
+
+def bits_of(number: float) -> int:
+    """A float as 64 bits."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def number_of(bits: int) -> float:
+    """The float of `bits_of`."""
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
