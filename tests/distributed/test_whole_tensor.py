@@ -126,16 +126,17 @@ LAYERED: dict[str, Options] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_numbers_are_those_of_one_process(world_size: int) -> None:
-    run_ranks(world_size, _sweep, ["transformer"], list(KINDS), {"default": {}}, 5)
+    run_ranks(world_size, _sweep, ["transformer"], list(KINDS), {"default": {}}, 3)
 
 
 def test_numbers_in_layers() -> None:
-    run_ranks(4, _sweep, ["transformer"], ["Muon", "AdamW"], LAYERED, 3)
+    some = {name: LAYERED[name] for name in ("zero1", "replicate", "copies on all")}
+    run_ranks(4, _sweep, ["mlp"], ["Shampoo"], some, 2)
 
 
-def _odd_parameters() -> None:
+def _odd_parameters(kinds: list[str]) -> None:
     """Tied, frozen, unused, empty, scalar, of several dtypes, and of one that is not float32."""
     halves = dataclasses.replace(
         CASES["mlp"],
@@ -144,29 +145,30 @@ def _odd_parameters() -> None:
     )
     plain = ["tied_across_units", "frozen_parts", "unused_parts", "odd_shapes", "mixed_dtypes"]
     for case in (*(CASES[name] for name in plain), halves):
-        for kind in ("8-bit Adam", "AdamW"):
+        for kind in kinds:
             pair = Pair(case, KINDS[kind])
-            pair.train(3)
+            pair.train(2)
             pair.check(f"{kind} on {case.name}")
 
 
 def test_odd_parameters() -> None:
-    run_ranks(3, _odd_parameters)
+    run_ranks(3, _odd_parameters, ["8-bit Adam"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_numbers_after_twenty_steps(world_size: int) -> None:
-    run_ranks(world_size, _sweep, ["transformer"], list(KINDS), {"default": {}}, 20, timeout=120)
+    run_ranks(world_size, _sweep, ["mlp"], list(KINDS), {"default": {}}, 20, timeout=120)
 
 
 @pytest.mark.slow
 def test_every_model_in_every_mode() -> None:
-    settings = {"offload": {"offload": OffloadPolicy(params=True)}, "default": {}}
-    run_ranks(2, _sweep, list(CASES), ["8-bit Adam"], settings, 3, timeout=300)
-    run_ranks(2, _sweep, ["transformer"], list(KINDS), {"bfloat16": HALF}, 3, timeout=300)
+    offload = {"offload": {"offload": OffloadPolicy(params=True)}}
+    run_ranks(2, _sweep, list(CASES), ["8-bit Adam"], offload, 2, timeout=300)
+    run_ranks(2, _sweep, ["transformer"], list(KINDS), {"bfloat16": HALF}, 2, timeout=300)
     odd = ["odd_shapes", "mixed_dtypes", "transformer_untied"]
-    run_ranks(4, _sweep, odd, ["8-bit Adam", "AdamW"], LAYERED, 3, timeout=300)
+    run_ranks(4, _sweep, odd, ["AdamW"], LAYERED, 2, timeout=300)
+    run_ranks(2, _odd_parameters, ["Shampoo", "AdamW"])
 
 
 # The shards are the truth -------------------------------------------------------------------------
@@ -351,27 +353,27 @@ def test_it_is_used_as_any_torch_optimizer() -> None:
 # What travels -------------------------------------------------------------------------------------
 
 
-def _traffic(arguments: Options) -> tuple[int, int]:
+def _traffic() -> list[tuple[int, int]]:
     """Bytes that this rank sends in a step, and those of its pieces that others own."""
-    pair = Pair(CASES["transformer"], KINDS["AdamW"], **arguments)
-    pair.train(2)
-    pair.optimizer.zero_grad()
-    pair.backward()
-    with SentBytes() as sent:
-        pair.optimizer.step()
-    flags = (dist.get_world_size() - 1) * len(list(pair.model.parameters()))
-    return sent.nbytes - flags, sum(
-        parameter.nbytes
-        for parameter in pair.model.parameters()
-        if pair.optimizer.owner_of(parameter) != dist.get_rank()
-    )
+    found = []
+    for arguments in ({}, {"zero3_size": 2}):
+        pair = Pair(CASES["transformer"], KINDS["AdamW"], **arguments)
+        pair.train(1)
+        pair.optimizer.zero_grad()
+        pair.backward()
+        with SentBytes() as sent:
+            pair.optimizer.step()
+        parameters = list(pair.model.parameters())
+        flags = (dist.get_world_size() - 1) * len(parameters)
+        away = [p for p in parameters if pair.optimizer.owner_of(p) != dist.get_rank()]
+        found.append((sent.nbytes - flags, sum(parameter.nbytes for parameter in away)))
+    return found
 
 
-@pytest.mark.parametrize("arguments", [{}, {"zero3_size": 2}], ids=["flat", "zero1"])
-def test_every_piece_travels_once_each_way(arguments: Options) -> None:
-    ranks = run_ranks(4, _traffic, arguments)
-    # What leaves a rank are its pieces for other owners, and the pieces of its own tensors.
-    assert sum(sent for sent, _ in ranks) == 2 * sum(pieces for _, pieces in ranks) > 0
+def test_every_piece_travels_once_each_way() -> None:
+    for ranks in zip(*run_ranks(4, _traffic), strict=True):
+        # What leaves a rank are its pieces for other owners, and the pieces of its own tensors.
+        assert sum(sent for sent, _ in ranks) == 2 * sum(pieces for _, pieces in ranks) > 0
 
 
 def _owned() -> tuple[list[int], int]:
@@ -391,7 +393,7 @@ def _owned() -> tuple[list[int], int]:
     ], largest
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_owned_tensors_and_states_are_balanced(world_size: int) -> None:
     ranks = run_ranks(world_size, _owned)
     for sizes in zip(*(own for own, _ in ranks), strict=True):
@@ -442,7 +444,7 @@ def _resume(kind: str) -> None:
 
 
 def _resume_all() -> None:
-    for kind in KINDS:
+    for kind in ("Shampoo", "8-bit Adam"):
         _resume(kind)
 
 

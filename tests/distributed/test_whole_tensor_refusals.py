@@ -129,6 +129,11 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
         ValueError,
         "SGD: stem.weight belongs to another optimizer, WholeTensorOptimizer",
     ),
+    "a native one, later": (
+        lambda m: _twice(m, whole, functools.partial(layerzero.optim.AdamW, lr=0.1)),
+        ValueError,
+        "stem.weight' was given to two optimizers, and a WholeTensorOptimizer has it already",
+    ),
     "no class": (
         lambda m: WholeTensorOptimizer(m.parameters(), nn.Linear),
         TypeError,
@@ -162,8 +167,8 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
     ),
     "on shards itself": (
         lambda m: WholeTensorOptimizer(m.parameters(), layerzero.optim.AdamW),
-        (TypeError, ValueError),
-        "AdamW",
+        TypeError,
+        r"AdamW works on shards; pass model.parameters\(\) to it directly",
     ),
     "communicates": (
         lambda m: WholeTensorOptimizer(m.parameters(), Communicates, lr=0.1),

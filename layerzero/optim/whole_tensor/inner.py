@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.whole_tensor.members import fqn_of, shape_of
 
 Group = dict[str, Any]
@@ -48,6 +49,11 @@ def check_class(optimizer_class: Any, refused: Iterable[type]) -> None:
         raise TypeError(
             "WholeTensorOptimizer: expected a class derived from torch.optim.Optimizer, got "
             f"{optimizer_class!r}"
+        )
+    if issubclass(optimizer_class, FlatOptimizer):
+        raise TypeError(
+            f"WholeTensorOptimizer: layerzero.optim.{optimizer_class.__name__} works on shards; "
+            "pass model.parameters() to it directly"
         )
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is inspect.Parameter.empty

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from layerzero.core.placement import Placement
+from layerzero.optim.claims import claim
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.scaler import GradScaler, scaler_that_calls
 from layerzero.optim.whole_tensor import checks, stepping
@@ -118,6 +119,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             checks.forget(self)
             raise
         self._is_made = True
+        claim(self, self._members)
         checks.remember_whole(self)
 
     def owner_of(self, parameter: nn.Parameter) -> int:
@@ -244,6 +246,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             self._members, self.owned = before
             raise
+        claim(self, given.parameters)
 
     # Stepping ---------------------------------------------------------------------------------
 
