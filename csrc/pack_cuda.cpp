@@ -8,7 +8,9 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/launch.h"
+#include "cuda/step_body.h"
 #include "ops.h"
+#include "step_arguments.h"
 
 namespace layerzero {
 
@@ -109,6 +111,38 @@ void ordered_sum_cuda(StableIValue* stack, uint64_t, uint64_t) {
                "ordered_sum_");
 }
 
+void flat_step_cuda(StableIValue* stack, uint64_t, uint64_t) {
+  const StepArguments arguments(stack);
+  const StepJob& job = arguments.job;
+  check_is_cuda(arguments.main, "flat_step_");
+  if (arguments.main.numel == 0 || job.num_ranges == 0) return;
+  const DeviceGuard guard(arguments.main.device.index);
+  StepCall call{};
+  call.main = job.main;
+  call.grad = job.grad;
+  for (int i = 0; i < job.num_states; ++i) {
+    call.states[i] = job.states[i];
+    call.scales[i] = job.scales[i];
+  }
+  call.copy = job.copy;
+  call.edges = job.edges;
+  call.table = job.table;
+  call.factor = arguments.factor;
+  call.main_numel = arguments.main.numel;
+  call.num_ranges = job.num_ranges;
+  call.seed = job.seed;
+  call.grad_scale = job.grad_scale;
+  call.kind = job.kind;
+  call.form = job.form;
+  call.dtype = job.dtype;
+  call.copy_dtype = job.copy_dtype;
+  call.num_states = job.num_states;
+  call.phase = job.mode;
+  check_launch(layerzero_cuda_step(&call, job.rows, arguments.num_rows,
+                                   current_stream(arguments.main.device.index)),
+               "flat_step_");
+}
+
 }  // namespace
 
 }  // namespace layerzero
@@ -116,6 +150,7 @@ void ordered_sum_cuda(StableIValue* stack, uint64_t, uint64_t) {
 STABLE_TORCH_LIBRARY_IMPL(layerzero, CUDA, m) {
   m.impl("pack_", &layerzero::pack_cuda);
   m.impl("ordered_sum_", &layerzero::ordered_sum_cuda);
+  m.impl("flat_step_", &layerzero::flat_step_cuda);
 }
 
 // For a test, and exported because nothing else reaches the lookup where torch has CUDA but the

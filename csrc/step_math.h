@@ -75,7 +75,8 @@ LZ_MATH float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c);
 // float64 rounds twice: plain torch, which is the reference, has no fused float64.
 LZ_MATH double fused(double a, double b, double c) { return add(mul(a, b), c); }
 
-// One row of `rows` in the dtype of the computation.
+// One row of `rows` in the dtype of the computation; `sign` also has the factor that clips: a
+// product with -1 rounds nothing.
 template <class T>
 struct StepRow {
   T k[8];
@@ -84,10 +85,10 @@ struct StepRow {
 };
 
 template <class T>
-LZ_MATH StepRow<T> step_row(const double* row) {
+LZ_MATH StepRow<T> step_row(const double* row, T factor) {
   StepRow<T> result;
   for (int i = 0; i < 8; ++i) result.k[i] = static_cast<T>(row[i]);
-  result.sign = static_cast<T>(row[kRowSign]);
+  result.sign = mul(static_cast<T>(row[kRowSign]), factor);
   result.flag = row[kRowFlag] != 0.0;
   return result;
 }
@@ -164,9 +165,17 @@ LZ_MATH StepKeys step_keys(int64_t seed, int64_t key, int64_t step, int64_t inde
   return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)};
 }
 
-// 32 bits for state number `state` of the element whose index ends with these 32 bits.
-LZ_MATH uint32_t step_random(StepKeys keys, uint32_t index, uint32_t state) {
-  return mix32(mix32(index ^ keys.first) + keys.second + state * 0x9E3779B9u);
+// 32 bits for the element whose index ends with these 32 bits.
+LZ_MATH uint32_t step_random(StepKeys keys, uint32_t index) {
+  uint32_t x = (index ^ keys.first) * 0x9E3779B1u;
+  x ^= x >> 15;
+  return mix32(x + keys.second);
+}
+
+// The second state takes the other half first. The largest squares take the bits of the squares
+// that they come from, so that equal values are rounded alike.
+LZ_MATH uint32_t random_of_state(uint32_t random, int state) {
+  return state == 0 ? random : (random >> 16) | (random << 16);
 }
 
 // -- states in fewer bits -------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from layerzero.core.data_watch import watch_data
 from layerzero.core.gradients import GradientBuffer
 from layerzero.core.host import HostMemory
 from layerzero.core.layout import FlatLayout, alignment_of
@@ -120,6 +121,7 @@ class FlatParam:
             slices=placement.owned_slices,
         )
         self.version = self._slice_version = -1
+        self._may_change_unseen = False
         self.post_forward_shard = None
         self.params_on = params_on
         if params_on is None:
@@ -265,7 +267,7 @@ class FlatParam:
         """
         self.post_forward_shard = None
         if self.has_compute_shard:
-            self.version = self._slice_version = -1
+            self.version = -1
 
     def rename(self, prefix: str) -> None:
         """Put `prefix` before every name, because the model became part of another."""
@@ -307,10 +309,13 @@ class FlatParam:
 
     @property
     def slice_beside_main(self) -> torch.Tensor | None:
-        """The slice of the compute shard that an optimizer may write together with the main shard,
-        before it calls `note_slice_written`; None: there is none, or on another device."""
+        """The slice of the compute shard that an optimizer may write together with the main shard.
+
+        None: there is none, it is on another device, or a cast before the next gather could not be
+        left out anyway: somebody may write the main shard unseen.
+        """
         is_beside = self.has_compute_shard and self.compute_slice.device == self.main_shard.device
-        return self.compute_slice if is_beside else None
+        return self.compute_slice if is_beside and not self._may_change_unseen else None
 
     @property
     def slice_is_current(self) -> bool:
@@ -318,8 +323,19 @@ class FlatParam:
         return self.main_shard._version in (self.version, self._slice_version)
 
     def note_slice_written(self) -> None:
-        """The slice has the values that the main shard has now: the next cast is left out."""
-        self._slice_version = self.main_shard._version
+        """An optimizer has written all of the slice: the cast before the next gather is left out,
+        unless the main shard changes before."""
+        if not self._may_change_unseen:
+            self._slice_version = self.main_shard._version
+
+    def watch_data(self) -> None:
+        """Note when somebody takes `.data` of a sharded parameter; see core/data_watch.py."""
+        for parameter in self.sharded_params:
+            watch_data(parameter, self._note_data_taken)
+
+    def _note_data_taken(self) -> None:
+        self._may_change_unseen = True
+        self._slice_version = -1
 
     def reset_sharded_params(self, unit: str) -> bool:
         """Copy values that a user assigned to `parameter.data` into the main shard; True if any.

@@ -333,10 +333,10 @@ def _random(seed: int, row: list[int], step: int, state: int, device: torch.devi
         x = _mix64(seed & _MASK64)
         for value in (row[KEY], step, upper):
             x = _mix64(x ^ (value & _MASK64))
-        first, second = x & 0xFFFFFFFF, (x >> 32) + state * 0x9E3779B9
-        random = _mix32((_mix32((places & 0xFFFFFFFF) ^ first) + second) & 0xFFFFFFFF)
+        mixed = _times32((places & 0xFFFFFFFF) ^ (x & 0xFFFFFFFF), 0x9E3779B1)
+        random = _mix32((mixed ^ (mixed >> 15)) + (x >> 32) & 0xFFFFFFFF)
         result = torch.where(places >> 32 == upper, random, result)
-    return result
+    return result if state == 0 else (result >> 16) | (result << 16 & 0xFFFFFFFF)
 
 
 # -- states in fewer bits -------------------------------------------------------------------------

@@ -182,14 +182,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         if wanted is not None:
             chosen = {id(self._flat_of[id(each)]) for each in wanted}
             flats = [flat for flat in flats if id(flat) in chosen]
+        rows = self._rows()
         if self._state_dtype != "8bit":
             if not stops:
                 for flat in flats:
-                    step = flat.begin(self._rows(), factor, scale, self._seed, wanted)
+                    step = flat.begin(rows, factor, scale, self._seed, wanted)
                     if step is not None:
                         flat.finish(step)
         else:
-            rows = self._rows()
             steps = [
                 None if stops else flat.begin(rows, factor, scale, self._seed, wanted)
                 for flat in flats

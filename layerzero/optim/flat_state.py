@@ -92,6 +92,8 @@ class Home:
             self.main = held[0].parameter.detach().view(-1)
         else:
             self.main = handle.main_shard
+            if handle.slice_beside_main is not None:
+                handle.watch_data()
         self._addresses = [*map(_address_of, self.parameters)]
 
     @property

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import MixedPrecision, OffloadPolicy, ZeRO3
+from layerzero.core.flat_param import FlatParam
 from layerzero.optim import SGD, AdamW, Lion
 from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import sharded, zero3
@@ -109,6 +110,66 @@ def test_training_has_the_bits_of_torchs_fused_optimizer() -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_training_has_these_bits_in_every_case(world_size: int) -> None:
     run_ranks(world_size, _all_pairs)
+
+
+def _write_unseen(model: ZeRO3, optimizer: Any, batch: torch.Tensor) -> None:
+    """Writes through `.data`, which no version shows, reach the next forward all the same."""
+    kept = [parameter.data for parameter in model.blocks[0].parameters()]
+    for _ in range(2):
+        forward_backward(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        for data in kept:
+            data.zero_()
+        with torch.no_grad():
+            assert_bitwise(model.blocks[0](batch.bfloat16()), batch.bfloat16(), "a block of zeros")
+        assert all(isinstance(each, nn.Parameter) for each in model.parameters())
+
+
+def _count_casts() -> None:
+    model = zero3(lambda: Mlp(depth=2), Block, **_BF16)
+    plain = zero3(lambda: Mlp(depth=2), Block, **_BF16)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    casts: list[int] = []
+    pack = FlatParam.write_compute_slice.__globals__["pack_"]
+
+    def counted(*args: Any) -> torch.Tensor:
+        casts.append(1)
+        return pack(*args)
+
+    batch = torch.randn(2, 5)
+    outputs = []
+    FlatParam.write_compute_slice.__globals__["pack_"] = counted
+    try:
+        for each, own in ((model, optimizer), (plain, theirs)):
+            for _ in range(3):
+                forward_backward(each, batch)
+                own.step()
+                own.zero_grad()
+            casts.clear()
+            outputs.append(each(batch).detach())
+            if each is model:
+                assert not casts, "the step wrote the compute shards"
+                with torch.no_grad():
+                    next(model.parameters()).add_(0.0)  # A write of somebody else.
+                model(batch)
+                assert len(casts) == 1
+                own.step()
+                model(batch)
+                casts.clear()
+                _write_unseen(model, own, batch)
+                assert casts
+                casts.clear()
+    finally:
+        FlatParam.write_compute_slice.__globals__["pack_"] = pack
+    assert casts, "torch's step leaves the cast to the next forward"
+    assert_bitwise(outputs[0], outputs[1], "output")
+
+
+@needs_fma
+def test_the_next_forward_casts_nothing() -> None:
+    run_ranks(2, _count_casts)
 
 
 def _clip() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 SOURCES = Path(__file__).parents[2] / "csrc"
 PROGRAM = Path(__file__).with_name("emulate.cpp")
+STEP_PROGRAM = Path(__file__).with_name("emulate_step.cpp")
 
 # Without optimization: the compiler, not the run, takes the time.
 COMPILE = (
@@ -32,10 +33,12 @@ def sanitizers(tmp_path: Path) -> None:
         pytest.skip("g++ has no sanitizers on this machine")
 
 
-def emulate(sources: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def emulate(
+    sources: Path, folder: Path, source: Path = PROGRAM
+) -> subprocess.CompletedProcess[str]:
     program = folder / "emulate"
     compiled = subprocess.run(
-        [*COMPILE, f"-I{sources / 'cuda'}", str(PROGRAM), "-o", str(program)],
+        [*COMPILE, f"-I{sources / 'cuda'}", str(source), "-o", str(program)],
         capture_output=True,
         text=True,
     )
@@ -52,6 +55,32 @@ def test_every_thread_of_the_kernels_stays_in_bounds_and_is_right(tmp_path: Path
     assert counts, done.stdout
     assert int(counts[1]) > 1000
     assert int(counts[2]) > 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("sanitizers")
+def test_every_lane_of_a_step_stays_in_bounds_and_is_right(tmp_path: Path) -> None:
+    done = emulate(SOURCES, tmp_path, STEP_PROGRAM)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = re.search(r"emulated (\d+) launches, checked (\d+) elements", done.stdout)
+    assert counts, done.stdout
+    assert int(counts[1]) > 100
+    assert int(counts[2]) > 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("sanitizers")
+def test_the_emulation_of_a_step_notices_a_segment_that_nobody_takes(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(SOURCES, broken)
+    body = broken / "cuda" / "step_body.h"
+    source = body.read_text()
+    assert source.count("+ kSegmentNumel - 1) / kSegmentNumel") == 1
+    body.write_text(
+        source.replace("+ kSegmentNumel - 1) / kSegmentNumel", "+ kSegmentNumel) / kSegmentNumel")
+    )
+    done = emulate(broken, tmp_path, STEP_PROGRAM)
+    assert done.returncode != 0
 
 
 @pytest.mark.slow

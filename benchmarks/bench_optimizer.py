@@ -1,0 +1,308 @@
+"""What do a step, a clip and zero_grad cost: layerzero.optim.AdamW beside torch's optimizers?
+
+Torch's foreach and fused AdamW run on the same sharded parameters and on `fully_shard`'s DTensors,
+as rank 0 of a fake group of 8. Compute is in bfloat16, so a step is followed by the cast of the
+weights for the next forward: `layerzero.optim.AdamW` has written it already. Its gradient norm is
+summed when gradients are delivered; that time is added to its clip. Two questions:
+
+    bandwidth   --numel elements a rank, in units of the first of --counts parameters: the time of
+                clip + step + cast, and the bytes moved
+    host        units so small that only the host's work counts: process time and Python calls
+
+Ratios are of interleaved rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from common import Spread, environment, interleave, print_json, print_table, ratio
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from layerzero import MixedPrecision, ZeRO3
+from layerzero.optim import AdamW
+
+WORLD_SIZE = 8
+PARTS = ("clip", "step", "cast", "zero_grad")
+BASE = "pieces, fused"
+STATES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
+
+
+class Contender(NamedTuple):
+    """One optimizer of one model whose gradients are there; each function times one part."""
+
+    parts: dict[str, Callable[[], Any]]
+    between: Callable[[], Any]
+    """Makes the state before the next round, untimed."""
+
+
+class Unit(nn.Module):
+    """Parameters without compute."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((numel,), 0.01) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + sum((weight.sum() * 1e-3 for weight in self.weights), torch.zeros(()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--numel", type=int, default=25_000_000, help="elements of a rank; 0: none")
+    parser.add_argument("--units", type=int, default=24)
+    parser.add_argument("--counts", type=int, nargs="+", default=[8, 64], help="parameters a unit")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(args.threads)
+    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
+    result: dict[str, Any] = {
+        "benchmark": "optimizer",
+        "config": vars(args),
+        "environment": environment(),
+        "bytes_per_element": _bytes(),
+        "bandwidth": {},
+        "host": {},
+    }
+    for count in args.counts[:1] if args.numel else ():
+        per_rank = args.numel // (args.units * count)
+        result["bandwidth"][count * args.units] = _bandwidth(args, count, per_rank)
+    for count in args.counts:
+        result["host"][count * args.units] = _host(args, count)
+    print_json(result)
+
+
+def _bytes() -> dict[str, float]:
+    """Counted: what clip, step and cast read and write of memory for each element."""
+    # The norm reads the gradient, the clip reads and writes it; the cast reads main, writes bf16.
+    torchs = 4 + 8 + (16 + 12) + (4 + 2)
+    # Delivery reads the gradient once for the norm; the pass reads main, gradient and states.
+    ours = {name: 4 + (8 + 2 * size) + (4 + 2 * size + 2) for name, size in STATES.items()}
+    return {"torch": torchs, **ours}
+
+
+def _contenders(units: int, count: int, per_rank: int) -> dict[str, Contender]:
+    made = {f"layerzero {state}": _ours(units, count, per_rank, state) for state in STATES}
+    for kind in ("fused", "foreach"):
+        options = {kind: True}
+        made[f"pieces, {kind}"] = _on_pieces(units, count, per_rank, options)
+        made[f"DTensors, {kind}"] = _on_dtensors(units, count, per_rank, options)
+    return made
+
+
+def _build(units: int, count: int, per_rank: int) -> nn.Sequential:
+    return nn.Sequential(*(Unit(count, per_rank * WORLD_SIZE) for _ in range(units)))
+
+
+def _sharded(units: int, count: int, per_rank: int) -> ZeRO3:
+    model = ZeRO3(
+        _build(units, count, per_rank),
+        auto_wrap_policy={Unit},
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    return model
+
+
+def _backward(model: nn.Module) -> None:
+    model(torch.zeros((), requires_grad=True)).backward()
+
+
+def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
+    model = _sharded(units, count, per_rank)
+    optimizer = AdamW(model.parameters(), lr=1e-3, state=state)
+    optimizer.clip_grad_norm_(1.0)  # From now on the norm is summed at delivery.
+    _backward(model)
+    optimizer.step()
+    flats = optimizer._flats or []
+    handles = _handles(model)
+
+    def clip() -> None:
+        for flat in flats:
+            flat.note_delivered()
+        optimizer.clip_grad_norm_(1.0)
+
+    return Contender(
+        {
+            "clip": clip,
+            "step": optimizer.step,
+            "cast": lambda: _cast(handles),
+            "zero_grad": optimizer.zero_grad,
+        },
+        _keeping_gradients(model),
+    )
+
+
+def _on_pieces(units: int, count: int, per_rank: int, options: dict[str, bool]) -> Contender:
+    model = _sharded(units, count, per_rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
+    _backward(model)
+    optimizer.step()
+    handles = _handles(model)
+    return Contender(
+        {
+            "clip": lambda: model.clip_grad_norm_(1.0),
+            "step": optimizer.step,
+            "cast": lambda: _cast(handles),
+            "zero_grad": optimizer.zero_grad,
+        },
+        _keeping_gradients(model),
+    )
+
+
+def _on_dtensors(units: int, count: int, per_rank: int, options: dict[str, bool]) -> Contender:
+    model = _build(units, count, per_rank)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in model:
+        fully_shard(unit, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
+    _backward(model)
+    optimizer.step()
+    locals_of: list[Any] = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[operator]
+    buffers = [torch.empty_like(each, dtype=torch.bfloat16) for each in locals_of]
+    return Contender(
+        {
+            "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            "step": optimizer.step,
+            "cast": lambda: torch._foreach_copy_(buffers, locals_of),
+            "zero_grad": optimizer.zero_grad,
+        },
+        _keeping_gradients(model),
+    )
+
+
+def _keeping_gradients(model: nn.Module) -> Callable[[], None]:
+    """A function that puts back what zero_grad dropped: parts of one buffer, as delivered."""
+    parameters = [*model.parameters()]
+    kept = [parameter.grad for parameter in parameters]
+
+    def between() -> None:
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
+
+    return between
+
+
+def _handles(model: ZeRO3) -> list[Any]:
+    return [handle for unit in model._root_state.units for handle in unit.handles]
+
+
+def _cast(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.mark_stale()
+        handle.write_compute_slice()
+
+
+def _bandwidth(args: argparse.Namespace, count: int, per_rank: int) -> dict[str, Any]:
+    made = _contenders(args.units, count, per_rank)
+    times: dict[str, dict[str, list[float]]] = {name: {p: [] for p in PARTS} for name in made}
+
+    def run(name: str) -> float:
+        contender = made[name]
+        contender.between()
+        total = 0.0
+        for part in PARTS:
+            start = time.perf_counter()
+            contender.parts[part]()
+            spent = (time.perf_counter() - start) * 1e3
+            times[name][part].append(spent)
+            total += spent if part != "zero_grad" else 0.0
+        return total
+
+    totals = interleave(list(made), run, args.rounds, warmup=1)
+    moved = _bytes()
+    numel = per_rank * count * args.units
+    result: dict[str, Any] = {}
+    for name, values in totals.items():
+        key = name.removeprefix("layerzero ") if name.startswith("layerzero") else "torch"
+        median = Spread.of(values).median
+        result[name] = {
+            "clip_step_cast_ms": Spread.of(values).as_dict(),
+            "parts_ms": {part: Spread.of(times[name][part][1:]).median for part in PARTS},
+            "over_fused_on_pieces": ratio(values, totals[BASE]).as_dict(),
+            "gigabytes_per_second": moved[key] * numel / median / 1e6,
+        }
+    _show(f"{numel} elements in {count * args.units} parameters, ms", result, PARTS)
+    return result
+
+
+def _host(args: argparse.Namespace, count: int) -> dict[str, Any]:
+    gc.collect()
+    made = _contenders(args.units, count, 16)
+    result: dict[str, Any] = {}
+
+    def run_of(part: str) -> Callable[[str], float]:
+        def run(name: str) -> float:
+            made[name].between()
+            start = time.process_time()
+            for _ in range(5):
+                made[name].parts[part]()
+            return (time.process_time() - start) / 5 * 1e3
+
+        return run
+
+    for part in ("clip", "step", "zero_grad"):
+        times = interleave(list(made), run_of(part), args.rounds, warmup=2)
+        for name, values in times.items():
+            own = result.setdefault(name, {"parts_ms": {}, "python_calls": {}})
+            made[name].between()
+            own["parts_ms"][part] = Spread.of(values).median
+            own["python_calls"][part] = _calls(made[name].parts[part])
+            if part == "step":
+                own["over_fused_on_pieces"] = ratio(values, times[BASE]).as_dict()
+    _show(f"host, {count * args.units} parameters of 16 elements, ms", result,
+          ("clip", "step", "zero_grad"))  # fmt: skip
+    return result
+
+
+def _calls(function: Callable[[], Any]) -> int:
+    """Calls of Python functions, and from Python of functions in C."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _show(title: str, result: dict[str, Any], parts: tuple[str, ...]) -> None:
+    print(title)
+    header = ["", *parts, "clip + step + cast", "over fused on pieces", "Python calls of a step"]
+    rows = []
+    for name, own in result.items():
+        total = own.get("clip_step_cast_ms", {}).get("median")
+        calls = own.get("python_calls", {}).get("step")
+        rows.append(
+            [
+                name,
+                *(f"{own['parts_ms'][part]:.2f}" for part in parts),
+                "" if total is None else f"{total:.1f}",
+                f"{own['over_fused_on_pieces']['median']:.2f}",
+                "" if calls is None else str(calls),
+            ]
+        )
+    print_table(header, rows)
+
+
+if __name__ == "__main__":
+    main()
