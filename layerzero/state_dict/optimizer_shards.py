@@ -19,6 +19,7 @@ from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.state_dict.errors import CheckpointError, some
 from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.optimizer_state import refuse_other_class, shaped_keys
+from layerzero.state_dict.optimizers import map_values
 from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.rank_local import RankLocal, rank_local
 
@@ -29,7 +30,10 @@ StateDict = dict[str, Any]
 def install(optimizer: torch.optim.Optimizer) -> None:
     """Put the hooks on an optimizer."""
     if isinstance(optimizer, WholeTensorOptimizer):
-        return  # Its state is whole.
+        # Each rank has the states of other tensors, which torch's tools would take for all states.
+        optimizer.register_state_dict_post_hook(_mark_whole, prepend=True)
+        optimizer.register_load_state_dict_pre_hook(_unmark_whole)
+        return
     # The first hook after `state_dict` and the last before a load, so that other hooks see the same
     # entries as torch's own tools.
     optimizer.register_state_dict_post_hook(_show_shards, prepend=True)
@@ -42,6 +46,21 @@ def _show_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> Sta
         if number in states and get_info(parameter) is not None:
             states[number] = shards_of_state(parameter, states[number])
     return {**state_dict, "state": states}
+
+
+def _mark_whole(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+    def marked(value: Any) -> Any:
+        is_tensor = isinstance(value, torch.Tensor)
+        return rank_local(value, "the state of a whole tensor") if is_tensor else value
+
+    return {**state_dict, "state": map_values(state_dict["state"], marked)}
+
+
+def _unmark_whole(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+    def plain(value: Any) -> Any:
+        return value.plain() if isinstance(value, RankLocal) else value
+
+    return {**state_dict, "state": map_values(state_dict["state"], plain)}
 
 
 def shards_of_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> StateDict:

@@ -80,9 +80,18 @@ def _rebuilt(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 def on_device(device: torch.device, value: Any) -> Any:
     """A value whose tensors, also those inside containers, are on `device`, except numbers."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device) if value.ndim else value
-    return _rebuilt(value, lambda item, _: on_device(device, item))
+
+    def moved(item: Any) -> Any:
+        return item.to(device) if isinstance(item, torch.Tensor) and item.ndim else item
+
+    return map_values(value, moved)
+
+
+def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nested dicts, lists and tuples, with `change` of what is in them."""
+    if type(value) in (dict, list, tuple):
+        return _rebuilt(value, lambda item, _: map_values(item, change))
+    return change(value)
 
 
 def refuse_shared(optimizers: Optimizers, names: Names) -> None:

@@ -25,9 +25,10 @@ class RankLocal(torch.Tensor):
 
     def refuse(self) -> NoReturn:
         raise NotImplementedError(
-            f"{self.what}: shape {tuple(self.shape)} is neither that of this rank's shard nor a "
-            "scalar, so the state cannot be resharded. Use an element-wise optimizer, or "
-            "torch.save each rank's state separately"
+            f"{self.what}: this rank alone has this tensor of shape {tuple(self.shape)}, which "
+            "cannot be resharded. With a WholeTensorOptimizer use layerzero.checkpoint.save, or "
+            "layerzero.checkpoint.get_optimizer_state_dict(full=True); with another, torch.save "
+            "each rank's state separately"
         )
 
     # What torch.distributed.checkpoint calls ------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as theirs
 
 import layerzero
 from layerzero import ZeRO3
@@ -395,6 +398,29 @@ def _state_dicts() -> None:
             set_optimizer_state_dict(again, others["matrices"], shards, strict=False)
 
 
+def _torchs_tools(folder: str) -> None:
+    """They would take the states of this rank for all states."""
+    model = _wrapped()
+    own = _optimizers(model, "whole_adamw")["matrices"]
+    _train(model, {"": own}, iter((0,)))
+    everything = theirs.StateDictOptions(full_state_dict=True)
+    with pytest.raises(NotImplementedError, match=r"use layerzero\.checkpoint\.save, or"):
+        theirs.get_optimizer_state_dict(model, own, options=everything)
+    with pytest.raises(dcp.api.CheckpointException, match=r"use layerzero\.checkpoint\.save, or"):
+        dcp.save(theirs.get_optimizer_state_dict(model, own), checkpoint_id=f"{folder}/dcp")
+    file = io.BytesIO()
+    torch.save(own.state_dict(), file)
+    file.seek(0)
+    before = get_model_state_dict(model, full=True)
+    _train(model, {"": own}, iter((1,)))
+    expected = full_parameters(model)
+    set_model_state_dict(model, before)
+    own.load_state_dict(torch.load(file, weights_only=True))
+    _train(model, {"": own}, iter((1,)))
+    for name, value in full_parameters(model).items():
+        assert_bitwise(value, expected[name], name)
+
+
 def _under_another_name(folder: str) -> None:
     """The model becomes part of a larger one after its optimizer was made."""
     inner = _wrapped()
@@ -418,6 +444,7 @@ def _under_another_name(folder: str) -> None:
 
 def _everything(folder: str) -> None:
     _under_another_name(folder)
+    _torchs_tools(folder)
     _state_dicts()
     _single_files(folder)
     _names_that_differ(folder)
