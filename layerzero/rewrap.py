@@ -43,6 +43,7 @@ def rewrap(model: ZeRO3) -> list[str]:
         raise ValueError(f"rewrap: expected the outermost ZeRO3 module, got {type(model).__name__}")
     root = root_of(unit)
     root.backward.clear_abandoned()
+    root.before_call("rewrap")
     busy = root.context.in_backward or any(
         u.training_state is not TrainingState.IDLE for u in root.units
     )

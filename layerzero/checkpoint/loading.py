@@ -96,7 +96,7 @@ def load(
     schedulers = check_schedulers(scheduler, "load")
     if rename is not None and optimizers:
         raise ValueError("rename: cannot be combined with an optimizer; it renames weights only")
-    roots = root_states_of(model, "load")
+    roots = root_states_of(model, "load", is_collective=True)
     together = checkpoint_group_of(roots[0], process_group)
     source = Source.from_bytes(
         together.from_first(

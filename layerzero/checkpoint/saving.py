@@ -107,7 +107,7 @@ def save(
     check_progress(progress)
     optimizers = check_optimizers(optimizer, "save")
     schedulers = check_schedulers(scheduler, "save")
-    state = root_state_of(model, "save")
+    state = root_state_of(model, "save", is_collective=True)
     together = checkpoint_group_of(state, process_group)
 
     content = Content()

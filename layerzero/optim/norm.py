@@ -90,6 +90,7 @@ def global_norm(
         return root_of_power(_power([part.tensor for part in whole], norm_type, dtype), norm_type)
     total = None
     for root, parts in sharded.items():
+        root.before_call("global_norm")
         tensor_of = {id(part.parameter): part.tensor for part in parts}
         # All placements of the model, also without a tensor: every rank runs the same gathers.
         by_placement: dict[int, tuple[Placement, list[Part]]] = {}

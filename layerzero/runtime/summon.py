@@ -42,6 +42,7 @@ def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
     """Show full parameters of `units`. Collective over their groups, at entry and exit."""
     _check_idle(root, units)
     root.structure.check("summon_full_params")
+    root.before_call("summon_full_params")
     summoned: list[_Summoned] = []
     for unit in units:
         unit.reshard()

@@ -100,7 +100,7 @@ def get_model_state_dict(
         CollectiveError: a rank died, or did not take part within the timeout.
     """
     choice = _Choice.of(options, full, cpu_offload, rank0_only)
-    roots = root_states_of(model, "get_model_state_dict")
+    roots = root_states_of(model, "get_model_state_dict", choice.full)
     entries = {clean_name(name): value for name, value in model.state_dict().items()}
     names = Names(model)
     names_of = names.in_state_dict(model)
@@ -162,7 +162,7 @@ def get_optimizer_state_dict(
     """
     choice = _Choice.of(options, full, cpu_offload, rank0_only)
     optimizers = check_optimizers(optimizer, "get_optimizer_state_dict")
-    roots = root_states_of(model, "get_optimizer_state_dict")
+    roots = root_states_of(model, "get_optimizer_state_dict", choice.full)
     for each in optimizers.values():
         if keeps_whole_states(each) and not choice.full:
             raise NotImplementedError(

@@ -25,17 +25,20 @@ def refuse_experts(state: RootState, what: str) -> None:
             )
 
 
-def root_state_of(model: nn.Module, verb: str) -> RootState:
+def root_state_of(model: nn.Module, verb: str, is_collective: bool = False) -> RootState:
     """The root state of a model between steps; of several parts, that of the one with most ranks.
+
+    Args:
+        is_collective: whether a collective call of all ranks follows.
 
     Raises:
         ValueError: nothing in it is wrapped, or no part is on the ranks of all other parts.
         RuntimeError: it is in backward, or its parameters have changed since it was wrapped.
     """
-    return root_states_of(model, verb)[0]
+    return root_states_of(model, verb, is_collective)[0]
 
 
-def root_states_of(model: nn.Module, verb: str) -> list[RootState]:
+def root_states_of(model: nn.Module, verb: str, is_collective: bool = False) -> list[RootState]:
     """The root states of all parts that were wrapped separately; most ranks first.
 
     Raises as `root_state_of`.
@@ -63,6 +66,8 @@ def root_states_of(model: nn.Module, verb: str) -> list[RootState]:
         summoned = TrainingState.SUMMON_FULL_PARAMS
         if not any(unit.training_state is summoned for unit in state.units):
             state.structure.check(verb)
+    for state in states if is_collective else ():
+        state.before_call(verb)
     return states
 
 

@@ -72,7 +72,7 @@ def set_model_state_dict(
     """
     if options is not None:
         strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
-    state = root_state_of(model, "set_model_state_dict")
+    state = root_state_of(model, "set_model_state_dict", broadcast_from_rank0)
     if broadcast_from_rank0:
         names = Names(model)
         sharded_params = {(name,): p for p, found in names.parameters for name in found}
@@ -128,7 +128,7 @@ def set_optimizer_state_dict(
     if options is not None:
         strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
     optimizers = check_optimizers(optimizer, "set_optimizer_state_dict")
-    root = root_state_of(model, "set_optimizer_state_dict")
+    root = root_state_of(model, "set_optimizer_state_dict", broadcast_from_rank0)
     names = Names(model)
     refuse_shared(optimizers, names)
     given = optim_state_dict if isinstance(optimizer, Mapping) else {"": optim_state_dict}

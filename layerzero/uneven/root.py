@@ -133,6 +133,11 @@ class _Agreement(Agreement):
     def begin(self, *args: Any, repeats: bool = True, **kwargs: Any) -> None:
         super().begin(*args, **kwargs)
 
+    def report(self, error: BaseException) -> None:
+        if self.is_open:
+            self._expect()  # What the others take part in before they exchange.
+        super().report(error)
+
 
 class _Scheduler(OptionalScheduler):
     def sit(self, seat: Seat) -> None:
@@ -311,6 +316,9 @@ class JoinedRoot(OptionalRoot):
         is_told = seat.all_know or self.operations.failure is not None
         if is_told or not isinstance(error, Exception) or isinstance(error, CollectiveError):
             return
+        if self.context.in_backward:
+            with contextlib.suppress(CollectiveError):
+                self.abort(error)
         first_line = (str(error).splitlines() or [""])[0]
         with contextlib.suppress(CollectiveError, _Ended):
             self._meet(Wish(Kind.RAISED), f"{type(error).__name__}: {first_line}")
@@ -500,6 +508,8 @@ class JoinedRoot(OptionalRoot):
         raise NotImplementedError("join: not for pipeline stages, nor around micro_batches()")
 
     def before_call(self, what: str) -> None:
+        if what == "rewrap":
+            raise RuntimeError("rewrap: the model is inside a join; leave that first")
         self.come_to(Wish(Kind.CALL), what)
 
 

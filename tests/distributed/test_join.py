@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.utils.checkpoint import checkpoint
 
 import layerzero
 from layerzero import ZeRO3
@@ -116,7 +119,7 @@ def test_every_distribution_of_batches_trains_as_one_process(world_size: int) ->
     run_ranks(world_size, _every_distribution, timeout=120)
 
 
-# Micro-batches ----------------------------------------------------------------------------------
+# Micro-batches --------------------------------------------------------------------------
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -160,3 +163,541 @@ def test_ranks_differ_in_micro_batches() -> None:
 @pytest.mark.slow
 def test_random_plans_on_four_ranks() -> None:
     run_ranks(4, _random_plans, range(26), SETTINGS + LAYERED, timeout=120)
+
+
+# What a loop may do ---------------------------------------------------------------------
+
+COUNTS = (3, 1)
+
+
+def _wrapped(model: nn.Module | None = None, **settings: Any) -> ZeRO3:
+    model = _model() if model is None else model
+    return ZeRO3(model, auto_wrap_policy={Block}, timeout=TIMEOUT, **settings)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def _batches(counts: tuple[int, ...] = COUNTS) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    return [_batch(rank, step, 0) for step in range(counts[rank])]
+
+
+def _plan(counts: tuple[int, ...] = COUNTS) -> Plan:
+    return tuple((1,) * count for count in counts)
+
+
+def _steps_of_all_kinds() -> None:
+    for loop in LOOPS:
+        model = _wrapped()
+        optimizer = _sgd(model)
+        with layerzero.join(model, optimizer):
+            loop(model, optimizer)
+        expected = _model()
+        here = _sgd(expected)
+        for step in range(max(COUNTS)):
+            for rank, count in enumerate(COUNTS):
+                if step < count:
+                    (loss_of(expected(_batch(rank, step, 0))) / 2).backward()
+            here.step()
+            here.zero_grad()
+        _same_weights(model, expected, loop.__name__)
+
+
+def _zeroes_first(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches():
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model(batch)).backward()
+        optimizer.step()
+
+
+def _zeroes_in_place(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches():
+        loss_of(model(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def _zeroes_before_backward(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches():
+        loss = loss_of(model(batch))
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def _evaluates(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for step, batch in enumerate(_batches()):
+        loss_of(model(batch)).backward()
+        if step == dist.get_rank():
+            with torch.no_grad():
+                model.eval()
+                model(batch)
+                model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _reduces_later(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches():
+        with model.no_sync():
+            loss_of(model(batch)).backward()
+        model.reduce_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _forwards_twice(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    """A forward whose backward never runs, and a backward that is run twice."""
+    for batch in _batches():
+        with model.no_sync():
+            model(batch)
+            loss = loss_of(model(batch)) / 2
+            loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _two_in_one(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches():
+        halves = [loss_of(model(batch)) / 2 for _ in range(2)]
+        sum(halves).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOPS: list[Callable[[ZeRO3, torch.optim.Optimizer], None]] = [
+    _zeroes_first,
+    _zeroes_in_place,
+    _zeroes_before_backward,
+    _evaluates,
+    _reduces_later,
+    _forwards_twice,
+    _two_in_one,
+]
+
+
+def _same_weights(model: ZeRO3, expected: nn.Module, what: str) -> None:
+    with model.summon_full_params(writeback=False):
+        for (name, ours), theirs in zip(
+            model.named_parameters(), expected.parameters(), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12, msg=f"{what}: {name}")
+
+
+def test_loops_of_all_kinds() -> None:
+    run_ranks(2, _steps_of_all_kinds, timeout=60)
+
+
+# Models and optimizers ------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A frozen block, a block that runs twice, tied weights, a buffer, and checkpoints."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.frozen = Block().requires_grad_(False)
+        self.twice = Block()
+        self.unused = Block()
+        self.last = Block()
+        self.last.down.weight = self.twice.down.weight
+        self.scale = nn.Parameter(torch.ones(5))
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(x * self.scale)
+        for block in (self.twice, self.twice, self.last):
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return x
+
+
+def _made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return make().to(dtype)
+
+
+def _sum_of_ranks(
+    make: Callable[[], nn.Module],
+    optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
+    **settings: Any,
+) -> None:
+    model, expected = _wrapped(_made(make), **settings), _made(make)
+    ours, theirs = optimizers(model), optimizers(expected)
+    with layerzero.join(model, *ours):
+        for batch in _batches():
+            loss_of(model(batch)).backward()
+            model.clip_grad_norm_(0.3)
+            for optimizer in ours:
+                optimizer.step()
+                optimizer.zero_grad()
+    for step in range(max(COUNTS)):
+        for rank, count in enumerate(COUNTS):
+            if step < count:
+                (loss_of(expected(_batch(rank, step, 0))) / 2).backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.3)
+        for optimizer in theirs:
+            optimizer.step()
+            optimizer.zero_grad()
+    _same_weights(model, expected, f"{make} {settings}")
+
+
+def _two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    named = dict(model.named_parameters())
+    first = [p for name, p in named.items() if "up" in name]
+    rest = [p for name, p in named.items() if "up" not in name]
+    return [torch.optim.SGD(first, lr=0.1, momentum=0.5), torch.optim.Adam(rest, lr=0.01, eps=1e-3)]
+
+
+def _models_and_optimizers() -> None:
+    def one(model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [_sgd(model)]
+
+    for recomputes in (False, True):
+        _sum_of_ranks(lambda r=recomputes: Tied(r), one)  # type: ignore[misc]
+    _sum_of_ranks(Mlp, _two_optimizers)
+
+    def native(model: nn.Module) -> list[torch.optim.Optimizer]:
+        cls = layerzero.optim.SGD if isinstance(model, ZeRO3) else torch.optim.SGD
+        return [cls(model.parameters(), lr=0.05, momentum=0.9)]
+
+    _sum_of_ranks(Mlp, native)
+
+    def whole(model: nn.Module) -> list[torch.optim.Optimizer]:
+        options = {"lr": 0.05, "momentum": 0.9}
+        if isinstance(model, ZeRO3):
+            return [
+                layerzero.optim.WholeTensorOptimizer(model.parameters(), torch.optim.SGD, **options)
+            ]
+        return [torch.optim.SGD(model.parameters(), **options)]
+
+    _sum_of_ranks(Mlp, whole)
+
+
+def test_models_and_optimizers_of_all_kinds() -> None:
+    run_ranks(2, _models_and_optimizers, timeout=60)
+
+
+def _steps_in_backward() -> None:
+    model, expected = _wrapped(), _model()
+    ours, theirs = _sgd(model), _sgd(expected)
+    model.step_in_backward(ours)
+    with layerzero.join(model, ours):
+        for step, batch in enumerate(_batches()):
+            ours.param_groups[0]["lr"] = 0.1 / (step + 1)
+            loss_of(model(batch)).backward()
+            ours.zero_grad()
+    for step in range(max(COUNTS)):
+        theirs.param_groups[0]["lr"] = 0.1 / (step + 1)
+        for rank, count in enumerate(COUNTS):
+            if step < count:
+                (loss_of(expected(_batch(rank, step, 0))) / 2).backward()
+        theirs.step()
+        theirs.zero_grad()
+    _same_weights(model, expected, "step_in_backward")
+
+
+class SeesAndReads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sees, self.reads = Block(), Block()
+
+    def forward(self, x: torch.Tensor, sees: bool) -> torch.Tensor:
+        return self.reads(self.sees(x) if sees else x)
+
+
+def _with_optional_modules(mean: str, active: bool) -> None:
+    """Rank 0 sees in its steps 0 and 2, rank 1 in its only one."""
+    counts = (4, 1)
+    inner, expected = _made(SeesAndReads), _made(SeesAndReads)
+    model = _wrapped(inner, optional_modules=[inner.sees], optional_mean=mean)
+    ours, theirs = _sgd(model), _sgd(expected)
+    for _ in range(2):  # Two epochs: the model's own regions come back.
+        with layerzero.join(model, ours, divide_by_initial_world_size=not active):
+            for step, batch in enumerate(_batches(counts)):
+                loss_of(model(batch, step % 2 == 0)).backward()
+                ours.step()
+                ours.zero_grad()
+        loss_of(model(_batch(dist.get_rank(), 9, 0), dist.get_rank() == 1)).backward()
+        ours.step()
+        ours.zero_grad()
+        for step in range(max(counts)):
+            here = [rank for rank, count in enumerate(counts) if step < count]
+            batches = [(_batch(rank, step, 0), step % 2 == 0) for rank in here]
+            _step_here(expected, theirs, batches, len(here) if active else 2, mean)
+        last = [(_batch(rank, 9, 0), rank == 1) for rank in range(2)]
+        _step_here(expected, theirs, last, 2, mean)
+    _same_weights(model, expected, f"optional_modules {mean} {active}")
+
+
+def _step_here(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[tuple[torch.Tensor, bool]],
+    number: int,
+    mean: str,
+) -> None:
+    for batch, sees in batches:
+        loss_of(model(batch, sees)).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            seen = sum(sees for _, sees in batches)
+            is_own = mean == "participants" and name.startswith("sees")
+            parameter.grad /= seen if is_own else number
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _special_modes() -> None:
+    _steps_in_backward()
+    for mean, active in itertools.product(("all", "participants"), (False, True)):
+        _with_optional_modules(mean, active)
+
+
+def test_step_in_backward_and_optional_modules() -> None:
+    run_ranks(2, _special_modes, timeout=60)
+
+
+# Errors ---------------------------------------------------------------------------------
+
+
+def _error_of(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _raises_everywhere(
+    loop: Callable[[ZeRO3, torch.optim.Optimizer], object],
+    *parts: str,
+    counts: tuple[int, ...] = COUNTS,
+    **options: Any,
+) -> None:
+    """Every rank gets an error with these parts, and trains on afterwards."""
+    model = _wrapped()
+    ours = _sgd(model)
+
+    def run() -> None:
+        with layerzero.join(model, ours, **options):
+            loop(model, ours)
+
+    found = _error_of(run)
+    assert any(part in found for part in parts), found
+    model.zero_grad()
+    ours = _sgd(model)
+    for _ in range(2):
+        with layerzero.join(model, ours):
+            for batch in _batches((2, 1)):
+                loss_of(model(batch)).backward()
+        ours.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_of(model(_batch(dist.get_rank(), 0, 0))).backward()
+    ours.step()
+    changed = [bool((p != b).any()) for p, b in zip(model.parameters(), before, strict=True)]
+    assert any(changed)
+
+
+def _step(model: ZeRO3, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    loss_of(model(batch)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _fails_between(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for step, batch in enumerate(_batches()):
+        _step(model, optimizer, batch)
+        if dist.get_rank() == 0 and step == 1:
+            raise KeyError("no such image")
+
+
+def _fails_in_forward(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for step, batch in enumerate(_batches()):
+        is_bad = dist.get_rank() == 0 and step == 2
+        _step(model, optimizer, batch[:, :2] if is_bad else batch)
+
+
+def _fails_in_backward(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("no such image")
+
+    for step, batch in enumerate(_batches()):
+        output = model(batch)
+        if dist.get_rank() == 0 and step == 2:
+            output.register_hook(fail)
+        loss_of(output).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _summons(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches():
+        with model.summon_full_params():
+            pass
+        _step(model, optimizer, batch)
+
+
+def _saves(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches():
+        _step(model, optimizer, batch)
+        layerzero.checkpoint.get_model_state_dict(model, full=True)
+
+
+def _parts(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches((2, 2)):
+        loss_of(model(batch)).backward()
+        if dist.get_rank() == 0:
+            model.clip_grad_norm_(1.0)
+        optimizer.step()
+
+
+def _steps_another(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    other = _sgd(model)
+    for batch in _batches():
+        _step(model, other, batch)
+
+
+def _scales(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    scaler = layerzero.GradScaler("cpu")
+    for batch in _batches():
+        scaler.scale(loss_of(model(batch))).backward()
+        scaler.step(optimizer)
+
+
+def _nests(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    with layerzero.join(model, optimizer):
+        pass
+
+
+def _plain(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches():
+        _step(model, optimizer, batch)
+
+
+def _errors() -> None:
+    _raises_everywhere(_fails_between, "KeyError", "rank 0 left the join with an error: KeyError")
+    _raises_everywhere(_fails_in_forward, "mat1 and mat2", "rank 0 raised")
+    _raises_everywhere(_fails_in_backward, "no such image", "rank 0 raised", "rank 0 left")
+    _raises_everywhere(_summons, "some have no batches (rank 0: summon_full_params; rank 1: out")
+    _raises_everywhere(_saves, "rank 0: get_model_state_dict; rank 1: out of batches")
+    _raises_everywhere(_parts, "rank 0: clip_grad_norm_; rank 1: optimizer.step")
+    _raises_everywhere(_steps_another, "pass every optimizer")
+    _raises_everywhere(_scales, "gradient scalers do not work")
+    _raises_everywhere(_nests, "inside a join already")
+    _raises_everywhere(
+        _plain, "exhausted all inputs", "Throwing across", throw_on_early_termination=True
+    )
+
+
+def test_errors_are_raised_on_every_rank() -> None:
+    run_ranks(2, _errors, timeout=60)
+
+
+# torch's Join ---------------------------------------------------------------------------
+
+
+def _under_torchs_join() -> None:
+    model, expected = _wrapped(), _model()
+    assert isinstance(model, Joinable)
+    ours, theirs = _sgd(model), _sgd(expected)
+    plain = type(model._root_state)
+    with Join([model], optimizers=[ours]):
+        _plain(model, ours)
+    assert type(model._root_state) is plain
+    with Join([model], enable=False, optimizers=[ours]):
+        _step(model, ours, _batch(dist.get_rank(), 7, 0))
+    assert type(model._root_state) is plain
+    for step in range(max(COUNTS)):
+        ranks = [rank for rank, count in enumerate(COUNTS) if step < count]
+        _step_of_ranks(expected, theirs, ranks, step)
+    _step_of_ranks(expected, theirs, [0, 1], 7)
+    _same_weights(model, expected, "torch's Join")
+
+
+def _step_of_ranks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], step: int
+) -> None:
+    for rank in ranks:
+        (loss_of(model(_batch(rank, step, 0))) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _even_batches_have_the_same_bits() -> None:
+    models = [_wrapped(), _wrapped()]
+    for joined, model in zip((False, True), models, strict=True):
+        optimizer = _sgd(model)
+        with layerzero.join(model, optimizer) if joined else contextlib.nullcontext():
+            for batch in _batches((3, 3)):
+                with model.no_sync():
+                    loss_of(model(batch)).backward()
+                loss_of(model(batch)).backward()
+                model.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _means_low_precision() -> None:
+    """bfloat16 in forward and backward, sums of gradients in float32: to the bit, as powers of two
+    divide and one rank alone has gradients."""
+    policy = layerzero.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    models = []
+    for alone in (False, True):
+        torch.manual_seed(0)
+        model = _wrapped(Mlp(), mixed_precision=policy)
+        optimizer = _sgd(model)
+        counts = (2, 0) if alone else (2, 2)
+        with layerzero.join(model, optimizer, divide_by_initial_world_size=False):
+            for step in range(counts[dist.get_rank()]):
+                _step(model, optimizer, _batch(0, step, 0).float())
+        models.append(model)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _refuses() -> None:
+    model = _wrapped()
+    other = _wrapped()
+    nested = ZeRO3(nn.Sequential(_wrapped(), nn.Linear(3, 3).double()), timeout=TIMEOUT)
+    optimizer = _sgd(model)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: layerzero.join(nn.Linear(2, 2), optimizer), "expected a ZeRO3 module, got Linear"),
+        (lambda: layerzero.join(model, model), "expected optimizers and learning-rate"),
+        (lambda: Join([model], optimizer=[optimizer]), "unexpected keyword argument 'optimizer'"),
+        (
+            lambda: layerzero.join(model, *[optimizer][: dist.get_rank()]),
+            "optimizers differ between ranks",
+        ),
+        (lambda: layerzero.join(nested.module[0], optimizer), "join the outermost one"),
+    ]
+    for make, text in cases:
+
+        def enter(make: Callable[[], Any] = make) -> None:
+            with make():
+                pass
+
+        found = _error_of(enter)
+        assert text in found, (text, found)
+
+    def several() -> None:
+        with Join([model, other], optimizers=[optimizer]):
+            other(_batch(0, 0, 0))
+
+    found = _error_of(several)
+    assert "several models in one join" in found or "multiple process groups" in found, found
+
+
+def _torchs_join_and_refusals() -> None:
+    _under_torchs_join()
+    _even_batches_have_the_same_bits()
+    _means_low_precision()
+    _refuses()
+
+
+def test_torchs_join_even_batches_and_refusals() -> None:
+    run_ranks(2, _torchs_join_and_refusals, timeout=60)

@@ -226,7 +226,7 @@ class DeltaStream:
     def _check(self, verb: str) -> None:
         if not isinstance(self._model, nn.Module):
             raise TypeError(f"{verb}: expected a ZeRO3 module, got {type(self._model).__name__}")
-        for state in root_states_of(self._model, verb):
+        for state in root_states_of(self._model, verb, is_collective=True):
             if any(u.training_state is TrainingState.SUMMON_FULL_PARAMS for u in state.units):
                 raise RuntimeError(
                     f"{verb}: inside summon_full_params() the shards are not up to date; leave it "
