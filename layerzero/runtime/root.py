@@ -428,6 +428,7 @@ class RootState:
         self.reducer.drop()
         for unit in self.units:
             unit.reset()
+            unit.forget_starts_after(self._forward_pass.start)
         self.context.take_replaced()
 
 

@@ -271,6 +271,11 @@ class Unit:
         if self.open_starts:
             self.open_starts = {start for start in self.open_starts if start >= oldest}
 
+    def forget_starts_after(self, start: int) -> None:
+        """Drop the calls of a forward that failed: their backward never runs."""
+        if self.open_starts:
+            self.open_starts = {each for each in self.open_starts if each <= start}
+
     # Parameters -----------------------------------------------------------------------------
 
     @property
