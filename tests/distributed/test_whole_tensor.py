@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import io
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Adafactor, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
+from benchmarks.memory import live_bytes
 from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.models import (
@@ -27,9 +29,10 @@ from tests.harness.models import (
     loss_of,
 )
 from tests.harness.ranks import run_ranks
+from tests.harness.recording import recorded_operations
 from tests.harness.reference import seeded
 from tests.harness.traffic import SentBytes
-from tests.harness.whole_optimizers import BlockwiseAdam, Shampoo
+from tests.harness.whole_optimizers import BlockwiseAdam, CountsInATensor, Shampoo
 
 BUCKET = 3000
 Options = dict[str, Any]
@@ -229,6 +232,14 @@ def _edits() -> None:
             with torch.enable_grad():
                 pair.train(2)
             pair.check(str(edit))
+        with torch.enable_grad(), recorded_operations(pair.model) as operations:
+            pair.train(1)
+            if dist.get_rank() == 1:
+                pair.optimizer.refresh()
+            pair.train(1)
+        verbs = [operation.verb for operation in operations]
+        at = verbs.index("values to owners")
+        assert "values from owners" in verbs[:at], "only in the step after `refresh`"
 
 
 def test_the_shards_are_the_truth() -> None:
@@ -312,6 +323,10 @@ def _counts_steps() -> None:
         first[0].grad = torch.ones_like(first[0])
         alone.step()
     assert alone.param_groups[0]["step"] == 2
+    kind = Kind(CountsInATensor, {"lr": 0.1})
+    pair = Pair(CASES["transformer"], kind)
+    pair.train(3)
+    pair.check("a class that has to be called once")
 
 
 def _scaler() -> None:
@@ -376,6 +391,10 @@ def test_every_piece_travels_once_each_way() -> None:
         assert sum(sent for sent, _ in ranks) == 2 * sum(pieces for _, pieces in ranks) > 0
 
 
+def _cost(shape: torch.Size) -> int:
+    return shape.numel() * min(shape)
+
+
 def _owned() -> tuple[list[int], int]:
     model = ZeRO3(
         seeded(lambda: Transformer(vocab=301, width=48, layers=6, hidden=128)),
@@ -399,6 +418,35 @@ def test_owned_tensors_and_states_are_balanced(world_size: int) -> None:
     for sizes in zip(*(own for own, _ in ranks), strict=True):
         assert max(sizes) <= 1.1 * sum(sizes) / world_size
     assert max(largest for _, largest in ranks) <= 100_000 * world_size
+
+
+class RecordsMemory(SGD):
+    live: ClassVar[list[int]] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.live.append(live_bytes())
+        super().step()
+
+
+def _memory(bucket: int) -> int:
+    """Bytes that a step takes at most while the inner optimizer runs."""
+    model = ZeRO3(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(120))))
+    optimizer = WholeTensorOptimizer(model.parameters(), RecordsMemory, lr=0.1, bucket_bytes=bucket)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        RecordsMemory.live.clear()
+        gc.collect()
+        before = live_bytes()
+        optimizer.step()
+    return max(RecordsMemory.live) - before
+
+
+def test_a_step_takes_the_memory_of_some_buckets() -> None:
+    """The owned gradients have 3.9 MB together."""
+    bucket = 1 << 18
+    assert max(run_ranks(2, _memory, bucket)) < 6 * bucket
+    assert max(run_ranks(2, _memory, 1 << 30)) > 12 * bucket
 
 
 # State dicts --------------------------------------------------------------------------------------
@@ -433,7 +481,9 @@ def _resume(kind: str) -> None:
     pair.optimizer, pair.num_steps = again, 2
     pair.train(2)
     assert all(map(torch.equal, pair.model.parameters(), expected))
-    for change in ({"rank": 7}, {"num_ranks": 5}, {"owners": {}}):
+    reordered = dict(reversed(state["whole_tensors"]["owners"].items()))
+    changes = {"rank": 7}, {"num_ranks": 5}, {"owners": {}}, {"owners": reordered}
+    for change in (*changes, {"group_sizes": [1, 2]}):
         other = {**state, "whole_tensors": {**state["whole_tensors"], **change}}
         with pytest.raises(ValueError, match=r"layerzero.checkpoint.save and load"):
             again.load_state_dict(other)

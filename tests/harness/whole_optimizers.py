@@ -110,3 +110,19 @@ class GlobalNorm(Optimizer):
             norm = sum(p.grad.square().sum() for p in held) ** 0.5
             for parameter in held:
                 parameter.sub_(parameter.grad * (group["lr"] / norm))
+
+
+class CountsInATensor(Optimizer):
+    """Its steps, in a tensor of its own: several calls of `step` would count several."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * (group["lr"] / self.num_steps))

@@ -424,17 +424,27 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
             for parameter in group["params"]
         }
-        return {"rank": party.rank, "num_ranks": party.size, "owners": owners}
+        return {
+            "rank": party.rank,
+            "num_ranks": party.size,
+            "owners": owners,
+            "group_sizes": [len(group["params"]) for group in self.param_groups],
+        }
 
     def _refuse_other_layout(self, given: dict[str, Any] | None) -> None:
         own = self._layout()
-        if given == own:
+        # Their order, too: states are numbered by it.
+        if given == own and list(given["owners"]) == list(own["owners"]):
             return
         if given is None:
             what = "it is not of a WholeTensorOptimizer"
         elif given["owners"].keys() != own["owners"].keys():
             other = sorted(given["owners"].keys() ^ own["owners"].keys())
             what = f"it has other parameters, such as {other[0]}"
+        elif list(given["owners"]) != list(own["owners"]) or (
+            given["group_sizes"] != own["group_sizes"]
+        ):
+            what = "its parameters have another order or other groups"
         else:
             what = (
                 f"it is of rank {given['rank']} of {given['num_ranks']}, or of tensors that other "

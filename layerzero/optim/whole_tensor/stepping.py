@@ -154,12 +154,13 @@ class _Gather:
         of_values: bool = False,
     ) -> None:
         """Start it. Collective."""
-        self._staged: dict[int, Staged] = {}
+        staged: dict[int, Staged] = {}
         for number in each.bucket.tensors:
             member = members[number]
-            staged = member.staged_values() if of_values else member.staged_gradient()
-            if staged is not None:
-                self._staged[number] = staged
+            own = member.staged_values() if of_values else member.staged_gradient()
+            if own is not None:
+                staged[number] = own
+        self._staged = staged.values()
 
         def read(span: Span) -> torch.Tensor:
             member = members[span.tensor]
@@ -173,13 +174,14 @@ class _Gather:
             each.bucket.nbytes,
             verb,
             read,
-            lambda span: self._staged[span.tensor].elements(span),
+            # Without a reference to this object: a cycle would keep the memory.
+            lambda span: staged[span.tensor].elements(span),
         )
 
     def finish(self) -> None:
         """Order compute after it; on CPU, block the host."""
         self._exchange.finish()
-        for staged in self._staged.values():
+        for staged in self._staged:
             staged.store()
 
 
