@@ -387,8 +387,7 @@ def _manual(tmp_path: Path) -> list[float]:
     trainer().fit(whole, rows())
     trainer().fit(again, rows(), ckpt_path=tmp_path / "two.ckpt")
     assert model.losses + again.losses == whole.losses
-    _goes_on(_Whole, ["full"], tmp_path)
-    _goes_on(_WholeAndRest, ["full", "sharded"], tmp_path)
+    _goes_on(_WholeAndRest, ["sharded"], tmp_path)
     one = trainer(zero3_strategy(state_dict_type="sharded"), max_epochs=1)
     with pytest.raises(CheckpointError, match="contains the state of optimizers named '0', '1'"):
         one.fit(seeded(), rows(), ckpt_path=tmp_path / "sharded")
@@ -429,6 +428,17 @@ def _goes_on(cls: type[Regression], state_dict_types: list[str], folder: Path) -
         assert first.losses + again.losses == whole.losses, cls
         for name, value in full(again).items():
             assert_bitwise(value, expected[name], f"{cls.__name__} {name}")
+
+
+def _whole_tensors(tmp_path: Path) -> None:
+    _goes_on(_Whole, ["full", "sharded"], tmp_path)
+    _goes_on(_WholeAndRest, ["full"], tmp_path)
+    _goes_on(_TwoOptimizers, ["sharded"], tmp_path)
+
+
+@pytest.mark.slow
+def test_whole_tensors_and_several_optimizers_go_on(tmp_path: Path) -> None:
+    run_ranks(RANKS, _whole_tensors, tmp_path)
 
 
 def test_precision_plugins_and_manual_optimization(tmp_path: Path) -> None:

@@ -881,6 +881,7 @@ def _load_whole(root: str, expected: dict[str, Any]) -> None:
             _assert_same(_tensors(got[name]), _tensors(state))
 
 
+@pytest.mark.slow
 def test_whole_states_go_on_at_another_number_of_data_parallel_ranks(tmp_path: Path) -> None:
     expected = run_ranks(2, _save_whole, str(tmp_path))[0]
     run_ranks(3, _load_whole, str(tmp_path), expected)

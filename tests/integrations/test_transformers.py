@@ -601,8 +601,12 @@ def _refuses(folder: str) -> None:
 
 def _accelerate_and_refuses(folder: str) -> None:
     _accelerate(folder)
-    _trainer_of_whole_tensors(folder)
     _refuses(folder)
+
+
+@pytest.mark.slow
+def test_a_trainer_steps_and_resumes_an_optimizer_of_whole_tensors(tmp_path: Path) -> None:
+    run_ranks(2, _trainer_of_whole_tensors, str(tmp_path), timeout=120)
 
 
 def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
