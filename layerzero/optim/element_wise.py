@@ -23,6 +23,7 @@ from layerzero.optim.decay import original_ndim
 from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.probe import differs_on_parts
+from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.runtime.sharded_params import Owner, owner_of_each
 
 _ELEMENT_WISE = (
@@ -188,6 +189,9 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
                 is_first=sharded_params.owner.issues_warnings,
                 stacklevel=5,
             )
+    if isinstance(optimizer, WholeTensorOptimizer):
+        _warn_of_sums(optimizer, sharded_params)
+        return
     if optimizer in _perturbing or not sharded_params.change_anything:
         return
     if uses is None and sharded_params.owner.issues_warnings and not _is_known(type(optimizer)):
@@ -203,6 +207,21 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             f"with whole parameters. {_instead(optimizer, whole_is_enough)}",
             is_first=sharded_params.owner.issues_warnings,
             stacklevel=5,
+        )
+
+
+def _warn_of_sums(optimizer: WholeTensorOptimizer, sharded_params: _ShardedParams) -> None:
+    """Warn if the optimizer inside needs more than the tensors that its rank owns."""
+    inner = optimizer.inner
+    uses, whole_is_enough = (None, True) if inner is None else _what_it_uses(inner)
+    if uses is not None and not whole_is_enough and sharded_params.are_parts:
+        name = type(inner).__name__
+        warn_once(
+            f"not tensor by tensor: {name}",
+            f"{name} uses {uses}: inside WholeTensorOptimizer each rank has those that it owns, so "
+            "it trains differently than in one process. Use one that treats each tensor by itself",
+            is_first=sharded_params.owner.issues_warnings,
+            stacklevel=6,
         )
 
 

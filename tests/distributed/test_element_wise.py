@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_  # before the engine looks at it
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from layerzero.optim import decay_groups
+from layerzero.optim import WholeTensorOptimizer, decay_groups
 from layerzero.optim.probe import differs_on_parts
 from tests.harness.compare import assert_same_values, zero3
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
@@ -155,6 +155,12 @@ def _optimizers() -> None:
     _expect(steps(AdaFactor), "AdaFactor", "rows", whole, "AdamW or SGD")
     messages = steps(DAdaptSGD)
     _expect(messages, "the elements of all parameters", "whole parameters. Use one that treats")
+    for cls, parts in ((DAdaptSGD, ("inside WholeTensorOptimizer each rank",)), (MyLamb, ())):
+        whole_model, _ = _with_gradients()
+        inside = WholeTensorOptimizer(whole_model.parameters(), cls, lr=0.1)
+        with _told() as messages:
+            inside.step()
+        _expect(messages, *parts)
     asks = Squares(model.parameters(), 0.1)
     with _told() as messages, pytest.raises(ValueError, match="not enough values to unpack"):
         asks.step()
