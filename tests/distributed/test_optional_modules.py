@@ -1,0 +1,307 @@
+"""Modules that a rank may skip: every pattern, what it costs, and what is still an error."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero import CollectiveError, ZeRO3
+from layerzero.comm import lookout
+from layerzero.runtime.optional.exchange import Exchange
+from tests.harness.optional_models import (
+    WIDTH,
+    Backbone,
+    Call,
+    Failure,
+    Region,
+    Sample,
+    Slot,
+    TextBlock,
+    loss_of,
+)
+from tests.harness.optional_runs import SIMPLE, Model, Run
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import recorded_operations
+from tests.harness.traffic import SentBytes
+
+TIMEOUT = timedelta(seconds=25)
+PLACES = ("0", "inside 0", "1")
+"""One region each: before the text, in its first block, behind it."""
+REGIONS = ("slots.0.regions.0", "text.0.slot.regions.0", "slots.1.regions.0")
+
+
+def three_regions() -> Model:
+    """A text block and three optional regions; all of them are units, with the regions' blocks."""
+    torch.manual_seed(0)
+    slots = [Slot([Region(1, norm=True)]), Slot([Region(2)])]
+    module = Backbone(slots, [TextBlock(Slot([Region(1, norm=True)]))])
+    units = {"text.0", "slots.0.regions.0", "text.0.slot.regions.0"}
+    units |= {f"{name}.blocks.0" for name in REGIONS} | {f"{REGIONS[2]}.blocks.1"}
+    return Model(module, units, list(REGIONS))
+
+
+class Draw:
+    """Samples of a pattern: whether the rank enters each region."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, enters: tuple[bool, ...], way: str = "used") -> Sample:
+        calls = {
+            place: (Call(0, order, way, self._rows()),) if enter else ()
+            for place, order, enter in zip(PLACES, ((0,), (0,), (1, 0)), enters, strict=True)
+        }
+        return Sample(self._rows(), calls)
+
+    def _rows(self) -> Tensor:
+        return torch.randn(2, WIDTH, generator=self._generator)
+
+
+# Every pattern ------------------------------------------------------------------------------------
+
+
+def _every_pattern(mean: str) -> None:
+    of_one = list(itertools.product([False, True], repeat=3))
+    patterns = list(itertools.product(of_one, repeat=dist.get_world_size()))
+    random.Random(0).shuffle(patterns)
+    run, draw = Run(three_regions(), torch.float32, optional_mean=mean, timeout=TIMEOUT), Draw()
+    for pattern in patterns:
+        try:
+            run.step(SIMPLE, [[draw(enters) for enters in pattern]], exact=True)
+        except Exception as error:
+            error.add_note(f"{pattern}")
+            raise
+
+
+def test_every_pattern_of_three_regions_on_two_ranks_is_one_process_to_the_bit() -> None:
+    run_ranks(2, _every_pattern, "all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "mean"), [(2, "participants"), (3, "all")])
+def test_every_pattern_is_one_process_to_the_bit(world_size: int, mean: str) -> None:
+    run_ranks(world_size, _every_pattern, mean, timeout=300)
+
+
+# What it costs ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted_exchanges() -> Iterator[list[int]]:
+    """Integers that this rank brings to each exchange."""
+    sizes: list[int] = []
+    original = Exchange.__call__
+
+    def counting(exchange: Exchange, row: Sequence[int]) -> list[list[int]]:
+        sizes.append(len(row))
+        return original(exchange, row)
+
+    with mock.patch.object(Exchange, "__call__", counting):
+        yield sizes
+
+
+class Cost:
+    """Collectives and bytes of one step on this rank."""
+
+    def __init__(self, model: ZeRO3, sample: Sample) -> None:
+        self.num_exchanges: list[int] = []
+        """Of forward, of backward."""
+        with recorded_operations(model) as operations, SentBytes() as sent:
+            with counted_exchanges() as in_forward:
+                loss = loss_of(model(sample))
+            with counted_exchanges() as in_backward:
+                loss.backward()
+        self.num_exchanges = [len(in_forward), len(in_backward)]
+        self.nbytes = sent.nbytes
+        self.of = {
+            (verb, unit): sum(each.verb == verb and each.unit == unit for each in operations)
+            for verb, unit in {(each.verb, each.unit) for each in operations}
+        }
+
+    def count(self, verb: str, under: str = "") -> int:
+        return sum(n for (each, unit), n in self.of.items() if each == verb and under in unit)
+
+
+def _wrapped(model: Model, **options: Any) -> ZeRO3:
+    return ZeRO3(
+        model.module,
+        auto_wrap_policy=lambda _, fqn: fqn in model.units,
+        timeout=TIMEOUT,
+        **options,
+    )
+
+
+def _regions(model: Model) -> list[nn.Module]:
+    modules = dict(model.module.named_modules())
+    return [modules[name] for name in model.optional]
+
+
+NOBODY, EVERYBODY = (False,) * 3, (True,) * 3
+EXCHANGE_NBYTES = 24
+"""From one rank to another."""
+
+
+def _costs() -> None:
+    """Of steps whose places are known, beside those of a model without optional modules, in which
+    every rank enters the region that here the second rank enters alone."""
+    model, plain = three_regions(), three_regions()
+    optional = _wrapped(model, optional_modules=_regions(model))
+    required = _wrapped(plain)
+    draw = Draw()
+    for _ in range(2):
+        for enters in (NOBODY, EVERYBODY):
+            loss_of(optional(draw(enters))).backward()
+    for place in (None, 0, 1, 2, "all"):
+        enters = EVERYBODY if place == "all" else tuple(each == place for each in range(3))
+        own = enters if dist.get_rank() == 1 or place == "all" else NOBODY
+        loss_of(optional(draw(own))).backward()  # its backward is known from here on
+        loss_of(required(draw(enters))).backward()
+        cost, truth = Cost(optional, draw(own)), Cost(required, draw(enters))
+        assert cost.of == truth.of, place
+        for region, is_entered in zip(REGIONS, enters, strict=True):
+            # Each unit of a region once in forward, once in backward, and reduced once.
+            num_units = sum(unit.startswith(region) for unit in model.units)
+            ways = cost.count("all-gather", region), cost.count("reduce-scatter", region)
+            assert ways == ((2 * num_units, num_units) if is_entered else (0, 0)), place
+        # Forward: one exchange for the regions between two required units (the last two are
+        # neighbours), and one to leave each region. Backward: one, at its end.
+        assert cost.num_exchanges == [2 + sum(enters), int(any(enters))], place
+        # Without optional modules ranks tell each other apart which gradients they have: a byte for
+        # each parameter.
+        apart = sum(
+            len(list(region.parameters()))
+            for region, is_entered in zip(_regions(model), enters, strict=True)
+            if is_entered
+        )
+        exchanged = EXCHANGE_NBYTES * sum(cost.num_exchanges)
+        assert cost.nbytes - truth.nbytes == exchanged - apart, place
+
+
+def test_a_region_costs_what_entering_it_costs_and_nothing_where_all_skip_it() -> None:
+    run_ranks(2, _costs)
+
+
+# What is still an error ---------------------------------------------------------------------------
+
+
+class Parting(nn.Module):
+    """A required part whose blocks each rank may call in another order, behind a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region = TextBlock()
+        self.blocks = nn.ModuleList(TextBlock() for _ in range(3))
+        self.route = [0, 1, 2]
+
+    def forward(self, x: Tensor, enters: bool) -> Tensor:
+        if enters:
+            x = x + self.region(x)
+        for index in self.route:
+            x = self.blocks[index](x)
+        return x.square().mean()
+
+
+def _parts() -> dict[str, str]:
+    lookout.PAUSE_S = 0.1
+    messages = {}
+    rank = dist.get_rank()
+    for steps, route in ((0, [1, 0, 2]), (3, [0, 2, 1]), (3, [0, 1])):
+        # Each case on a group of its own: a failure leaves the connections of a group unusable.
+        group = dist.new_group(timeout=PARTING_TIMEOUT)
+        torch.manual_seed(0)
+        module = Parting()
+        model = ZeRO3(
+            module,
+            group,
+            auto_wrap_policy={TextBlock},
+            optional_modules=[module.region],
+            timeout=PARTING_TIMEOUT,
+        )
+        for step in range(steps):
+            model(torch.ones(2, WIDTH), step % 2 == rank).backward()
+        if rank:
+            module.route = route
+        start = time.monotonic()
+        with pytest.raises(CollectiveError) as caught:
+            for _ in range(2):
+                model(torch.ones(2, WIDTH), rank == 0).backward()
+        assert time.monotonic() - start < AT_ONCE_S, str(caught.value)
+        messages[f"{steps} {route}"] = str(caught.value)
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{steps} {route} {rank}", "")
+        store.wait([f"{steps} {route} {each}" for each in range(2)])
+    return messages
+
+
+PARTING_TIMEOUT = timedelta(seconds=55)
+AT_ONCE_S = 20.0
+"""As in test_parting.py, which has the same cases without optional modules."""
+
+
+def test_ranks_that_part_in_required_units_fail_at_once_and_by_name() -> None:
+    first, second = run_ranks(2, _parts)
+    for case, message in first.items():
+        verdict = message.partition("(the ranks took ")[2].partition(").\n")[0]
+        assert "rank 0" in verdict and "rank 1" in verdict, (case, message)
+        assert verdict in second[case], (case, second[case])
+        assert "Every rank must call the same units in the same order" in message
+
+
+# Exceptions ---------------------------------------------------------------------------------------
+
+
+def _fails_inside() -> None:
+    """One rank cannot read its image: every rank raises, and the next step is as if it had not."""
+    run, draw = Run(three_regions(), torch.float32, timeout=TIMEOUT), Draw()
+    rank = dist.get_rank()
+    for place in range(3):
+        for known in (False, True):
+            enters = tuple(each == place for each in range(3))
+            if known:
+                run.step(SIMPLE, [[draw(enters), draw(NOBODY)]], exact=True)
+            bad = draw(enters, "fails"), draw(NOBODY)
+            expected = Failure if rank == 0 else RuntimeError
+            text = (
+                "no image"
+                if rank == 0
+                else r"rank 0 raised between or inside optional modules: Failure"
+            )
+            with pytest.raises(expected, match=text):
+                run.model(bad[rank])
+                run.model(draw(NOBODY))  # at the latest
+            run.step(SIMPLE, [[draw(NOBODY), draw(enters)]], exact=True)
+
+
+def test_an_exception_in_a_region_is_one_on_every_rank_and_the_next_step_is_right() -> None:
+    run_ranks(2, _fails_inside)
+
+
+# Compiled units -----------------------------------------------------------------------------------
+
+
+def _compiled() -> None:
+    draw = Draw()
+    for compiles in ("regions", "all units"):
+        run = Run(three_regions(), torch.float32, timeout=TIMEOUT)
+        for name, module in run.model.named_modules():
+            is_region = name in REGIONS
+            if is_region or (compiles == "all units" and name in ("text.0", "text.0.slot")):
+                module.compile(backend="eager")
+        for number in range(4):
+            enters = tuple(place == number for place in range(3))
+            run.step(SIMPLE, [[draw(enters), draw(EVERYBODY)]], exact=True)
+
+
+def test_compiled_regions_train_like_one_process() -> None:
+    run_ranks(2, _compiled)
