@@ -2,7 +2,8 @@
 //
 // Blocks are cast into the first cache and compared there, 64 elements to a word of differing bits.
 // Bytes moved: main and snapshot read once, up to where the search stops; indices and values
-// written once for each element found. It is one thread, because the result is in order.
+// written once for each element found, which is also written into the snapshot on request, while it
+// is in the cache. It is one thread, because the result is in order.
 #include <algorithm>
 
 #if defined(__x86_64__)
@@ -26,7 +27,8 @@ constexpr int64_t kUnknown = -2;
 struct Job {
   const char* main;
   int64_t itemsize;
-  const void* snapshot;
+  void* snapshot;
+  bool update;
   int64_t numel;
   Copy cast;
   bool casts;
@@ -157,11 +159,14 @@ template <layerzero_dtype kDtype>
 void search(Job& job) {
   using Bits = typename Format<kDtype>::Bits;
   alignas(64) Bits fresh[kBlock];
-  const Bits* const snapshot = static_cast<const Bits*>(job.snapshot);
+  Bits* const snapshot = static_cast<Bits*>(job.snapshot);
+  const bool update = job.update;
   Bits* const values = static_cast<Bits*>(job.values);
   const Rules<Bits> rules{Format<kDtype>::kInfinity, static_cast<Bits>(job.nan)};
   const auto compare = job.casts ? word_of<Bits, true> : word_of<Bits, false>;
   const bool avx2 = kernels().avx2;
+  int64_t* const indices = job.indices;
+  int64_t count = job.count;
   for (int64_t begin = job.stop; begin < job.numel; begin += kBlock) {
     const int64_t n = std::min(kBlock, job.numel - begin);
     job.cast(job.main + begin * job.itemsize, fresh, n, 1.0, nullptr);
@@ -170,15 +175,18 @@ void search(Job& job) {
           compare(fresh + first, snapshot + begin + first, std::min(kWord, n - first), rules, avx2);
       for (; word != 0; word &= word - 1) {
         const int64_t i = first + __builtin_ctzll(word);
-        job.indices[job.count] = begin + i;
-        values[job.count] = fresh[i];
-        if (++job.count == job.capacity) {
+        indices[count] = begin + i;
+        values[count] = fresh[i];
+        if (update) snapshot[begin + i] = fresh[i];
+        if (++count == job.capacity) {
+          job.count = count;
           job.stop = begin + i + 1;
           return;
         }
       }
     }
   }
+  job.count = count;
   job.stop = job.numel;
 }
 
@@ -219,7 +227,8 @@ void find_changed_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const Handle main(unbox<AtenTensorHandle>(stack[2]));
   const Handle snapshot(unbox<AtenTensorHandle>(stack[3]));
   const auto start = unbox<int64_t>(stack[4]);
-  const auto nan = unbox<int64_t>(stack[5]);
+  const auto update = unbox<bool>(stack[5]);
+  const auto nan = unbox<int64_t>(stack[6]);
 
   const layerzero_dtype from = dtype_of(main, kOp, "main", -1);
   const layerzero_dtype to = dtype_of(snapshot, kOp, "snapshot", -1);
@@ -236,6 +245,7 @@ void find_changed_cpu(StableIValue* stack, uint64_t, uint64_t) {
       static_cast<const char*>(check_vector(main, "main", numel, "main", size_of(from))),
       size_of(from),
       check_vector(snapshot, "snapshot", numel, "main", size_of(to)),
+      update,
       numel,
       kernels().copy[from][to],
       from != to,

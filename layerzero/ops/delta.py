@@ -60,6 +60,7 @@ def find_changed(
     start: int,
     indices: torch.Tensor,
     values: torch.Tensor,
+    update: bool = False,
 ) -> tuple[int, int]:
     """Write indices and cast values of the elements whose cast differs from `snapshot` in any bit.
 
@@ -72,6 +73,7 @@ def find_changed(
         start: the first element to compare.
         indices: [capacity] int64, capacity at least 1. Written, in rising order.
         values: [capacity] in the snapshot's dtype. Written.
+        update: write the values into the snapshot as well.
 
     Returns:
         (count, stop): `count` elements of `indices` and `values` were written, and elements
@@ -81,11 +83,11 @@ def find_changed(
         ValueError: the arguments do not fit together.
     """
     if main.dtype in DTYPES and snapshot.dtype in DTYPES:
-        found: tuple[int, int] = torch.ops.layerzero.find_changed.default(
-            indices, values, main, snapshot, start, nan_bits(snapshot.dtype)
+        found: tuple[int, int] = torch.ops.layerzero.find_changed_.default(
+            indices, values, main, snapshot, start, update, nan_bits(snapshot.dtype)
         )
         return found
-    return _find_changed(indices, values, main, snapshot, start)
+    return _find_changed(indices, values, main, snapshot, start, update)
 
 
 def _find_changed(
@@ -94,6 +96,7 @@ def _find_changed(
     main: torch.Tensor,
     snapshot: torch.Tensor,
     start: int,
+    update: bool = False,
     nan: int = 0,
 ) -> tuple[int, int]:
     """See `find_changed`. `nan`, the bits of the NaN that casts make, is for native kernels."""
@@ -110,6 +113,8 @@ def _find_changed(
             end = stop + int(found[-1]) + 1
         torch.add(found, stop, out=indices[count : count + found.numel()])
         values[count : count + found.numel()] = new[found]
+        if update:
+            snapshot[stop:end][found] = new[found]
         count, stop = count + found.numel(), end
     return count, stop
 
@@ -145,7 +150,7 @@ def check_find_changed(
 
 
 LIBRARY.define(
-    "find_changed(Tensor(a!) indices, Tensor(b!) values, Tensor main, Tensor snapshot, int start,"
-    " int nan=0) -> (int, int)"
+    "find_changed_(Tensor(a!) indices, Tensor(b!) values, Tensor main, Tensor(c!) snapshot,"
+    " int start, bool update=False, int nan=0) -> (int, int)"
 )
-LIBRARY.impl("find_changed", _find_changed, "CompositeExplicitAutograd")
+LIBRARY.impl("find_changed_", _find_changed, "CompositeExplicitAutograd")

@@ -14,19 +14,24 @@ from tests.ops.truth import DTYPES, IMPLEMENTATIONS, _baseline
 
 
 def run(
-    implementation: str, main: Tensor, snapshot: Tensor, start: int = 0, capacity: int = 10_000
+    implementation: str,
+    main: Tensor,
+    snapshot: Tensor,
+    start: int = 0,
+    capacity: int = 10_000,
+    update: bool = False,
 ) -> tuple[list[int], Tensor, int]:
     indices = torch.full((capacity,), -7, dtype=torch.int64)
     values = torch.zeros(capacity, dtype=snapshot.dtype)
     nan = delta.nan_bits(snapshot.dtype) if snapshot.is_floating_point() else 0
     if implementation == "reference":
-        count, stop = delta._find_changed(indices, values, main, snapshot, start)
+        count, stop = delta._find_changed(indices, values, main, snapshot, start, update)
     elif implementation == "baseline":
         with _baseline():
-            op = torch.ops.layerzero.find_changed.default
-            count, stop = op(indices, values, main, snapshot, start, nan)
+            op = torch.ops.layerzero.find_changed_.default
+            count, stop = op(indices, values, main, snapshot, start, update, nan)
     else:
-        count, stop = ops.find_changed(main, snapshot, start, indices, values)
+        count, stop = ops.find_changed(main, snapshot, start, indices, values, update)
     assert (indices[count:] == -7).all(), "nothing is written behind what was found"
     return indices[:count].tolist(), values[:count], stop
 
@@ -75,6 +80,22 @@ def test_the_search_stops_where_the_output_is_full_and_goes_on_there(implementat
             found, start = found + part, stop
         assert found == changed.tolist()
     assert run(implementation, main, snapshot, 3000)[::2] == ([], 3000)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_snapshot_takes_what_is_found_on_request(implementation: str) -> None:
+    main = torch.randn(2000)
+    snapshot = main.bfloat16()
+    snapshot[torch.rand(2000) < 0.1] += 1
+    before = snapshot.clone()
+    found, values, stop = run(implementation, main, snapshot, 0, 50)
+    assert torch.equal(snapshot, before)
+    run(implementation, main, snapshot, 0, 50, update=True)
+    before[found] = values
+    assert torch.equal(snapshot, before) and len(found) == 50
+    run(implementation, main, snapshot, stop, update=True)
+    assert torch.equal(snapshot, main.bfloat16())
+    assert not run(implementation, main, snapshot)[0]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -149,7 +170,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_does_not_fit_is_refused(implementation: str, case: str) -> None:
     changed, text = REFUSED[case]
     given = arguments(**changed)
-    op = delta._find_changed if implementation == "reference" else torch.ops.layerzero.find_changed
+    op = delta._find_changed if implementation == "reference" else torch.ops.layerzero.find_changed_
     with pytest.raises(ValueError, match=text):
         op(*given)
     assert not given[0].any() and not given[1].any()
@@ -158,7 +179,7 @@ def test_what_does_not_fit_is_refused(implementation: str, case: str) -> None:
 @pytest.mark.skipif("kernel" not in IMPLEMENTATIONS, reason="no native kernels")
 def test_the_kernel_refuses_memory_that_was_freed() -> None:
     with pytest.raises(ValueError, match="the storage of main holds 0 bytes"):
-        torch.ops.layerzero.find_changed(*arguments(main=freed()))
+        torch.ops.layerzero.find_changed_(*arguments(main=freed()))
 
 
 def test_the_version_of_what_is_read_stays() -> None:

@@ -24,6 +24,22 @@ class Found(NamedTuple):
     """[n] in the chunk's dtype."""
     stop: int
     """Everything before it, from where the search began, was compared."""
+    is_settled: bool
+    """Whether the snapshot has the values already."""
+
+
+class Scratch:
+    """Memory for the results of searches, reused from one to the next."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """[numel], which the next call for the same dtype and device returns again."""
+        found = self._found.get((dtype, device))
+        if found is None or found.numel() < numel:
+            found = self._found[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
+        return found[:numel]
 
 
 class Chunk:
@@ -73,10 +89,13 @@ class Chunk:
         self.unknown[places] = True
 
     def settle(self, places: torch.Tensor, values: torch.Tensor) -> None:
-        """Receivers have these values."""
+        """From now on receivers have these values."""
         device = self.snapshot.device
         places = places.to(device)
-        self.snapshot[places] = values.to(device)
+        if self.snapshot.dtype == torch.complex128:
+            self.snapshot[places] = values.to(device)
+        else:  # The fastest of torch's ways to write elements.
+            bits_of(self.snapshot).scatter_(0, places, bits_of(values.to(device)))
         if self.unknown is not None:
             self.unknown[places] = False
 
@@ -86,26 +105,35 @@ class Chunk:
         if self.unknown is not None:
             self.unknown[target] = False if other.unknown is None else other.unknown[source]
 
-    def changed(self, start: int, room: int) -> Found:
+    def changed(self, start: int, room: int, scratch: Scratch, settles: bool) -> Found:
         """At most `room` elements from `start` on that receivers do not have.
+
+        What is returned is valid until `scratch` is used again.
+
+        Args:
+            settles: treat what is found as sent, if that costs no further pass.
 
         Raises:
             DeltaError: a finite value is infinite in the stream's dtype.
         """
         main = self.source.read()
         room = max(1, min(room, self.numel - start))
-        stop = self.numel
-        snapshot, first = self.snapshot, 0
-        if snapshot.device != main.device:
-            stop = min(stop, start + max(room, _BLOCK))
-            snapshot, first = snapshot[start:stop].to(main.device), start
-        indices = torch.empty(room, dtype=torch.int64, device=main.device)
-        values = torch.empty(room, dtype=self.dtype, device=main.device)
         if self.unknown is not None:
             return self._changed_or_unknown(main, start, room)
-        count, end = find_changed(main[first:stop], snapshot, start - first, indices, values)
-        found = Found(indices[:count] + first, values[:count], end + first)
-        self._check_finite(main, found.places, found.values)
+        stop, first, snapshot = self.numel, 0, self.snapshot
+        if snapshot.device != main.device:
+            stop = min(stop, start + max(room, _BLOCK))
+            snapshot, first, settles = snapshot[start:stop].to(main.device), start, False
+        indices = scratch.empty(room, torch.int64, main.device)
+        values = scratch.empty(room, self.dtype, main.device)
+        begin = start - first
+        count, end = find_changed(main[first:stop], snapshot, begin, indices, values, settles)
+        found = Found(indices[:count].add_(first), values[:count], end + first, settles)
+        try:
+            self._check_finite(main, found.places, found.values)
+        except DeltaError:
+            self.forget(found.places)
+            raise
         return found
 
     def _changed_or_unknown(self, main: torch.Tensor, start: int, room: int) -> Found:
@@ -116,7 +144,7 @@ class Chunk:
         differs = bits_of(new) != bits_of(self.snapshot[block].to(new.device))
         differs = differs.any(1) if differs.ndim > 1 else differs
         places = (differs | self.unknown[block].to(new.device)).nonzero().view(-1)
-        return Found(places + start, new[places], stop)
+        return Found(places + start, new[places], stop, False)
 
     def current(self, begin: int, end: int) -> torch.Tensor:
         """The values now of elements [begin, end). Some receiver may get them: those that differ
@@ -135,8 +163,8 @@ class Chunk:
             return None if (bits_of(values) == UNKNOWN).any() else values
         return values if self.unknown is None else None
 
-    def cut(self, found: Found) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
-        """(piece, places, values) of each piece that has some of the elements found."""
+    def cut(self, found: Found) -> Iterator[tuple[Piece, int, int]]:
+        """(piece, begin, end) of each piece that has elements [begin, end) of those found."""
         if not found.places.numel():
             return
         pieces = self.source.pieces
@@ -145,7 +173,7 @@ class Chunk:
         for number, piece in enumerate(pieces):
             begin, end = borders[2 * number], borders[2 * number + 1]
             if begin < end:
-                yield piece, found.places[begin:end], found.values[begin:end]
+                yield piece, begin, end
 
     def _cast(self, main: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         new = cast(main[begin:end], self.dtype)

@@ -9,7 +9,7 @@ for another one.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero.checkpoint.delta.apply import crc_of
-from layerzero.checkpoint.delta.chunk import Chunk
+from layerzero.checkpoint.delta.chunk import Chunk, Scratch
 from layerzero.checkpoint.delta.patch import Link, Patch
 from layerzero.checkpoint.delta.pieces import Piece, sources_of, whole_parameters
 from layerzero.checkpoint.delta.resharding import carry_over
 from layerzero.checkpoint.delta.stream_name import agreed_name
 from layerzero.config import parse_nbytes
 from layerzero.ops.reference import DTYPES
+from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.states import TrainingState
 from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.preconditions import root_states_of
@@ -32,12 +33,10 @@ _INDEX_NBYTES = 8
 
 
 class _Pending(NamedTuple):
-    """A patch that was yielded and does not count as sent yet."""
+    """Elements of a round that do not count as sent yet: of the last patch, and those behind."""
 
-    number: int
     chunk: Chunk
     places: torch.Tensor
-    values: torch.Tensor
 
 
 class DeltaStream:
@@ -100,8 +99,7 @@ class DeltaStream:
         self._buffers = buffers
         self._patch_nbytes = nbytes
         self._on_host = on_host
-        self._check("DeltaStream")
-        self._chunks = self._make_chunks(Names(model))
+        self._chunks = self._make_chunks(self._check("DeltaStream"))
         for chunk in self._chunks:
             chunk.take_snapshot()
         self._anchor = self._chunks[0].source.pieces[0].names if self._chunks else ()
@@ -163,43 +161,48 @@ class DeltaStream:
 
     def _changes(self) -> Iterator[Patch]:
         own = self._begin_round()
+        scratch = Scratch()
         for chunk in self._chunks:
             start = 0
             while start < chunk.numel:
-                found = chunk.changed(start, self._room(chunk))
-                for piece, places, values in chunk.cut(found):
+                # The first patch of all says what receivers have before it: see `Patch.before`.
+                is_first = self._counted == 0
+                found = chunk.changed(start, self._room(chunk), scratch, settles=not is_first)
+                for piece, begin, end in chunk.cut(found):
+                    places, values = found.places[begin:end], found.values[begin:end]
+                    self._pending = _Pending(chunk, found.places[begin:])
                     yield self._patch(chunk, piece, places, values)
                     if self.round != own:
                         raise RuntimeError(
                             "DeltaStream.changes: another round began, or the model was resharded, "
                             "before this one was over; take the patches of one round at a time"
                         )
-                    self._settle()
+                    self._counted = self._yielded
+                    if not found.is_settled:
+                        chunk.settle(places, values)
+                self._pending = None
                 start = found.stop
 
     def _begin_round(self) -> int:
+        self._forget_pending()
+        self.round += 1
+        return self.round
+
+    def _forget_pending(self) -> None:
+        """Have the elements sent again that an interrupted round left."""
         if self._pending is not None:
             self._pending.chunk.forget(self._pending.places)
             self._pending = None
-        self.round += 1
-        return self.round
 
     def _patch(
         self, chunk: Chunk, piece: Piece, places: torch.Tensor, values: torch.Tensor
     ) -> Patch:
         known = chunk.known_bytes(places) if self._counted == 0 else None
-        self._yielded += 1
-        self._pending = _Pending(self._yielded, chunk, places, values)
-        link = self._link(self._yielded, self._counted)
         before = None if known is None else crc_of(known)
+        self._yielded += 1
+        link = self._link(self._yielded, self._counted)
         # Copies: a receiver may write into them, or keep them, and not the memory of all patches.
         return _make_patch(piece, piece.in_whole(places), values.clone(), link, before)
-
-    def _settle(self) -> None:
-        assert self._pending is not None, "the round has yielded a patch"
-        number, chunk, places, values = self._pending
-        chunk.settle(places, values)
-        self._counted, self._pending = number, None
 
     def _full(self) -> Iterator[Patch]:
         position = self._yielded
@@ -223,41 +226,48 @@ class DeltaStream:
 
     # The model --------------------------------------------------------------------------------
 
-    def _check(self, verb: str) -> None:
+    def _check(self, verb: str) -> list[FlatParamHandle]:
+        """Check that the model is between steps; returns its handles."""
         if not isinstance(self._model, nn.Module):
             raise TypeError(f"{verb}: expected a ZeRO3 module, got {type(self._model).__name__}")
-        for state in root_states_of(self._model, verb, is_collective=True):
-            if any(u.training_state is TrainingState.SUMMON_FULL_PARAMS for u in state.units):
-                raise RuntimeError(
-                    f"{verb}: inside summon_full_params() the shards are not up to date; leave it "
-                    "first"
-                )
+        states = root_states_of(self._model, verb)
+        units = [unit for state in states for unit in state.units]
+        if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
+            raise RuntimeError(
+                f"{verb}: inside summon_full_params() the shards are not up to date; leave it first"
+            )
+        return [handle for unit in units for handle in unit.handles]
 
-    def _make_chunks(self, names: Names) -> list[Chunk]:
-        self._seen = self._tensors_of(names)
+    def _make_chunks(self, handles: Sequence[FlatParamHandle]) -> list[Chunk]:
+        names = Names(self._model)
+        # Kept alive, so that nothing else gets the id of one of them.
+        self._handles, self._whole = list(handles), self._whole_tensors(names)
         sources = sources_of(self._model, names, self._buffers)
         return [Chunk(source, self._dtype, self._on_host) for source in sources]
 
-    def _tensors_of(self, names: Names) -> list[object]:
-        """What the chunks were made from. Kept alive, so that no other object gets its id."""
+    def _whole_tensors(self, names: Names) -> list[torch.Tensor]:
         buffers = [b for b, _ in named_buffers(self._model)] if self._buffers else []
-        return [*names.handles, *whole_parameters(names), *buffers]
+        return [*whole_parameters(names), *buffers]
 
     def _refresh(self, verb: str) -> None:
         """Find this rank's pieces again if the model was resharded, or buffers were replaced."""
-        self._check(verb)
-        names = Names(self._model)
-        now = self._tensors_of(names)
-        if [id(each) for each in now] == [id(each) for each in self._seen]:
+        handles = self._check(verb)
+        if _same(handles, self._handles) and (
+            # Without any, the check above has seen that there are none now.
+            not (self._whole or self._buffers)
+            or _same(self._whole_tensors(Names(self._model)), self._whole)
+        ):
             return
-        if self._pending is not None:
-            self._pending.chunk.forget(self._pending.places)
-            self._pending = None
-        former, self._chunks = self._chunks, self._make_chunks(names)
+        self._forget_pending()
+        former, self._chunks = self._chunks, self._make_chunks(handles)
         carry_over(former, self._chunks)
         self.round += 1
         if not self._anchor and self._chunks:
             self._anchor = self._chunks[0].source.pieces[0].names
+
+
+def _same(now: Sequence[object], before: Sequence[object]) -> bool:
+    return [id(each) for each in now] == [id(each) for each in before]
 
 
 def _make_patch(
