@@ -204,10 +204,11 @@ def draw(rounds: list[dict[str, float]], path: Path) -> None:
     for axis, (_, unit, label, lines) in zip(axes, panels, strict=True):
         for key, name in lines.items():
             axis.plot(steps, [each[key] / unit for each in rounds], marker=".", label=name)
-        axis.set_yscale("log")
+        axis.set_ylim(bottom=0)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_xlabel("step")
         axis.set_ylabel(label)
-        axis.legend()
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
         axis.grid(axis="y", alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
