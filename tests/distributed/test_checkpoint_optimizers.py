@@ -216,15 +216,14 @@ def _resume(folder: str, expected: dict[str, dict[str, Tensor]]) -> None:
 
 def test_several_optimizers_resume_bitwise_at_any_number_of_ranks(tmp_path: Path) -> None:
     expected = run_ranks(2, _write, str(tmp_path), ["muon", "shampoo", "plain"])[0]
-    for world_size in (1, 3):
-        run_ranks(world_size, _resume, str(tmp_path), expected)
+    run_ranks(3, _resume, str(tmp_path), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("written_by", [1, 3, 4])
+@pytest.mark.parametrize("written_by", [1, 3])
 def test_all_kinds_resume_bitwise(tmp_path: Path, written_by: int) -> None:
     expected = run_ranks(written_by, _write, str(tmp_path), KINDS)[0]
-    for world_size in (2, 4):
+    for world_size in (1, 2, 4):
         run_ranks(world_size, _resume, str(tmp_path), expected)
 
 
