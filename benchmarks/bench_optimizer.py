@@ -3,7 +3,8 @@
 Torch's foreach and fused AdamW run on the same sharded parameters and on `fully_shard`'s DTensors,
 as rank 0 of a fake group of 8. Compute is in bfloat16, so a step is followed by the cast of the
 weights for the next forward: `layerzero.optim.AdamW` has written it already. Its gradient norm is
-summed when gradients are delivered; that time is added to its clip. Two questions:
+summed when gradients are delivered, inside backward; that is a part of its own here, with gradients
+that are in no cache, and there are ratios without and with it. Two questions:
 
     bandwidth   --numel elements a rank, in units of the first of --counts parameters: the time of
                 clip + step + cast, and the bytes moved
@@ -33,7 +34,9 @@ from layerzero import MixedPrecision, ZeRO3
 from layerzero.optim import AdamW
 
 WORLD_SIZE = 8
-PARTS = ("clip", "step", "cast", "zero_grad")
+PARTS = ("norm", "clip", "step", "cast", "zero_grad")
+"""norm: what layerzero does for the clip while gradients are delivered, inside backward."""
+TIMED = ("clip", "step", "cast")
 BASE = "pieces, fused"
 STATES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
 
@@ -130,14 +133,14 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
     flats = optimizer._flats or []
     handles = _handles(model)
 
-    def clip() -> None:
+    def norm() -> None:
         for flat in flats:
             flat.note_delivered()
-        optimizer.clip_grad_norm_(1.0)
 
     return Contender(
         {
-            "clip": clip,
+            "norm": norm,
+            "clip": lambda: optimizer.clip_grad_norm_(1.0),
             "step": optimizer.step,
             "cast": lambda: _cast(handles),
             "zero_grad": optimizer.zero_grad,
@@ -154,6 +157,7 @@ def _on_pieces(units: int, count: int, per_rank: int, options: dict[str, bool]) 
     handles = _handles(model)
     return Contender(
         {
+            "norm": lambda: None,
             "clip": lambda: model.clip_grad_norm_(1.0),
             "step": optimizer.step,
             "cast": lambda: _cast(handles),
@@ -176,6 +180,7 @@ def _on_dtensors(units: int, count: int, per_rank: int, options: dict[str, bool]
     buffers = [torch.empty_like(each, dtype=torch.bfloat16) for each in locals_of]
     return Contender(
         {
+            "norm": lambda: None,
             "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
             "step": optimizer.step,
             "cast": lambda: torch._foreach_copy_(buffers, locals_of),
@@ -208,6 +213,8 @@ def _cast(handles: list[Any]) -> None:
 
 
 def _bandwidth(args: argparse.Namespace, count: int, per_rank: int) -> dict[str, Any]:
+    # Of one thread: other processes and waiting do not count.
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
     made = _contenders(args.units, count, per_rank)
     times: dict[str, dict[str, list[float]]] = {name: {p: [] for p in PARTS} for name in made}
 
@@ -216,11 +223,11 @@ def _bandwidth(args: argparse.Namespace, count: int, per_rank: int) -> dict[str,
         contender.between()
         total = 0.0
         for part in PARTS:
-            start = time.perf_counter()
+            start = clock()
             contender.parts[part]()
-            spent = (time.perf_counter() - start) * 1e3
+            spent = (clock() - start) * 1e3
             times[name][part].append(spent)
-            total += spent if part != "zero_grad" else 0.0
+            total += spent if part in TIMED else 0.0
         return total
 
     totals = interleave(list(made), run, args.rounds, warmup=1)
@@ -234,7 +241,13 @@ def _bandwidth(args: argparse.Namespace, count: int, per_rank: int) -> dict[str,
             "clip_step_cast_ms": Spread.of(values).as_dict(),
             "parts_ms": {part: Spread.of(times[name][part][1:]).median for part in PARTS},
             "over_fused_on_pieces": ratio(values, totals[BASE]).as_dict(),
-            "gigabytes_per_second": moved[key] * numel / median / 1e6,
+            "with_norm_over_fused_on_pieces": ratio(
+                [a + b for a, b in zip(values, times[name]["norm"][1:], strict=True)], totals[BASE]
+            ).as_dict(),
+            "gigabytes_per_second": moved[key]
+            * numel
+            / (median + Spread.of(times[name]["norm"][1:]).median)
+            / 1e6,
         }
     _show(f"{numel} elements in {count * args.units} parameters, ms", result, PARTS)
     return result
@@ -249,13 +262,13 @@ def _host(args: argparse.Namespace, count: int) -> dict[str, Any]:
         def run(name: str) -> float:
             made[name].between()
             start = time.process_time()
-            for _ in range(5):
+            for _ in range(3):
                 made[name].parts[part]()
-            return (time.process_time() - start) / 5 * 1e3
+            return (time.process_time() - start) / 3 * 1e3
 
         return run
 
-    for part in ("clip", "step", "zero_grad"):
+    for part in ("norm", "clip", "step", "zero_grad"):
         times = interleave(list(made), run_of(part), args.rounds, warmup=2)
         for name, values in times.items():
             own = result.setdefault(name, {"parts_ms": {}, "python_calls": {}})
@@ -265,7 +278,7 @@ def _host(args: argparse.Namespace, count: int) -> dict[str, Any]:
             if part == "step":
                 own["over_fused_on_pieces"] = ratio(values, times[BASE]).as_dict()
     _show(f"host, {count * args.units} parameters of 16 elements, ms", result,
-          ("clip", "step", "zero_grad"))  # fmt: skip
+          ("norm", "clip", "step", "zero_grad"))  # fmt: skip
     return result
 
 
@@ -287,7 +300,7 @@ def _calls(function: Callable[[], Any]) -> int:
 
 def _show(title: str, result: dict[str, Any], parts: tuple[str, ...]) -> None:
     print(title)
-    header = ["", *parts, "clip + step + cast", "over fused on pieces", "Python calls of a step"]
+    header = ["", *parts, "clip + step + cast", "over fused on pieces", "with norm", "calls"]
     rows = []
     for name, own in result.items():
         total = own.get("clip_step_cast_ms", {}).get("median")
@@ -298,6 +311,7 @@ def _show(title: str, result: dict[str, Any], parts: tuple[str, ...]) -> None:
                 *(f"{own['parts_ms'][part]:.2f}" for part in parts),
                 "" if total is None else f"{total:.1f}",
                 f"{own['over_fused_on_pieces']['median']:.2f}",
+                f"{own.get('with_norm_over_fused_on_pieces', {}).get('median', 0.0):.2f}",
                 "" if calls is None else str(calls),
             ]
         )
