@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from layerzero.uneven.joinable import JoinableModel
-from layerzero.uneven.root import JoinedRoot
+from layerzero.uneven.joinable import JoinableModel, enter
 
 
 @contextmanager
@@ -59,33 +56,26 @@ def join(
         raise TypeError(
             f"join: expected optimizers and learning-rate schedulers, got {type(wrong).__name__}"
         )
-    context = Join(
-        [model],
-        throw_on_early_termination=throw_on_early_termination,
-        optimizers=optimizers,
-        divide_by_initial_world_size=divide_by_initial_world_size,
+    root = enter(
+        model, optimizers, not divide_by_initial_world_size, throws=throw_on_early_termination
     )
-    root = model._root_state
-    assert isinstance(root, JoinedRoot), "Join has made its hook"
-    seat = root.join_seat
+    is_last = True
     try:
         yield
-        with warnings.catch_warnings():
-            context.__exit__(None, None, None)
-        _copy_states(schedulers, seat.is_last, model.join_process_group)
+        while root.shadow_next():
+            is_last = False
+        root.finish_join(is_last)
+        if schedulers:
+            _copy_states(schedulers, is_last, model.join_process_group)
     except BaseException as error:
-        if isinstance(root, JoinedRoot):
-            root.raise_everywhere(error)
+        root.raise_everywhere(error)
         raise
     finally:
-        if isinstance(root, JoinedRoot):
-            root.leave()
+        root.leave()
 
 
 def _copy_states(schedulers: list[Any], is_last: bool, group: dist.ProcessGroup) -> None:
     """Give each scheduler the state that it has on a rank which ran all steps."""
-    if not schedulers:
-        return
     states = [each.state_dict() for each in schedulers] if is_last else None
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, states, group=group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,20 +70,15 @@ class _Hook(JoinHook):
     def __init__(self, root: JoinedRoot) -> None:
         self._root = root
         self._is_first = True
-        self.is_inside = False
-        """Whether an error that arises now is not one of torch's Join itself."""
 
     def main_hook(self) -> None:
         if self._is_first:
             # Torch counts calls of this, of which a step has several.
             warnings.filterwarnings("ignore", message="Detected uneven input skew")
             self._is_first = False
-        self.is_inside = True
         self._root.shadow_next()
-        self.is_inside = False
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self.is_inside = True
         self._root.finish_join(is_last_joiner)
         self._root.leave()
 
@@ -95,14 +90,6 @@ def make_hook(
     divide_by_initial_world_size: bool = True,
 ) -> JoinHook:
     """See `JoinableModel.join_hook`."""
-    root = model._root_state
-    optimizers = list(optimizers)
-    _check(model, root, optimizers)
-    if isinstance(root, JoinedRoot):
-        if root.join_seat.is_open():
-            raise RuntimeError("join: the model is inside a join already; leave that one first")
-        root.leave()  # An error ended that one.
-    _ = model.join_process_group  # Made here, where all ranks come.
     model_ref = weakref.ref(model)
 
     def notify() -> Any:
@@ -112,11 +99,37 @@ def make_hook(
         joinable = model_ref()
         return joinable is not None and _takes_part(joinable)
 
-    averages_active = not divide_by_initial_world_size
-    seat = Seat(notify, is_enabled, JoinedOptimizers(optimizers), averages_active)
-    hook = _Hook(JoinedRoot.enter(root, seat))
-    seat.opened_by(weakref.ref(hook))
+    _ = model.join_process_group  # Made here, where all ranks come.
+    root = enter(
+        model, list(optimizers), not divide_by_initial_world_size, notify, is_enabled=is_enabled
+    )
+    hook = _Hook(root)
+    root.join_seat.opened_by(weakref.ref(hook))
     return hook
+
+
+def enter(
+    model: JoinableModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    averages_active: bool,
+    notify: Callable[[], Any] = lambda: None,
+    is_enabled: Callable[[], bool] = lambda: True,
+    throws: bool = False,
+) -> JoinedRoot:
+    """Begin a join; for the arguments see `Seat`. Collective.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: the model or an optimizer cannot join.
+        RuntimeError: the model is inside another join.
+    """
+    root = model._root_state
+    _check(model, root, optimizers)
+    if isinstance(root, JoinedRoot):
+        if root.join_seat.is_open():
+            raise RuntimeError("join: the model is inside a join already; leave that one first")
+        root.leave()  # An error ended that one.
+    seat = Seat(notify, is_enabled, JoinedOptimizers(optimizers), averages_active, throws)
+    return JoinedRoot.enter(root, seat)
 
 
 def _takes_part(model: JoinableModel) -> bool:
@@ -134,7 +147,9 @@ def _takes_part(model: JoinableModel) -> bool:
     return bool(config.enable)
 
 
-def _check(model: JoinableModel, root: RootState, optimizers: list[torch.optim.Optimizer]) -> None:
+def _check(
+    model: JoinableModel, root: RootState, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"join: expected optimizers, got {type(optimizer).__name__}")

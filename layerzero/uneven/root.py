@@ -59,8 +59,6 @@ class Seat:
     """Whether this rank takes part in what others run."""
     participants: frozenset[int]
     """Units whose gradients are means over the ranks that had one."""
-    is_last: bool
-    """Whether this rank ran all steps; known when all ranks are out."""
     all_know: bool
     """Whether every rank knows of the error that ends the join."""
 
@@ -70,21 +68,25 @@ class Seat:
         is_enabled: Callable[[], bool],
         optimizers: JoinedOptimizers,
         averages_active: bool,
+        throws: bool,
     ) -> None:
         """
         Args:
-            notify: torch's `Join.notify_join_context` for the model.
+            notify: called before each exchange while this rank is not out; in torch's Join its
+                `notify_join_context`.
             is_enabled: whether torch's Join around the loop is on.
             averages_active: whether gradients are means over the ranks that are not out.
+            throws: whether to raise on all ranks once some are out.
         """
+        self.throws = throws
         self.notify = notify
         self.is_enabled = is_enabled
         self.optimizers = optimizers
         self.averages_active = averages_active
         self.participants = frozenset[int]()
-        self._hook: Callable[[], object] = lambda: None
+        self._hook: Callable[[], object] = lambda: self
         self.num_active = self.num_ranks = 0
-        self.is_shadowing = self.all_know = self.is_last = False
+        self.is_shadowing = self.all_know = False
         self.num_forwards = 0
         self.forwards: dict[int, ForwardPass] = {}
         self.is_training = False
@@ -96,9 +98,6 @@ class Seat:
 
     def is_open(self) -> bool:
         return self._hook() is not None and not self.all_know
-
-    def ends(self, is_last: bool) -> None:
-        self.is_last = is_last
 
     def average_participants(self, units: Iterable[int]) -> None:
         self.participants = frozenset(units)
@@ -292,11 +291,16 @@ class JoinedRoot(OptionalRoot):
             assert chosen is not None, "this rank is not out"
             self._shadow(chosen)
 
-    def shadow_next(self) -> None:
-        """This rank is out of batches: shadow what the others do next."""
+    def shadow_next(self) -> bool:
+        """This rank is out of batches: shadow what the others do next.
+
+        Returns:
+            False: all ranks are out.
+        """
         chosen = self._meet(_OUT)
-        assert chosen is not None, "torch's Join has counted ranks that are not out"
-        self._shadow(chosen)
+        if chosen is not None:
+            self._shadow(chosen)
+        return chosen is not None
 
     def finish_join(self, is_last: bool) -> None:
         """All ranks are out of batches. Collective.
@@ -304,7 +308,6 @@ class JoinedRoot(OptionalRoot):
         Args:
             is_last: whether this rank was not out before the others.
         """
-        self._seat.ends(is_last)
         self._meet(_OUT, is_last=is_last)
 
     def raise_everywhere(self, error: BaseException) -> None:
@@ -347,6 +350,8 @@ class JoinedRoot(OptionalRoot):
         if chosen is not None and chosen.kind == Kind.RAISED:
             self._raise_of(wish, what)
         is_out = any(each == _OUT for each in wishes)
+        if seat.throws and chosen is not None and is_out:
+            self._end(what, "throw_on_early_termination: some ranks are out of batches", wish)
         if chosen is None and seat.num_active:
             self._end(what, "ranks of a join came to different calls", wish)
         if chosen is not None and chosen.kind == Kind.CALL and is_out:

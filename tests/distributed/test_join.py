@@ -577,7 +577,19 @@ def _plain(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
         _step(model, optimizer, batch)
 
 
+def _throws_under_torchs_join() -> None:
+    model = _wrapped()
+    optimizer = _sgd(model)
+
+    def run() -> None:
+        with Join([model], throw_on_early_termination=True, optimizers=[optimizer]):
+            _plain(model, optimizer)
+
+    assert ("Throwing across", "exhausted all inputs")[dist.get_rank()] in _error_of(run)
+
+
 def _errors() -> None:
+    _throws_under_torchs_join()
     _raises_everywhere(_fails_between, "KeyError", "rank 0 left the join with an error: KeyError")
     _raises_everywhere(_fails_in_forward, "mat1 and mat2", "rank 0 raised")
     _raises_everywhere(_fails_in_backward, "no such image", "rank 0 raised", "rank 0 left")
@@ -588,7 +600,7 @@ def _errors() -> None:
     _raises_everywhere(_scales, "gradient scalers do not work")
     _raises_everywhere(_nests, "inside a join already")
     _raises_everywhere(
-        _plain, "exhausted all inputs", "Throwing across", throw_on_early_termination=True
+        _plain, "some ranks are out of batches (rank 0: a forward", throw_on_early_termination=True
     )
 
 
