@@ -25,11 +25,9 @@ from layerzero.config import (
     ReshardAfterForward,
 )
 from layerzero.construct import advice
-from layerzero.construct.arguments import check_arguments
 from layerzero.construct.build import build
 from layerzero.construct.foreign import guard_saving
-from layerzero.construct.plan import plan_wrapping
-from layerzero.construct.topology import agree_on_topology
+from layerzero.construct.topology import agree_on_topology, plan_on_every_rank
 from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
 from layerzero.log import log_units
@@ -159,8 +157,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}
         if "_wrapped" not in self.__dict__:  # Otherwise `rewrap` runs this again.
             super().__init__()
-        arguments = check_arguments(given, unknown)
-        plan = plan_wrapping(module, arguments)
+        plan, arguments = plan_on_every_rank(module, given, unknown)
         topology = agree_on_topology(plan, arguments)
         root = build(plan, topology, arguments)
         self._become(module, root)

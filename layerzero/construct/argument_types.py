@@ -41,6 +41,8 @@ def check_timeout(timeout: object) -> None:
             f"timeout: expected a datetime.timedelta or None, got {timeout!r}"
             + (f"; for seconds timedelta(seconds={timeout})" if is_number else "")
         )
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"timeout: expected a positive timedelta, got {timeout!r}")
 
 
 def check_param_init_fn(value: object) -> None:

@@ -1,4 +1,4 @@
-"""Checks that all ranks start with the same parameters: names, sizes and values.
+"""Checks that all ranks start with the same values of parameters and buffers.
 
 Note [Digests]
     Each rank cuts its shard out of its own values, so ranks that drew different random numbers
@@ -9,72 +9,18 @@ Note [Digests]
 
 from __future__ import annotations
 
-import itertools
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from layerzero import ops
 from layerzero.comm.collectives import Operation, broadcast_from_first
 from layerzero.comm.texts import gather_texts
-from layerzero.construct.wrap import UnitPlan
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
 from layerzero.core.tensor_parallel import local_of
 
-_PARAMETERS = Operation("exchange", "parameters of ranks", 0)
 _VALUES = Operation("exchange", "initial values", 0)
-
-# Names and sizes ----------------------------------------------------------------------------------
-
-
-class Outline:
-    """Names, sizes and kinds of the parameters that all ranks of a model have."""
-
-    def __init__(self, plans: Sequence[UnitPlan], experts: Mapping[int, object]) -> None:
-        """`experts` is keyed by id(plan); expert units differ between ranks and are left out."""
-        self._rows = [row for plan in plans if id(plan) not in experts for row in _rows_of(plan)]
-
-    @property
-    def number(self) -> int:
-        """A checksum, equal on ranks whose parameters have the same names, sizes and dtypes."""
-        return zlib.crc32("\n".join(self._rows).encode())
-
-    def explain(self, axes: Sequence[ShardGroup], device: torch.device) -> str:
-        """Error message: how ranks differ from the first. Collective over `axes`, inner first."""
-        first = broadcast_text("\n".join(self._rows), axes, device, _PARAMETERS).split("\n")
-        pairs = itertools.zip_longest(self._rows, first, fillvalue="no other parameter")
-        difference = next(((own, other) for own, other in pairs if own != other), None)
-        text = None
-        if difference is not None:
-            counts = f"{len(self._rows)} parameters here, {len(first)} there"
-            text = f"{difference[0]}, where the first rank has {difference[1]} ({counts})"
-        texts = gather_texts(text, dist.get_rank(), axes, device, "parameters of ranks")
-        listed = "; ".join(f"rank {rank} has {each}" for rank, each in list(texts.items())[:4])
-        more = f" (and {len(texts) - 4} more ranks)" if len(texts) > 4 else ""
-        return (
-            f"process_group: parameters differ between its ranks: {listed}{more}; every rank must "
-            "wrap the same model; ranks may differ only in units that have their own process_group "
-            "(experts)"
-        )
-
-
-def _rows_of(plan: UnitPlan) -> list[str]:
-    if plan.existing is not None:
-        return [
-            f"{fqn!r} {list(shape)} {handle.main_shard.dtype} in {plan.label}"
-            for handle in plan.existing.handles
-            for fqn, shape in zip(handle.fqns, handle.shapes, strict=True)
-        ]
-    rows = []
-    for original in plan.originals:
-        parameter = original.parameter
-        kind = "trainable" if parameter.requires_grad else "frozen"
-        sizes = list(local_of(parameter).shape)
-        rows.append(f"{original.fqn!r} {sizes} {parameter.dtype} {kind} in {plan.label}")
-    return rows
 
 
 def broadcast_text(
@@ -89,9 +35,6 @@ def broadcast_text(
     received[: data.numel()] = data[: received.numel()]
     broadcast_from_first(received, groups, lambda _: operation)
     return bytes(received.tolist()).decode().rstrip("\n")
-
-
-# Values -------------------------------------------------------------------------------------------
 
 
 class Digests:

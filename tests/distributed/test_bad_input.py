@@ -280,11 +280,11 @@ def _different_models() -> None:
     is_other = dist.get_rank() == 1
     pattern = (
         r"rank 1 has 'blocks\.2\.up\.weight' \[7, 5\] torch\.float32 trainable in blocks\.2, "
-        r"where the first rank has no other parameter \(15 parameters here, 11 there\); "
+        r"where rank 0 has no other parameter \(15 parameters here, 11 there\); "
         r"every rank must"
     )
     differs(Mlp(depth=2 + is_other), pattern, auto_wrap_policy={Block})
-    pattern = r"rank 1 has 'weight' \[4, 3\].*, where the first rank has 'weight' \[4, 2\]"
+    pattern = r"rank 1 has 'weight' \[4, 3\].*, where rank 0 has 'weight' \[4, 2\]"
     differs(nn.Linear(2 + is_other, 4), pattern, sync_module_states=True)
     frozen = nn.Linear(2, 4).requires_grad_(not is_other)
     differs(frozen, r"rank 1 has 'weight' \[4, 2\] torch\.float32 frozen in the root unit")

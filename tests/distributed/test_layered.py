@@ -609,13 +609,15 @@ def _bad_input() -> None:
     _refuses("zero3_size: expected a divisor of the group size 4, got 0", zero3_size=0)
     _refuses("zero3_size: expected a divisor of the group size 4, got 8", zero3_size=8)
     _refuses(
-        "differ between ranks, in the group.s order: zero3_size=2, outer='zero1'; "
-        "zero3_size=4, outer='zero1'; zero3_size=4, outer='zero1'; zero3_size=4, outer='zero1'",
+        "arguments differ between ranks: ranks 1, 2, 3 have zero3_size=4, where rank 0 has "
+        "zero3_size=2; give every rank the same",
         zero3_size=None if rank else 2,
     )
-    _refuses("zero3_size=3, outer='zero1'; zero3_size=2", zero3_size=2 if rank else 3)
+    _refuses("have zero3_size=2, where rank 0 has zero3_size=3", zero3_size=2 if rank else 3)
     _refuses(
-        "zero3_size=2, outer='replicate'", zero3_size=2, outer="replicate" if rank == 3 else "zero1"
+        "rank 3 has outer='replicate', where rank 0 has outer='zero1'",
+        zero3_size=2,
+        outer="replicate" if rank == 3 else "zero1",
     )
     cube = init_device_mesh("cpu", (2, 2, 1))
     _refuses(r"a mesh of 3 axes \(2, 2, 1\); expected one axis", process_group=cube)
@@ -625,7 +627,7 @@ def _bad_input() -> None:
         process_group=mesh,
         zero3_size=4,
     )
-    _refuses("zero3_size=2, outer='shard'", process_group=mesh, outer="shard" if rank else "zero1")
+    _refuses("have outer='shard', where", process_group=mesh, outer="shard" if rank else "zero1")
     with pytest.raises(TypeError, match="zero3_size: expected an int or None, got '2'"):
         ZeRO3(seeded(Mlp), zero3_size="2")
     with warns_on_first_rank("outer='replicate' has no effect"):

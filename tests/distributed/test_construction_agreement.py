@@ -1,0 +1,247 @@
+"""Ranks that construct different models, or refuse to, all raise one line with both values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import layerzero
+from layerzero import (
+    BackwardPrefetch,
+    MixedPrecision,
+    OffloadPolicy,
+    PrefetchPolicy,
+    ReductionPolicy,
+    ZeRO3,
+)
+from layerzero.construct import outline
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+
+LIMIT_S = 3.0
+"""Seconds in which every rank raises, whatever the timeout."""
+
+Build = Callable[[], nn.Module]
+
+
+def nothing(module: nn.Module) -> None:
+    """A `param_init_fn`."""
+
+
+class Other(Block):
+    """A block with other code and the same parameters."""
+
+
+class Named(Mlp):
+    """The same modules under a root of another class."""
+
+
+def tied() -> nn.Module:
+    module = Mlp(2)
+    module.blocks[1].up.weight = module.blocks[0].up.weight
+    return module
+
+
+def swapped() -> nn.Module:
+    module = Mlp(2)
+    module.blocks[0], module.head = module.head, module.blocks[0]
+    return module
+
+
+def changed(change: Callable[[nn.Module], Any]) -> Build:
+    def build() -> nn.Module:
+        module = Mlp(2)
+        change(module)
+        return module
+
+    return build
+
+
+def by_name(module: nn.Module, fqn: str) -> dict[str, Any] | bool:
+    return {"reshard_after_forward": False} if fqn == "blocks.0" else isinstance(module, Block)
+
+
+POLICY = {"auto_wrap_policy": {Block}}
+ARGUMENTS: list[tuple[dict[str, Any], str, str]] = [
+    # An argument of one rank; what the message says of it; and of the others.
+    ({"zero3_size": 1}, "zero3_size=1", "zero3_size="),
+    ({"outer": "replicate"}, "outer='replicate'", "outer='zero1'"),
+    (
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, keep_float32=(Block,))},
+        "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, keep_float32=(Block))",
+        "mixed_precision=MixedPrecision()",
+    ),
+    ({"forward_prefetch": 2}, "forward_prefetch=2", "forward_prefetch=1"),
+    ({"prefetch": PrefetchPolicy(forward=False)}, "forward_prefetch=0", "forward_prefetch=1"),
+    (
+        {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+        "backward_prefetch=BackwardPrefetch.BACKWARD_POST",
+        "backward_prefetch=BackwardPrefetch.BACKWARD_PRE",
+    ),
+    ({"limit_all_gathers": "2GB"}, "limit_all_gathers='2GB'", "limit_all_gathers=True"),
+    ({"reshard_after_forward": False}, "reshard_after_forward=False in", "after_forward=True in"),
+    ({"offload": OffloadPolicy(params=True)}, "offload=OffloadPolicy(params=True)", "Policy()"),
+    ({"param_init_fn": nothing}, "param_init_fn=a function", "param_init_fn=None"),
+    ({"param_init_fn": "later"}, "param_init_fn='later'", "param_init_fn=None"),
+    ({"sync_module_states": True}, "sync_module_states=True", "sync_module_states=False"),
+    ({"gradient_reduction": "sum"}, "gradient_reduction='sum'", "gradient_reduction='mean'"),
+    ({"accumulation": "sharded"}, "accumulation='sharded'", "accumulation='auto'"),
+    ({"deterministic": True}, "deterministic=True", "deterministic=False"),
+    ({"reduction": ReductionPolicy(in_flight="1GB")}, "in_flight='1GB'", "in_flight=None"),
+    ({"timeout": timedelta(hours=1)}, "seconds=3600", "timeout=None"),
+    ({"auto_wrap_policy": {nn.Linear}}, " in ", " in "),
+    ({"auto_wrap_policy": by_name}, "after_forward=False in blocks.0", "True in blocks.0"),
+]
+MODULES: list[tuple[Build, str, str]] = [
+    (lambda: Mlp(3), "blocks.2.", "no other parameter"),
+    (changed(lambda m: setattr(m, "head", nn.Linear(WIDTH, 4))), "'head.weight' [4, 5]", "[3, 5]"),
+    (changed(lambda m: m.head.double()), "torch.float64", "torch.float32"),
+    (changed(lambda m: m.blocks[1].requires_grad_(False)), "frozen in blocks.1", "trainable"),
+    (tied, "tied to 'blocks.1.up.weight'", "'blocks.0.up.weight'"),
+    (swapped, "'blocks.0.", "'blocks.0."),
+    (changed(lambda m: m.blocks.__setitem__(0, Other())), "of class Other", "of class Block"),
+    (changed(lambda m: m.add_module("act", nn.ReLU())), "'act' of class ReLU", "no other module"),
+    (lambda: Named(2), "a Named as root", "a Mlp as root"),
+    (
+        changed(lambda m: m.register_buffer("table", torch.zeros(3))),
+        "'table' [3] torch.float32",
+        "no other buffer",
+    ),
+]
+
+
+def in_step(run: Callable[[], object], error: type[Exception] = ValueError) -> str:
+    """The message with which `run` is refused, on every rank and soon after the last one calls."""
+    dist.barrier()
+    start = time.monotonic()
+    with pytest.raises(error) as caught:
+        run()
+    assert time.monotonic() - start < LIMIT_S
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def _everything(odd: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def check(run: Callable[[], object], own: str, other: str) -> None:
+        message = in_step(run)
+        assert "differ between" in message and own in message and other in message, message
+        assert "where rank 0 has" in message
+        assert ("rank 1 has" if size == 2 else "ranks 1, 2 have") in message or odd, message
+        assert not odd or f"rank {odd} has" in message
+
+    for options, own, other in ARGUMENTS:
+        given = POLICY | (options if rank == odd else {})
+        check(lambda given=given: ZeRO3(Mlp(2), **given), own, other)
+    for build, own, other in MODULES:
+        module = build() if rank == odd else Mlp(2)
+        check(lambda module=module: ZeRO3(module, **POLICY), own, other)
+    before = outline.__version__
+    if rank == odd:
+        outline.__version__ = "9.9.9"
+    check(lambda: ZeRO3(Mlp(2)), "layerzero 9.9.9", f"layerzero {before}")
+    outline.__version__ = before
+    before = torch.__version__
+    torch.__version__ = "9.9.9" if rank == odd else before
+    check(lambda: ZeRO3(Mlp(2)), "torch 9.9.9", f"torch {before}")
+    torch.__version__ = before
+    # Around nested wrappers, and in what is wrapped again.
+    nested = Mlp(2)
+    nested.blocks[0] = ZeRO3(nested.blocks[0])
+    if rank == odd:
+        nested.head = nn.Linear(WIDTH, 4)
+    check(lambda: ZeRO3(nested), "'head.weight' [4, 5]", "[3, 5]")
+    model = ZeRO3(Mlp(2), **POLICY)
+    if rank == odd:
+        model.module.blocks.append(Block())
+    check(lambda: layerzero.rewrap(model), "blocks.2.", "no other parameter")
+    # All ranks are still in step.
+    model = ZeRO3(Mlp(2), **POLICY)
+    model(torch.ones(2, WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "world_size, odd", [(2, 1), *(pytest.param(3, odd, marks=pytest.mark.slow) for odd in (0, 2))]
+)
+def test_every_difference_is_named_on_every_rank(world_size: int, odd: int) -> None:
+    run_ranks(world_size, _everything, odd, timeout=200.0)
+
+
+def hooked() -> nn.Module:
+    module = Mlp(2)
+    module.head.weight.register_hook(lambda grad: grad)
+    return module
+
+
+def uninitialised() -> nn.Module:
+    module = Mlp(2)
+    module.own = nn.Parameter(torch.empty(3, device="meta"))
+    return module
+
+
+def _one_refuses(odd: int) -> None:
+    rank = dist.get_rank()
+    cases: list[tuple[Build, dict[str, Any], str, str]] = [
+        (Mlp, {"outer": "zero2"}, "ValueError", "outer: expected"),
+        (Mlp, {"timeout": 600}, "TypeError", "timeout: expected a datetime.timedelta"),
+        (Mlp, {"timeout": timedelta(0)}, "ValueError", "timeout: expected a positive"),
+        (Mlp, {"sharding_strategy": 1}, "TypeError", "sharding_strategy"),
+        (Mlp, {"zero3_size": "2"}, "", "zero3_size"),
+        (Mlp, {"auto_wrap_policy": {"Block"}}, "TypeError", "auto_wrap_policy"),
+        (Mlp, {"device": "cuda:99"}, "", "device='cuda:99'"),
+        (hooked, {}, "ValueError", "has hooks"),
+        (lambda: [Mlp()], {}, "TypeError", "got list"),  # type: ignore[list-item, return-value]
+        (lambda: nn.LazyLinear(3), {}, "ValueError", "has no shape yet"),
+    ]
+    for build, options, error, text in cases:
+        module, given = (build(), options) if rank == odd else (Mlp(), {})
+        kinds: Any = (ValueError, TypeError) if rank == odd else ValueError
+        message = in_step(lambda module=module, given=given: ZeRO3(module, **given), kinds)
+        assert text in message, message
+        if rank != odd:
+            assert f"rank {odd} refused" in message and error in message, message
+    # A meta module without initialisation there, and values here.
+    module = uninitialised() if rank == odd else Mlp(2)
+    if rank != odd:
+        module.own = nn.Parameter(torch.zeros(3))
+    message = in_step(lambda: ZeRO3(module))
+    assert "on the meta device and no reset_parameters()" in message, message
+    ZeRO3(Mlp(2))
+
+
+@pytest.mark.parametrize("world_size, odd", [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
+def test_what_one_rank_refuses_is_raised_on_every_rank(world_size: int, odd: int) -> None:
+    run_ranks(world_size, _one_refuses, odd)
+
+
+def _layered() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    rank = dist.get_rank()
+    message = in_step(lambda: ZeRO3(Mlp(2), mesh, deterministic=rank == 3))
+    assert "rank 3 has deterministic=True, where rank 0 has deterministic=False" in message
+    message = in_step(lambda: ZeRO3(Mlp(2 + (rank == 0)), mesh))
+    assert "ranks 1, 2, 3 have" in message and "where rank 0 has" in message
+    message = in_step(
+        lambda: ZeRO3(Mlp(2), mesh, outer="zero2" if rank == 2 else "zero1"),  # type: ignore
+    )
+    assert "outer: expected" in message
+    # What may differ: devices' memory, initialisers of ranks that get the first rank's values.
+    module = Mlp(2)
+    if rank:
+        with torch.device("meta"):
+            module = Mlp(2)
+    init = (lambda module: module.to_empty(device="cpu", recurse=False)) if rank else None
+    ZeRO3(module, mesh, sync_module_states=True, param_init_fn=init)
+
+
+def test_layered_groups_agree_and_what_may_differ_is_allowed() -> None:
+    run_ranks(4, _layered)
