@@ -261,6 +261,13 @@ def test_ranks_that_differ_are_refused_on_every_rank() -> None:
 
 
 class Fails(SGD):
+    def add_param_group(self, param_group: Any) -> None:
+        super().add_param_group(param_group)
+        late = len(self.param_groups) > 1 and not param_group["params"][0].is_meta
+        if late and param_group["params"][0].numel() > 1:  # On the owner alone.
+            self.param_groups.pop()
+            raise ValueError("no more groups")
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -272,7 +279,13 @@ class Fails(SGD):
 def _errors_in_a_step() -> None:
     rank = dist.get_rank()
     model = _model()
-    optimizer = WholeTensorOptimizer(model.parameters(), Fails, lr=0.1, bucket_bytes=100)
+    *most, last = model.parameters()
+    optimizer = WholeTensorOptimizer(most, Fails, lr=1e-3, bucket_bytes=100)
+    with pytest.raises(ValueError, match=r"no more groups"):
+        optimizer.add_param_group({"params": [last]})
+    _train(model, optimizer)
+    del optimizer
+    optimizer = WholeTensorOptimizer(model.parameters(), Fails, lr=1e-3, bucket_bytes=100)
     _train(model, optimizer)
     first, *others = model.parameters()
     # One rank's optimizer raises; the exchanges go on, and so does training.

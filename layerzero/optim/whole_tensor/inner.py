@@ -177,10 +177,15 @@ class Inner:
         self.optimizer = construct(optimizer_class, given, options, is_flat)
 
     def add_group(self, group: Group, stand_in: nn.Parameter) -> None:
-        self._stand_ins.append(stand_in)
         self.optimizer.add_param_group(
             {**options_of(group), "params": group["params"] or [stand_in]}
         )
+        self._stand_ins.append(stand_in)
+
+    def keep_groups(self, number: int) -> None:
+        """Drop groups after the first `number`, which another rank could not add."""
+        del self._stand_ins[number:]
+        del self.optimizer.param_groups[number:]
 
     def load(self, state_dict: Mapping[str, Any], tensors: Sequence[nn.Parameter | None]) -> None:
         """Load whole states, and options of the groups.

@@ -60,7 +60,7 @@ class Member:
         self.tensor.requires_grad_(self.parameter.requires_grad)
         piece = self.parameter.grad
         if self.whole.lies_with_owner and piece is not None:
-            self.tensor.grad = piece.detach().view(self.tensor.shape)
+            self.tensor.grad = piece.detach().reshape(self.tensor.shape)
         else:
             self.tensor.grad = torch.empty_like(self.tensor)
         return Staged(self.tensor.grad.detach(), self.blocks)

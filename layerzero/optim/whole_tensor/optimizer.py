@@ -245,6 +245,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             self._members, self.owned = before
+            assert self._inner is not None, "it is made"
+            self._inner.keep_groups(len(self.param_groups))
             raise
         claim(self, given.parameters)
 
