@@ -90,6 +90,10 @@ class Agreement:
         self._places.required(collective)
         self._is_expected = False
 
+    def settle(self, collective: int) -> None:
+        """Settle what others want here, before a prefetch ahead of the required `collective`."""
+        self._settle(collective)
+
     def want(self, event: int) -> bool:
         """This rank wants an optional event now; take part in what comes before it.
 

@@ -203,6 +203,9 @@ class OptionalScheduler(UnshardScheduler):
         self, unit: Unit, in_backward: bool, behind_reductions: bool | None = None
     ) -> None:
         if not unit.is_optional:
+            if behind_reductions is False and self.agreement.is_open:
+                # BACKWARD_POST: between the last optional event here and the unit's reduction.
+                self.agreement.settle(2 * unit.index + 1)
             super().prefetch_after(unit, in_backward, behind_reductions)
             return
         # Only what is agreed: the gather of a required unit has its place behind it.
