@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from layerzero.notices import warn_once
 from layerzero.uneven.joinable import JoinableModel, enter
 
 
@@ -55,6 +56,13 @@ def join(
         wrong = next(each for each in others if not any(each is k for k in known))
         raise TypeError(
             f"join: expected optimizers and learning-rate schedulers, got {type(wrong).__name__}"
+        )
+    if not schedulers and any("initial_lr" in g for each in optimizers for g in each.param_groups):
+        warn_once(
+            "join without schedulers",
+            "join: the optimizer has a learning-rate scheduler; if it steps inside the join, pass "
+            "it to layerzero.join, too: on ranks that run out of batches it would fall behind",
+            stacklevel=4,
         )
     root = enter(
         model, optimizers, not divide_by_initial_world_size, throws=throw_on_early_termination

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -546,6 +547,16 @@ def _saves(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
         layerzero.checkpoint.get_model_state_dict(model, full=True)
 
 
+def _takes_norms(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches():
+        layerzero.global_norm(model)
+        _step(model, optimizer, batch)
+
+
+def _rewraps(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    layerzero.rewrap(model)
+
+
 def _parts(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
     for batch in _batches((2, 2)):
         loss_of(model(batch)).backward()
@@ -595,6 +606,8 @@ def _errors() -> None:
     _raises_everywhere(_fails_in_backward, "no such image", "rank 0 raised", "rank 0 left")
     _raises_everywhere(_summons, "some have no batches (rank 0: summon_full_params; rank 1: out")
     _raises_everywhere(_saves, "rank 0: get_model_state_dict; rank 1: out of batches")
+    _raises_everywhere(_takes_norms, "rank 0: global_norm; rank 1: out of batches")
+    _raises_everywhere(_rewraps, "rewrap: the model is inside a join")
     _raises_everywhere(_parts, "rank 0: clip_grad_norm_; rank 1: optimizer.step")
     _raises_everywhere(_steps_another, "pass every optimizer")
     _raises_everywhere(_scales, "gradient scalers do not work")
@@ -695,6 +708,15 @@ def _refuses() -> None:
 
         found = _error_of(enter)
         assert text in found, (text, found)
+
+    scheduled, _ = _optimizer(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with layerzero.join(model, scheduled):
+                pass
+    texts = [str(each.message) for each in caught if "join: the optimizer" in str(each.message)]
+    assert len(texts) == (dist.get_rank() == 0), texts
 
     def several() -> None:
         with Join([model, other], optimizers=[optimizer]):
