@@ -94,6 +94,11 @@ def test_random_regions_train_like_one_process(
     _on(pytestconfig, world_size, _train_seeds, seeds)
 
 
+@pytest.mark.slow
+def test_more_random_regions_train_like_one_process(pytestconfig: pytest.Config) -> None:
+    _on(pytestconfig, 2, _train_seeds, range(12, 64))
+
+
 def _train_without_names(seeds: range) -> None:
     group = make_plain_group(TIMEOUT)
     for seed in seeds:
