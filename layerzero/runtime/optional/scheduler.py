@@ -27,6 +27,7 @@ from layerzero.runtime.unshard_scheduler import UnshardScheduler
 _LAST = int(Hold.LAST_OF_FORWARD)
 _POLICY = int(Hold.POLICY)
 _EXPLICIT = int(Hold.EXPLICIT)
+_top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _MAX_OPEN = 64
 """Forwards without a backward that are remembered."""
 
@@ -115,10 +116,13 @@ class OptionalScheduler(UnshardScheduler):
     def note_call(self, call: ForwardCall, outputs: object) -> None:
         """A forward call of an optional unit has returned.
 
-        Its backward may come if an output requires grad; or, without gradients, if the unit is
-        trainable: a reentrant checkpoint may run it again in backward.
+        Its backward may come if an output requires grad. A checkpoint may run the forward again in
+        backward: one that is not reentrant has hooks on what autograd saves; one that is reentrant
+        turns gradients off, and is assumed where the unit is trainable.
         """
-        if torch.is_grad_enabled():
+        if _top_saved_tensors_hooks(True) is not None:
+            reached = True
+        elif torch.is_grad_enabled():
             reached = any(tensor.requires_grad for tensor in find_tensors(outputs))
         else:
             reached = call.unit.is_trainable
