@@ -17,7 +17,7 @@ from torch import nn
 from layerzero import MixedPrecision, ReductionPolicy, ZeRO3
 from layerzero.runtime import reduction as reduction_module
 from layerzero.runtime.reducer import GradientReducer
-from layerzero.runtime.several_reductions import _SeveralInFlight
+from layerzero.runtime.several_reductions import SeveralInFlight
 from layerzero.runtime.unit import Unit
 from tests.distributed import test_experts
 from tests.harness.fake_ranks import run_fake_ranks
@@ -243,7 +243,7 @@ def without_waiting_for_a_reduction() -> object:
         reduction.handle.gradients.release()
         reducer._undelivered.append(reduction)
 
-    return mock.patch.object(_SeveralInFlight, "_complete_oldest", complete)
+    return mock.patch.object(SeveralInFlight, "_complete_oldest", complete)
 
 
 def _found_without() -> list[int]:
