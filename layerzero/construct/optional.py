@@ -12,7 +12,8 @@ Note [Optional modules are kept by name]
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -191,7 +192,20 @@ def find_regions(units: Sequence[Unit], optional: OptionalModules) -> OptionalRe
             region_of[index] = unit.fqn
     if not any(units[index].handles for index in region_of):
         return None  # All of their parameters are tied to units that every rank needs.
-    return OptionalRegions(region_of, optional.mean)
+    return OptionalRegions(region_of, optional.mean, _roams(units, region_of))
+
+
+def _roams(units: Sequence[Unit], optional: Iterable[int]) -> bool:
+    """Whether any of these units (by index) is used at several places of the model."""
+    counts = Counter(
+        id(module) for _, module in units[0].module.named_modules(remove_duplicate=False)
+    )
+    for index in optional:
+        unit = units[index]
+        inside = {id(part) for part in modules_of(unit.module)}
+        if counts[id(unit.module)] > 1 or any(id(user) not in inside for user in unit.owners):
+            return True
+    return False
 
 
 def optional_now(root: Unit) -> list[nn.Module]:

@@ -28,6 +28,8 @@ _LAST = int(Hold.LAST_OF_FORWARD)
 _POLICY = int(Hold.POLICY)
 _EXPLICIT = int(Hold.EXPLICIT)
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_NEVER = -1
+"""Stands for a unit that never comes, so that places are never taken as known."""
 _MAX_OPEN = 64
 """Forwards without a backward that are remembered."""
 
@@ -77,17 +79,20 @@ class OptionalScheduler(UnshardScheduler):
         self,
         agreement: Agreement,
         optional: Sequence[Unit],
+        roams: bool,
         reduces: Callable[[], Hashable],
         presence: Callable[[], list[bool]],
     ) -> None:
         """Ask `agreement` before each collective from now on.
 
         Args:
+            roams: see `OptionalRegions`.
             reduces: how gradients of the coming backward are reduced.
             presence: what `OptionalReduction.presence` returns.
         """
         self.agreement = agreement
         self._optional = tuple(optional)
+        self._roams = roams
         self._reduces = reduces
         self._presence = presence
 
@@ -98,7 +103,9 @@ class OptionalScheduler(UnshardScheduler):
         self._called = set()
         mode = torch.is_grad_enabled(), self._is_training(unit)
         kind = ("forward", unit.index, *mode, self._resident())
-        needed = (each.index for each in self._optional if each.handles)
+        needed = {each.index for each in self._optional if each.handles}
+        if self._roams:
+            needed.add(_NEVER)
         self.agreement.begin(kind, needed, self._reached, exchanges=True)
 
     def _is_training(self, unit: Unit) -> bool:
