@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,9 @@ class RankLocal(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rank_local, (self.plain(), self.what)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankLocal:
+        return rank_local(copy.deepcopy(self.plain(), memo), self.what)
 
     def refuse(self) -> NoReturn:
         raise NotImplementedError(

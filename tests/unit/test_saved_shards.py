@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -42,3 +43,12 @@ def test_a_rank_loads_the_shards_that_it_saved(
     assert torch.equal(loaded["weight"].local, local)
     assert isinstance(loaded["moment"], RankLocal)
     assert torch.equal(loaded["moment"].plain(), torch.ones(2))
+
+
+def test_a_copy_of_a_tensor_of_one_rank_is_one_too() -> None:
+    moment = rank_local(torch.ones(2), "a moment")
+    copied = copy.deepcopy({"moment": moment, "same": moment})
+    assert isinstance(copied["moment"], RankLocal) and copied["moment"].what == "a moment"
+    assert copied["moment"] is copied["same"]
+    moment.plain().zero_()
+    assert torch.equal(copied["moment"].plain(), torch.ones(2))
