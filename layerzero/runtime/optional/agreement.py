@@ -86,13 +86,9 @@ class Agreement:
 
     def required(self, collective: int) -> None:
         """This rank comes to a required collective: first settle what others want before it."""
-        self._settle(collective)
+        self.settle(collective)
         self._places.required(collective)
         self._is_expected = False
-
-    def settle(self, collective: int) -> None:
-        """Settle what others want here, before a prefetch ahead of the required `collective`."""
-        self._settle(collective)
 
     def want(self, event: int) -> bool:
         """This rank wants an optional event now; take part in what comes before it.
@@ -125,7 +121,7 @@ class Agreement:
 
     def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """The pass ends: settle what others want. Returns what happened: (place, events)."""
-        self._settle(None)
+        self.settle(None)
         return self._places.events
 
     def exchange_at_end(self) -> None:
@@ -174,10 +170,6 @@ class Agreement:
     # One place --------------------------------------------------------------------------------
 
     @property
-    def is_known(self) -> bool:
-        return self._places.is_known
-
-    @property
     def _may_exchange(self) -> bool:
         """Whether all ranks exchange at this place."""
         if not self._places.is_known:
@@ -186,7 +178,7 @@ class Agreement:
         # Where a gather comes twice (recomputation), how often depends on what a rank ran.
         return bool(expected) and (self._repeats or len(set(expected)) < len(expected))
 
-    def _settle(self, collective: int | None) -> None:
+    def settle(self, collective: int | None) -> None:
         """This rank is done with the place; `collective` comes next (None: the end of the pass)."""
         self._expect()
         self._finish_contract()
