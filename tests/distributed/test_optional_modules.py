@@ -84,6 +84,7 @@ def _every_pattern(mean: str) -> None:
             raise
 
 
+@pytest.mark.slow
 def test_every_pattern_of_three_regions_on_two_ranks_is_one_process_to_the_bit() -> None:
     run_ranks(2, _every_pattern, "all")
 
@@ -303,5 +304,6 @@ def _compiled() -> None:
             run.step(SIMPLE, [[draw(enters), draw(EVERYBODY)]], exact=True)
 
 
+@pytest.mark.slow
 def test_compiled_regions_train_like_one_process() -> None:
     run_ranks(2, _compiled)

@@ -117,5 +117,6 @@ def _train_on_a_device(seeds: range) -> None:
             assert device.findings == [], f"seed {seed}"
 
 
+@pytest.mark.slow
 def test_their_accesses_are_ordered_on_a_device(pytestconfig: pytest.Config) -> None:
     _on(pytestconfig, 2, _train_on_a_device, range(4000, 4003))

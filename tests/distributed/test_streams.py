@@ -146,7 +146,14 @@ SWEEPS = {
 }
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+# Layered modes take most of the time and wait as these do; `--slow` has them.
+QUICK = ("one shard group", "host")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SWEEPS],
+)
 def test_every_two_accesses_are_ordered(name: str) -> None:
     """A free counts as an access of the stream that owns the memory."""
     world_size, settings, uses, host_waits, freed = SWEEPS[name]

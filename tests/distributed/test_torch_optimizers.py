@@ -129,6 +129,7 @@ def test_every_class_is_in_the_table() -> None:
     assert _table().keys() == _classes().keys()
 
 
+@pytest.mark.slow
 def test_the_table_is_true() -> None:
     assert len(_element_wise()) > 5
     run_ranks(2, _everything)

@@ -611,6 +611,7 @@ def _load_on_one_rank(root: str) -> list[Values]:
     return values
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_at_other_sizes_of_data_and_tensor_parallel_groups(
     tmp_path: Path,
 ) -> None:

@@ -174,6 +174,7 @@ def _computes_otherwise(folder: str, losses: list[float]) -> None:
     assert max(abs(a - b) for a, b in zip(logged(ours, "loss"), losses, strict=True)) < 2**-8 * 4
 
 
+@pytest.mark.slow
 def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path) -> None:
     run_ranks(2, _trains, str(tmp_path), timeout=120)
 
@@ -227,6 +228,7 @@ def _example(folder: str) -> None:
     assert len(answer) == 5 and (Path(folder) / "checkpoint-40" / "training_args.json").exists()
 
 
+@pytest.mark.slow
 def test_the_example_trains_resumes_saves_and_loads(tmp_path: Path) -> None:
     run_ranks(2, _example, str(tmp_path), timeout=120)
 
