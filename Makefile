@@ -57,7 +57,9 @@ test: $(INSTALLED)
 # the engine or of what writes checkpoints.
 SEEDS ?= 200
 soak: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_random_models.py --seeds $(SEEDS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_random_models.py \
+		tests/distributed/test_optional_random.py tests/distributed/test_join.py \
+		--slow -k random --seeds $(SEEDS) $(ARGS)
 
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_checkpoint_safety.py --every-fault --slow $(ARGS)

@@ -157,13 +157,18 @@ def _random_plans(seeds: range, settings: list[dict[str, Any]]) -> None:
             raise AssertionError(f"seed {seed}, plan {plan}, {chosen}") from error
 
 
-def test_ranks_differ_in_micro_batches() -> None:
-    run_ranks(2, _random_plans, range(7), SETTINGS, timeout=60)
-
-
-@pytest.mark.slow
-def test_random_plans_on_four_ranks() -> None:
-    run_ranks(4, _random_plans, range(26), SETTINGS + LAYERED, timeout=120)
+@pytest.mark.parametrize(
+    ("world_size", "count", "settings"),
+    [(2, 7, SETTINGS), pytest.param(4, 26, SETTINGS + LAYERED, marks=pytest.mark.slow)],
+    ids=["2", "4"],
+)
+def test_random_numbers_of_micro_batches_train_like_one_process(
+    world_size: int, count: int, settings: list[dict[str, Any]], pytestconfig: pytest.Config
+) -> None:
+    stop = pytestconfig.getoption("--seeds") or count
+    for first in range(0, stop, 26):
+        seeds = range(first, min(first + 26, stop))
+        run_ranks(world_size, _random_plans, seeds, settings, timeout=120)
 
 
 # What a loop may do ---------------------------------------------------------------------

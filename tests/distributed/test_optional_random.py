@@ -84,7 +84,7 @@ def _on(
     """As many seeds as `--seeds` says, from the same first one; a few to a group of ranks."""
     stop = seeds.start + (config.getoption("--seeds") or len(seeds))
     for first in range(seeds.start, stop, 20):
-        run_ranks(world_size, train, range(first, min(first + 20, stop)), timeout=120)
+        run_ranks(world_size, train, range(first, min(first + 20, stop)), timeout=240)
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, range(8)), (3, range(1000, 1004))])
@@ -97,6 +97,11 @@ def test_random_regions_train_like_one_process(
 @pytest.mark.slow
 def test_more_random_regions_train_like_one_process(pytestconfig: pytest.Config) -> None:
     _on(pytestconfig, 2, _train_seeds, range(12, 64))
+
+
+@pytest.mark.slow
+def test_random_regions_on_four_ranks_train_like_one_process(pytestconfig: pytest.Config) -> None:
+    _on(pytestconfig, 4, _train_seeds, range(40050, 40057))
 
 
 def _train_without_names(seeds: range) -> None:

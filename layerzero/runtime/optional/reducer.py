@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from layerzero.config import ReductionPolicy, parse_nbytes
 from layerzero.runtime.context import RuntimeContext
@@ -43,7 +43,7 @@ class OptionalReducer(GradientReducer):
         """Any rank may hold sums of micro-batches of any optional unit."""
         self._waiting = {unit.index for unit in self._units if unit.is_optional}
 
-    def how(self) -> Hashable:
+    def how(self) -> tuple[bool, bool]:
         """How gradients of the coming backward are reduced: its collectives depend on it."""
         return self.requires_sync, self.sums_sharded
 

@@ -5,6 +5,8 @@ Note [Ranks hold the same]
     it must be the same on every rank, whatever optional units ran there. So what an optional unit
     makes a rank free (the unit whose forward ended last), every rank frees; optional units are
     left out of the budget for prefetching, and never stay for the backward because they ran last.
+    And whether a freed unit leaves a shard for its next gather (`reshard_after_forward=
+    "compute_shard"`) depends on the pass, not on what this rank ran of it (`_is_regathered`).
 """
 
 from __future__ import annotations
@@ -74,13 +76,15 @@ class OptionalScheduler(UnshardScheduler):
         """Optional units that the open backward may reach on this rank."""
         self._open: deque[AgreedOrder] = deque(maxlen=_MAX_OPEN)
         self._optional: tuple[Unit, ...] = ()
+        self._makes_graph = False
+        """Whether the latest forward began with gradients."""
 
     def join(
         self,
         agreement: Agreement,
         optional: Sequence[Unit],
         roams: bool,
-        reduces: Callable[[], Hashable],
+        reduces: Callable[[], tuple[bool, bool]],
         presence: Callable[[], list[bool]],
     ) -> None:
         """Ask `agreement` before each collective from now on.
@@ -100,6 +104,7 @@ class OptionalScheduler(UnshardScheduler):
 
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
         super().begin_forward(unit, weights_may_have_changed)
+        self._makes_graph = torch.is_grad_enabled()
         self._called = set()
         mode = torch.is_grad_enabled(), self._is_training(unit)
         kind = ("forward", unit.index, *mode, self._resident())
@@ -188,6 +193,15 @@ class OptionalScheduler(UnshardScheduler):
         if not unit.is_optional:
             super().keep_first(unit)
 
+    def free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
+        # Not as in this call, which may be inside `no_grad` on this rank alone.
+        in_forward = unit.is_optional and not self._context.in_backward
+        super().free_after_forward(unit, self._makes_graph if in_forward else grad_enabled)
+
+    def _is_regathered(self) -> bool:
+        """Whether an optional unit that is freed now is gathered again with the same weights."""
+        return not self._reduces()[0] if self._context.in_backward else self._makes_graph
+
     # One unit ---------------------------------------------------------------------------------
 
     def ensure_unsharded(self, unit: Unit, prefetches: bool, in_backward: bool) -> None:
@@ -249,12 +263,12 @@ class OptionalScheduler(UnshardScheduler):
             unit.end_hold(_EXPLICIT)
             if not unit.options.reshard_after_forward:
                 unit.hold(_POLICY)
-        unit.free(regathered_this_step=not in_backward and torch.is_grad_enabled())
+        unit.free(regathered_this_step=self._is_regathered())
 
     def _gather_again(self, unit: Unit) -> None:
         """Gather a unit that is resident on this rank, for those where it is not."""
         holds, shown = int(unit.holds), unit.shows_unsharded
-        unit.reshard()
+        unit.reshard(self._is_regathered())
         unit.unshard()
         unit.wait_for_unshard()
         unit.hold(holds)
@@ -264,7 +278,7 @@ class OptionalScheduler(UnshardScheduler):
     def free_after_reduction(self, unit: Unit) -> None:
         """This rank took part in the reduction of a unit that its own backward is not running."""
         if unit.index not in self._own:
-            self.free_in_backward(unit)
+            self.free_in_backward(unit, self._is_regathered())
 
     def abort(self) -> None:
         super().abort()
