@@ -100,8 +100,13 @@ def test_more_random_regions_train_like_one_process(pytestconfig: pytest.Config)
 
 
 @pytest.mark.slow
-def test_random_regions_on_four_ranks_train_like_one_process(pytestconfig: pytest.Config) -> None:
-    _on(pytestconfig, 4, _train_seeds, range(40050, 40057))
+@pytest.mark.parametrize(
+    ("world_size", "seeds"), [(3, range(30020, 30021)), (4, range(40050, 40057))]
+)
+def test_random_regions_on_more_ranks_train_like_one_process(
+    world_size: int, seeds: range, pytestconfig: pytest.Config
+) -> None:
+    _on(pytestconfig, world_size, _train_seeds, seeds)
 
 
 def _train_without_names(seeds: range) -> None:

@@ -42,7 +42,8 @@ class AgreedOrder(tuple[int, ...]):
     key: Hashable
     """What happened in the forward; its backward is compared with those after the same."""
     repeats: bool
-    """Whether an optional unit was gathered more than once."""
+    """Whether its backward may gather an optional unit more often than it did before: if one was
+    gathered twice in forward, or may run again in backward, that depends on what a rank ran."""
     needed: frozenset[int]
     """Optional units that its backward may reach on any rank."""
     own: frozenset[int]
@@ -69,6 +70,8 @@ class OptionalScheduler(UnshardScheduler):
         self._limiter = _Room(self._context, self._units)  # type: ignore[assignment]
         self._called: set[Unit] = set()
         """Optional units called in the open forward that its backward may reach."""
+        self._recomputes = False
+        """Whether its backward may run any of them forward again."""
         self._events: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self._ahead: set[Unit] = set()
         """Optional units whose gather was started before the agreement has come to it."""
@@ -105,7 +108,7 @@ class OptionalScheduler(UnshardScheduler):
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
         super().begin_forward(unit, weights_may_have_changed)
         self._makes_graph = torch.is_grad_enabled()
-        self._called = set()
+        self._called, self._recomputes = set(), False
         mode = torch.is_grad_enabled(), self._is_training(unit)
         kind = ("forward", unit.index, *mode, self._resident())
         needed = {each.index for each in self._optional if each.handles}
@@ -132,7 +135,8 @@ class OptionalScheduler(UnshardScheduler):
         backward: one that is not reentrant has hooks on what autograd saves; one that is reentrant
         turns gradients off, and is assumed where the unit is trainable.
         """
-        if _top_saved_tensors_hooks(True) is not None:
+        has_hooks = _top_saved_tensors_hooks(True) is not None
+        if has_hooks:
             reached = True
         elif torch.is_grad_enabled():
             reached = any(tensor.requires_grad for tensor in find_tensors(outputs))
@@ -140,6 +144,7 @@ class OptionalScheduler(UnshardScheduler):
             reached = call.unit.is_trainable
         if reached:
             self._called.add(call.unit)
+            self._recomputes |= has_hooks or not torch.is_grad_enabled()
 
     def settle_forward(self) -> None:
         """The outermost call of a forward is about to end, and its unit is still in use: settle
@@ -147,20 +152,21 @@ class OptionalScheduler(UnshardScheduler):
         self._events = self.agreement.finish()
 
     def _reached(self) -> list[bool]:
-        """For each optional unit, whether this rank's backward may reach it."""
-        return [unit in self._called for unit in self._optional]
+        """For each optional unit, whether this rank's backward may reach it; then whether it may
+        run any of them forward again."""
+        return [*(unit in self._called for unit in self._optional), self._recomputes]
 
     def end_forward(self, grad_enabled: bool) -> Order:
-        own = [u.index for u, bit in zip(self._optional, self._reached(), strict=True) if bit]
+        own = [u.index for u, bit in zip(self._optional, self._reached(), strict=False) if bit]
         reached = [any(bits) for bits in zip(*self.agreement.answers, strict=True)]
         needed = [u.index for u, bit in zip(self._optional, reached, strict=False) if bit]
         if self._last is not None and self._last.is_optional:
             self._release_last()
         order = AgreedOrder(super().end_forward(grad_enabled))
-        self._called = set()
+        self._called, self._recomputes = set(), False
         order.key = self._events, tuple(sorted(needed))
         gathers = [event for _, found in self._events for event in found]
-        order.repeats = len(set(gathers)) < len(gathers)
+        order.repeats = len(set(gathers)) < len(gathers) or any(reached[-1:])
         order.needed = frozenset(needed if grad_enabled else ())
         order.own = frozenset(own if grad_enabled else ())
         if order.needed:
