@@ -121,10 +121,15 @@ class Cost:
         with recorded_operations(model) as operations, SentBytes() as sent:
             with counted_exchanges() as in_forward:
                 loss = loss_of(model(sample))
+            num_in_forward = len(operations)
             with counted_exchanges() as in_backward:
                 loss.backward()
         self.num_exchanges = [len(in_forward), len(in_backward)]
         self.nbytes = sent.nbytes
+        verbs = "all-gather", "reduce-scatter"
+        behind = operations[num_in_forward:]
+        self.backward = [(each.verb, each.unit) for each in behind if each.verb in verbs]
+        """In order of issue, which shows what is prefetched."""
         self.of = {
             (verb, unit): sum(each.verb == verb and each.unit == unit for each in operations)
             for verb, unit in {(each.verb, each.unit) for each in operations}
@@ -170,6 +175,7 @@ def _costs() -> None:
         loss_of(required(draw(enters))).backward()
         cost, truth = Cost(optional, draw(own)), Cost(required, draw(enters))
         assert cost.of == truth.of, place
+        assert cost.backward == truth.backward, place
         for region, is_entered in zip(REGIONS, enters, strict=True):
             # Each unit of a region once in forward, once in backward, and reduced once.
             num_units = sum(unit.startswith(region) for unit in model.units)

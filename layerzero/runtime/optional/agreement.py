@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.runtime.optional.exchange import Exchange
@@ -115,9 +123,27 @@ class Agreement:
         return True
 
     def next_gathers(self, depth: int) -> list[int]:
-        """Units whose gathers come next without an exchange, at most `depth`."""
-        ahead = list(self._contract)[:depth]
-        return [event // 2 for event in ahead if event % 2 == 0]
+        """Units whose gathers come next on every rank, at most `depth`.
+
+        Those of optional units as far as no rank has to be asked, and those of required units. It
+        ends before a unit that the pass has gathered already: whether that is still resident may
+        differ between ranks. The same on every rank that calls it behind the same event.
+        """
+        self._expect()
+        gathers: list[int] = []
+        for event in self._ahead():
+            if len(gathers) == depth or self._places.has_come_to(event):
+                break
+            if event % 2 == 0:
+                gathers.append(event // 2)
+        return gathers
+
+    def _ahead(self) -> Iterator[int]:
+        yield from list(self._contract)
+        for collective, place in self._places.ahead():
+            yield collective
+            if not (self._exchanges or self._may_exchange_at(place)):
+                yield from self._needed_at(place)
 
     def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """The pass ends: settle what others want. Returns what happened: (place, events)."""
@@ -172,9 +198,12 @@ class Agreement:
     @property
     def _may_exchange(self) -> bool:
         """Whether all ranks exchange at this place."""
+        return self._may_exchange_at(self._places.place)
+
+    def _may_exchange_at(self, place: int) -> bool:
         if not self._places.is_known:
             return True
-        expected = self._places.expected()
+        expected = self._places.expected(place)
         # Where a gather comes twice (recomputation), how often depends on what a rank ran.
         return bool(expected) and (self._repeats or len(set(expected)) < len(expected))
 
@@ -191,8 +220,10 @@ class Agreement:
         if self._exchanges or self._is_expected or not self._places.is_known:
             return
         self._is_expected = True
-        found = [event for event in self._places.expected() if event // 2 in self.needed]
-        self._contract.extend(found)
+        self._contract.extend(self._needed_at(self._places.place))
+
+    def _needed_at(self, place: int) -> list[int]:
+        return [event for event in self._places.expected(place) if event // 2 in self.needed]
 
     def _finish_contract(self) -> None:
         while self._contract:

@@ -7,7 +7,7 @@ integers: twice the unit's index for a gather, one more for a reduction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 Path = tuple[int, ...]
 
@@ -96,12 +96,29 @@ class Places:
     def _roams(self, script: _Script) -> bool:
         return self._roam and any(len(places) > 1 for places in script.places_of.values())
 
-    def expected(self) -> list[int]:
-        """The optional events that came here before, in order, as often as they came."""
-        found = [script.events.get(self.place, []) for script in self._candidates.values()]
+    def expected(self, place: int | None = None) -> list[int]:
+        """The optional events that came here, or at a later place, before: in order, as often as
+        they came."""
+        place = self.place if place is None else place
+        found = [script.events.get(place, []) for script in self._candidates.values()]
         longest = max(found, key=len, default=[])
         rest = dict.fromkeys(event for events in found for event in events)
         return [*longest, *(event for event in rest if event not in longest)]
+
+    def ahead(self) -> Iterator[tuple[int, int]]:
+        """The required collectives that come next, as far as all recorded passes agree, each with
+        the place behind it."""
+        place = self.place
+        while True:
+            found = {path[place : place + 1] for path in self._candidates}
+            if len(found) != 1 or not (following := found.pop()):
+                return
+            place += 1
+            yield following[0], place
+
+    def has_come_to(self, collective: int) -> bool:
+        """Whether the open pass has come to this required collective, or optional event."""
+        return collective in self._trace or any(collective in e for e in self._events.values())
 
     def happened(self, event: int) -> None:
         """All ranks take part in an optional event here."""

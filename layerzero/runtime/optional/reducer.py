@@ -22,14 +22,17 @@ class OptionalReducer(GradientReducer):
         self,
         agreement: Agreement,
         regions: OptionalRegions,
+        before: Callable[[Unit], None],
         free: Callable[[Unit], None],
     ) -> None:
         """Ask `agreement` before each reduction in backward from now on.
 
         Args:
+            before: called with a unit before all ranks reduce it.
             free: called with a unit after this rank took part in its reduction.
         """
         self._agreement = agreement
+        self._before = before
         self._free = free
         self.averages_participants = regions.mean == "participants"
         self._late: list[Unit] = []
@@ -60,6 +63,7 @@ class OptionalReducer(GradientReducer):
         elif not unit.is_optional:
             if self._sends(unit):
                 agreement.required(event)
+                self._before(unit)
             super().reduce(unit)
         elif unit.training_state is not TrainingState.BACKWARD:
             pass  # Not reached by this backward. `deliver` reduces it where any rank may need that.
@@ -71,6 +75,7 @@ class OptionalReducer(GradientReducer):
             self._late.append(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        self._before(unit)
         self._reduced.add(unit.index)
         super().reduce(unit)
 

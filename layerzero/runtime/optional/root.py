@@ -62,7 +62,7 @@ class OptionalRoot(RootState):
         )
         optional = [unit for unit in units if unit.is_optional]
         scheduler.join(agreement, optional, regions.roams, reducer.how, reducer.presence)
-        reducer.join(agreement, regions, scheduler.free_after_reduction)
+        reducer.join(agreement, regions, scheduler.before_reduction, scheduler.free_after_reduction)
         return agreement
 
     def _make_scheduler(

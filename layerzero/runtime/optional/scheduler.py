@@ -67,7 +67,6 @@ class OptionalScheduler(UnshardScheduler):
     def set_up(self) -> None:
         """Set what an `UnshardScheduler` lacks."""
         self.recorder = _Recorder(self)
-        self._limiter = _Room(self._context, self._units)  # type: ignore[assignment]
         self._called: set[Unit] = set()
         """Optional units called in the open forward that its backward may reach."""
         self._recomputes = False
@@ -75,6 +74,11 @@ class OptionalScheduler(UnshardScheduler):
         self._events: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self._ahead: set[Unit] = set()
         """Optional units whose gather was started before the agreement has come to it."""
+        self._room = _Room(self._context, self._units, self._ahead)
+        self._limiter = self._room  # type: ignore[assignment]
+        self._is_backward = False
+        """Whether the open pass is a backward. (A rank may call `torch.autograd.grad` in an
+        optional unit's forward, so `in_backward` may differ between ranks.)"""
         self._own: frozenset[int] = frozenset()
         """Optional units that the open backward may reach on this rank."""
         self._open: deque[AgreedOrder] = deque(maxlen=_MAX_OPEN)
@@ -107,6 +111,8 @@ class OptionalScheduler(UnshardScheduler):
 
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
         super().begin_forward(unit, weights_may_have_changed)
+        self._ahead.clear()
+        self._is_backward = False
         self._makes_graph = torch.is_grad_enabled()
         self._called, self._recomputes = set(), False
         mode = torch.is_grad_enabled(), self._is_training(unit)
@@ -186,6 +192,8 @@ class OptionalScheduler(UnshardScheduler):
         repeats = len(in_flight) != 1 or in_flight[0].repeats
         self.agreement.begin(kind, needed, self._presence, exchanges=False, repeats=repeats)
         self._own = frozenset[int]().union(*(each.own for each in in_flight))
+        self._ahead.clear()
+        self._is_backward = True
 
     def end_backward(self, first: Unit | None, orders: Iterable[Order]) -> None:
         orders = list(orders)
@@ -194,6 +202,9 @@ class OptionalScheduler(UnshardScheduler):
         # Older ones most likely never run (`Unit.forget_starts_before`).
         for _ in range(max(done) + 1 if done else 0):
             self._open.popleft()
+
+    def is_optional(self, index: int) -> bool:
+        return self._units[index].is_optional
 
     def keep_first(self, unit: Unit) -> None:
         if not unit.is_optional:
@@ -212,57 +223,76 @@ class OptionalScheduler(UnshardScheduler):
 
     def ensure_unsharded(self, unit: Unit, prefetches: bool, in_backward: bool) -> None:
         agreement = self.agreement
-        event = 2 * unit.index
-        if not unit.is_optional:
-            if agreement.is_open and (unit.state is not ShardState.UNSHARDED or self._last is unit):
-                agreement.required(event)
-            super().ensure_unsharded(unit, prefetches, in_backward)
-            return
-        if self._last is unit:
-            self._last = None
-            unit.end_hold(_LAST)
-        if agreement.is_open and (unit.state is ShardState.SHARDED or unit in self._ahead):
-            agreement.want(event)
-        self._ahead.discard(unit)
-        unit.unshard()
-        if prefetches:
-            self.prefetch_after(unit, in_backward)
-        unit.wait_for_unshard()
-        unit.show_unsharded()
+        if not agreement.is_open:
+            pass
+        elif not unit.is_optional:
+            if unit.state is not ShardState.UNSHARDED or self._last is unit:
+                agreement.required(2 * unit.index)
+        elif unit.state is ShardState.SHARDED or unit in self._ahead:
+            agreement.want(2 * unit.index)
+            self._ahead.discard(unit)
+            unit.unshard()
+            self._prefetch_behind(unit)
+        super().ensure_unsharded(unit, prefetches, in_backward)
 
     def prefetch_after(
         self, unit: Unit, in_backward: bool, behind_reductions: bool | None = None
     ) -> None:
-        if not unit.is_optional:
-            if behind_reductions is False and self.agreement.is_open:
-                # BACKWARD_POST: between the last optional event here and the unit's reduction.
-                self.agreement.settle(2 * unit.index + 1)
+        if unit.is_optional:
+            return  # `_prefetch_behind` does it, on ranks without a use for the unit, too.
+        is_post = behind_reductions is False
+        if is_post and self.agreement.is_open:
+            # BACKWARD_POST: between the last optional event here and the unit's reduction.
+            self.agreement.settle(2 * unit.index + 1)
+        has_list = unit.backward_prefetch is not None or self.recorder.is_first
+        if is_post or has_list or not (in_backward and self._is_backward):
             super().prefetch_after(unit, in_backward, behind_reductions)
-            return
-        # Only what is agreed: the gather of a required unit has its place behind it.
+        else:
+            self._room.look()
+            self._prefetch_next()
+
+    def _prefetch_behind(self, unit: Unit) -> None:
+        """All ranks have gathered an optional unit: prefetch what comes next on all of them."""
+        self._room.use(unit)
+        if not self._is_backward or self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch_next()
+
+    def before_reduction(self, unit: Unit) -> None:
+        """All ranks are about to reduce a unit."""
+        self._room.leave(unit)
+        if unit.is_optional and self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch_next()
+
+    def _prefetch_next(self) -> None:
+        """Depends on agreed facts alone."""
+        in_backward = self._is_backward
         depth = self.backward_depth if in_backward else self.forward_depth
+        behind = in_backward and self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
         for index in self.agreement.next_gathers(depth):
             other = self._units[index]
-            if other.state is ShardState.SHARDED:
-                with self._context.profile("prefetch", other.label):
-                    other.unshard()
+            if other.state is not ShardState.SHARDED:
+                continue
+            if not self._room.has_space(other.nbytes):
+                return
+            with self._context.profile("prefetch", other.label):
+                other.unshard(behind_reductions=behind)
+            self._room.add(other)
+            if other.is_optional:
                 self._ahead.add(other)
 
     def take_part_in_gather(self, unit: Unit) -> None:
         """Take part in a gather that this rank has no use for now."""
-        in_backward = self._context.in_backward
-        if unit in self._ahead:
-            self._ahead.remove(unit)
-        elif unit.state is ShardState.SHARDED:
-            unit.unshard()
-        else:
+        is_resident = unit.state is not ShardState.SHARDED and unit not in self._ahead
+        self._ahead.discard(unit)
+        if is_resident:
             self._gather_again(unit)
-            return
-        self.prefetch_after(unit, in_backward)
-        if in_backward and unit.index in self._own:
-            return  # This rank's backward may come to it later.
+        else:
+            unit.unshard()
+        self._prefetch_behind(unit)
+        if is_resident or (self._is_backward and unit.index in self._own):
+            return  # This rank uses it, or its backward may come to it later.
         unit.wait_for_unshard()
-        if not in_backward:
+        if not self._context.in_backward:
             # What the user froze or unfroze is taken over where parameters are shown.
             unit.show_unsharded()
             unit.show_sharded()
@@ -307,6 +337,10 @@ class _Recorder(ExecOrderRecorder):
         super().__init__()
         self._scheduler = scheduler
 
+    def visit(self, unit: int) -> None:
+        if not self._scheduler.is_optional(unit):
+            super().visit(unit)
+
     def begin(self, kind: Hashable) -> None:
         super().begin(kind)
         if isinstance(kind, tuple) and kind[0] == "backward":
@@ -324,11 +358,19 @@ class _Recorder(ExecOrderRecorder):
 
 
 class _Room:
-    """A `RateLimiter` that counts required units alone."""
+    """A `RateLimiter` that counts what all ranks hold: required units, the optional unit that was
+    gathered last, and prefetched ones."""
 
-    def __init__(self, context: RuntimeContext, units: Sequence[Unit]) -> None:
+    def __init__(self, context: RuntimeContext, units: Sequence[Unit], ahead: set[Unit]) -> None:
+        """
+        Args:
+            ahead: optional units that are prefetched.
+        """
         self._limiter = context.limiter
         self._units = units
+        self._ahead = ahead
+        self._held: dict[Unit, None] = {}
+        self._used: Unit | None = None
 
     @property
     def budget(self) -> GatherBudget:
@@ -337,13 +379,34 @@ class _Room:
     def set_budget(self, budget: GatherBudget) -> None:
         self._limiter.set_budget(budget)
 
+    def look(self) -> None:
+        """See what is resident, at a required collective: there it is the same on every rank."""
+        required = (unit for unit in self._units if not unit.is_optional)
+        held = (unit for unit in required if unit.state is not ShardState.SHARDED)
+        self._held = dict.fromkeys([*held, *self._ahead])
+
     def admits(self, nbytes: int) -> bool:
+        """See `RateLimiter.admits`. At a required collective."""
+        self.look()
+        return self.has_space(nbytes)
+
+    def has_space(self, nbytes: int) -> bool:
+        """`admits`, counting what was resident at the last look, and what came since."""
         budget = self.budget
-        resident = [
-            unit.nbytes
-            for unit in self._units
-            if unit.state is not ShardState.SHARDED and not unit.is_optional
-        ]
-        if budget.max_units is not None and len(resident) + 1 > budget.max_units:
+        if budget.max_units is not None and len(self._held) + 1 > budget.max_units:
             return False
-        return budget.max_nbytes is None or sum(resident) + nbytes <= budget.max_nbytes
+        held = sum(unit.nbytes for unit in self._held)
+        return budget.max_nbytes is None or held + nbytes <= budget.max_nbytes
+
+    def use(self, unit: Unit) -> None:
+        """All ranks have gathered an optional unit; they have no other one from now on."""
+        if self._used is not None:
+            self.leave(self._used)
+        self._used = unit
+        self.add(unit)
+
+    def add(self, unit: Unit) -> None:
+        self._held[unit] = None
+
+    def leave(self, unit: Unit) -> None:
+        self._held.pop(unit, None)
