@@ -2,7 +2,12 @@
 
     wishes.py      what a rank wants to do next, and which wish all ranks follow; pure Python
     optimizers.py  the optimizers of a joined loop, on a rank that follows the others
-    root.py        the engine's classes inside a join
+    seat.py        what a join keeps of this rank
+    table.py       the exchange: what each rank brings
+    meeting.py     what ranks make of it: what all do next, or an error on every rank
+    agreement.py, scheduler.py, reducer.py, backward.py   the engine's classes inside a join
+    shadow.py      how a rank takes part in what it does not run
+    root.py        the root, which says what this rank wants; loan.py: its parts change classes
     joinable.py    ZeRO3 as a `torch.distributed.algorithms.join.Joinable`
     context.py     `layerzero.join`
 

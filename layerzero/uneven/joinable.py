@@ -16,7 +16,8 @@ from layerzero.comm.new_groups import new_group
 from layerzero.runtime.root import RootState
 from layerzero.runtime.unit import Unit
 from layerzero.uneven.optimizers import JoinedOptimizers
-from layerzero.uneven.root import JoinedRoot, Seat
+from layerzero.uneven.root import JoinedRoot
+from layerzero.uneven.seat import Seat
 
 _GROUP = "_join_group"
 

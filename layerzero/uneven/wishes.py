@@ -26,6 +26,8 @@ class Kind(enum.IntEnum):
     """Another collective call, which ranks without batches cannot take part in."""
     OUT = 9
     """The rank is out of batches."""
+    IN_FORWARD = 10
+    """The rank is in a forward that others have ended; see agreement.py. Never chosen."""
 
 
 FORWARDS = (Kind.MICRO_FORWARD, Kind.EVALUATION, Kind.FORWARD)
@@ -68,6 +70,9 @@ class Wish(NamedTuple):
 
 
 WIDTH = len(Wish(0).to_row())
+RAISED = Wish(Kind.RAISED)
+OUT = Wish(Kind.OUT)
+IN_FORWARD = Wish(Kind.IN_FORWARD)
 
 
 class Parted(Exception):
