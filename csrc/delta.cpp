@@ -2,8 +2,11 @@
 //
 // Blocks are cast into the first cache and compared there, 64 elements to a word of differing bits.
 // Bytes moved: main and snapshot read once, up to where the search stops; indices and values
-// written once for each element found, which is also written into the snapshot on request, while it
-// is in the cache. It is one thread, because the result is in order.
+// written once for each element found; on request the lines of the snapshot that have one, while
+// they are in the cache. It is one thread, because the result is in order.
+//
+// Where a few percent of the elements differ, branches that depend on single words cannot be
+// predicted, and stall reading: usual words take none.
 #include <algorithm>
 
 #if defined(__x86_64__)
@@ -21,6 +24,7 @@ namespace {
 constexpr const char* kOp = "find_changed";
 constexpr int64_t kBlock = 512;
 constexpr int64_t kWord = 64;
+constexpr int kUsual = 3;
 // A snapshot with these bits differs from everything; layerzero/ops/delta.py, Note [One NaN].
 constexpr int64_t kUnknown = -2;
 
@@ -155,38 +159,79 @@ uint64_t word_of(Bits* fresh, const Bits* snapshot, int64_t n, Rules<Bits> rules
   return differing<Bits, kCasts>(fresh, snapshot, n, rules);
 }
 
+template <class Bits>
+struct Output {
+  int64_t* indices;
+  Bits* values;
+  int64_t count;
+};
+
+// Writes the elements of a word's bits, of which `fresh` is the first and `begin` its index; they
+// fit, and up to kUsual more. Few words have more than kUsual bits, so few branches are
+// mispredicted.
+template <class Bits>
+inline void write_found(uint64_t word, const Bits* fresh, int64_t begin, Output<Bits>& out) {
+  constexpr uint64_t kLast = uint64_t{1} << (kWord - 1);
+  const auto write = [&] {
+    const int64_t i = __builtin_ctzll(word | kLast);
+    out.indices[out.count] = begin + i;
+    out.values[out.count] = fresh[i];
+    out.count += word != 0;
+    word &= word - 1;
+  };
+  for (int k = 0; k < kUsual; ++k) write();
+  while (word != 0) write();
+}
+
+// Copies the cache lines of 64 elements in which a word has a bit; the others go to a line that
+// nobody reads, so that there is no branch.
+template <class Bits>
+inline void update_lines(uint64_t word, const Bits* fresh, Bits* snapshot) {
+  constexpr int kLine = 64 / sizeof(Bits);
+  constexpr uint64_t kMask = ~uint64_t{0} >> (kWord - kLine);
+  alignas(64) Bits unread[kLine];
+  for (int i = 0; i < kWord; i += kLine) {
+    Bits* const to = (word >> i & kMask) != 0 ? snapshot + i : unread;
+    __builtin_memcpy(to, fresh + i, 64);
+  }
+}
+
 template <layerzero_dtype kDtype>
 void search(Job& job) {
   using Bits = typename Format<kDtype>::Bits;
   alignas(64) Bits fresh[kBlock];
   Bits* const snapshot = static_cast<Bits*>(job.snapshot);
-  const bool update = job.update;
-  Bits* const values = static_cast<Bits*>(job.values);
   const Rules<Bits> rules{Format<kDtype>::kInfinity, static_cast<Bits>(job.nan)};
   const auto compare = job.casts ? word_of<Bits, true> : word_of<Bits, false>;
   const bool avx2 = kernels().avx2;
-  int64_t* const indices = job.indices;
-  int64_t count = job.count;
+  Output<Bits> out{job.indices, static_cast<Bits*>(job.values), job.count};
   for (int64_t begin = job.stop; begin < job.numel; begin += kBlock) {
     const int64_t n = std::min(kBlock, job.numel - begin);
+    const bool is_usual = n == kBlock && job.capacity - out.count >= kBlock + kUsual;
     job.cast(job.main + begin * job.itemsize, fresh, n, 1.0, nullptr);
     for (int64_t first = 0; first < n; first += kWord) {
-      uint64_t word =
-          compare(fresh + first, snapshot + begin + first, std::min(kWord, n - first), rules, avx2);
+      Bits* const known = snapshot + begin + first;
+      const Bits* const now = fresh + first;
+      uint64_t word = compare(fresh + first, known, std::min(kWord, n - first), rules, avx2);
+      if (is_usual) {
+        write_found(word, now, begin + first, out);
+        if (job.update) update_lines(word, now, known);
+        continue;
+      }
       for (; word != 0; word &= word - 1) {
-        const int64_t i = first + __builtin_ctzll(word);
-        indices[count] = begin + i;
-        values[count] = fresh[i];
-        if (update) snapshot[begin + i] = fresh[i];
-        if (++count == job.capacity) {
-          job.count = count;
-          job.stop = begin + i + 1;
+        const int64_t i = __builtin_ctzll(word);
+        out.indices[out.count] = begin + first + i;
+        out.values[out.count] = now[i];
+        if (job.update) known[i] = now[i];
+        if (++out.count == job.capacity) {
+          job.count = out.count;
+          job.stop = begin + first + i + 1;
           return;
         }
       }
     }
   }
-  job.count = count;
+  job.count = out.count;
   job.stop = job.numel;
 }
 

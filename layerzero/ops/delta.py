@@ -44,6 +44,13 @@ def nan_bits(dtype: torch.dtype) -> int:
     return int(bits_of(torch.full((64,), torch.nan, dtype=source).to(dtype))[0])
 
 
+@functools.cache
+def infinity_bits(dtype: torch.dtype) -> int:
+    """Bits, as a signed integer, of infinity: finite values have smaller ones without their sign,
+    and NaNs greater ones."""
+    return int(bits_of(torch.full((1,), torch.inf, dtype=dtype))[0])
+
+
 def cast(main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy of `main` in `dtype`, as `find_changed` compares and writes it; see Note [One NaN]."""
     new = main.detach().to(dtype, copy=True)
@@ -71,12 +78,13 @@ def find_changed(
         snapshot: [numel], contiguous, on main's device, in the dtype to cast to; any floating-point
             dtype that plain torch casts to, or main's own dtype.
         start: the first element to compare.
-        indices: [capacity] int64, capacity at least 1. Written, in rising order.
-        values: [capacity] in the snapshot's dtype. Written.
+        indices: [capacity] int64, capacity at least 1. Written, in rising order; elements behind
+            the results are undefined afterwards.
+        values: [capacity] in the snapshot's dtype. Written, likewise.
         update: write the values into the snapshot as well.
 
     Returns:
-        (count, stop): `count` elements of `indices` and `values` were written, and elements
+        (count, stop): `count` elements of `indices` and `values` are results, and elements
         [start, stop) were compared; stop is numel unless `capacity` elements were found before.
 
     Raises:

@@ -21,8 +21,10 @@ def run(
     capacity: int = 10_000,
     update: bool = False,
 ) -> tuple[list[int], Tensor, int]:
-    indices = torch.full((capacity,), -7, dtype=torch.int64)
-    values = torch.zeros(capacity, dtype=snapshot.dtype)
+    beyond = 16
+    all_indices = torch.full((capacity + beyond,), -7, dtype=torch.int64)
+    all_values = torch.ones(capacity + beyond, dtype=snapshot.dtype)
+    indices, values = all_indices[:capacity], all_values[:capacity]
     nan = delta.nan_bits(snapshot.dtype) if snapshot.is_floating_point() else 0
     if implementation == "reference":
         count, stop = delta._find_changed(indices, values, main, snapshot, start, update)
@@ -32,7 +34,7 @@ def run(
             count, stop = op(indices, values, main, snapshot, start, update, nan)
     else:
         count, stop = ops.find_changed(main, snapshot, start, indices, values, update)
-    assert (indices[count:] == -7).all(), "nothing is written behind what was found"
+    assert (all_indices[capacity:] == -7).all() and (all_values[capacity:] == 1).all()
     return indices[:count].tolist(), values[:count], stop
 
 
@@ -96,6 +98,25 @@ def test_the_snapshot_takes_what_is_found_on_request(implementation: str) -> Non
     run(implementation, main, snapshot, stop, update=True)
     assert torch.equal(snapshot, main.bfloat16())
     assert not run(implementation, main, snapshot)[0]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_density_of_changes_fits_any_room(implementation: str, dtype: torch.dtype) -> None:
+    main = torch.randn(2100)
+    for share in (0.02, 0.3, 1.0):
+        was = delta.cast(main, dtype)
+        was[torch.rand(2100) < share] += 1
+        differs = delta.bits_of(was) != delta.bits_of(delta.cast(main, dtype))
+        expected = differs.nonzero().view(-1)
+        # A kernel has a faster way for blocks of 512 that surely fit.
+        for capacity in (511, 512, 514, 515, 516, 1100, 2100, 2600):
+            snapshot = was.clone()
+            found, values, stop = run(implementation, main, snapshot, 0, capacity, update=True)
+            assert found == expected[:capacity].tolist()
+            changed = torch.where(torch.arange(2100) < stop, delta.cast(main, dtype), was)
+            assert bits(snapshot) == bits(changed)
+            assert bits(values) == bits(changed[found])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -37,6 +37,8 @@ class _Pending(NamedTuple):
 
     chunk: Chunk
     places: torch.Tensor
+    """Of a chunk's elements, those of the pending ones from `begin` on."""
+    begin: int
 
 
 class DeltaStream:
@@ -170,7 +172,7 @@ class DeltaStream:
                 found = chunk.changed(start, self._room(chunk), scratch, settles=not is_first)
                 for piece, begin, end in chunk.cut(found):
                     places, values = found.places[begin:end], found.values[begin:end]
-                    self._pending = _Pending(chunk, found.places[begin:])
+                    self._pending = _Pending(chunk, found.places, begin)
                     yield self._patch(chunk, piece, places, values)
                     if self.round != own:
                         raise RuntimeError(
@@ -191,7 +193,8 @@ class DeltaStream:
     def _forget_pending(self) -> None:
         """Have the elements sent again that an interrupted round left."""
         if self._pending is not None:
-            self._pending.chunk.forget(self._pending.places)
+            chunk, places, begin = self._pending
+            chunk.forget(places[begin:])
             self._pending = None
 
     def _patch(
