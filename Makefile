@@ -23,8 +23,8 @@ WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
-	@echo 'make soak    the tests of random models, with SEEDS=200 models each'
-	@echo 'make faults  the tests of killed ranks, killed at every call'
+	@echo 'make soak    the tests of random models, with SEEDS=200 models each; a run killed KILLS=1000 times'
+	@echo 'make faults  ranks killed at every call that writes a checkpoint; the fault matrix'
 	@echo 'make check   ruff, mypy, codespell and clang-format'
 	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, layered ZeRO, checkpoints beside others'
 	@echo 'make gpu-check  is it right on this GPU? every value, wait and kernel; 9 minutes at most, writes build/gpu'
@@ -56,13 +56,17 @@ test: $(INSTALLED)
 # What make test does with a few seeds and stages, in full; before a release, or after a change of
 # the engine or of what writes checkpoints.
 SEEDS ?= 200
+KILLS ?= 1000
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_random_models.py \
 		tests/distributed/test_optional_random.py tests/distributed/test_join.py \
 		--slow -k random --seeds $(SEEDS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --kills $(KILLS)
 
+# Also writes the matrix into docs/reference/reliability.md, if all of its cells pass.
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_checkpoint_safety.py --every-fault --slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

@@ -349,7 +349,12 @@ def exchange_on_host(
 def broadcast(
     tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int = 0
 ) -> Pending:
-    """Broadcast from group rank `source`, in place. Collective; does not block the host."""
+    """Broadcast from group rank `source`, in place. Collective; does not block the host.
+
+    Where messages carry names, a rank passes the value on only in `wait` of the handle.
+    """
+    if messages_carry_names(group, tensor.device):
+        return _broadcast_down_a_tree(tensor, group, operation, source)
     global_rank, process_group = group.ranks[source], group.process_group
     sent = tensor if tensor.dtype in _SENT_BY_ALL else tensor.view(-1).view(torch.uint8)
     has_work = group.backend not in _ON_CURRENT_STREAM
@@ -359,6 +364,34 @@ def broadcast(
         group,
         lambda: dist.broadcast(sent, global_rank, group=process_group, async_op=has_work),
     )
+
+
+def _broadcast_down_a_tree(
+    tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int
+) -> Pending:
+    """The rank at place p, counted from the source, sends to p + 2**k for each 2**k above p.
+
+    gloo's own broadcast waits on a thread of gloo, which a peer that dies amid a message blocks
+    until the timeout of the group; destroying the group then waits for that thread.
+    """
+    size, place = group.size, (group.rank - source) % group.size
+    nothing = tensor.new_empty(0)
+
+    def with_ranks(places: Sequence[int]) -> list[torch.Tensor]:
+        ranks = {(place + source) % size for place in places}
+        return [tensor if rank in ranks else nothing for rank in range(size)]
+
+    first = 1 << place.bit_length()
+    steps = [first << k for k in range(size.bit_length())]
+    receivers = with_ranks([place + step for step in steps if place + step < size])
+    if place == 0:
+        return _exchange([nothing] * size, receivers, group, operation, tensor.nbytes)
+    senders = with_ranks([place - (first >> 1)])
+    pending = _exchange(senders, [nothing] * size, group, operation, tensor.nbytes)
+    pending.then(
+        lambda: _exchange([nothing] * size, receivers, group, operation, tensor.nbytes).wait()
+    )
+    return pending
 
 
 def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from layerzero.comm.run_names import known_runs
@@ -21,6 +22,10 @@ from layerzero.core.groups import ShardGroup
 
 REPORT_SECONDS = 5.0
 """Seconds that a failing rank waits for the reports of others."""
+_TAG = 0x3FFFFFFE
+"""Of a receive that nothing matches; below all tags of the engine's messages."""
+_STORE_GRACE_S = 1.0
+"""Added to it, for a store that answers late or never."""
 _BEGAN = time.time()
 """Start of this process. A rank that has no run name yet ignores reports older than this."""
 
@@ -36,7 +41,7 @@ def diagnose(
     error: BaseException,
     find_divergence: Callable[[], str | None] | None = None,
 ) -> CollectiveError:
-    """Make the error for a failed wait. Blocks the host for at most 2 s over `REPORT_SECONDS`.
+    """Make the error for a failed wait. Blocks the host for at most 1 s over `REPORT_SECONDS`.
 
     Args:
         operation: such as "all-gather of layers.3 (#42)".
@@ -44,44 +49,85 @@ def diagnose(
         find_divergence: returns where the ranks' paths diverged, None if it is unknown; may block.
     """
     rank = group.ranks[group.rank]
+    if peer < 0:
+        peer = _find_closed(group, error)
     waits_for = "the group" if peer < 0 else f"rank {group.ranks[peer]}"
     reports = _Reports(f"waits for {waits_for} in {operation}", group, peer)
     verdict: list[str | None] = []
 
-    def exchange() -> None:
+    def find() -> None:
         verdict.append(None if find_divergence is None else find_divergence())
-        reports.exchange()
 
-    # On a separate thread, joined with a timeout: the store may be served by the rank that died,
-    # and then a call on it does not return.
-    thread = threading.Thread(target=exchange, daemon=True)
-    thread.start()
-    thread.join(REPORT_SECONDS + 2.0)
+    # On separate threads, joined with a timeout: the store may be served by the rank that died, and
+    # then a call on it does not return.
+    threads = [threading.Thread(target=each, daemon=True) for each in (find, reports.exchange)]
+    deadline = time.monotonic() + REPORT_SECONDS + _STORE_GRACE_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
     divergence = verdict[0] if verdict else None
     cause = _cause(error, group.limit) if divergence is None else divergence
     return CollectiveError(
         f"{operation}: rank {rank} got no answer from {waits_for} ({cause}).\n"
-        + _table(list(reports.ranks), dict(reports.texts), divergence is not None)
+        + _table(reports, divergence is not None)
     )
+
+
+def _find_closed(group: ShardGroup, error: BaseException) -> int:
+    """Group rank of the only peer whose connection is closed; -1: none, several, or unknown."""
+    if group.backend != "gloo":
+        return -1
+    # A process that has just died may still be about to close its connections.
+    for _ in range(1 if _is_timeout(error) else 10):
+        closed = [
+            peer for peer in range(group.size) if peer != group.rank and _is_closed(group, peer)
+        ]
+        if closed:
+            return closed[0] if len(closed) == 1 else -1
+        time.sleep(0.05)
+    return -1
+
+
+def _is_closed(group: ShardGroup, peer: int) -> bool:
+    process_group = group.process_group
+    try:
+        # Never waited for: on a closed connection the call itself fails.
+        number = dist.get_group_rank(process_group, group.ranks[peer])
+        process_group.recv([torch.empty(1)], number, _TAG)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _is_timeout(error: BaseException) -> bool:
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
 
 
 def _cause(error: BaseException, timeout: timedelta) -> str:
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lowered = text.lower()
-    if "timed out" in lowered or "timeout" in lowered:
+    if _is_timeout(error):
         return f"nothing arrived within the timeout of {timeout.total_seconds():g} s"
     if "closed" in lowered or "reset" in lowered or "refused" in lowered or "broken" in lowered:
         return "the connection closed: its process ended, or stopped waiting for another rank"
     return text
 
 
-def _table(ranks: list[int], reports: dict[int, str], have_diverged: bool) -> str:
-    lines = []
-    for rank in ranks:
-        report = reports.get(rank, "no report: dead, stopped, or busy outside the engine")
-        lines.append(f"  rank {rank}: {report}")
-    waited_in = {report.rpartition(" in ")[2] for report in reports.values()}
-    if len(reports) < len(ranks) and not have_diverged:
+def _table(reports: _Reports, have_diverged: bool) -> str:
+    ranks, texts, store_error = list(reports.ranks), dict(reports.texts), reports.store_error
+    missing = "no report: dead, stopped, or busy outside the engine"
+    if store_error is not None:
+        missing = "unknown"
+    lines = [f"  rank {rank}: {texts.get(rank, missing)}" for rank in ranks]
+    waited_in = {text.rpartition(" in ")[2] for text in texts.values()}
+    if store_error is not None:
+        lines.append(
+            f"Reports of other ranks are missing, because torch's store {store_error}. The rank or "
+            "launcher that serves it may be dead."
+        )
+    elif len(texts) < len(ranks) and not have_diverged:
         lines.append("Look at the ranks without a report first.")
     elif len(waited_in) > 1 or have_diverged:
         lines.append(
@@ -97,6 +143,8 @@ class _Reports:
     def __init__(self, text: str, group: ShardGroup, peer: int) -> None:
         self.ranks = list(group.ranks)
         """Global ranks whose reports are read, in the order of the error's table."""
+        self.store_error: str | None = "does not answer"
+        """What is wrong with the store; None: it answered."""
         self._own = group.ranks[group.rank]
         self.texts = {self._own: text}
         self._waits_for = None if peer < 0 else group.ranks[peer]
@@ -119,13 +167,14 @@ class _Reports:
                 "layerzero/reports", dist.distributed_c10d._get_default_store()
             )
             store.set(str(self._own), json.dumps(report))
+            self.store_error = None
             while len(self.texts) < len(self.ranks) and time.time() < now + REPORT_SECONDS:
                 for rank in list(self.ranks):
                     if rank not in self.texts and store.check([str(rank)]):
                         self._take(rank, json.loads(store.get(str(rank))))
                 time.sleep(0.05)
         except (RuntimeError, ValueError) as error:
-            self.texts[self._own] += f" (other ranks' reports are missing: {error})"
+            self.store_error = f"failed ({str(error).strip().splitlines()[0]})"
 
     def _take(self, rank: int, report: dict[str, Any]) -> None:
         """Accept a report if it is of this run (model_numbers.py) and recent."""

@@ -10,13 +10,18 @@ Note [No split of the default group]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from layerzero.comm.diagnosis import CollectiveError, diagnose
+from layerzero.core.groups import DEFAULT_TIMEOUT, ShardGroup
 
 
 def new_group(
@@ -33,14 +38,18 @@ def new_group(
         timeout: None: the default of torch, or of the options.
         options: options of the backend (`options_like`).
         description: what the group is for, in torch's logs.
+
+    Raises:
+        CollectiveError: a rank is dead, or did not take part within the timeout.
     """
     if options is not None:
         # Torch warns where the two differ.
         timeout = options._timeout if timeout is None else timeout
         options._timeout = timeout
     is_world = len(ranks) == dist.get_world_size()
-    with nullcontext() if is_world else _unbound():
-        group = dist.new_group(
+
+    def make() -> object:
+        return dist.new_group(
             list(ranks),
             timeout=timeout,
             backend=backend,
@@ -48,8 +57,66 @@ def new_group(
             use_local_synchronization=True,
             group_desc=description,
         )
+
+    with nullcontext() if is_world else _unbound():
+        try:
+            group = _within(timeout, make) if timeout and _is_gloo(backend) else make()
+        except (RuntimeError, TimeoutError) as error:
+            if len(ranks) == 1 or not _is_of_others(error):
+                raise
+            raise _failure(ranks, backend, timeout or DEFAULT_TIMEOUT, error) from error
     assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     return group
+
+
+def _is_gloo(backend: str) -> bool:
+    """Whether a thread without a current device can make it."""
+    return all(part.rpartition(":")[2] == "gloo" for part in backend.split(","))
+
+
+def _within(limit: timedelta, make: Callable[[], object]) -> object:
+    """What `make` returns. Torch's timeouts do not bound its calls of a store that never answers.
+
+    Raises:
+        TimeoutError: it took longer; its thread is left behind.
+    """
+    outcome: list[Callable[[], object]] = []
+
+    def run() -> None:
+        try:
+            made = make()
+            outcome.append(lambda: made)
+        except BaseException as error:
+            outcome.append(functools.partial(_raise, error))
+
+    thread = threading.Thread(target=run, name="layerzero-new-group", daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds())
+    if not outcome:
+        raise TimeoutError("timed out")
+    return outcome[0]()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+def _is_of_others(error: Exception) -> bool:
+    """Whether another rank or the store failed; else the caller did something wrong."""
+    return isinstance(error, (TimeoutError, dist.DistError)) or "gloo" in str(error).lower()
+
+
+def _failure(
+    ranks: Sequence[int], backend: str, timeout: timedelta, error: Exception
+) -> CollectiveError:
+    """Blocks the host for some seconds, as `diagnose`."""
+    world = dist.group.WORLD
+    assert world is not None, "ZeRO3 needs torch.distributed"
+    # In the order of their ranks, as torch numbers them.
+    together = tuple(sorted(ranks))
+    kind = "gloo" if _is_gloo(backend) else backend
+    group = ShardGroup(world, together.index(dist.get_rank()), together, kind, timeout)
+    return diagnose(f"creation of a process group of {len(together)} ranks", group, -1, error)
 
 
 @contextmanager

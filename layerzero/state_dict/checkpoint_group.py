@@ -23,6 +23,7 @@ from layerzero.core.groups import (
     ShardGroup,
     chosen_timeout,
     describe_group,
+    let_backend_wait,
 )
 from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState
@@ -184,7 +185,7 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
             agree_on_group_names([describe_group(process_group, device, None)], device)
         else:
             agree_on_group_names(_axes_of(placements, root), root.device)
-        made[key] = CheckpointGroup(_make_group(key))
+        made[key] = CheckpointGroup(_make_group(key, _timeout_of(root, process_group)))
     return made[key]
 
 
@@ -207,12 +208,14 @@ def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGrou
     return list(axes.values())
 
 
-def _make_group(ranks: tuple[int, ...]) -> ShardGroup | None:
+def _make_group(ranks: tuple[int, ...], timeout: timedelta) -> ShardGroup | None:
     if len(ranks) == 1:
         return None
+    host = torch.device("cpu")
+    group = describe_group(new_group(ranks, "gloo", timeout), host, None)
     # Each exchange has its own timeout.
-    group = new_group(ranks, "gloo", timedelta(days=1))
-    return describe_group(group, torch.device("cpu"), None)
+    let_backend_wait(group, host, timedelta(days=1))
+    return group
 
 
 def _sharing(root: RootState, members: set[int]) -> list[int]:

@@ -41,8 +41,8 @@ _LEAVE_S = 20.0  # from the release of the ranks to their end
 _STACKS_S = 0.5  # from asking a rank for its stacks to killing it
 _OUTPUT_CHARS = 8000  # of each rank's output in a report
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.harness.preload"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.harness.preload"])
 
 
 def run_ranks(
@@ -78,7 +78,7 @@ def run_ranks(
     group: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         try:
-            with _server_finds_the_repository():
+            with server_finds_the_repository():
                 for rank in range(world_size):
                     start = _Start(rank, world_size, backend, timeout, folder, payload)
                     group.append(_Rank(start, expected.get(rank)))
@@ -128,8 +128,8 @@ class _Rank:
         self._failed = False
         self._traceback = ""
         self._value: bytes | None = None
-        self._connection, child = _context.Pipe()
-        self._process = _context.Process(
+        self._connection, child = context.Pipe()
+        self._process = context.Process(
             target=_rank_main, args=(start, child), name=f"rank {start.rank}", daemon=True
         )
         try:
@@ -260,7 +260,7 @@ def _wait_for_exits(group: Sequence[_Rank]) -> None:
 
 
 @contextlib.contextmanager
-def _server_finds_the_repository() -> Iterator[None]:
+def server_finds_the_repository() -> Iterator[None]:
     """The fork server imports its preload with the path of its environment, not with this one."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_REPOSITORY), *([before] if before else [])])

@@ -1,0 +1,1 @@
+"""The fault matrix: `python -m tests.faults`, or `make faults`."""

@@ -1,0 +1,178 @@
+"""A rank's part in a cell: it trains, is struck or not, and tells how that ended."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import layerzero
+from layerzero import CollectiveError, ZeRO3, checkpoint
+from layerzero.comm import diagnosis, watchdog
+from tests.faults.cells import Cell
+from tests.faults.strikes import Silent, Strike
+
+_WIDTH = 512
+
+
+class Outcome(NamedTuple):
+    """What one rank saw."""
+
+    rank: int
+    how: str
+    """"error", "refused" (CheckpointError), "recovery", or "silent"."""
+    seconds: float
+    """From the first strike to the end of it; for a rank that was stopped, from its return."""
+    text: str
+    losses: tuple[float, ...]
+
+
+class Wide(nn.Module):
+    """A block whose messages take more than one packet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, _WIDTH)
+        self.blocks = nn.ModuleList(Wide() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _Run:
+    """A model in training."""
+
+    def __init__(self, cell: Cell, folder: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.folder = folder
+        self.losses: list[float] = []
+        timeout = timedelta(seconds=cell.timeout_s)
+        self.model = ZeRO3(Net(), auto_wrap_policy={Wide}, timeout=timeout, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(self) -> None:
+        generator = torch.Generator().manual_seed(100 * len(self.losses) + dist.get_rank())
+        loss = self.model(torch.randn(4, 8, generator=generator)).square().mean()
+        loss.backward()
+        self.model.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def save(self, name: str = "saved") -> None:
+        checkpoint.save(self.folder / name, self.model, self.optimizer, step=1)
+
+    def load(self) -> None:
+        checkpoint.load(self.folder / "saved", self.model, self.optimizer)
+
+
+def live(cell: Cell, folder: Path, is_struck: bool) -> Outcome:
+    """Go through one cell. `is_struck`: False runs the same without any fault."""
+    diagnosis.REPORT_SECONDS = watchdog.REPORT_SECONDS = cell.report_s
+    if cell.store_rank is not None:
+        _serve_store(cell.store_rank, folder)
+    rank = dist.get_rank()
+    strike = Strike(cell, folder) if is_struck and rank in cell.victims else None
+    is_late = cell.second.startswith("one while") and rank == cell.victims[-1]
+    run: _Run | None = None
+    how, text = "recovery", ""
+    try:
+        run = _before(cell, folder)
+        if strike is not None and is_late:
+            strike.arm_in_diagnosis()
+        elif strike is not None and cell.place != "between steps":
+            strike.arm(cell.place)
+        _meet(folder, cell.world_size)
+        if strike is not None and not is_late and cell.place == "between steps":
+            strike.now()
+        run = _during(cell, folder, run)
+    except layerzero.checkpoint.CheckpointError as error:
+        how, text = "refused", str(error)
+    except CollectiveError as error:
+        how, text = "error", str(error)
+    except Silent:
+        how = "silent"
+    except Exception as error:
+        how, text = "other error", f"{type(error).__name__}: {error}"
+    end = time.monotonic()
+    if how == "refused":
+        assert run is not None
+        run.step()
+    (folder / f"ended-{rank}").touch()
+    return Outcome(rank, how, end - _began(cell, folder), text, tuple(run.losses if run else ()))
+
+
+def _before(cell: Cell, folder: Path) -> _Run | None:
+    if cell.place.startswith("construction"):
+        return None
+    run = _Run(cell, folder)
+    run.step()
+    if cell.place.startswith("load"):
+        run.save()
+    run.step()
+    return run
+
+
+def _during(cell: Cell, folder: Path, run: _Run | None) -> _Run:
+    """The call that is struck, and two steps after it."""
+    if run is None:
+        is_sync = cell.place.endswith("broadcast")
+        lanes = layerzero.ReductionPolicy(separate_groups=cell.place.endswith("group"))
+        run = _Run(cell, folder, sync_module_states=is_sync, reduction=lanes)
+    elif cell.place.startswith("save"):
+        run.save("struck")
+    elif cell.place.startswith("load"):
+        run.load()
+    run.step()
+    run.step()
+    return run
+
+
+def _began(cell: Cell, folder: Path) -> float:
+    """Time of the first strike."""
+    times = [path.read_text().split()[0] for path in folder.glob("struck-*")]
+    return min(map(float, times), default=0.0)
+
+
+def _meet(folder: Path, world_size: int) -> None:
+    """All ranks go on together: what a cell measures does not include their start."""
+    (folder / f"ready-{dist.get_rank()}").touch()
+    while len(list(folder.glob("ready-*"))) < world_size:
+        time.sleep(0.01)
+
+
+def _serve_store(host: int, folder: Path) -> None:
+    """Make the default group again, with a store that one of the ranks serves."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    path = folder / "port"
+    timeout = timedelta(seconds=60)
+    if rank == host:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+        path.with_suffix(".new").write_text(str(store.port))
+        path.with_suffix(".new").rename(path)
+    else:
+        while not path.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(path.read_text()), None, False, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    (folder / f"joined-{rank}").touch()
+    while len(list(folder.glob("joined-*"))) < world_size:
+        time.sleep(0.01)
