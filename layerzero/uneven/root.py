@@ -133,7 +133,8 @@ class JoinedRoot(ShadowingRoot):
         Raises:
             RuntimeError: on every rank: another rank raised, or ranks came to different calls.
         """
-        if self._seat.is_shadowing or not self._seat.is_enabled():
+        seat = self._seat
+        if seat.is_shadowing or seat.is_abandoned() or not seat.is_enabled():
             return
         while (chosen := self._meeting.meet(wish, what or str(wish))) != wish:
             assert chosen is not None, "this rank is not out"
@@ -176,7 +177,7 @@ class JoinedRoot(ShadowingRoot):
 
     def _begin_forward(self, unit: Unit) -> None:
         is_recomputed = self.context.in_backward
-        if not self._seat.is_enabled():
+        if self._seat.is_abandoned() or not self._seat.is_enabled():
             self.leave()
             return self._begin_forward(unit)  # Of the class from before.
         if not is_recomputed:
@@ -201,7 +202,7 @@ class JoinedRoot(ShadowingRoot):
     def come_to_step(self, optimizer: torch.optim.Optimizer, closure: object) -> None:
         """Before `optimizer.step`, of any optimizer of the process."""
         seat = self._seat
-        if seat.is_shadowing or is_narrowed(optimizer):
+        if seat.is_shadowing or seat.is_abandoned() or is_narrowed(optimizer):
             return
         index = seat.optimizers.index_of(optimizer)
         if index is None:

@@ -59,8 +59,12 @@ class Seat:
         """`hook`: weak reference to what torch's Join holds as long as it lives."""
         self._hook = hook
 
+    def is_abandoned(self) -> bool:
+        """Whether an error ended torch's Join, which does not report that."""
+        return self._hook() is None
+
     def is_open(self) -> bool:
-        return self._hook() is not None and not self.all_know
+        return not (self.is_abandoned() or self.all_know)
 
     def average_participants(self, units: Iterable[int]) -> None:
         self.participants = frozenset(units)

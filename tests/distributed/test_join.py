@@ -20,12 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
 from layerzero import ZeRO3
+from layerzero.parallel.pipeline import ZeRO3PipelineStage
 from tests.harness.models import Block, Mlp
+from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
+from tests.harness.simulated_device import simulated_device
 
 TIMEOUT = timedelta(seconds=20)
 Plan = tuple[tuple[int, ...], ...]
@@ -169,6 +178,19 @@ def test_random_numbers_of_micro_batches_train_like_one_process(
     for first in range(0, stop, 26):
         seeds = range(first, min(first + 26, stop))
         run_ranks(world_size, _random_plans, seeds, settings, timeout=120)
+
+
+def _without_names_and_on_a_device() -> None:
+    group = make_plain_group(TIMEOUT)
+    _random_plans(range(3), [{"process_group": group}])
+    for seed in range(2):
+        with simulated_device(on_current_stream=seed == 1) as device:
+            _random_plans(range(seed, seed + 1), [{"process_group": group}])
+            assert device.findings == [], f"seed {seed}"
+
+
+def test_they_do_where_messages_carry_no_name_and_on_a_device() -> None:
+    run_ranks(2, _without_names_and_on_a_device, timeout=60)
 
 
 # What a loop may do ---------------------------------------------------------------------
@@ -583,6 +605,26 @@ def _scales(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
         scaler.step(optimizer)
 
 
+def _scales_with_torchs(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for batch in _batches():
+        scaler.scale(loss_of(model(batch))).backward()
+        scaler.step(optimizer)
+
+
+def _has_a_closure(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    for batch in _batches():
+        loss_of(model(batch)).backward()
+        optimizer.step(lambda: 0.0)
+
+
+def _has_stages(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))["pp"].get_group()
+    stage = ZeRO3PipelineStage(model, 0, 1, torch.device("cpu"), group=alone)
+    for _ in _batches():
+        stage.clear_runtime_states()
+
+
 def _nests(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
     with layerzero.join(model, optimizer):
         pass
@@ -616,6 +658,9 @@ def _errors() -> None:
     _raises_everywhere(_parts, "rank 0: clip_grad_norm_; rank 1: optimizer.step")
     _raises_everywhere(_steps_another, "pass every optimizer")
     _raises_everywhere(_scales, "gradient scalers do not work")
+    _raises_everywhere(_scales_with_torchs, "gradient scalers do not work")
+    _raises_everywhere(_has_a_closure, "SGD.step(closure) inside a join")
+    _raises_everywhere(_has_stages, "join: not for pipeline stages")
     _raises_everywhere(_nests, "inside a join already")
     _raises_everywhere(
         _plain, "some ranks are out of batches (rank 0: a forward", throw_on_early_termination=True
@@ -647,11 +692,37 @@ def _under_torchs_join() -> None:
     _same_weights(model, expected, "torch's Join")
 
 
+def _optimizers_under_torchs_join() -> None:
+    """Means over the ranks that have batches left, with each kind of optimizer."""
+    makes: list[tuple[Callable[[nn.Module], torch.optim.Optimizer], Callable[..., Any]]] = [
+        (lambda m: layerzero.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3), torch.optim.AdamW),
+        (
+            lambda m: layerzero.optim.WholeTensorOptimizer(
+                m.parameters(), torch.optim.AdamW, lr=0.01, eps=1e-3
+            ),
+            torch.optim.AdamW,
+        ),
+    ]
+    for make, plain in makes:
+        model, expected = _wrapped(), _model()
+        ours, theirs = make(model), plain(expected.parameters(), lr=0.01, eps=1e-3)
+        with Join([model], divide_by_initial_world_size=False, optimizers=[ours]):
+            _plain(model, ours)
+        for step in range(max(COUNTS)):
+            ranks = [rank for rank, count in enumerate(COUNTS) if step < count]
+            _step_of_ranks(expected, theirs, ranks, step, len(ranks))
+        _same_weights(model, expected, f"torch's Join, {type(ours).__name__}")
+
+
 def _step_of_ranks(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], step: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: list[int],
+    step: int,
+    number: int = 2,
 ) -> None:
     for rank in ranks:
-        (loss_of(model(_batch(rank, step, 0))) / 2).backward()
+        (loss_of(model(_batch(rank, step, 0))) / number).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -714,6 +785,12 @@ def _refuses() -> None:
         found = _error_of(enter)
         assert text in found, (text, found)
 
+    for refused in (_tensor_parallel(), _with_experts()):
+        found = _error_of(lambda m=refused: layerzero.join(m, _sgd(m)).__enter__())  # type: ignore[misc]
+        assert "NotImplementedError: join: not for tensor-parallel models or experts" in found
+    found = _error_of(lambda: Join([model, optimizer]))  # type: ignore[list-item]
+    assert "'SGD' object has no attribute 'join_hook'" in found, found
+
     scheduled, _ = _optimizer(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -727,12 +804,34 @@ def _refuses() -> None:
         with Join([model, other], optimizers=[optimizer]):
             other(_batch(0, 0, 0))
 
-    found = _error_of(several)
-    assert "several models in one join" in found or "multiple process groups" in found, found
+    # By torch, before anything hangs.
+    assert "multiple process groups" in _error_of(several)
+    with layerzero.join(model, optimizer):  # It is free again.
+        _plain(model, optimizer)
+
+
+def _tensor_parallel() -> ZeRO3:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    inner = _model()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(inner.blocks[0], mesh["tp"], plan)
+    return ZeRO3(inner, process_group=mesh["dp"], auto_wrap_policy={Block}, timeout=TIMEOUT)
+
+
+def _with_experts() -> ZeRO3:
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "edp"))["edp"]
+    inner = _model()
+    inner.experts = nn.ModuleDict({str(dist.get_rank()): Block().double()})
+
+    def policy(module: nn.Module, fqn: str) -> Any:
+        return {"process_group": alone} if "experts." in fqn else isinstance(module, Block)
+
+    return ZeRO3(inner, auto_wrap_policy=policy, timeout=TIMEOUT)
 
 
 def _torchs_join_and_refusals() -> None:
     _under_torchs_join()
+    _optimizers_under_torchs_join()
     _even_batches_have_the_same_bits()
     _means_low_precision()
     _refuses()
