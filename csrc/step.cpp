@@ -25,7 +25,7 @@ int64_t cut(const StepJob& job, const int64_t* range, int64_t position) {
 }
 
 void step_run(const StepJob& job, const int64_t* range, int64_t first, int64_t last) {
-  const int64_t chunk = job.form == kQuantState ? kQuantNumel : kStepChunk;
+  const int64_t chunk = kStepChunk;
   const int64_t phase = job.form == kFullState ? 0 : range[kIndex] % chunk;
   const StepChunk run = step_kernels().chunk;
   while (first < last) {

@@ -93,8 +93,10 @@ LZ_MATH StepRow<T> step_row(const double* row, T factor) {
   return result;
 }
 
-// k: 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, -lr / correction1, sqrt(correction2), eps.
-template <class T, bool kAmsgrad, bool kLast>
+// k: 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, -lr / correction1, sqrt(correction2), eps,
+// 1 / sqrt(correction2). With states in fewer bits, which have no torch to agree with (`kSmall`),
+// that factor takes the place of a division: dividers are what one core waits for.
+template <class T, bool kAmsgrad, bool kLast, bool kSmall>
 LZ_MATH void adamw_element(const StepRow<T>& row, T gradient, T& p, T& m, T& v, T& most) {
   const T g = mul(gradient, row.sign);
   const T weight = row.k[1];
@@ -108,7 +110,8 @@ LZ_MATH void adamw_element(const StepRow<T>& row, T gradient, T& p, T& m, T& v, 
     most = most > v || most != most ? most : v;
     largest = most;
   }
-  const T divisor = add(div(root(largest), row.k[5]), row.k[6]);
+  const T divisor = kSmall ? fused(root(largest), row.k[7], row.k[6])
+                           : add(div(root(largest), row.k[5]), row.k[6]);
   p = add(mul(p, row.k[0]), div(mul(row.k[4], m), divisor));
 }
 
@@ -150,12 +153,6 @@ LZ_MATH uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-LZ_MATH uint32_t mix32(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
-  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
-  return x ^ (x >> 16);
-}
-
 // For the elements that share the upper half of their index in the whole parameter.
 LZ_MATH StepKeys step_keys(int64_t seed, int64_t key, int64_t step, int64_t index) {
   uint64_t x = mix64(static_cast<uint64_t>(seed));
@@ -168,8 +165,8 @@ LZ_MATH StepKeys step_keys(int64_t seed, int64_t key, int64_t step, int64_t inde
 // 32 bits for the element whose index ends with these 32 bits.
 LZ_MATH uint32_t step_random(StepKeys keys, uint32_t index) {
   uint32_t x = (index ^ keys.first) * 0x9E3779B1u;
-  x ^= x >> 15;
-  return mix32(x + keys.second);
+  x = ((x ^ (x >> 15)) + keys.second) * 0x85EBCA6Bu;
+  return x ^ (x >> 16);
 }
 
 // The second state takes the other half first. The largest squares take the bits of the squares
@@ -180,12 +177,12 @@ LZ_MATH uint32_t random_of_state(uint32_t random, int state) {
 
 // -- states in fewer bits -------------------------------------------------------------------------
 
-// bfloat16, rounded up with the probability that makes the mean exact.
+// bfloat16, rounded up with the probability that makes the mean exact. Infinities stay, and NaN as
+// arithmetic makes it, whose first bit of fraction is 1.
 LZ_MATH uint16_t bfloat_at_random(float value, uint32_t random) {
   const uint32_t bits = step_bits<uint32_t>(value);
-  const uint32_t rounded = (bits + (random & 0xFFFFu)) >> 16;
-  const uint32_t special = (bits >> 16) | ((bits & 0x7FFFFFu) != 0 ? 0x40u : 0u);
-  return static_cast<uint16_t>((bits & 0x7F800000u) == 0x7F800000u ? special : rounded);
+  const uint32_t between = (bits & 0x7F800000u) == 0x7F800000u ? 0u : random & 0xFFFFu;
+  return static_cast<uint16_t>((bits + between) >> 16);
 }
 
 LZ_MATH float bfloat_value(uint16_t bits) {
@@ -209,22 +206,22 @@ LZ_MATH float quant_value(uint8_t code, float scale) {
   return kSigned && (code & 0x80u) != 0 ? -value : value;
 }
 
-// `scale` >= |value|. `random`: its 20 lower bits decide what is between two codes.
+// What values are multiplied by to become parts of `scale`. 0 for a scale below the normal numbers,
+// whose inverse may be none: such states become 0.
+LZ_MATH float quant_inverse(float scale) { return scale < 0x1p-126f ? 0.0f : div(1.0f, scale); }
+
+// `inverse`: of a scale >= |value|. `random`: its 20 lower bits decide what is between two codes.
 template <bool kSigned>
-LZ_MATH uint8_t quant_code(float value, float scale, uint32_t random) {
+LZ_MATH uint8_t quant_code(float value, float inverse, uint32_t random) {
   const uint32_t bits = step_bits<uint32_t>(value);
-  const float magnitude = step_bits<float>(bits & 0x7FFFFFFFu);
-  const float unit = div(magnitude, scale);
-  const int32_t upper =
-      static_cast<int32_t>((step_bits<uint32_t>(unit) + (random & 0xFFFFFu)) >> 20);
-  int32_t code = upper - static_cast<int32_t>(Quant<kSigned>::kBase);
+  const float unit = mul(step_bits<float>(bits & 0x7FFFFFFFu), inverse);
+  const uint32_t upper = (step_bits<uint32_t>(unit) + (random & 0xFFFFFu)) >> 20;
+  int32_t code = static_cast<int32_t>(upper) - static_cast<int32_t>(Quant<kSigned>::kBase);
   code = code < 0 ? 0 : code;
   code = code > static_cast<int32_t>(Quant<kSigned>::kLargest)
              ? static_cast<int32_t>(Quant<kSigned>::kLargest)
              : code;
-  code = scale == 0.0f ? 0 : code;
-  const int32_t negative = kSigned && code != 0 && (bits >> 31) != 0 ? 0x80 : 0;
-  return static_cast<uint8_t>(code | negative);
+  return static_cast<uint8_t>(static_cast<uint32_t>(code) | (kSigned ? bits >> 24 & 0x80u : 0u));
 }
 
 // The bits of |value|, whose order is that of the magnitudes, with NaN above infinity.

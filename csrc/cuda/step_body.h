@@ -114,6 +114,16 @@ LZ_BODY Segment segment_of(const int64_t* range, int64_t first) {
           range[kBlock] + index / kQuantNumel - range[kIndex] / kQuantNumel};
 }
 
+template <class T, bool kAmsgrad>
+LZ_BODY void adamw_of(const StepRow<T>& row, T g, T& p, T* s, bool has_ends, bool last) {
+  if (!has_ends)
+    adamw_element<T, kAmsgrad, false, true>(row, g, p, s[0], s[1], s[2]);
+  else if (last)
+    adamw_element<T, kAmsgrad, true, false>(row, g, p, s[0], s[1], s[2]);
+  else
+    adamw_element<T, kAmsgrad, false, false>(row, g, p, s[0], s[1], s[2]);
+}
+
 // The new value and states of one element; writes the value, and its copy.
 template <class T>
 LZ_BODY void step_element(const StepCall& call, const StepRow<T>& row, const Segment& segment,
@@ -126,17 +136,13 @@ LZ_BODY void step_element(const StepCall& call, const StepRow<T>& row, const Seg
   if (call.grad_scale != 1.0f) g = div(g, static_cast<T>(call.grad_scale));
   for (int state = 0; state < num_states; ++state)
     s[state] = load_state<T>(call, state, range[kState] + along, segment.block);
-  const bool last =
-      call.form == kFullForm && call.phase == kStepWithEnds && along >= range[kNumel] / 8 * 8;
+  const bool has_ends = call.form == kFullForm && call.phase == kStepWithEnds;
+  const bool last = has_ends && along >= range[kNumel] / 8 * 8;
   if (call.kind == kAdamW) {
-    if (row.flag && last)
-      adamw_element<T, true, true>(row, g, p, s[0], s[1], s[2]);
-    else if (row.flag)
-      adamw_element<T, true, false>(row, g, p, s[0], s[1], s[2]);
-    else if (last)
-      adamw_element<T, false, true>(row, g, p, s[0], s[1], s[2]);
+    if (row.flag)
+      adamw_of<T, true>(row, g, p, s, has_ends, last);
     else
-      adamw_element<T, false, false>(row, g, p, s[0], s[1], s[2]);
+      adamw_of<T, false>(row, g, p, s, has_ends, last);
   } else if (call.kind == kSgd) {
     if (last)
       sgd_element<T, true>(row, g, p, s[0]);
@@ -158,8 +164,10 @@ struct LaneStates {
   uint32_t largest[kMaxStates];  // bits of magnitudes
 };
 
+// A row without amsgrad or momentum, where another row has it, leaves that state alone.
 LZ_BODY int states_of(const StepCall& call, const double* row) {
-  return call.kind == kAdamW && row[kRowFlag] == 0.0 ? 2 : call.num_states;
+  if (call.kind == kAdamW) return row[kRowFlag] == 0.0 ? 2 : 3;
+  return call.kind == kSgd && row[1] == 0.0 ? 0 : call.num_states;
 }
 
 // Steps this lane's elements of a segment. Float32, float64 and bfloat16 states are written.
@@ -216,6 +224,7 @@ LZ_BODY void finish_lane(const StepCall& call, const double* values, const Segme
     auto* const codes =
         reinterpret_cast<uint8_t*>(call.states[state]) + segment.range[kState] + segment.first;
     const bool is_signed = state_is_signed(call.kind, state);
+    const float inverse = quant_inverse(scale);
     LZ_UNROLL
     for (int j = 0; j < kLaneNumel; ++j) {
       const int i = lane + j * kWarpThreads;
@@ -223,8 +232,8 @@ LZ_BODY void finish_lane(const StepCall& call, const double* values, const Segme
       const float value = static_cast<float>(kept.values[j][state]);
       const uint32_t random =
           random_of_state(step_random(keys, static_cast<uint32_t>(index + i)), state);
-      codes[i] = is_signed ? quant_code<true>(value, scale, random)
-                           : quant_code<false>(value, scale, random);
+      codes[i] = is_signed ? quant_code<true>(value, inverse, random)
+                           : quant_code<false>(value, inverse, random);
     }
   }
 }

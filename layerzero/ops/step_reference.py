@@ -8,7 +8,8 @@ csrc/step_math.h; the names here are the same.
 Float32 is computed as torch's fused CPU optimizers compute it on a processor with fused
 multiply-add. That has two orders of operations, one for the last `numel % 8` elements of a tensor,
 which float32 states follow range by range. Smaller states know no tensors: all their elements go
-one way, and their random bits depend on the element's place in its whole parameter.
+one way (AdamW's with a division less), and their random bits depend on the element's place in its
+whole parameter.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ def flat_step_(
         if factor.numel():
             given = given * factor.to(given.device, dtype)
         options = values[row[ROW]]
-        count = 2 if kind == ADAMW and not options[FLAG] else len(states)
+        count = _count(kind, options, len(states))
         blocks = _Blocks.of(row, main.device)
         now = [
             _widen(kind, i, states[i][_state_part(row)], scales[i] if scales else None, blocks)
             for i in range(count)
         ]
-        last = torch.zeros(numel, dtype=torch.bool, device=main.device)
-        if states and states[0].dtype.itemsize >= 4 and phase == WITH_ENDS:
-            last[numel // 8 * 8 :] = True
+        last = None
+        if phase == WITH_ENDS and not (states and states[0].dtype.itemsize < 4):
+            last = torch.arange(numel, device=main.device) >= numel // 8 * 8
         p, now = _UPDATES[kind](options, given, main[part].to(dtype), now, last)
         if phase == MEASURE:
             for i in range(count):
@@ -83,6 +84,14 @@ def flat_step_(
         if copy.numel():
             copy[part] = main[part].to(copy.dtype)
         store_states(kind, now, states, scales, edges, row, int(options[STEP]), seed)
+
+
+def _count(kind: int, options: list[float], num_states: int) -> int:
+    """States that a row uses: in an optimizer where another row has amsgrad or momentum, one
+    without leaves that state alone."""
+    if kind == ADAMW:
+        return 3 if options[FLAG] else 2
+    return num_states if kind == LION or options[1] else 0
 
 
 def store_states(
@@ -245,24 +254,34 @@ def _rounded(values: list[float], like: torch.Tensor) -> list[float]:
 
 
 _Update = tuple[torch.Tensor, _Tensors]
+_Last = torch.Tensor | None
+"""Which elements are the last `numel % 8` of a tensor; None: states are smaller than float32."""
 
 
 def _adamw(
-    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: torch.Tensor
+    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: _Last
 ) -> _Update:
-    decay, weight, beta2, rest2, step_size, correction, eps, _ = _rounded(options[:8], p)
+    decay, weight, beta2, rest2, step_size, correction, eps, inverse = _rounded(options[:8], p)
     g = grad * options[SIGN]
     m, v = s[0], s[1]
     weight_of = torch.full_like(m, weight)
     m = fused(g - m, weight_of, m) if abs(weight) < 0.5 else fused(g - m, weight_of - 1, g)
     part = g * rest2
     beta2_of = torch.full_like(v, beta2)
-    v = torch.where(last, fused(v, beta2_of, part * g), fused(part, g, v * beta2))
+    v = _where(last, lambda: fused(v, beta2_of, part * g), fused(part, g, v * beta2))
     states = [m, v]
     if options[FLAG]:
         states.append(torch.where((s[2] > v) | s[2].isnan(), s[2], v))
-    divisor = _root(states[-1]) / correction + eps
+    root = _root(states[-1])
+    if last is None:
+        divisor = fused(root, torch.full_like(root, inverse), torch.full_like(root, eps))
+    else:
+        divisor = root / correction + eps
     return p * decay + (m * step_size) / divisor, states
+
+
+def _where(last: _Last, of_last: Callable[[], torch.Tensor], rest: torch.Tensor) -> torch.Tensor:
+    return rest if last is None else torch.where(last, of_last(), rest)
 
 
 def _root(x: torch.Tensor) -> torch.Tensor:
@@ -271,7 +290,7 @@ def _root(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sgd(
-    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: torch.Tensor
+    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: _Last
 ) -> _Update:
     decay, momentum, damped, minus_lr, nesterov, is_first, _, _ = _rounded(options[:8], p)
     g = grad * options[SIGN]
@@ -280,15 +299,16 @@ def _sgd(
     states = list(s)
     if momentum:
         b, momentum_of = s[0], torch.full_like(p, momentum)
+        damping = g * damped
         body = fused(g, torch.full_like(g, damped), b * momentum)
-        b = g.clone() if is_first else torch.where(last, fused(b, momentum_of, g * damped), body)
+        b = g.clone() if is_first else _where(last, lambda: fused(b, momentum_of, damping), body)
         states = [b]
         g = fused(b, momentum_of, g) if nesterov else b
     return fused(g, torch.full_like(g, minus_lr), p), states
 
 
 def _lion(
-    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: torch.Tensor
+    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: _Last
 ) -> _Update:
     decay, beta1, rest1, beta2, rest2, minus_lr, _, _ = _rounded(options[:8], p)
     g, m = grad * options[SIGN], s[0]
@@ -299,7 +319,7 @@ def _lion(
 
 _UPDATES: dict[
     int,
-    Callable[[list[float], torch.Tensor, torch.Tensor, _Tensors, torch.Tensor], _Update],
+    Callable[[list[float], torch.Tensor, torch.Tensor, _Tensors, _Last], _Update],
 ] = {ADAMW: _adamw, SGD: _sgd, LION: _lion}
 
 
@@ -311,12 +331,6 @@ def _mix64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
     return x ^ (x >> 31)
-
-
-def _mix32(x: torch.Tensor) -> torch.Tensor:
-    x = _times32(x ^ (x >> 16), 0x85EBCA6B)
-    x = _times32(x ^ (x >> 13), 0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 def _times32(x: torch.Tensor, factor: int) -> torch.Tensor:
@@ -334,8 +348,8 @@ def _random(seed: int, row: list[int], step: int, state: int, device: torch.devi
         for value in (row[KEY], step, upper):
             x = _mix64(x ^ (value & _MASK64))
         mixed = _times32((places & 0xFFFFFFFF) ^ (x & 0xFFFFFFFF), 0x9E3779B1)
-        random = _mix32((mixed ^ (mixed >> 15)) + (x >> 32) & 0xFFFFFFFF)
-        result = torch.where(places >> 32 == upper, random, result)
+        mixed = _times32((mixed ^ (mixed >> 15)) + (x >> 32) & 0xFFFFFFFF, 0x85EBCA6B)
+        result = torch.where(places >> 32 == upper, mixed ^ (mixed >> 16), result)
     return result if state == 0 else (result >> 16) | (result << 16 & 0xFFFFFFFF)
 
 
@@ -344,9 +358,7 @@ def _random(seed: int, row: list[int], step: int, state: int, device: torch.devi
 
 def _bfloat_at_random(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     bits = values.view(torch.int32).long() & 0xFFFFFFFF
-    rounded = (bits + (random & 0xFFFF)) >> 16
-    special = (bits >> 16) | torch.where((bits & 0x7FFFFF) != 0, 0x40, 0)
-    chosen = torch.where(values.isfinite(), rounded, special)
+    chosen = (bits + torch.where(values.isfinite(), random & 0xFFFF, 0)) >> 16
     return chosen.to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
@@ -378,11 +390,11 @@ def quantize(
 ) -> torch.Tensor:
     """8-bit codes of float32 values, rounded at random or (None) to the nearest."""
     largest = 127 if signed else 255
-    unit = (values.abs() / scale).view(torch.int32).long() & 0xFFFFFFFF
+    # Below the normal numbers a scale may have no inverse; such values become 0.
+    inverse = torch.where(scale < 2.0**-126, 0.0, 1.0 / scale)
+    unit = (values.abs() * inverse).view(torch.int32).long() & 0xFFFFFFFF
     between = 0x80000 if random is None else random & 0xFFFFF
-    code = ((unit + between) >> 20) - (0x3F8 - largest)
-    # NaN / NaN may have a sign: as in C++, the upper bits are a signed number.
-    code = torch.where(scale == 0, 0, code.clamp(0, largest))
+    code = (((unit + between) >> 20) - (0x3F8 - largest)).clamp(0, largest)
     if signed:
-        code |= torch.where((code != 0) & values.signbit(), 0x80, 0)
+        code |= torch.where(values.signbit(), 0x80, 0)
     return code.to(torch.uint8)

@@ -477,7 +477,7 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
             -lr / correction1,
             math.sqrt(correction2),
             float(group["eps"]),
-            0.0,
+            1 / math.sqrt(correction2),
             -1.0 if group["maximize"] else 1.0,
             float(group["amsgrad"]),
         ]

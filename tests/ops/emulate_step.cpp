@@ -143,8 +143,8 @@ void run_plain(const StepCall& call, const std::vector<double>& rows) {
           else
             reinterpret_cast<uint8_t*>(call.states[s])[place] =
                 state_is_signed(call.kind, s)
-                    ? quant_code<true>(static_cast<float>(value), scale, random)
-                    : quant_code<false>(static_cast<float>(value), scale, random);
+                    ? quant_code<true>(static_cast<float>(value), quant_inverse(scale), random)
+                    : quant_code<false>(static_cast<float>(value), quant_inverse(scale), random);
         }
       }
       begin += segment.count;
@@ -191,7 +191,7 @@ void check(const Setting& setting, int num_ranges, int num_rows) {
                                         -0.01,
                                         0.9,
                                         r % 2 ? 0.0 : 1e-8,
-                                        0.0,
+                                        1.25,
                                         r % 2 ? 1.0 : -1.0,
                                         static_cast<double>(r % 3 == 0),
                                         static_cast<double>(r + 1)};

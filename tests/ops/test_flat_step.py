@@ -29,7 +29,8 @@ def adamw_row(
     lr: float, beta1: float, beta2: float, decay: float, step: int, amsgrad: bool, sign: float
 ) -> list[float]:
     corrections = -lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
-    options = [1 - lr * decay, 1 - beta1, beta2, 1 - beta2, *corrections, 1e-8, 0.0]
+    inverse = 1 / math.sqrt(1 - beta2**step)
+    options = [1 - lr * decay, 1 - beta1, beta2, 1 - beta2, *corrections, 1e-8, inverse]
     return [*options, sign, float(amsgrad), float(step)]
 
 
