@@ -142,15 +142,7 @@ def ordered_sum_(
 
 def flat_step_(
     kind: int,
-    main: torch.Tensor,
-    grad: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    copy: torch.Tensor,
-    edges: torch.Tensor,
-    table: torch.Tensor,
-    rows: torch.Tensor,
-    factor: torch.Tensor,
+    tensors: step_reference.StepTensors,
     grad_scale: float = 1.0,
     seed: int = 0,
     phase: int = 0,
@@ -163,40 +155,16 @@ def flat_step_(
 
     Args:
         kind: `ADAMW`, `SGD` or `LION` of step_reference.py, as the names of columns and phases.
-        main: contiguous, float32, float16, bfloat16 or float64; written.
-        grad: contiguous, of main's dtype.
-        states: written; float32 (float64 for float64), bfloat16 or uint8, one dtype for all.
-        scales: for uint8 states, a float32 tensor for each, with an entry for each block; written.
-        copy: of main's size and any of its dtypes, written; or empty.
-        edges: float32 [E, states]: scales of blocks of which this rank has a part. Read, or written
-            in phase `MEASURE`, which writes nothing else.
-        table: int64 [R, COLUMNS], rising in main; on main's device.
-        rows: float64 [K, ROW_COLUMNS], on the CPU.
-        factor: one float32 on main's device; or empty, for 1.
         seed: of the random bits that round smaller states.
 
     Raises:
         ValueError: the arguments do not fit together; nothing was written.
     """
-    torch.ops.layerzero.flat_step_.default(
-        kind,
-        main,
-        grad,
-        states,
-        scales,
-        copy,
-        edges,
-        table,
-        rows,
-        factor,
-        grad_scale,
-        seed,
-        phase,
-    )
+    torch.ops.layerzero.flat_step_.default(kind, *tensors, grad_scale, seed, phase)
     if phase != step_reference.MEASURE:
-        _note_written(main)
-        if copy.numel():
-            _note_written(copy)
+        _note_written(tensors.main)
+        if tensors.copy.numel():
+            _note_written(tensors.copy)
 
 
 def sum_squares(x: torch.Tensor) -> torch.Tensor:

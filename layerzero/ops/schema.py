@@ -6,6 +6,7 @@ The library built from csrc/ adds kernels for CPU and CUDA. If it is loaded, dis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -46,22 +47,8 @@ def _fake_ordered_sum(out: torch.Tensor, parts: Sequence[torch.Tensor], scale: f
     reference.check_ordered_sum(out, parts)
 
 
-def _fake_flat_step(
-    kind: int,
-    main: torch.Tensor,
-    grad: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    copy: torch.Tensor,
-    edges: torch.Tensor,
-    table: torch.Tensor,
-    rows: torch.Tensor,
-    factor: torch.Tensor,
-    grad_scale: float,
-    seed: int,
-    phase: int,
-) -> None:
-    step_reference.check_flat_step(kind, main, grad, states, scales, copy, edges, table, rows)
+def _fake_flat_step(kind: int, *given: Any) -> None:
+    step_reference.check_flat_step(kind, step_reference.StepTensors.split(given)[0])
 
 
 def _fake_sum_squares(out: torch.Tensor, x: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,27 +36,46 @@ _MASK64 = (1 << 64) - 1
 _Tensors = list[torch.Tensor]
 
 
-def flat_step_(
-    kind: int,
-    main: torch.Tensor,
-    grad: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    copy: torch.Tensor,
-    edges: torch.Tensor,
-    table: torch.Tensor,
-    rows: torch.Tensor,
-    factor: torch.Tensor,
-    grad_scale: float,
-    seed: int,
-    phase: int,
-) -> None:
-    """See `layerzero.ops.flat_step_`."""
-    check_flat_step(kind, main, grad, states, scales, copy, edges, table, rows)
+class StepTensors(NamedTuple):
+    """The tensors of `flat_step_`, in the order of its schema."""
+
+    main: torch.Tensor
+    """Contiguous, float32, float16, bfloat16 or float64; written."""
+    grad: torch.Tensor
+    """Contiguous, of main's dtype."""
+    states: Sequence[torch.Tensor]
+    """Written; float32 (float64 for float64), bfloat16 or uint8, one dtype for all."""
+    scales: Sequence[torch.Tensor]
+    """For uint8 states, a float32 tensor for each, with an entry for each block; written."""
+    copy: torch.Tensor
+    """Of main's size and any of its dtypes, written; or empty."""
+    edges: torch.Tensor
+    """Float32 [E, states]: scales of blocks of which this rank has a part. Read, or written in
+    phase `MEASURE`, which writes nothing else."""
+    table: torch.Tensor
+    """Int64 [R, COLUMNS], rising in main; on main's device."""
+    rows: torch.Tensor
+    """Float64 [K, ROW_COLUMNS], on the CPU."""
+    factor: torch.Tensor
+    """One float32 on main's device; or empty, for 1."""
+
+    @classmethod
+    def split(cls, given: Sequence[Any]) -> tuple[StepTensors, Sequence[Any]]:
+        """The tensors, and what follows them in the schema."""
+        count = len(cls._fields)
+        return cls(*given[:count]), given[count:]
+
+
+def flat_step_(kind: int, *arguments: Any) -> None:
+    """See `layerzero.ops.flat_step_`; arguments as the schema has them."""
+    tensors, (grad_scale, seed, phase) = StepTensors.split(arguments)
+    check_flat_step(kind, tensors)
+    main, grad, factor = tensors.main, tensors.grad, tensors.factor
+    states, scales, edges = tensors.states, tensors.scales, tensors.edges
     dtype = compute_dtype(main.dtype)
-    values = rows.tolist()
-    for number, row in enumerate(table.tolist()):
-        _check_range(number, row, main, grad, states, len(values))
+    values = tensors.rows.tolist()
+    for number, row in enumerate(tensors.table.tolist()):
+        _check_range(number, row, tensors, len(values))
         numel = row[NUMEL]
         if not numel:
             continue
@@ -66,7 +86,7 @@ def flat_step_(
         if factor.numel():
             given = given * factor.to(given.device, dtype)
         options = values[row[ROW]]
-        count = _count(kind, options, len(states))
+        count = num_states(kind, options, len(states))
         blocks = _Blocks.of(row, main.device)
         now = [
             _widen(kind, i, states[i][_state_part(row)], scales[i] if scales else None, blocks)
@@ -81,17 +101,17 @@ def flat_step_(
                 edges.view(-1, len(states))[row[EDGE], i] = _largest(now[i])
             continue
         main[part] = p.to(main.dtype)
-        if copy.numel():
-            copy[part] = main[part].to(copy.dtype)
+        if tensors.copy.numel():
+            tensors.copy[part] = main[part].to(tensors.copy.dtype)
         store_states(kind, now, states, scales, edges, row, int(options[STEP]), seed)
 
 
-def _count(kind: int, options: list[float], num_states: int) -> int:
+def num_states(kind: int, options: list[float], given: int) -> int:
     """States that a row uses: in an optimizer where another row has amsgrad or momentum, one
     without leaves that state alone."""
     if kind == ADAMW:
         return 3 if options[FLAG] else 2
-    return num_states if kind == LION or options[1] else 0
+    return given if kind == LION or options[1] else 0
 
 
 def store_states(
@@ -145,18 +165,10 @@ def sum_squares_(out: torch.Tensor, x: torch.Tensor) -> None:
     out.fill_(total)
 
 
-def check_flat_step(
-    kind: int,
-    main: torch.Tensor,
-    grad: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    copy: torch.Tensor,
-    edges: torch.Tensor,
-    table: torch.Tensor,
-    rows: torch.Tensor,
-) -> None:
+def check_flat_step(kind: int, tensors: StepTensors) -> None:
     """Raise ValueError if arguments do not fit together. Does not read tensor contents."""
+    main, grad, copy = tensors.main, tensors.grad, tensors.copy
+    states, scales, table, rows = tensors.states, tensors.scales, tensors.table, tensors.rows
     if main.dtype not in DTYPES or grad.dtype != main.dtype:
         raise ValueError(
             f"flat_step_: main and grad must be of one dtype, {DTYPES}, got {main.dtype} and "
@@ -187,16 +199,10 @@ def check_flat_step(
         raise ValueError(f"flat_step_: rows must be float64 [K, {ROW_COLUMNS}]")
 
 
-def _check_range(
-    number: int,
-    row: list[int],
-    main: torch.Tensor,
-    grad: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    num_rows: int,
-) -> None:
+def _check_range(number: int, row: list[int], tensors: StepTensors, num_rows: int) -> None:
     numel = row[NUMEL]
-    memory = [(MAIN, main), (GRAD, grad), *((STATE, state) for state in states)]
+    states = [(STATE, state) for state in tensors.states]
+    memory = [(MAIN, tensors.main), (GRAD, tensors.grad), *states]
     fits = all(0 <= row[at] <= tensor.numel() - numel for at, tensor in memory)
     if numel < 0 or not fits or not 0 <= row[ROW] < num_rows:
         raise ValueError(f"flat_step_: range {number} {row} leaves main, grad, states or rows")

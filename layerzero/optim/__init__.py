@@ -9,11 +9,13 @@ from layerzero.optim import after_failure as after_failure
 from layerzero.optim import element_wise as element_wise
 from layerzero.optim import foreign_norms as foreign_norms
 from layerzero.optim import refused as refused
+from layerzero.optim.adamw import AdamW
 from layerzero.optim.decay import decay_groups
-from layerzero.optim.flat_optimizer import SGD, AdamW, Lion
+from layerzero.optim.lion import Lion
 from layerzero.optim.nonempty import nonempty_parameters
 from layerzero.optim.norm import global_norm
 from layerzero.optim.scaler import GradScaler
+from layerzero.optim.sgd import SGD
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 
 __all__ = [

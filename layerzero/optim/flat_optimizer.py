@@ -1,9 +1,8 @@
-"""AdamW, SGD and Lion that step a whole flat parameter in one pass over its memory."""
+"""FlatOptimizer: what AdamW, SGD and Lion share, which step a whole flat parameter in one pass."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import is_
 from typing import Any, Literal, cast
@@ -12,13 +11,15 @@ import torch
 from torch import nn
 
 from layerzero.core.parameter_info import get_info
-from layerzero.ops import step_reference
+from layerzero.core.placement import Placement
 from layerzero.optim.claims import claim, name_of
 from layerzero.optim.clip import Clipped, clip_factor, clipped, grad_norm, refuse_used
 from layerzero.optim.edges import EdgeExchange, make_exchanges
-from layerzero.optim.flat_state import FlatState, Pairs, homes_of
+from layerzero.optim.flat_homes import homes_of
+from layerzero.optim.flat_state import FlatState, Pairs
 from layerzero.optim.in_backward import is_narrowed, whole_groups
 from layerzero.optim.norm import Part, global_power
+from layerzero.optim.quant_state import QuantState
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each
 from layerzero.runtime.unit import Unit
@@ -39,6 +40,9 @@ class FlatOptimizer(torch.optim.Optimizer):
     _seed: int
     _states: dict[Any, Any]
     _is_shown: bool
+    """Whether `state` shows all states; those of 8 bits only if somebody asked."""
+    _is_seen: bool
+    """Whether somebody has asked for `state`, and may have written to what it shows."""
 
     def _set_up(self, state: str, seed: int) -> None:
         """To be called before the `__init__` of torch's class."""
@@ -62,6 +66,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
         self._kept_states: list[Any] = []
         self._exchanges: dict[tuple[int, ...], list[EdgeExchange]] = {}
+        self._clipped: tuple[list[Any], Clipped] | None = None
 
     # Arguments ------------------------------------------------------------------------------
 
@@ -263,6 +268,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         8-bit states are shown in float32, exactly; writes into what is shown count.
         """
+        self._is_seen = True
         if self._state_dtype == "8bit" and not self._is_shown:
             self._is_shown = True
             for flat in self._flats or ():
@@ -273,7 +279,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         self._states = state
-        self._is_shown = True
+        self._is_shown = self._is_seen = True
 
     def _all_flats(self) -> list[FlatState]:
         """The flat states, as the parameter groups and the visible state are now."""
@@ -281,7 +287,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         is_known = (
             self._flats is not None
             and _are_same(groups, self._given)
-            and (not self._is_shown or self._shows_what_is())
+            and (not (self._is_seen and self._is_shown) or self._shows_what_is())
             and all(flat.is_intact() for flat in self._flats)
         )
         if not is_known:
@@ -290,8 +296,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._flats
 
     def _shows_what_is(self) -> bool:
-        return len(self._states) == len(self._kept_states) and all(
-            map(is_, self._states.values(), self._kept_states)
+        return (
+            len(self._states) == len(self._kept_states)
+            and all(map(is_, self._states.values(), self._kept_states))
+            and all(flat.shows_what_is() for flat in self._flats or ())
         )
 
     def _make_flats(self, groups: list[list[nn.Parameter]]) -> None:
@@ -300,8 +308,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._given = [[*group] for group in groups]
         self._exchanges = {}
         keys, dtype = self._keys(), _DTYPES[self._state_dtype]
+        shows = self._shows_step
         self._flats = [
-            FlatState(self._kind, home, keys, dtype, self._shows_step)
+            QuantState(self._kind, home, keys, shows)
+            if self._state_dtype == "8bit"
+            else FlatState(self._kind, home, keys, dtype, shows)
             for home in homes_of(groups, () if owner is None else owner.root.units)
         ]
         for flat in self._flats:
@@ -362,9 +373,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         assert root is not None, "add_param_group wants parameters of a model"
         refuse_used(root)
         flats = self._all_flats()
-        members = [each for group in self.param_groups for each in group["params"]]
-        whole = [each for each in members if get_info(each) is None]
-        of = clipped(root, root.units, whole, only={id(each) for each in members})
+        of = self._members_of(root, flats)
         with torch.no_grad():
             is_plain = norm_type == 2 and not root.tensor_parallel_groups
             norm = self._norm(of, flats) if is_plain else grad_norm(of, norm_type)
@@ -379,17 +388,30 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._watched = root
         return norm
 
+    def _members_of(self, root: RootState, flats: list[FlatState]) -> Clipped:
+        """The parameters to clip, looked for again where flat states or units are others."""
+        key = [flats, *(handle for unit in root.units for handle in unit.handles)]
+        known = self._clipped
+        if known is not None and len(known[0]) == len(key) and all(map(is_, known[0], key)):
+            return known[1]
+        members = [each for group in self.param_groups for each in group["params"]]
+        whole = [each for each in members if get_info(each) is None]
+        of = clipped(root, root.units, whole, only={id(each) for each in members})
+        self._clipped = key, of
+        return of
+
     def _norm(self, of: Clipped, flats: list[FlatState]) -> torch.Tensor:
-        # One number for each flat parameter, as a tensor of one element whose norm it is.
-        own: dict[int, list[Part]] = {}
-        whole: list[Part] = []
+        own: dict[int, list[FlatState]] = {}
+        whole: list[FlatState] = []
         for flat in flats:
             handle = flat.home.handle
-            part = Part(flat.home.held[0].parameter, flat.squares().sqrt().reshape(1))
-            (whole if handle is None else own.setdefault(id(handle.placement), [])).append(part)
-        sharded = [(placement, own.get(id(placement), [])) for placement, _ in of.sharded]
-        power = global_power(of.root, sharded, whole, 2.0, torch.float64, "gradient norm")
-        is_wide = any(each.dtype == torch.float64 for each in of.parameters)
+            (whole if handle is None else own.setdefault(id(handle.placement), [])).append(flat)
+        sharded: list[tuple[Placement, list[Part]]] = [
+            (placement, _parts(own.get(id(placement), ()))) for placement, _ in of.sharded
+        ]
+        given = of.root, sharded, _parts(whole), 2.0, torch.float64, "gradient norm"
+        power = global_power(*given)
+        is_wide = any(flat.home.main.dtype == torch.float64 for flat in flats)
         return power.sqrt() if is_wide else power.sqrt().float()
 
     def _on_delivered(self, unit: Unit | None) -> None:
@@ -417,186 +439,9 @@ def _ignored_parameters(root: RootState) -> Iterator[nn.Parameter]:
         yield from module.parameters()
 
 
-class AdamW(FlatOptimizer, torch.optim.AdamW):
-    """`torch.optim.AdamW` for the parameters of one ZeRO3 module, in one pass over memory.
-
-    It has torch's arguments, groups and state dict; in float32 on the CPU its bits are those of
-    `torch.optim.AdamW(fused=True)` on the same sharded parameters. It also writes the cast weights
-    of the next forward, unscales (`GradScaler`), and clips (`clip_grad_norm_`).
-
-    Args:
-        params: parameters of one ZeRO3 module, or groups of them.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as for `torch.optim.AdamW`.
-        state: dtype of the two averages. "float32": 8 bytes an element (float64 for float64
-            parameters). "bfloat16": 4 bytes. "8bit": 2 bytes, and a scale for each 256 elements;
-            `step` is then collective, one small all-gather for the blocks that borders of shards
-            cut. Both round at random, so that small changes add up.
-        seed: of the random bits. They depend on it, the parameter's name, the index in the whole
-            parameter and the step: for the same gradients, weights and states in bfloat16 or 8 bits
-            have the same bits at every world size.
-
-    Raises:
-        ValueError: a parameter belongs to no ZeRO3 module, to another one than the others, or to
-            another optimizer; or an argument is out of range.
-    """
-
-    _kind = step_reference.ADAMW
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        state: StateDtype = "float32",
-        seed: int = 0,
-    ) -> None:
-        self._set_up(state, seed)
-        torch.optim.AdamW.__init__(
-            self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
-        )
-
-    def _keys(self) -> list[str]:
-        keys = ["exp_avg", "exp_avg_sq"]
-        if any(group["amsgrad"] for group in self.param_groups):
-            keys.append("max_exp_avg_sq")
-        return keys
-
-    def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
-        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
-        return [
-            1 - lr * float(group["weight_decay"]),
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            -lr / correction1,
-            math.sqrt(correction2),
-            float(group["eps"]),
-            1 / math.sqrt(correction2),
-            -1.0 if group["maximize"] else 1.0,
-            float(group["amsgrad"]),
-        ]
-
-
-class SGD(FlatOptimizer, torch.optim.SGD):
-    """`torch.optim.SGD` for the parameters of one ZeRO3 module, in one pass over memory.
-
-    As `AdamW` here: torch's arguments, groups and state dict, and in float32 on the CPU the bits of
-    `torch.optim.SGD(fused=True)`.
-
-    Args:
-        params: parameters of one ZeRO3 module, or groups of them.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as for `torch.optim.SGD`.
-        state, seed: as for `AdamW`, for the momentum.
-
-    Raises:
-        ValueError: as for `AdamW`.
-    """
-
-    _kind = step_reference.SGD
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | torch.Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        state: StateDtype = "float32",
-        seed: int = 0,
-    ) -> None:
-        self._set_up(state, seed)
-        torch.optim.SGD.__init__(
-            self,
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            fused=True,
-        )
-
-    @property
-    def _shows_step(self) -> bool:
-        # torch's has none; random bits need one.
-        return self._state_dtype != "float32"
-
-    def _keys(self) -> list[str]:
-        return ["momentum_buffer"] if any(g["momentum"] for g in self.param_groups) else []
-
-    def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
-        return [
-            float(group["weight_decay"]),
-            float(group["momentum"]),
-            1 - float(group["dampening"]),
-            -float(group["lr"]),
-            float(group["nesterov"]),
-            float(step == 1),
-            0.0,
-            0.0,
-            -1.0 if group["maximize"] else 1.0,
-            0.0,
-        ]
-
-
-class Lion(FlatOptimizer):
-    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), in one pass.
-
-    Decays the weight by lr * weight_decay, subtracts lr * sign(beta1 * m + (1 - beta1) * g), and
-    then updates the average m with beta2.
-
-    Args:
-        params: parameters of one ZeRO3 module, or groups of them.
-        lr: usually 3 to 10 times less than for AdamW.
-        betas: for the direction, and for the average.
-        weight_decay: usually 3 to 10 times more than for AdamW.
-        maximize: go along the gradient instead of against it.
-        state, seed: as for `AdamW`.
-
-    Raises:
-        ValueError: as for `AdamW`.
-    """
-
-    _kind = step_reference.LION
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | torch.Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        state: StateDtype = "float32",
-        seed: int = 0,
-    ) -> None:
-        for name, value in (("lr", float(lr)), ("weight_decay", weight_decay)):
-            if not value >= 0.0:
-                raise ValueError(f"Lion: expected {name} >= 0, got {value}")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"Lion: expected betas in [0, 1), got {betas}")
-        self._set_up(state, seed)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        torch.optim.Optimizer.__init__(self, params, defaults)
-
-    def _keys(self) -> list[str]:
-        return ["exp_avg"]
-
-    def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        return [
-            1 - lr * float(group["weight_decay"]),
-            *(beta1, 1 - beta1, beta2, 1 - beta2, -lr, 0.0, 0.0),
-            -1.0 if group["maximize"] else 1.0,
-            0.0,
-        ]
+def _parts(flats: Sequence[FlatState]) -> list[Part]:
+    """One tensor whose norm is that of all their gradients."""
+    if not flats:
+        return []
+    squares = [flat.squares().to(flats[0].home.main.device) for flat in flats]
+    return [Part(flats[0].home.held[0].parameter, torch.stack(squares).sqrt())]

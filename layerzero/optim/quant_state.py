@@ -1,0 +1,133 @@
+"""QuantState: a flat state in 8 bits, with a scale for each 256 elements of a whole parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.ops import step_reference
+from layerzero.optim.edges import cuts_of
+from layerzero.optim.flat_homes import Held, Home
+from layerzero.optim.flat_state import FlatState, Rows, Step
+
+_BLOCK = step_reference.QUANT_NUMEL
+
+
+class QuantState(FlatState):
+    """A step has two halves: `begin` measures blocks of which other ranks have a part, `finish`
+    uses the scales that ranks have agreed on."""
+
+    def __init__(self, kind: int, home: Home, keys: Sequence[str], shows_step: bool) -> None:
+        self._scales: list[torch.Tensor] = []
+        self._wide: list[torch.Tensor] | None = None
+        self._edges = torch.zeros(2, len(keys), device=home.main.device)
+        super().__init__(kind, home, keys, torch.uint8, shows_step)
+
+    @property
+    def edges(self) -> torch.Tensor:
+        return self._edges
+
+    def _fill(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
+        self._blocks: list[int] = []
+        num_blocks = 0
+        for i in self._members:
+            start, numel = self.home.held[i].start, self.home.held[i].parameter.numel()
+            self._blocks.append(num_blocks)
+            num_blocks += (start + numel - 1) // _BLOCK - start // _BLOCK + 1 if numel else 0
+        device = self.home.main.device
+        self._scales = [torch.zeros(num_blocks, device=device) for _ in self._keys]
+        has_old = any(map(old.get, self._params))
+        self._wide = self._zeros(torch.float32) if has_old else None
+        self._show(self._wide or (), old)
+
+    def widen(self) -> None:
+        """Have `shown` show float32 states, which the next step starts from; no value changes."""
+        if self._wide is not None or not self._members:
+            return
+        self._wide = self._zeros(torch.float32)
+        for i, (wide, codes, scales) in enumerate(
+            zip(self._wide, self.tensors, self._scales, strict=True)
+        ):
+            for member, place, block in zip(self._members, self._places, self._blocks, strict=True):
+                each = self.home.held[member]
+                part = slice(place, place + each.parameter.numel())
+                index = torch.arange(each.start, each.start + each.parameter.numel())
+                own = scales[(block + index // _BLOCK - each.start // _BLOCK).to(scales.device)]
+                is_signed = step_reference.is_signed(self._kind, i)
+                wide[part] = step_reference.dequantize(codes[part], own, is_signed)
+        self._show(self._wide, {})
+
+    def begin(
+        self,
+        rows_of: Rows,
+        factor: torch.Tensor | None,
+        grad_scale: float,
+        seed: int,
+        wanted: Container[nn.Parameter] | None,
+    ) -> Step | None:
+        """As that of `FlatState`; `edges` then has the largest magnitudes in this rank's parts of
+        blocks of which other ranks have a part."""
+        step = super().begin(rows_of, factor, grad_scale, seed, wanted)
+        if step is not None:
+            edges = step.table[step.table[:, step_reference.EDGE] >= 0]
+            if len(edges):
+                measured = step._replace(table=edges)
+                self._call(measured, *self._states(), torch.empty(0), step_reference.MEASURE)
+        return step
+
+    def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return (self.tensors, self._scales) if self._wide is None else (self._wide, [])
+
+    def _take_step(self, step: Step, copy: torch.Tensor) -> None:
+        if self._wide is None:
+            self._call(step, *self._states(), copy, step_reference.WITH_ENDS)
+        else:
+            self._call(step, *self._states(), copy, step_reference.WITHOUT_ENDS)
+            self._narrow(step, self._wide)
+
+    def _narrow(self, step: Step, wide: list[torch.Tensor]) -> None:
+        """Round float32 states to 8 bits after a step, as a step from 8 bits does."""
+        options = step.rows.tolist()
+        for row in step.table.tolist():
+            place = row[step_reference.STATE]
+            part = slice(place, place + row[step_reference.NUMEL])
+            own = options[row[step_reference.ROW]]
+            count = step_reference.num_states(self._kind, own, len(wide))
+            values = [each[part] for each in wide[:count]]
+            given = self._kind, values, self.tensors, self._scales, self._edges, row
+            step_reference.store_states(*given, int(own[step_reference.STEP]), step.seed)
+        self._wide = None
+        stepped = step.gradient.numbers
+        if stepped is None:
+            self._show((), {})
+            return
+        # The others have not been rounded: what they were stays, until all have a gradient.
+        self.widen()
+        assert self._wide is not None
+        for number in {*range(len(self._members))} - {*stepped}:
+            place = self._places[number]
+            part = slice(place, place + self._params[number].numel())
+            for now, before in zip(self._wide, wide, strict=True):
+                now[part] = before[part]
+
+    def _ranges(self, held: Held, number: int, offset: int, row: int) -> list[list[int]]:
+        """Rows of `table` for a parameter: blocks cut by a border of shards have their own."""
+        start, numel = held.start, held.parameter.numel()
+        first, last = cuts_of(start, start + numel, held.total)
+        cuts = sorted({start, *(first or ()), *(last or ()), start + numel})
+        rows = []
+        for begin, end in pairwise(cuts):
+            edge = 0 if first == (begin, end) else 1 if last == (begin, end) else -1
+            along = begin - start
+            block = self._blocks[number] + begin // _BLOCK - start // _BLOCK
+            rows.append(
+                [
+                    *(held.offset + along, offset + along, self._places[number] + along),
+                    *(end - begin, row, begin, held.key, block, edge),
+                ]
+            )
+        return rows
