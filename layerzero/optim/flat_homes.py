@@ -47,6 +47,7 @@ class Home:
             self.main = handle.main_shard
             if handle.slice_beside_main is not None:
                 handle.watch_data()
+                prefer_huge_pages(handle.slice_beside_main)
         prefer_huge_pages(self.main)
         self._addresses = [*map(_address_of, self.parameters)]
 

@@ -16,7 +16,7 @@ from layerzero.optim.claims import claim, name_of
 from layerzero.optim.clip import Clipped, clip_factor, clipped, grad_norm, refuse_used
 from layerzero.optim.edges import EdgeExchange, make_exchanges
 from layerzero.optim.flat_homes import homes_of
-from layerzero.optim.flat_state import FlatState, Pairs
+from layerzero.optim.flat_state import FlatState, Pairs, Step
 from layerzero.optim.in_backward import is_narrowed, whole_groups
 from layerzero.optim.norm import Part, global_power
 from layerzero.optim.quant_state import QuantState
@@ -188,21 +188,21 @@ class FlatOptimizer(torch.optim.Optimizer):
             chosen = {id(self._flat_of[id(each)]) for each in wanted}
             flats = [flat for flat in flats if id(flat) in chosen]
         rows = self._rows()
-        if self._state_dtype != "8bit":
-            if not stops:
-                for flat in flats:
-                    step = flat.begin(rows, factor, scale, self._seed, wanted)
-                    if step is not None:
-                        flat.finish(step)
-        else:
-            steps = [
-                None if stops else flat.begin(rows, factor, scale, self._seed, wanted)
-                for flat in flats
-            ]
-            if not self._agree(flats, wanted, stops):
-                for flat, step in zip(flats, steps, strict=True):
-                    if step is not None:
-                        flat.finish(step)
+        taken: list[tuple[FlatState, Step]] = []
+        for flat in () if stops else flats:
+            step = flat.begin(rows, factor, scale, self._seed, wanted)
+            if step is not None and step.gradient.is_copy and self._state_dtype != "8bit":
+                flat.launch(step)  # Not later: the copies of all would take memory.
+                flat.note_taken(step)
+            elif step is not None:
+                taken.append((flat, step))
+        if self._state_dtype == "8bit" and self._agree(flats, wanted, stops):
+            taken = []
+        # Nothing between them: the passes empty the caches, and the host's code is slow after each.
+        for flat, step in taken:
+            flat.launch(step)
+        for flat, step in taken:
+            flat.note_taken(step)
         self._show()
         return loss
 

@@ -39,12 +39,10 @@ _Ranges = tuple[torch.Tensor, Pairs]
 
 
 class Step(NamedTuple):
-    """A step about to be taken: arguments of `flat_step_`."""
+    """A step about to be taken: the gradients, and arguments of `flat_step_`."""
 
     gradient: Gradient
-    table: torch.Tensor
-    rows: torch.Tensor
-    factor: torch.Tensor
+    tensors: StepTensors
     grad_scale: float
     seed: int
 
@@ -246,7 +244,17 @@ class FlatState:
         table, keys = self._table_for(gradient)
         pairs = tuple((group, self._first + lag + 1) for group, lag in keys)
         factors = _NONE if factor is None else factor.to(self.home.main.device)
-        return Step(gradient, table, rows_of(pairs), factors, grad_scale, seed)
+        copy = self.home.copy(covers_all=len(gradient.parts) == len(self._all))
+        states, scales = self._states()
+        tensors = StepTensors(
+            *(self.home.main.detach(), gradient.flat, states, scales, copy, self.edges),
+            *(table, rows_of(pairs), factors),
+        )
+        return Step(gradient, tensors, grad_scale, seed)
+
+    def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The states to step, and their scales."""
+        return self.tensors, []
 
     @property
     def edges(self) -> torch.Tensor:
@@ -254,30 +262,18 @@ class FlatState:
         the rank after has."""
         return _NONE
 
-    def finish(self, step: Step) -> None:
+    def launch(self, step: Step) -> None:
         """Take the step. Not collective; `edges` has what is the largest on all ranks."""
-        copy = self.home.copy(covers_all=len(step.gradient.parts) == len(self._all))
-        self._take_step(step, copy)
-        if copy.numel():
+        self._call(step, step_reference.WITH_ENDS)
+
+    def _call(self, step: Step, phase: int) -> None:
+        flat_step_(self._kind, step.tensors, step.grad_scale, step.seed, phase)
+
+    def note_taken(self, step: Step) -> None:
+        """To be called after `launch`."""
+        if step.tensors.copy.numel():
             self.home.note_copied()
         self._count(step.gradient.numbers)
-
-    def _take_step(self, step: Step, copy: torch.Tensor) -> None:
-        self._call(step, self.tensors, [], copy, step_reference.WITH_ENDS)
-
-    def _call(
-        self,
-        step: Step,
-        states: list[torch.Tensor],
-        scales: list[torch.Tensor],
-        copy: torch.Tensor,
-        phase: int,
-    ) -> None:
-        tensors = StepTensors(
-            *(self.home.main.detach(), step.gradient.flat, states, scales, copy),
-            *(self.edges, step.table, step.rows, step.factor),
-        )
-        flat_step_(self._kind, tensors, step.grad_scale, step.seed, phase)
 
     def _count(self, numbers: list[int] | None) -> None:
         """Add 1 to the step numbers of these members; None: of all."""

@@ -73,26 +73,27 @@ class QuantState(FlatState):
         blocks of which other ranks have a part."""
         step = super().begin(rows_of, factor, grad_scale, seed, wanted)
         if step is not None:
-            edges = step.table[step.table[:, step_reference.EDGE] >= 0]
-            if len(edges):
-                measured = step._replace(table=edges)
-                self._call(measured, *self._states(), torch.empty(0), step_reference.MEASURE)
+            table = step.tensors.table
+            cut = table[table[:, step_reference.EDGE] >= 0]
+            if len(cut):
+                tensors = step.tensors._replace(table=cut, copy=torch.empty(0))
+                self._call(step._replace(tensors=tensors), step_reference.MEASURE)
         return step
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return (self.tensors, self._scales) if self._wide is None else (self._wide, [])
 
-    def _take_step(self, step: Step, copy: torch.Tensor) -> None:
+    def launch(self, step: Step) -> None:
         if self._wide is None:
-            self._call(step, *self._states(), copy, step_reference.WITH_ENDS)
+            self._call(step, step_reference.WITH_ENDS)
         else:
-            self._call(step, *self._states(), copy, step_reference.WITHOUT_ENDS)
+            self._call(step, step_reference.WITHOUT_ENDS)
             self._narrow(step, self._wide)
 
     def _narrow(self, step: Step, wide: list[torch.Tensor]) -> None:
         """Round float32 states to 8 bits after a step, as a step from 8 bits does."""
-        options = step.rows.tolist()
-        for row in step.table.tolist():
+        options = step.tensors.rows.tolist()
+        for row in step.tensors.table.tolist():
             place = row[step_reference.STATE]
             part = slice(place, place + row[step_reference.NUMEL])
             own = options[row[step_reference.ROW]]
