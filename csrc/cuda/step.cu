@@ -8,7 +8,7 @@ namespace layerzero {
 namespace {
 
 template <class T>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     step_kernel(const __grid_constant__ StepParams params) {
   const int lane = threadIdx.x % kWarpThreads;
   const int64_t warp = int64_t{blockIdx.x} * kBlockWarps + threadIdx.x / kWarpThreads;
@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         LaneStates<T> kept;
         step_lane<T>(call, row, segment, lane, kept);
         if (call.form != kQuantForm && call.phase != kMeasure) return;
+        LZ_UNROLL
         for (int state = 0; state < kMaxStates; ++state)
           for (int step = kWarpThreads / 2; step > 0; step /= 2) {
             const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, kept.largest[state], step);

@@ -134,8 +134,10 @@ LZ_BODY void step_element(const StepCall& call, const StepRow<T>& row, const Seg
   T p = load_as<T>(call.main, call.dtype, place);
   T g = load_as<T>(call.grad, call.dtype, range[kGrad] + along);
   if (call.grad_scale != 1.0f) g = div(g, static_cast<T>(call.grad_scale));
-  for (int state = 0; state < num_states; ++state)
-    s[state] = load_state<T>(call, state, range[kState] + along, segment.block);
+  LZ_UNROLL  // A constant bound, here and below: what a number picks at run time is no register.
+      for (int state = 0; state < kMaxStates; ++state) s[state] =
+          state < num_states ? load_state<T>(call, state, range[kState] + along, segment.block)
+                             : T(0);
   const bool has_ends = call.form == kFullForm && call.phase == kStepWithEnds;
   const bool last = has_ends && along >= range[kNumel] / 8 * 8;
   if (call.kind == kAdamW) {
@@ -189,7 +191,9 @@ LZ_BODY void step_lane(const StepCall& call, const double* values, const Segment
     T* const s = kept.values[j];
     step_element<T>(call, row, segment, i, num_states, s);
     const int64_t place = segment.range[kState] + segment.first + i;
-    for (int state = 0; state < num_states; ++state) {
+    LZ_UNROLL
+    for (int state = 0; state < kMaxStates; ++state) {
+      if (state >= num_states) continue;
       if (keeps) {
         const uint32_t own = magnitude_bits(static_cast<float>(s[state]));
         if (own > kept.largest[state]) kept.largest[state] = own;
@@ -213,7 +217,9 @@ LZ_BODY void finish_lane(const StepCall& call, const double* values, const Segme
   const int64_t index = segment.range[kIndex] + segment.first;
   const StepKeys keys =
       step_keys(call.seed, segment.range[kKey], static_cast<int64_t>(values[kRowStep]), index);
-  for (int state = 0; state < num_states; ++state) {
+  LZ_UNROLL
+  for (int state = 0; state < kMaxStates; ++state) {
+    if (state >= num_states) continue;
     float scale = step_bits<float>(kept.largest[state]);
     if (call.phase == kMeasure) {
       if (lane == 0) call.edges[edge * call.num_states + state] = scale;

@@ -1,53 +1,86 @@
-"""Which optimizer has a parameter: two that step the same one would overwrite each other."""
+"""Which optimizer has a parameter: two that step the same one would overwrite each other.
+
+An optimizer of this package has its parameters alone: it is refused where another that is alive,
+whatever its class, has one of them already, and so is the first step of one that is made later.
+"""
 
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterable
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from layerzero.core.parameter_info import get_info
+from layerzero.optim import attach
 
-_holders: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[torch.optim.Optimizer]]] = {}
+_holding: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Live optimizers with sharded parameters."""
+_alone: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Those whose parameters no other may step."""
 
 
-def claim(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Note that `optimizer`, as long as it lives, steps these sharded parameters.
+@attach.on_sharded_params
+def _remember(optimizer: torch.optim.Optimizer) -> None:
+    _holding.add(optimizer)
 
-    Raises:
-        ValueError: another optimizer that is alive has claimed one.
+
+def refuse_taken(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """
-    wanted = [each for each in parameters if get_info(each) is not None]
-    taken = _first_taken(optimizer, wanted)
-    if taken is not None:
+    Raises:
+        ValueError: another optimizer that is alive has one of these sharded parameters; names both.
+    """
+    wanted = {id(each) for each in parameters if get_info(each) is not None}
+    if _first_taken(optimizer, wanted, _holding) is not None:
         gc.collect()  # An optimizer in a reference cycle may be alive without a user.
-        taken = _first_taken(optimizer, wanted)
+        _refuse(optimizer, wanted, _holding)
+
+
+def claim(optimizer: torch.optim.Optimizer) -> None:
+    """Note that `optimizer`, as long as it lives, has its parameters alone."""
+    _alone.add(optimizer)
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Its parameters are free again: it could not be made."""
+    _holding.discard(optimizer)
+    _alone.discard(optimizer)
+
+
+@attach.on_first_step
+def _refuse_step(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        ValueError: another optimizer has a parameter of this one alone.
+    """
+    if any(other is not optimizer for other in _alone):
+        _refuse(optimizer, {id(p) for g in optimizer.param_groups for p in g["params"]}, _alone)
+
+
+def _refuse(
+    optimizer: torch.optim.Optimizer, wanted: set[int], others: Iterable[torch.optim.Optimizer]
+) -> None:
+    taken = _first_taken(optimizer, wanted, others)
     if taken is not None:
         parameter, holder = taken
         raise ValueError(
             f"{type(optimizer).__name__}: parameter {name_of(parameter)} was given to two "
-            f"optimizers, and a {type(holder).__name__} has it already; give each parameter to "
-            "one, or delete the other optimizer first (`del optimizer`)"
+            f"optimizers: {type(holder).__name__} has it already. Give each parameter to one, or "
+            "delete the other optimizer first (`del optimizer`)"
         )
-    reference = weakref.ref(optimizer)
-    for parameter in wanted:
-        _holders[id(parameter)] = (weakref.ref(parameter), reference)
-        weakref.finalize(parameter, _holders.pop, id(parameter), None)
 
 
 def _first_taken(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]
+    optimizer: torch.optim.Optimizer, wanted: set[int], others: Iterable[torch.optim.Optimizer]
 ) -> tuple[nn.Parameter, torch.optim.Optimizer] | None:
-    for parameter in parameters:
-        known, holder_ref = _holders.get(id(parameter), (None, None))
-        if known is None or holder_ref is None or known() is not parameter:
-            continue
-        holder = holder_ref()
-        if holder is not None and holder is not optimizer:
-            return parameter, holder
+    for other in list(others):
+        if other is not optimizer:
+            for group in other.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) in wanted:
+                        return parameter, other
     return None
 
 

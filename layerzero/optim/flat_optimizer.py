@@ -12,12 +12,12 @@ from torch import nn
 
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
-from layerzero.optim.claims import claim, name_of
+from layerzero.optim.claims import claim, name_of, refuse_taken
 from layerzero.optim.clip import Clipped, clip_factor, clipped, grad_norm, refuse_used
 from layerzero.optim.edges import EdgeExchange, make_exchanges
 from layerzero.optim.flat_homes import homes_of
 from layerzero.optim.flat_state import FlatState, Pairs, Step
-from layerzero.optim.in_backward import is_narrowed, whole_groups
+from layerzero.optim.in_backward import wanted_of, whole_groups
 from layerzero.optim.norm import Part, global_power
 from layerzero.optim.quant_state import QuantState
 from layerzero.runtime.root import RootState
@@ -113,7 +113,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                     f"{what}: state={self._state_dtype!r} is for float32 and smaller parameters, "
                     f"{name_of(parameter)} is float64"
                 )
-        claim(self, parameters)
+        refuse_taken(self, parameters)
+        claim(self)
 
     # Copies and state dicts ------------------------------------------------------------------
 
@@ -137,6 +138,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._flats = None
 
     # Steps ----------------------------------------------------------------------------------
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether a step is collective, also on a rank that has no parameter to step."""
+        return self._state_dtype == "8bit"
 
     def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
         """A row for `flat_step_`: its first 8 columns, the sign of the gradient, and the flag."""
@@ -168,8 +174,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        narrowed = is_narrowed(self)
-        root = None if narrowed else self._root()
+        wanted = wanted_of(self)
+        root = None if wanted is not None else self._root()
         if root is not None and root.context.in_backward:
             raise RuntimeError(
                 f"{type(self).__name__}.step() inside a backward pass: gradients are complete once "
@@ -180,23 +186,20 @@ class FlatOptimizer(torch.optim.Optimizer):
         stops = None if found_inf is None else bool(found_inf.item())
         grad_scale = getattr(self, "grad_scale", None)
         scale = 1.0 if grad_scale is None else float(grad_scale)
-        wanted: set[nn.Parameter] | None = None
-        if narrowed:
-            wanted = {each for group in self.param_groups for each in group["params"]}
         flats = self._all_flats()
         if wanted is not None:
-            chosen = {id(self._flat_of[id(each)]) for each in wanted}
+            chosen = {id(self._flat_of.get(id(each))) for each in wanted}
             flats = [flat for flat in flats if id(flat) in chosen]
         rows = self._rows()
         taken: list[tuple[FlatState, Step]] = []
         for flat in () if stops else flats:
             step = flat.begin(rows, factor, scale, self._seed, wanted)
-            if step is not None and step.gradient.is_copy and self._state_dtype != "8bit":
+            if step is not None and step.gradient.is_copy and not self.needs_all_ranks:
                 flat.launch(step)  # Not later: the copies of all would take memory.
                 flat.note_taken(step)
             elif step is not None:
                 taken.append((flat, step))
-        if self._state_dtype == "8bit" and self._agree(flats, wanted, stops):
+        if self.needs_all_ranks and self._agree(flats, wanted, stops):
             taken = []
         # Nothing between them: the passes empty the caches, and the host's code is slow after each.
         for flat, step in taken:
@@ -218,7 +221,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         root = self._root()
         if root is None:
-            return bool(stops)
+            if any(group["params"] for group in self.param_groups):
+                return bool(stops)  # A copy, whose parameters belong to no model.
+            raise RuntimeError(
+                f"{type(self).__name__}.step: with state='8bit' all ranks exchange scales, but "
+                "this one was given no parameters; give it all, also those without elements here"
+            )
         chosen = [
             handle
             for unit in root.units
@@ -383,10 +391,35 @@ class FlatOptimizer(torch.optim.Optimizer):
                     "to clip by it all the same, pass error_if_nonfinite=False"
                 )
             self._factor = clip_factor(norm, max_norm).to(torch.float32).reshape(1)
-        if is_plain and self._watched is not root:
+        if is_plain:
+            self._watch(root)
+        return norm
+
+    def overflow(self) -> torch.Tensor:
+        """Whether a gradient on this rank is infinite or NaN: a float32 scalar, 1 or 0.
+
+        From the second call on, from what was summed while gradients were delivered. Not
+        collective; does not block the host.
+        """
+        root = self._root()
+        found: list[torch.Tensor] = []
+        with torch.no_grad():
+            for flat in self._all_flats():
+                squares = flat.squares()
+                if flat.home.main.dtype == torch.float64 and not squares.isfinite():
+                    squares = flat.largest()  # The square of a finite number may be infinite.
+                found.append(squares)
+        device = torch.device("cpu") if root is None else root.device
+        self._watch(root)
+        if not found:
+            return torch.zeros((), device=device)
+        return 1.0 - torch.stack([each.to(device) for each in found]).isfinite().all().float()
+
+    def _watch(self, root: RootState | None) -> None:
+        """Sum squares while gradients are delivered, from now on."""
+        if root is not None and self._watched is not root and not root.reducer.uses_up_gradients:
             root.reducer.watch_delivered(self._on_delivered)
             self._watched = root
-        return norm
 
     def _members_of(self, root: RootState, flats: list[FlatState]) -> Clipped:
         """The parameters to clip, looked for again where flat states or units are others."""

@@ -215,6 +215,14 @@ class FlatState:
             return sum_squares(gradient.flat)
         return torch.stack([*map(sum_squares, parts)]).sum()
 
+    def largest(self) -> torch.Tensor:
+        """The largest magnitude of the gradients, NaN if one is; a scalar."""
+        gradient = self._collect()
+        parts = [] if gradient is None else [each for each in gradient.parts if each.numel()]
+        if not parts:
+            return torch.zeros((), dtype=torch.float64, device=self.home.main.device)
+        return torch.stack([each.abs().amax().double() for each in parts]).amax()
+
     def forget_gradients(self) -> None:
         self._known = None
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,8 +11,10 @@ from torch import nn
 from layerzero.runtime.unit import Unit
 
 _Groups = list[list[nn.Parameter]]
-_narrowed: WeakKeyDictionary[torch.optim.Optimizer, _Groups] = WeakKeyDictionary()
-"""Optimizers that are running a step with only some of their parameters, and all of these."""
+_Wanted = set[nn.Parameter]
+_narrowed: WeakKeyDictionary[torch.optim.Optimizer, tuple[_Groups, _Wanted]] = WeakKeyDictionary()
+"""Optimizers that are running a step with only some of their parameters: all of these, and what the
+step is for."""
 
 
 def is_narrowed(optimizer: torch.optim.Optimizer) -> bool:
@@ -23,8 +24,18 @@ def is_narrowed(optimizer: torch.optim.Optimizer) -> bool:
 
 def whole_groups(optimizer: torch.optim.Optimizer) -> _Groups:
     """All parameters of its groups, also those that they currently lack."""
-    groups = _narrowed.get(optimizer)
-    return [group["params"] for group in optimizer.param_groups] if groups is None else groups
+    known = _narrowed.get(optimizer)
+    return [group["params"] for group in optimizer.param_groups] if known is None else known[0]
+
+
+def wanted_of(optimizer: torch.optim.Optimizer) -> _Wanted | None:
+    """The parameters that a step with some of them is for; None: it is an ordinary step.
+
+    Of a unit it has all parameters, also those that the optimizer does not have: the same on every
+    rank.
+    """
+    known = _narrowed.get(optimizer)
+    return None if known is None else known[1]
 
 
 class StepInBackward:
@@ -60,27 +71,22 @@ class StepInBackward:
 
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Run one step on those of `parameters` that the optimizer has."""
-        wanted = set(parameters)
-        with self._narrowed(lambda parameter: parameter in wanted) as has_any:
-            if has_any:
-                self.optimizer.step()
+        self._step(set(parameters), getattr(self.optimizer, "needs_all_ranks", False))
 
     def step_others(self, done: Iterable[nn.Parameter]) -> None:
         """Run one step on all of its parameters except `done`."""
-        without = set(done)
-        with self._narrowed(lambda parameter: parameter not in without) as has_any:
-            if has_any:
-                self.optimizer.step()
+        everything = {each for group in self.optimizer.param_groups for each in group["params"]}
+        self._step(everything - set(done), False)
 
-    @contextmanager
-    def _narrowed(self, keeps: Callable[[nn.Parameter], bool]) -> Iterator[bool]:
+    def _step(self, wanted: _Wanted, needs_all_ranks: bool) -> None:
         groups = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
-        _narrowed[self.optimizer] = everything
+        _narrowed[self.optimizer] = everything, wanted
         for group, parameters in zip(groups, everything, strict=True):
-            group["params"] = [parameter for parameter in parameters if keeps(parameter)]
+            group["params"] = [parameter for parameter in parameters if parameter in wanted]
         try:
-            yield any(group["params"] for group in groups)
+            if needs_all_ranks or any(group["params"] for group in groups):
+                self.optimizer.step()
         finally:
             _narrowed.pop(self.optimizer, None)
             for group, parameters in zip(groups, everything, strict=True):

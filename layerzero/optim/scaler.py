@@ -15,6 +15,7 @@ from layerzero.core.groups import make_shard_group, mesh_groups, resolve_process
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
+from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.joined import joined, refuse_scaler
 
 
@@ -24,7 +25,8 @@ class GradScaler(torch.amp.GradScaler):
     Each rank sees only its shards, so an overflow on one rank must make all ranks skip the step and
     lower the scale. Therefore `unscale_` (which `step` calls if you did not) is collective over
     `process_group`, and over the mesh of DTensor parameters if the group does not contain it: one
-    scalar for each group.
+    scalar for each group. The optimizers of `layerzero.optim` unscale in the pass of their step
+    instead, and know of an overflow from the sum of squares that they take at delivery.
 
     Args:
         device: device type of the gradients; None: that of the accelerator, or the CPU.
@@ -69,13 +71,25 @@ class GradScaler(torch.amp.GradScaler):
             found[self._scale.device] = torch.zeros((), device=self._scale.device)
         device = next(iter(found))
         here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
-        assert self._scale is not None, "unscale_ has set the scale up"
-        # On the device of the scale, which the group supports; gradients may be on the host.
-        anywhere = self._agree(here.to(self._scale.device), optimizer)
+        anywhere = self._agree(here, optimizer)
         for found_inf in found.values():
             found_inf.copy_(anywhere)
 
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """For an optimizer that unscales in the pass of its step: no pass over the gradients."""
+        if not isinstance(optimizer, FlatOptimizer):
+            return super()._check_inf_per_device(optimizer)
+        if optimizer in joined:
+            refuse_scaler(optimizer)
+        found_inf = self._agree(optimizer.overflow(), optimizer)
+        found: dict[Any, Any] = {found_inf.device: found_inf}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
     def _agree(self, found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        # On the device of the scale, which the group supports; gradients may be on the host.
+        assert self._scale is not None, "a loss was scaled"
+        found_inf = found_inf.to(self._scale.device)
         self._num_agreements += 1
         groups = [
             make_shard_group(process_group, found_inf.device, self._timeout)
@@ -91,7 +105,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless any rank found an infinity or NaN. Collective if it has to unscale."""
-        if self.is_enabled():
+        if self.is_enabled() and not isinstance(optimizer, FlatOptimizer):
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
             if stage is torch.amp.grad_scaler.OptState.READY:
                 # Optimizers that unscale themselves would check only this rank's shards.

@@ -265,6 +265,11 @@ def _refuse() -> None:
         optimizer.add_param_group({"params": [loose]})
     assert len(optimizer.param_groups) == 1
     del optimizer
+    for first_one, second in ((torch.optim.SGD, AdamW), (AdamW, torch.optim.SGD)):
+        held = first_one(model.parameters(), lr=1e-2)
+        with pytest.raises(ValueError, match=rf"'stem.weight' was given .*: {first_one.__name__}"):
+            second(model.parameters(), lr=1e-2).step()
+        del held
     again = Lion(model.parameters(), lr=1e-2)
 
     def step_inside(_: torch.Tensor) -> None:

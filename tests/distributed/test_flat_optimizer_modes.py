@@ -165,6 +165,30 @@ def _scalers() -> None:
         assert float(optimizer.state[ours.head.weight]["step"]) == 3
 
 
+def _scale_in_the_pass() -> None:
+    """`step` alone unscales without a pass of its own: `.grad` stays as it was delivered."""
+    for dtype, huge in ((torch.float32, 3e38), (torch.float64, 1e200)):
+        model = zero3(lambda dtype=dtype: Mlp().to(dtype), Block)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        scaler = layerzero.GradScaler("cpu", init_scale=1024.0)
+        for step, value in enumerate((1.0, huge, float("nan"), float("inf"), 1.0)):
+            scaler.scale(model(_batch(step).to(dtype)).square().mean()).backward()
+            grad = next(each.grad for each in model.parameters() if each.numel())
+            if value != 1.0 and dist.get_rank() == 0:
+                grad[0] = value
+            before, weights = grad.clone(), [each.detach().clone() for each in model.parameters()]
+            scaler.step(optimizer)
+            assert_bitwise(grad, before, "gradient")
+            is_taken = any(
+                not torch.equal(each, weight)
+                for each, weight in zip(model.parameters(), weights, strict=True)
+            )
+            assert is_taken == (abs(value) < float("inf")), (dtype, value)
+            scaler.update()
+            assert (scaler.get_scale() == 1024.0) == (step < 2)
+            optimizer.zero_grad()
+
+
 def _copies() -> None:
     for make in (AdamW, SGD, Lion):
         model = zero3(Mlp, Block)
@@ -215,6 +239,7 @@ def _odd_uses() -> None:
     _come_and_go()
     _dtypes()
     _scalers()
+    _scale_in_the_pass()
     _copies()
     _ignored()
 

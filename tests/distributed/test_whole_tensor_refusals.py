@@ -117,22 +117,22 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
     "two of whole tensors": (
         lambda m: _twice(m, whole, whole),
         ValueError,
-        "stem.weight belongs to another optimizer, WholeTensorOptimizer",
+        "stem.weight' was given to two optimizers: WholeTensorOptimizer has it already",
     ),
     "one of shards": (
         lambda m: _twice(m, functools.partial(AdamW, lr=0.1), whole),
         ValueError,
-        "stem.weight belongs to another optimizer, AdamW",
+        "stem.weight' was given to two optimizers: AdamW has it already",
     ),
     "one of shards, later": (
         lambda m: [_train(m, each) for each in _twice(m, whole, functools.partial(SGD, lr=0.1))],
         ValueError,
-        "SGD: stem.weight belongs to another optimizer, WholeTensorOptimizer",
+        "SGD: parameter 'stem.weight' was given to two optimizers: WholeTensorOptimizer has",
     ),
     "a native one, later": (
         lambda m: _twice(m, whole, functools.partial(layerzero.optim.AdamW, lr=0.1)),
         ValueError,
-        "stem.weight' was given to two optimizers, and a WholeTensorOptimizer has it already",
+        "stem.weight' was given to two optimizers: WholeTensorOptimizer has it already",
     ),
     "no class": (
         lambda m: WholeTensorOptimizer(m.parameters(), nn.Linear),

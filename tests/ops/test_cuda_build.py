@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from operator import le
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ ARCHITECTURES = ("80", "90", "100")
 ELEMENT_SIZES = {0: 4, 1: 2, 2: 2, 3: 8}  # by layerzero_dtype
 NUM_PAIRS = len(ELEMENT_SIZES) ** 2
 NUM_WINDOWS = 2
-MAX_REGISTERS = 64
+MAX_REGISTERS = {"11pack_kernel": 64, "18ordered_sum_kernel": 64, "11step_kernel": 128}
+"""128: two blocks of a step on a multiprocessor, which its loads of many elements at once fill."""
 
 INVALID_VALUE = 1  # cudaErrorInvalidValue
 FLOAT32, UNKNOWN_DTYPE = 0, 4
@@ -51,7 +53,7 @@ def compile_and_link(nvcc: str, folder: Path) -> tuple[Path, str]:
                 "-fPIC,-Wall",
             ),
             *(*targets, "--threads", "2", "-Xptxas", "-v", "--keep", "--keep-dir", str(folder)),
-            *("-o", str(library), str(SOURCES / "pack.cu"), str(SOURCES / "ordered_sum.cu")),
+            *("-o", str(library), *map(str, sorted(SOURCES.glob("*.cu")))),
         ],
         capture_output=True,
         text=True,
@@ -65,17 +67,20 @@ def compile_and_link(nvcc: str, folder: Path) -> tuple[Path, str]:
 def check_resources(said: str) -> None:
     # Two threads of nvcc may mix their lines, so each kind of line is counted by itself.
     kernels = re.findall(r"Compiling entry function '(\S+)' for 'sm_(\d+)'", said)
+    counts = {"11pack_kernel": NUM_PAIRS * NUM_WINDOWS, "18ordered_sum_kernel": NUM_PAIRS}
+    counts["11step_kernel"] = 2  # float32 and float64
     for arch in ARCHITECTURES:
         names = [name for name, of in kernels if of == arch]
-        assert sum("11pack_kernel" in name for name in names) == NUM_PAIRS * NUM_WINDOWS
-        assert sum("18ordered_sum_kernel" in name for name in names) == NUM_PAIRS
+        found = {kernel: sum(kernel in name for name in names) for kernel in counts}
+        assert found == counts and len(names) == sum(counts.values())
     frames = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said
     )
-    registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
+    registers = sorted(int(count) for count in re.findall(r"Used (\d+) registers", said))
     assert len(frames) == len(registers) == len(kernels)
     assert set(frames) == {("0", "0", "0")}
-    assert max(registers) <= MAX_REGISTERS
+    limits = [MAX_REGISTERS[of] for of in counts for name, _ in kernels if of in name]
+    assert all(map(le, registers, sorted(limits)))
 
 
 def check_wide_accesses(ptx: str) -> None:
@@ -119,6 +124,15 @@ def check_library(path: Path) -> None:
             *(ctypes.c_double(1), None),
         )
 
+    def step(numel=0, num_ranges=0) -> int:
+        # Without ranges nothing is read or written. Of `StepCall`: 12 pointers, then two numbers.
+        given = (ctypes.c_int64 * 24)(*[0] * 12, numel, num_ranges)
+        rows = (ctypes.c_double * 11)()
+        return library.layerzero_cuda_step(given, rows, ctypes.c_int64(1), None)
+
+    assert step() == step(numel=1 << 20) == 0
+    assert step(numel=1 << 50, num_ranges=1) == INVALID_VALUE
+
     for call in (pack, ordered_sum):
         assert call(numel=0) == 0
         assert call(out=None) == INVALID_VALUE
@@ -133,7 +147,7 @@ def check_library(path: Path) -> None:
     assert ordered_sum(num_parts=4001) == INVALID_VALUE
     if has_driver():
         return
-    for code in (pack(), ordered_sum()):
+    for code in (pack(), ordered_sum(), step(1, 1)):
         assert code not in (0, INVALID_VALUE)
         assert library.layerzero_cuda_error(code) not in (b"no error", b"unrecognized error code")
 

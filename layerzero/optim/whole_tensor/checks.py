@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from layerzero.config import parse_nbytes
 from layerzero.core.parameter_info import get_info
-from layerzero.optim import attach
+from layerzero.optim.claims import refuse_taken
 from layerzero.optim.whole_tensor.inner import Group, options_of
 from layerzero.optim.whole_tensor.members import Cost, fqn_of, shape_of
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each
 
 _NAME = "WholeTensorOptimizer"
-_holding: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Live optimizers with sharded parameters."""
-_whole: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Those of whole tensors."""
 
 
 class Given(NamedTuple):
@@ -104,7 +98,7 @@ def check(given: Given, held: Sequence[nn.Parameter], optimizer: torch.optim.Opt
         if id(parameter) in seen:
             raise ValueError(f"{_NAME}: {name_of(parameter)} was given twice")
         seen.add(id(parameter))
-    _refuse_shared(given.parameters, optimizer)
+    refuse_taken(optimizer, given.parameters)
 
 
 def _unknown(parameter: object) -> Exception:
@@ -173,60 +167,3 @@ def _text_of(value: Any) -> str:
 def name_of(parameter: torch.Tensor) -> str:
     info = get_info(parameter)
     return f"a parameter of shape {tuple(parameter.shape)}" if info is None else info.fqn
-
-
-# Parameters of two optimizers ---------------------------------------------------------------------
-
-
-@attach.on_sharded_params
-def _remember(optimizer: torch.optim.Optimizer) -> None:
-    _holding.add(optimizer)
-
-
-def remember_whole(optimizer: torch.optim.Optimizer) -> None:
-    """No other optimizer may step its parameters."""
-    _whole.add(optimizer)
-
-
-@attach.on_first_step
-def _refuse_owned(optimizer: torch.optim.Optimizer) -> None:
-    """
-    Raises:
-        ValueError: another optimizer would step a parameter of a WholeTensorOptimizer.
-    """
-    others = [other for other in _whole if other is not optimizer]
-    if others:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        _refuse_shared_with(others, own, type(optimizer).__name__)
-
-
-def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Its parameters are free again: it could not be made."""
-    _holding.discard(optimizer)
-
-
-def _refuse_shared(parameters: Iterable[nn.Parameter], own: torch.optim.Optimizer) -> None:
-    wanted = {id(parameter) for parameter in parameters}
-    if any(_first_shared(wanted, other) for other in list(_holding) if other is not own):
-        gc.collect()  # An optimizer that the user has dropped may wait in a reference cycle.
-        _refuse_shared_with([other for other in _holding if other is not own], wanted, _NAME)
-
-
-def _refuse_shared_with(
-    others: Iterable[torch.optim.Optimizer], wanted: set[int], name: str
-) -> None:
-    for other in others:
-        found = _first_shared(wanted, other)
-        if found is not None:
-            raise ValueError(
-                f"{name}: {found} belongs to another optimizer, {type(other).__name__}; give each "
-                "parameter to one optimizer, or delete the other one first"
-            )
-
-
-def _first_shared(wanted: set[int], other: torch.optim.Optimizer) -> str | None:
-    for group in other.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in wanted:
-                return name_of(parameter)
-    return None

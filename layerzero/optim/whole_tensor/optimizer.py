@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from layerzero.core.placement import Placement
-from layerzero.optim.claims import claim
+from layerzero.optim.claims import claim, forget
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.scaler import GradScaler, scaler_that_calls
 from layerzero.optim.whole_tensor import checks, stepping
@@ -116,11 +116,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         try:
             self._extend(given, self.param_groups, prototype)
         except BaseException:
-            checks.forget(self)
+            forget(self)
             raise
         self._is_made = True
-        claim(self, self._members)
-        checks.remember_whole(self)
+        claim(self)
 
     def owner_of(self, parameter: nn.Parameter) -> int:
         """The data-parallel rank that owns the whole tensor of a sharded parameter.
@@ -248,7 +247,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             assert self._inner is not None, "it is made"
             self._inner.keep_groups(len(self.param_groups))
             raise
-        claim(self, given.parameters)
 
     # Stepping ---------------------------------------------------------------------------------
 
