@@ -31,8 +31,10 @@ from tests.harness.optional_models import (
     loss_of,
 )
 from tests.harness.optional_runs import SIMPLE, Model, Run
+from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import recorded_operations
+from tests.harness.simulated_device import simulated_device
 from tests.harness.traffic import SentBytes
 
 TIMEOUT = timedelta(seconds=25)
@@ -197,6 +199,47 @@ def _costs() -> None:
 
 def test_a_region_costs_what_entering_it_costs_and_nothing_where_all_skip_it() -> None:
     run_ranks(2, _costs)
+
+
+# On a device --------------------------------------------------------------------------------------
+
+
+def _steady_steps_on_a_device() -> dict[str, list[str]]:
+    """What blocks the host in steps whose places are known."""
+    group = make_plain_group(TIMEOUT)
+    patterns = {
+        "nobody": (NOBODY, NOBODY),
+        "everybody": (EVERYBODY, EVERYBODY),
+        "some": ((True, False, True), (False, True, False)),
+    }
+    found = {}
+    for mean, on_current_stream in (("all", False), ("participants", True)):
+        with simulated_device(on_current_stream=on_current_stream) as device:
+            module = three_regions()
+            model = _wrapped(
+                module,
+                process_group=group,
+                optional_modules=_regions(module),
+                optional_mean=mean,
+            )
+            optimizer, draw = torch.optim.SGD(model.parameters(), lr=0.1), Draw()
+            for _ in range(3):
+                for name, pattern in patterns.items():
+                    device.host_waits.clear()
+                    loss = loss_of(model(draw(pattern[dist.get_rank()])))
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found[f"{mean}, {name}"] = sorted(set(map(str, device.host_waits)))
+            assert device.findings == []
+            loss.item()
+            assert device.host_waits, "the device reports what the test itself does"
+    return found
+
+
+def test_ranks_that_agree_on_the_host_do_not_wait_for_the_device() -> None:
+    for found in run_ranks(2, _steady_steps_on_a_device):
+        assert len(found) == 6 and not any(found.values()), found
 
 
 # What is still an error ---------------------------------------------------------------------------

@@ -92,6 +92,11 @@ class Agreement:
         self._repeats = repeats
         self.is_open = True
 
+    def begin_call(self, part: str) -> None:
+        """Name the exchanges that follow after the part of the model that is called by itself; "":
+        the whole model is."""
+        self._exchange.name(f" in a call of {part!r} outside the model's forward" if part else "")
+
     def required(self, collective: int) -> None:
         """This rank comes to a required collective: first settle what others want before it."""
         self.settle(collective)

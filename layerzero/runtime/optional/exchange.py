@@ -14,6 +14,7 @@ from layerzero.core.placement import Placement
 from layerzero.runtime.operations import Operations
 
 _HOST = torch.device("cpu")
+_SUBJECT = "optional modules"
 
 
 class Exchange:
@@ -29,6 +30,12 @@ class Exchange:
         self.rank = placement.rank
         self._operations = operations
         self._groups = [_on_host(g) for g in placement.groups] if on_device else placement.groups
+        self._subject = _SUBJECT
+
+    def name(self, addition: str) -> None:
+        """Add this to the name of the exchanges that follow. Ranks with other names never exchange
+        anything, and an error shows each one's."""
+        self._subject = f"{_SUBJECT}{addition}"
 
     def __call__(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row, sorted by its first integer. Collective; blocks the host.
@@ -41,13 +48,13 @@ class Exchange:
         """
         rows = torch.tensor(row)
         for group in self._groups:
-            operation = self._operations.next_on_host("agreement", "optional modules", group)
+            operation = self._operations.next_on_host("agreement", self._subject, group)
             rows = gather_small(rows, group, operation)
         return sorted(rows.view(-1, len(row)).tolist())
 
     def texts(self, text: str | None) -> dict[int, str]:
         """The texts of the ranks that have one, by rank. Collective; blocks the host."""
-        return gather_texts(text, self.rank, self._groups, _HOST, "optional modules")
+        return gather_texts(text, self.rank, self._groups, _HOST, _SUBJECT)
 
 
 def _on_host(group: ShardGroup) -> ShardGroup:

@@ -11,8 +11,10 @@ Note [Ranks hold the same]
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import FrameType
 
 import torch
 
@@ -120,6 +122,7 @@ class OptionalScheduler(UnshardScheduler):
         needed = {each.index for each in self._optional if each.handles}
         if self._roams:
             needed.add(_NEVER)
+        self.agreement.begin_call(unit.label if unit.index else "")
         self.agreement.begin(kind, needed, self._reached, exchanges=True)
 
     def _is_training(self, unit: Unit) -> bool:
@@ -139,15 +142,13 @@ class OptionalScheduler(UnshardScheduler):
 
         Its backward may come if an output requires grad. A checkpoint may run the forward again in
         backward: one that is not reentrant has hooks on what autograd saves; one that is reentrant
-        turns gradients off, and is assumed where the unit is trainable.
+        runs it inside a `torch.autograd.Function`, without gradients.
         """
         has_hooks = _top_saved_tensors_hooks(True) is not None
-        if has_hooks:
-            reached = True
-        elif torch.is_grad_enabled():
-            reached = any(tensor.requires_grad for tensor in find_tensors(outputs))
+        if torch.is_grad_enabled():
+            reached = has_hooks or any(tensor.requires_grad for tensor in find_tensors(outputs))
         else:
-            reached = call.unit.is_trainable
+            reached = has_hooks or (self._makes_graph and _is_inside_function())
         if reached:
             self._called.add(call.unit)
             self._recomputes |= has_hooks or not torch.is_grad_enabled()
@@ -328,6 +329,19 @@ class OptionalScheduler(UnshardScheduler):
         if self._last is not None:
             self._last.free(_LAST, regathered_this_step=True)
             self._last = None
+
+
+def _is_inside_function() -> bool:
+    """Whether the forward of a `torch.autograd.Function` written in Python is running."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            context = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, torch.autograd.function.BackwardCFunction):
+                return True
+        frame = frame.f_back
+    return False
 
 
 class _Recorder(ExecOrderRecorder):
