@@ -10,14 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -25,6 +19,7 @@ from common import environment, loopback, print_json, print_table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from watched_ranks import Watched, named, plural_s, run
 
 WIDTH = 64
 HAS_IMAGE = ((True, True), (True, True), (True, False), (False, True), (False, False), (True, True))
@@ -102,8 +97,6 @@ ENGINES: dict[str, Callable[[TextAndVision], nn.Module]] = {
 }
 TOWERS = {"another size": 96, "the same size": 128}
 """Width inside the tower's blocks; those of the text have 128."""
-START_LIMIT_S = 120.0
-"""Until the first step is done: imports take long on a busy machine."""
 
 
 def train(engine: str, tower: str, rank: int) -> None:
@@ -135,79 +128,29 @@ def train_single(tower: str) -> list[list[float]]:
     return losses
 
 
-# Ranks --------------------------------------------------------------------------------------------
+# What happens -------------------------------------------------------------------------------------
 
 
-def run(engine: str, tower: str, limit_s: float) -> dict[str, Any]:
-    """Two ranks, ended after the limit; what became of them."""
-    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
-        files = [Path(folder, f"{rank}.{kind}") for rank in range(2) for kind in ("out", "err")]
-        ranks = []
-        for rank in range(2):
-            own = [sys.executable, __file__, "--rank", str(rank), engine, tower, f"{folder}/store"]
-            with files[2 * rank].open("w") as out, files[2 * rank + 1].open("w") as err:
-                ranks.append(subprocess.Popen(own, stdout=out, stderr=err))
-        try:
-            hung = _wait(ranks, files[::2], limit_s)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        texts = [file.read_text() for file in files]
-    losses = [[json.loads(line) for line in text.splitlines()] for text in texts[::2]]
-    errors = [
-        "" if is_hung else _error(process.returncode, text)
-        for process, is_hung, text in zip(ranks, hung, texts[1::2], strict=True)
-    ]
-    return {"losses": losses, "hung": hung, "errors": errors}
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]], outputs: list[Path], limit_s: float) -> list[bool]:
-    """Which of the ranks still run when none has written anything for so long."""
-    size, deadline = 0, time.monotonic() + START_LIMIT_S
-    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        written = sum(output.stat().st_size for output in outputs)
-        if written > size:
-            size, deadline = written, time.monotonic() + limit_s
-    return [process.poll() is None for process in ranks]
-
-
-def _error(code: int | None, text: str) -> str:
-    """How a rank ended; "" if well."""
-    if not code:
-        return ""
-    lines = [line for line in text.splitlines() if line and line[0] != " " and "Error" in line]
-    ended = f"died of {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return lines[-1].partition("]: ")[2][:160] if lines else ended
-
-
-def verdict(result: dict[str, Any], single: list[list[float]]) -> str:
+def verdict(result: Watched, single: list[list[float]]) -> str:
     """One line; steps count from 0."""
-    step = min(map(len, result["losses"]))
-    hung = _ranks(result["hung"])
-    failed = _ranks(map(bool, result["errors"]))
+    losses = [[json.loads(line) for line in lines] for lines in result.lines]
+    step = min(map(len, losses))
+    hung = named(result.hung)
+    failed = named(map(bool, result.errors))
     if hung:
-        return f"{hung} hang{_s(hung)} in step {step}" + (f", {failed} failed" if failed else "")
+        return f"{hung} hang{plural_s(hung)} in step {step}" + (
+            f", {failed} failed" if failed else ""
+        )
     if failed:
-        return f"{failed} fail{_s(failed)} in step {step}"
+        return f"{failed} fail{plural_s(failed)} in step {step}"
     pairs = [
         (a, b)
-        for own, other in zip(result["losses"], single, strict=True)
+        for own, other in zip(losses, single, strict=True)
         for a, b in zip(own, other, strict=True)
     ]
     if all(abs(a - b) < 1e-5 * abs(b) for a, b in pairs):
         return "trains, with the losses of one process"
     return f"trains, with OTHER LOSSES than one process: {pairs}"
-
-
-def _ranks(chosen: Iterable[bool]) -> str:
-    ranks = [str(rank) for rank, is_chosen in enumerate(chosen) if is_chosen]
-    return "both ranks" if len(ranks) == 2 else "".join(f"rank {rank}" for rank in ranks)
-
-
-def _s(subject: str) -> str:
-    return "" if subject == "both ranks" else "s"
 
 
 def main() -> None:
@@ -226,10 +169,10 @@ def main() -> None:
     for tower in TOWERS:
         single = train_single(tower)
         for engine in args.engines:
-            result = run(engine, tower, args.limit)
+            result = run(__file__, [engine, tower], args.limit)
             results.setdefault(engine, {})[tower] = verdict(result, single)
             rows.append([engine, tower, results[engine][tower]])
-            for rank, error in enumerate(result["errors"]):
+            for rank, error in enumerate(result.errors):
                 if error:
                     print(f"{engine}, rank {rank}: {error}")
     print()
