@@ -214,6 +214,7 @@ NATIVE = Extension(
             "step_arguments",
             "step_kernels",
             "tensors",
+            "word_sums",
         )
     ],
     language="c++",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from layerzero import optim
+from layerzero import errors, optim
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.config import (
     BackwardPrefetch,
@@ -47,6 +47,7 @@ __all__ = [
     "ZeRO3",
     "__version__",
     "checkpoint",
+    "errors",
     "global_norm",
     "join",
     "native_status",

@@ -23,6 +23,9 @@ OptionalMean = Literal["all", "participants"]
 """Ranks over which a gradient of an optional module is averaged: all that share the model, or those
 that had one."""
 
+Verify = Literal["sampled", "always"]
+"""How often bytes are checked: in one step of eight, or in each."""
+
 ReshardAfterForward = bool | Literal["compute_shard"]
 """How much of a unit stays resident between forward and backward: all of it (False), only the
 shards (True), or enough in each shard group to gather it again there ("compute_shard")."""

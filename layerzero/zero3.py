@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
@@ -23,6 +23,7 @@ from layerzero.config import (
     PrefetchPolicy,
     ReductionPolicy,
     ReshardAfterForward,
+    Verify,
 )
 from layerzero.construct import advice
 from layerzero.construct.build import build
@@ -45,6 +46,7 @@ from layerzero.runtime.unit import Unit, get_unit, set_unit
 from layerzero.runtime.unit_view import UnitView
 from layerzero.state_dict.whole import patch_torch
 from layerzero.uneven.joinable import JoinableModel
+from layerzero.verify.signature import step_signature
 from layerzero.wrapper import ModuleWrapper
 
 _ROOT = "_layerzero_root"
@@ -117,6 +119,10 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             ZeRO3 modules inside stay optional.
         optional_mean: over which ranks gradients of optional modules are averaged: "all", or
             "participants": those that had a gradient for the parameter.
+        verify: check the bytes of gathers, reductions, full buffers, main shards and optimizer
+            state against flipped bits: "always", or "sampled" in one step of eight. A mismatch
+            raises `layerzero.errors.CorruptionError` on every rank, before weights or optimizer
+            state change (docs/howto/verify.md).
 
     Raises:
         ValueError, TypeError: an argument is wrong, ranks have different parameters, or a meta
@@ -152,6 +158,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         reduction: ReductionPolicy | None = None,
         optional_modules: Iterable[nn.Module] = (),
         optional_mean: OptionalMean = "all",
+        verify: Verify | None = None,
         **unknown: NoReturn,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}
@@ -284,6 +291,33 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         """
         limit = duration(**keywords)
         return self._root_state.phase(limit)
+
+    def step_signature(
+        self,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+    ) -> str:
+        """One number for all weights and optimizer state: 64 bits, as 16 hexadecimal digits.
+
+        Equal for equal bits, by original names, whatever the units and the number of ranks. So two
+        runs can be bisected for the first step in which they differ. Covers all parameters of the
+        whole model that this module belongs to, ignored ones included, and the state of its
+        optimizers, step numbers included; neither buffers nor hyperparameters.
+
+        Collective over `process_group` and over the mesh of DTensor parameters; blocks the host.
+        Reads all of this rank's shards: not for every step of a large model. Main shards with
+        `outer="replicate"` are those of the rank's own shard group.
+
+        Args:
+            optimizer: whose state counts; several by name. None: of every optimizer alive that
+                has parameters of the model.
+
+        Raises:
+            ValueError: without `optimizer`, two optimizers have the same parameter.
+            RuntimeError: inside forward or backward.
+        """
+        kept = {id(parameter) for parameter in self.__dict__["_kept_whole"]}
+        whole = [(name, p) for name, p in self.module.named_parameters() if id(p) in kept]
+        return step_signature(self._root_state, whole, optimizer)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Have `backward()` run `optimizer` on each unit as soon as its gradients are reduced.

@@ -250,6 +250,24 @@ def reduce_scatter(
         if scale != 1.0:
             pending.then(lambda: _scale(summed, scale))
         return summed, pending
+    return reduce_in_order(chunks, group, operation, scale, order, out)
+
+
+def reduce_in_order(
+    chunks: torch.Tensor,
+    group: ShardGroup,
+    operation: Operation,
+    scale: float = 1.0,
+    order: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
+    add: Callable[[torch.Tensor, list[torch.Tensor], float], object] = ordered_sum_,
+) -> tuple[torch.Tensor, Pending]:
+    """`reduce_scatter` as an all-to-all and a sum by the engine, which `add` does.
+
+    `add` receives the sum to write, which may be one of the parts, the parts in rank order, and
+    the scale.
+    """
+    chunk_numel = chunks.numel() // group.size
     dtype = torch.promote_types(chunks.dtype, torch.float32)
     parts, pending = _all_to_all(chunks, group, operation, order)
     if out is not None:
@@ -259,7 +277,7 @@ def reduce_scatter(
         summed = parts[0 if group.rank else 1]
     else:
         summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
-    pending.then(functools.partial(ordered_sum_, summed, parts, scale))
+    pending.then(functools.partial(add, summed, parts, scale))
     return summed, pending
 
 

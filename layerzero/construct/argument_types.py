@@ -18,6 +18,7 @@ from layerzero.config import (
     MixedPrecision,
     OptionalMean,
     ReshardAfterForward,
+    Verify,
 )
 from layerzero.construct.device import check_device_type
 from layerzero.core.groups import resolve_process_groups
@@ -190,6 +191,11 @@ def check_accumulation(accumulation: str) -> None:
         raise ValueError(
             f"accumulation: expected 'sharded', 'unsharded' or 'auto', got {accumulation!r}"
         )
+
+
+def check_verify(verify: object) -> None:
+    if verify is not None and verify not in get_args(Verify):
+        raise ValueError(f"verify: expected 'sampled', 'always' or None, got {verify!r}")
 
 
 def check_reshard_after_forward(value: object) -> ReshardAfterForward:

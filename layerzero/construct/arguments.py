@@ -18,6 +18,7 @@ from layerzero.config import (
     PrefetchPolicy,
     ReductionPolicy,
     ReshardAfterForward,
+    Verify,
     prefetch_depth,
 )
 from layerzero.construct.argument_types import (
@@ -33,6 +34,7 @@ from layerzero.construct.argument_types import (
     check_param_init_fn,
     check_reshard_after_forward,
     check_timeout,
+    check_verify,
 )
 from layerzero.construct.materialize import InitFunction, Later
 from layerzero.construct.torch_arguments import (
@@ -84,6 +86,7 @@ class Arguments:
     optional_modules: object
     """Checked by `construct.optional.find_optional`, as is `optional_mean`."""
     optional_mean: object
+    verify: Verify | None
 
 
 def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arguments:
@@ -105,6 +108,7 @@ def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arg
         sync_module_states=given["sync_module_states"], deterministic=given["deterministic"]
     )
     check_timeout(given["timeout"])
+    check_verify(given["verify"])
     check_param_init_fn(given["param_init_fn"])
     check_device(given["device"])
     ignored_modules, ignored_parameters = check_ignored(
@@ -143,6 +147,7 @@ def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arg
         timeout=given["timeout"],
         optional_modules=given["optional_modules"],
         optional_mean=given["optional_mean"],
+        verify=given["verify"],
     )
 
 

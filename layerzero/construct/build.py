@@ -32,6 +32,7 @@ from layerzero.runtime.optional.make_root import make_root
 from layerzero.runtime.root import RootState
 from layerzero.runtime.unit import Unit, UnitOptions, get_unit, set_unit
 from layerzero.state_dict import module_state
+from layerzero.verify import context_for
 
 
 def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
@@ -74,6 +75,7 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
         tensor_parallel_groups=topology.tensor_parallel_groups,
         ignored=plan.ignored,
         regions=find_regions(units, plan.optional),
+        make_context=context_for(given.verify),
     )
     plan.optional.keep(units[0])
     return root

@@ -123,6 +123,7 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
         "separate_groups": given.reduction.separate_groups,
         "in_flight": given.reduction.in_flight,
         "timeout": given.timeout,
+        "verify": given.verify,
         "device": plan.device.type,
     }
     yield from (f"{name}={plain(value)}" for name, value in values.items())

@@ -318,6 +318,11 @@ class FlatParam:
         return self.compute_slice if is_beside and not self._may_change_unseen else None
 
     @property
+    def may_change_unseen(self) -> bool:
+        """Whether somebody may write the main shard without changing its version."""
+        return self._may_change_unseen
+
+    @property
     def slice_is_current(self) -> bool:
         """Whether the slice of the compute shard has the values that the main shard has now."""
         return self.main_shard._version in (self.version, self._slice_version)

@@ -15,6 +15,7 @@ from layerzero.ops import reference, schema, step_reference
 from layerzero.ops.delta import find_changed
 from layerzero.ops.native import NativeStatus, has_kernel, load
 from layerzero.ops.segments import ZEROS, Segments
+from layerzero.ops.word_sums import word_sums
 
 __all__ = [
     "ZEROS",
@@ -28,6 +29,7 @@ __all__ = [
     "ordered_sum_",
     "pack_",
     "sum_squares",
+    "word_sums",
 ]
 
 STREAMING_NBYTES = 32 << 20

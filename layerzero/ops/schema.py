@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from layerzero.ops import reference, step_reference
+from layerzero.ops.word_sums import word_sums_
 
 LIBRARY = torch.library.Library("layerzero", "DEF")
 """Registrations live as long as this object."""
@@ -25,9 +26,11 @@ LIBRARY.define(
     "Tensor(d!) copy, Tensor(e!) edges, Tensor table, Tensor rows, Tensor factor, "
     "float grad_scale, int seed, int phase) -> ()"
 )
+LIBRARY.define("word_sums_(Tensor(a!) out, Tensor[] xs) -> ()")
 LIBRARY.define("sum_squares_(Tensor(a!) out, Tensor x) -> ()")
 LIBRARY.impl("flat_step_", step_reference.flat_step_, "CompositeExplicitAutograd")
 LIBRARY.impl("sum_squares_", step_reference.sum_squares_, "CompositeExplicitAutograd")
+LIBRARY.impl("word_sums_", word_sums_, "CompositeExplicitAutograd")
 LIBRARY.impl("pack_", reference.pack_, "CompositeExplicitAutograd")
 LIBRARY.impl("ordered_sum_", reference.ordered_sum_, "CompositeExplicitAutograd")
 LIBRARY.impl("crc32", reference.crc32, "CompositeExplicitAutograd")
@@ -51,11 +54,16 @@ def _fake_flat_step(kind: int, *given: Any) -> None:
     step_reference.check_flat_step(kind, step_reference.StepTensors.split(given)[0])
 
 
+def _fake_word_sums(out: torch.Tensor, xs: Sequence[torch.Tensor]) -> None:
+    return
+
+
 def _fake_sum_squares(out: torch.Tensor, x: torch.Tensor) -> None:
     return
 
 
 torch.library.register_fake("layerzero::flat_step_", _fake_flat_step, lib=LIBRARY)
 torch.library.register_fake("layerzero::sum_squares_", _fake_sum_squares, lib=LIBRARY)
+torch.library.register_fake("layerzero::word_sums_", _fake_word_sums, lib=LIBRARY)
 torch.library.register_fake("layerzero::pack_", _fake_pack, lib=LIBRARY)
 torch.library.register_fake("layerzero::ordered_sum_", _fake_ordered_sum, lib=LIBRARY)

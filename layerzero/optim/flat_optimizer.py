@@ -303,6 +303,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         assert self._flats is not None
         return self._flats
 
+    def memory(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """The memory of the states, with a label for messages; of those that step now."""
+        wanted = {id(each) for group in self.param_groups for each in group["params"]}
+        name = type(self).__name__
+        for flat in self._flats or ():
+            parameters = flat.home.parameters
+            if any(id(each) in wanted for each in parameters):
+                label = f"the state of {name} for {name_of(parameters[0])} and others"
+                yield from ((tensor, label) for tensor in (flat.steps, *flat.memory))
+
     def _shows_what_is(self) -> bool:
         return (
             len(self._states) == len(self._kept_states)

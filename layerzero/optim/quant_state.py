@@ -31,6 +31,10 @@ class QuantState(FlatState):
     def edges(self) -> torch.Tensor:
         return self._edges
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return [*self.tensors, *self._scales]
+
     def _fill(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
         self._blocks: list[int] = []
         num_blocks = 0

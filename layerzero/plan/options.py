@@ -30,6 +30,7 @@ from layerzero.construct.argument_types import (
     check_optional_mean,
     check_outer,
     check_reshard_after_forward,
+    check_verify,
     check_zero3_size,
 )
 from layerzero.construct.torch_arguments import to_offload, to_precision
@@ -161,6 +162,8 @@ def _read_value(name: str, value: Any) -> Any:
         check_outer(value)
     if name == "optional_mean":
         check_optional_mean(value)
+    if name == "verify":
+        check_verify(value)
     if name in ("deterministic", "sync_module_states"):
         read_bool(name, value)
     return value

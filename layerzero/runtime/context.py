@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from layerzero.comm import collectives
 from layerzero.comm.streams import Event, Streams
 from layerzero.core.groups import ShardGroup
 from layerzero.runtime.operations import Operations
@@ -80,6 +81,23 @@ class RuntimeContext:
         """Return the names passed to `note_replaced` since the last call, and clear them."""
         replaced, self.replaced = self.replaced, []
         return replaced
+
+    # What verification replaces (layerzero/verify) --------------------------------------------
+
+    all_gather = staticmethod(collectives.all_gather)
+    reduce_scatter = staticmethod(collectives.reduce_scatter)
+
+    def before_delivery(self) -> None:
+        """All reductions of a backward are done, and no `.grad` is written yet."""
+
+    def after_forward(self, grad_enabled: bool) -> None:
+        """The outermost forward has ended."""
+
+    def after_abort(self) -> None:
+        """The model has returned to the state between steps, after an error."""
+
+    def before_call(self, what: str) -> None:
+        """A collective call begins that is no part of a step."""
 
     # Events: each is recorded after an access; the next conflicting access waits for it ----
 

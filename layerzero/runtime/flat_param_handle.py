@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from layerzero.comm.collectives import Operation, all_gather
+from layerzero.comm.collectives import Operation
 from layerzero.comm.streams import Event, Waitable
 from layerzero.core.flat_param import FlatParam
 from layerzero.core.groups import ShardGroup
@@ -97,7 +97,7 @@ class FlatParamHandle(FlatParam):
         operation = context.operations.next("outer all-gather", unit, outer)
         with context.streams.unshard as stream:
             stream.wait(written)
-            gather = all_gather(self.compute_shard, self.compute_slice, outer, operation)
+            gather = context.all_gather(self.compute_shard, self.compute_slice, outer, operation)
             return written, stream.enqueue_wait(gather)
 
     def _gather(
@@ -113,7 +113,8 @@ class FlatParamHandle(FlatParam):
             # The shard has to be written before it is sent. That compute has read what was in this
             # memory before, the stream has waited for when that was freed (`before_free`).
             stream.wait(written)
-            return stream.enqueue_wait(all_gather(self.full.data, shard, group, operation))
+            gather = context.all_gather(self.full.data, shard, group, operation)
+            return stream.enqueue_wait(gather)
 
     def wait_for_unshard(self) -> None:
         """Order compute after the gather. Blocks the host only on devices without streams."""

@@ -175,6 +175,7 @@ class GradientReducer:
             presence = self._exchange_presence(last)
             self._complete_all()
             arrived = presence()
+            self._context.before_delivery()
             self._undelivered = []
         # Each of several nested passes (reentrant checkpoints) may reduce a unit.
         last_of = {reduction.unit: index for index, (reduction, _) in enumerate(arrived)}

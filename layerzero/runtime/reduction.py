@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-from layerzero.comm.collectives import all_gather, reduce_scatter
 from layerzero.comm.streams import CommStream, Event, Waitable
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.flat_param_handle import FlatParamHandle
@@ -167,7 +166,7 @@ class Reduction:
         # then needs the others: reduce-scatter plus all-gather, instead of an all-reduce.
         copies = placement.owned_slices > 1 and not self.is_partial
         is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
-        chunk, started = reduce_scatter(
+        chunk, started = context.reduce_scatter(
             gradients.buffer,
             groups[0],
             operations[0],
@@ -200,13 +199,13 @@ class Reduction:
             if len(groups) > 1:
                 # Sums are float32 at least; the second hop sends the reduce dtype.
                 travels = chunk.to(gradients.buffer.dtype)
-                chunk, second = reduce_scatter(
+                chunk, second = context.reduce_scatter(
                     travels, groups[1], operations[1], scales[1], options.deterministic
                 )
                 second.wait()
             if copies:
                 own, chunk = chunk, chunk.new_empty(chunk.numel() * placement.owned_slices)
-                all_gather(chunk, own, placement.copy_group, operations[-1]).wait()
+                context.all_gather(chunk, own, placement.copy_group, operations[-1]).wait()
             self.chunk = chunk if result is None else result.copy_(chunk)
             if handle.params_on is not None:
                 self._download(chunk, stream)

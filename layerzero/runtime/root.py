@@ -84,7 +84,9 @@ class RootState:
         reduction: ReductionPolicy,
         tensor_parallel_groups: tuple[ShardGroup, ...],
         ignored: Ignored,
+        make_context: Callable[..., RuntimeContext] = RuntimeContext,
     ) -> None:
+        """`make_context`: takes the arguments of `RuntimeContext`."""
         self.units = list(units)
         self.structure = Structure(self.units, ignored)
         self.wrapper_ref = lambda: None
@@ -94,7 +96,7 @@ class RootState:
         groups = [group for placement in placements.values() for group in placement.all_groups]
         self.streams = Streams(device, any(group.backend == "gloo" for group in groups))
         self.operations = Operations(device, self.streams, [*groups, *tensor_parallel_groups])
-        self.context = RuntimeContext(
+        self.context = make_context(
             device,
             self.streams,
             self.operations,
@@ -162,6 +164,11 @@ class RootState:
             gc.collect()
         return self.wrapper_ref() is not None
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether the model is inside a join; see `JoinedRoot`."""
+        return False
+
     def check_between_steps(self, what: str) -> None:
         """Refuse a collective call inside forward or backward, or after a failure.
 
@@ -183,6 +190,7 @@ class RootState:
 
     def before_call(self, what: str) -> None:
         """A collective call begins that is no part of a step; see `JoinedRoot`."""
+        self.context.before_call(what)
 
     def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
         """`clip_grad_norm_` begins, of the module of `unit`; see `JoinedRoot`."""
@@ -357,6 +365,7 @@ class RootState:
             if error is not None:
                 self.abort(error)
                 raise error
+            self.context.after_forward(grad_enabled)
 
     def _leave(self, call: ForwardCall) -> None:
         self._call_depth = max(self._call_depth - 1, 0)
@@ -430,6 +439,7 @@ class RootState:
             unit.reset()
             unit.forget_starts_after(self._forward_pass.start)
         self.context.take_replaced()
+        self.context.after_abort()
 
 
 def root_of(unit: Unit) -> RootState:

@@ -254,6 +254,10 @@ class JoinedRoot(ShadowingRoot):
     def _refuse_pipelines(self) -> NoReturn:
         raise NotImplementedError("join: not for pipeline stages, nor around micro_batches()")
 
+    @property
+    def is_joined(self) -> bool:
+        return True
+
     def before_call(self, what: str) -> None:
         if what == "rewrap":
             raise RuntimeError("rewrap: the model is inside a join; leave that first")

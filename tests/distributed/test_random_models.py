@@ -135,6 +135,7 @@ def _settings(rng: random.Random, model: nn.Module, world_size: int) -> dict[str
         "accumulation": rng.choice(["auto", "sharded", "unsharded"]),
         "deterministic": rng.random() < 0.3,
         "gradient_reduction": rng.choice(["mean", "sum"]),
+        "verify": rng.choice([None, "sampled", "always"]),
     }
 
 

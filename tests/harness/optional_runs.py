@@ -157,6 +157,7 @@ def random_settings(rng: random.Random, world_size: int) -> dict[str, Any]:
         "accumulation": rng.choice(["auto", "sharded", "unsharded"]),
         "deterministic": rng.random() < 0.2,
         "optional_mean": rng.choice(["all", "participants"]),
+        "verify": rng.choice([None, "always"]),
     }
 
 

@@ -9,6 +9,7 @@ import torch
 
 from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
 from layerzero.core.groups import ShardGroup
+from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.optional.regions import OptionalRegions
 from layerzero.runtime.optional.root import OptionalRoot
 from layerzero.runtime.root import RootState
@@ -27,6 +28,7 @@ def make_root(
     tensor_parallel_groups: tuple[ShardGroup, ...],
     ignored: Ignored,
     regions: OptionalRegions | None,
+    make_context: Callable[..., RuntimeContext],
 ) -> RootState:
     """The root of `units`; without `regions` (None) no unit is optional. Not collective."""
     make: Callable[..., RootState] = RootState
@@ -45,4 +47,5 @@ def make_root(
         reduction=reduction,
         tensor_parallel_groups=tensor_parallel_groups,
         ignored=ignored,
+        make_context=make_context,
     )

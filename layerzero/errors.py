@@ -1,0 +1,9 @@
+"""The errors that are layerzero's own. Wrong arguments and calls raise Python's."""
+
+from __future__ import annotations
+
+from layerzero.comm.diagnosis import CollectiveError
+from layerzero.state_dict.errors import CheckpointError
+from layerzero.verify.errors import CorruptionError
+
+__all__ = ["CheckpointError", "CollectiveError", "CorruptionError"]

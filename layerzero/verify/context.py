@@ -1,0 +1,283 @@
+"""VerifiedContext: the `RuntimeContext` of a model whose bytes are checked.
+
+    step_n |> checksums of main shards and state
+    forward, backward: checksums of what is sent, and of what was received before it is used
+    gradients are reduced |> check: wire, main shards, state; ranks agree |> .grad, step_n+1
+
+Note [A check is before delivery]
+    Ranks agree when all reductions of a backward are done and no `.grad` is written: a rank can
+    step only after every rank has found all its bytes in order. With `step_in_backward`, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from layerzero.comm import collectives
+from layerzero.comm.collectives import Operation, Pending, gather_small
+from layerzero.comm.texts import gather_texts
+from layerzero.core.groups import ShardGroup
+from layerzero.core.placement import Placement
+from layerzero.ops import ordered_sum_, word_sums
+from layerzero.runtime.context import RuntimeContext
+from layerzero.runtime.unit import Unit
+from layerzero.verify.errors import CorruptionError
+from layerzero.verify.replicas import find_different
+from layerzero.verify.resting import Resting
+from layerzero.verify.wire import Wire
+
+_REPLICAS_EVERY = 32
+"""Steps between comparisons of replicas; at least `every`."""
+_WHAT = "the model"
+_LASTS = "load a checkpoint"
+
+_contexts: WeakSet[VerifiedContext] = WeakSet()
+_hooks: list[Any] = []
+"""The handle of the hook on optimizers' steps, once a model is verified."""
+
+
+class VerifiedContext(RuntimeContext):
+    """Keeps checksums of all that its model sends, receives and keeps, and compares them."""
+
+    # See `RuntimeContext`, whose functions these replace.
+    all_gather: Any
+    reduce_scatter: Any
+
+    def __init__(self, *args: Any, every: int, **kwargs: Any) -> None:
+        """Takes the arguments of `RuntimeContext`.
+
+        Args:
+            every: backward passes that synchronize from one check to the next.
+        """
+        super().__init__(*args, **kwargs)
+        self._every = every
+        self._num_passes = 0
+        self._compares_replicas = True
+        self._is_watching = False
+        self._wire = Wire(self.device, self.operations)
+        self._resting = Resting(self._units)
+        self._checksums: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        """Of shards that were sent in this step, by id: the shard, its version, the checksum."""
+        _contexts.add(self)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+    def _units(self) -> Sequence[Unit]:
+        root: Any = self.owner()
+        return () if root is None else root.units
+
+    @property
+    def _records(self) -> bool:
+        """Whether the backward that comes next is checked."""
+        return (self._num_passes + 1) % self._every == 0
+
+    # What is sent and received ------------------------------------------------------------
+
+    def note_weights(self) -> None:
+        super().note_weights()
+        self._checksums.clear()
+        self._resting.forget_unseen()
+        if not self._is_watching and self._units():
+            self._is_watching = True
+            self._resting.watch()
+
+    def all_gather(  # type: ignore[no-redef]
+        self, full: torch.Tensor, shard: torch.Tensor, group: ShardGroup, operation: Operation
+    ) -> Pending:
+        """`collectives.all_gather`, checked."""
+        if not self._records:
+            return collectives.all_gather(full, shard, group, operation)
+        sent = self._checksum_of(shard)
+        pending = collectives.all_gather(full, shard, group, operation)
+        pending.then(functools.partial(self._gathered, operation, group, sent, full))
+        return pending
+
+    def _checksum_of(self, shard: torch.Tensor) -> torch.Tensor:
+        known = self._checksums.get(id(shard))
+        if known is not None and known[0]() is shard and known[1] == shard._version:
+            return known[2]
+        noted = self._resting.checksum_of(shard)
+        checksum = word_sums([shard]) if noted is None else _tensor([noted], shard.device)
+        self._checksums[id(shard)] = weakref.ref(shard), shard._version, checksum
+        return checksum
+
+    def _gathered(
+        self, operation: Operation, group: ShardGroup, sent: torch.Tensor, full: torch.Tensor
+    ) -> None:
+        self._wire.note(operation, group, sent, word_sums(full.chunk(group.size)))
+
+    def reduce_scatter(  # type: ignore[no-redef]
+        self,
+        chunks: torch.Tensor,
+        group: ShardGroup,
+        operation: Operation,
+        scale: float = 1.0,
+        deterministic: bool = False,
+        order: Sequence[int] | None = None,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Pending]:
+        """`collectives.reduce_scatter`, checked: chunks are sent as they are, and summed here."""
+        if not self._records:
+            return collectives.reduce_scatter(
+                chunks, group, operation, scale, deterministic, order, out
+            )
+        own = chunks.chunk(group.size)
+        sent = _of_peers(own if order is None else [own[place] for place in order], group)
+
+        def add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
+            self._wire.note(operation, group, sent, _of_peers(parts, group))
+            ordered_sum_(summed, parts, scale)
+
+        return collectives.reduce_in_order(chunks, group, operation, scale, order, out, add)
+
+    # What is kept ---------------------------------------------------------------------------
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer, of any model, has stepped."""
+        if self._records:
+            self._resting.after_step(optimizer)
+
+    # Checks ---------------------------------------------------------------------------------
+
+    def before_delivery(self) -> None:
+        """See Note [A check is before delivery]. Collective; blocks the host.
+
+        Raises:
+            CorruptionError: on every rank.
+        """
+        is_due = self._records
+        self._num_passes += 1
+        compares = self._compares_replicas or self._num_passes % _REPLICAS_EVERY == 0
+        if not is_due:
+            return
+        self._compares_replicas = False
+        units = self._units()
+        self._wait_for_streams()
+        rank = _placement(units).rank
+        findings = [
+            f"{label} on rank {rank} changed since the last optimizer step, and nothing wrote it; "
+            f"a bit flipped in memory: {_LASTS}"
+            for label in self._resting.changed()
+        ]
+        if compares:
+            findings += find_different(
+                units, self.tensor_parallel_groups, self.operations, self.device
+            )
+        placement = _placement(units)
+        axes = (placement.data_parallel or placement).groups
+        self._settle(_groups(units), axes, self.tensor_parallel_groups, findings, rank)
+
+    def after_forward(self, grad_enabled: bool) -> None:
+        """Check what a forward without gradients gathered. Collective over the groups it used.
+
+        Raises:
+            CorruptionError: on every rank of these groups.
+        """
+        root: Any = self.owner()
+        # Inside a join, ranks without batches do not come here.
+        if grad_enabled or self._every > 1 or root.is_joined:
+            return
+        self._wait_for_streams()
+        used, units = self._wire.used(), self._units()
+        for group in _groups(units) if used else ():
+            if group in used:
+                self._settle([group], [group], (), [], _placement(units).rank)
+
+    def _settle(
+        self,
+        groups: Sequence[ShardGroup],
+        axes: Sequence[ShardGroup],
+        tensor_parallel_axes: Sequence[ShardGroup],
+        findings: list[str],
+        rank: int,
+    ) -> None:
+        """Compare what was sent over `groups`; agree with all ranks of the axes."""
+        is_bad = self._wire.differs(groups) or bool(findings)
+        self._before_free()
+        if not self._is_any(is_bad, axes, tensor_parallel_axes):
+            self._wire.clear(groups)
+            return
+        findings = [*findings, *self._wire.find(groups)]
+        everyone = [*axes, *tensor_parallel_axes]
+        texts = gather_texts(
+            findings[0] if findings else None, rank, everyone, self.device, "verification"
+        )
+        # What lasts comes first: a main shard that changed is also sent otherwise than it was.
+        different = sorted(set(texts.values()), key=lambda text: (_LASTS not in text, text))
+        if different:
+            raise CorruptionError(
+                f"{different[0]}. No rank finishes this step: weights and optimizer state are as "
+                "before it" + "".join(f"\n  also: {text}" for text in different[1:5])
+            )
+
+    def _is_any(
+        self, is_bad: bool, axes: Sequence[ShardGroup], tensor_parallel: Sequence[ShardGroup]
+    ) -> bool:
+        """Whether it is bad on any rank. Words of 64 equal bits: one flipped changes nothing."""
+        for group in (*axes, *tensor_parallel):
+            if group.size == 1:
+                continue
+            make = self.operations.next
+            if group in tensor_parallel:
+                make = self.operations.next_tensor_parallel
+            own = _tensor([-1 if is_bad else 0], self.device)
+            words = gather_small(own, group, make("verification", _WHAT, group)).view(-1)
+            is_bad = any((word & (2**64 - 1)).bit_count() > 32 for word in words.tolist())
+        return is_bad
+
+    def _wait_for_streams(self) -> None:
+        """Order this check after all that other streams have summed."""
+        if self.streams.are_apart:
+            for stream in (self.streams.unshard, self.streams.reduce):
+                stream.drain_handle().wait()
+
+    def _before_free(self) -> None:
+        """Order the streams that own checksums after this check, which has read them."""
+        if self.streams.are_apart:
+            compute = self.streams.record_compute_event()
+            for stream in (self.streams.unshard, self.streams.reduce):
+                stream.wait(compute)
+
+    def after_abort(self) -> None:
+        self._wire.clear(self._wire.used())
+        self._checksums.clear()
+
+    def before_call(self, what: str) -> None:
+        # Copies that a load has written are compared in the next step.
+        self._compares_replicas |= "load" in what or "set" in what
+
+
+def _of_peers(parts: Sequence[torch.Tensor], group: ShardGroup) -> torch.Tensor:
+    """[group_size] checksums; 0 for the own part, which goes nowhere."""
+    others = [part for rank, part in enumerate(parts) if rank != group.rank]
+    if not others:
+        return torch.zeros(1, dtype=torch.int64, device=parts[0].device)
+    checksums = word_sums(others)
+    return torch.cat([checksums[: group.rank], checksums.new_zeros(1), checksums[group.rank :]])
+
+
+def _placement(units: Sequence[Unit]) -> Placement:
+    return next(handle.placement for unit in units for handle in unit.handles)
+
+
+def _groups(units: Sequence[Unit]) -> list[ShardGroup]:
+    """All groups over which the model gathers and reduces, in one order on all their ranks."""
+    placements = {id(h.placement): h.placement for unit in units for h in unit.handles}
+    found = [group for placement in placements.values() for group in placement.all_groups]
+    return list(dict.fromkeys(group for group in found if group.size > 1))
+
+
+def _tensor(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for context in list(_contexts):
+        context.after_step(optimizer)

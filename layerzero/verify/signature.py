@@ -1,0 +1,260 @@
+"""step_signature: one number for all weights and optimizer state of a model, over all ranks.
+
+Note [Sums of mixed elements]
+    Each element is mixed with its index in the original tensor and a hash of the tensor's name, to
+    64 bits, and these are added modulo 2**64. A sum does not depend on order, so it is the same
+    however elements are split into units and over ranks; the mixing makes it depend on where each
+    value is. (The steps of the mixing are those of MurmurHash3's finalizer.)
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from layerzero.comm.collectives import gather_small
+from layerzero.core.groups import ShardGroup
+from layerzero.core.parameter_info import ParameterInfo, get_info
+from layerzero.core.placement import Placement
+from layerzero.core.tensor_parallel import TensorParallelSplit, local_of
+from layerzero.optim import attach
+from layerzero.optim.whole_tensor import WholeTensorOptimizer
+from layerzero.runtime.operations import remembers_failure
+from layerzero.runtime.root import RootState
+from layerzero.runtime.sharded_params import owners
+
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
+
+_MODULUS = 1 << 64
+_BLOCK = 1 << 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+@attach.on_sharded_params
+def _note(optimizer: torch.optim.Optimizer) -> None:
+    _optimizers.add(optimizer)
+
+
+def step_signature(
+    root: RootState, whole: Iterable[tuple[str, torch.Tensor]], optimizer: Optimizers
+) -> str:
+    """Implements `ZeRO3.step_signature`.
+
+    Args:
+        whole: what every rank has a copy of (ignored parameters), by name.
+    """
+    root.check_between_steps("step_signature: called inside forward or backward; call it between")
+    root.before_call("step_signature")
+    return _gather(root, list(whole), optimizer)
+
+
+@remembers_failure
+def _gather(root: RootState, whole: list[tuple[str, torch.Tensor]], optimizer: Optimizers) -> str:
+    optimizers = _chosen(root, optimizer)
+    keeps_whole = [each for each in optimizers if isinstance(each, WholeTensorOptimizer)]
+    states = _states_by_parameter(each for each in optimizers if each not in keeps_whole)
+    whole_states = _states_by_parameter(keeps_whole)
+    is_first = all(group.is_first for group in root.tensor_parallel_groups)
+    by_placement: dict[int, tuple[Placement, int, int]] = {}
+    for _, placement, parameter in owners(root):
+        _, own, on_owners = by_placement.setdefault(id(placement), (placement, 0, 0))
+        info = get_info(parameter)
+        assert info is not None, "it is sharded"
+        own_states = states.pop(id(parameter), [])
+        split = info.tensor_parallel
+        if (split is None and is_first) or (split is not None and _counts(split)):
+            # Of several copies along the groups that are added up, the first rank's counts.
+            if placement.data_parallel is None or placement.replica == 0:
+                own += _sum_of(parameter, info, own_states)
+            for key, value in whole_states.pop(id(parameter), []):
+                on_owners += _state(value, info, key)
+        by_placement[id(placement)] = placement, own, on_owners
+    total = 0
+    for placement, own, on_owners in by_placement.values():
+        total += _add_up(root, placement.norm_groups, own)
+        if keeps_whole:
+            whole_groups = (placement.data_parallel or placement).groups
+            total += _add_up(root, whole_groups, on_owners)
+    for group in root.tensor_parallel_groups:
+        operation = root.operations.next_tensor_parallel("step signature", "the model", group)
+        parts = gather_small(_tensor(total, root.device), group, operation)
+        total = sum(parts.view(-1).tolist())
+    for name, tensor in whole:
+        total += _elements(tensor.detach(), 0, name)
+        for key, value in states.pop(id(tensor), []):
+            total += _any(value, name, key)
+    return f"{total % _MODULUS:016x}"
+
+
+def _add_up(root: RootState, groups: Sequence[ShardGroup], own: int) -> int:
+    values = _tensor(own, root.device)
+    for group in groups:
+        if group.size > 1:
+            operation = root.operations.next("step signature", "the model", group)
+            values = gather_small(values, group, operation)
+    return sum(values.view(-1).tolist())
+
+
+def _tensor(value: int, device: torch.device) -> torch.Tensor:
+    value %= _MODULUS
+    return torch.tensor([value - _MODULUS if value >= _MODULUS // 2 else value], device=device)
+
+
+# Optimizers -----------------------------------------------------------------------------------
+
+
+def _chosen(root: RootState, optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """The optimizers that were given, or all that have parameters of the model.
+
+    Raises:
+        ValueError: two that were not given have the same parameter.
+    """
+    if isinstance(optimizer, Mapping):
+        return list(optimizer.values())
+    if optimizer is not None:
+        return [optimizer]
+    ours = {id(owner.sharded_param) for owner in owners(root)}
+    if _doubly_held(ours) is not None:
+        gc.collect()  # An optimizer in a reference cycle may be alive without a user.
+    parameter = _doubly_held(ours)
+    if parameter is not None:
+        info = get_info(parameter)
+        assert info is not None, "it is sharded"
+        raise ValueError(
+            f"step_signature: two optimizers have parameter {info.fqn!r}; pass the one that counts "
+            "as optimizer="
+        )
+    return [each for each in list(_optimizers) if ours & set(map(id, _members(each)))]
+
+
+def _doubly_held(ours: set[int]) -> nn.Parameter | None:
+    seen: set[int] = set()
+    for each in list(_optimizers):
+        for parameter in _members(each):
+            if id(parameter) in ours and id(parameter) in seen:
+                return parameter
+            seen.add(id(parameter))
+    return None
+
+
+def _members(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _states_by_parameter(
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> dict[int, list[tuple[str, Any]]]:
+    found: dict[int, list[tuple[str, Any]]] = {}
+    for optimizer in optimizers:
+        for parameter in _members(optimizer):
+            state = optimizer.state.get(parameter) or {}
+            items = state.items() if isinstance(state, Mapping) else ()
+            found.setdefault(id(parameter), []).extend((str(key), item) for key, item in items)
+    return found
+
+
+# Elements -------------------------------------------------------------------------------------
+
+
+def _sum_of(parameter: nn.Parameter, info: ParameterInfo, states: list[tuple[str, Any]]) -> int:
+    """This rank's part of the sum: of the sharded parameter and of its state."""
+    start, stop = info.range
+    total = _elements(parameter.detach(), start, info.fqn, info.tensor_parallel)
+    for key, value in states:
+        is_tensor = isinstance(value, torch.Tensor) and value.ndim > 0
+        if is_tensor and value.shape == parameter.shape:
+            label = f"{info.fqn}\0{key}"
+            total += _elements(value.detach(), start, label, info.tensor_parallel)
+        elif start == 0 and stop > 0:
+            # What belongs to the whole parameter counts where its first element is.
+            total += _state(value, info, key)
+    return total
+
+
+def _state(value: Any, info: ParameterInfo, key: str) -> int:
+    """A state of a whole parameter, or of its tensor-parallel part."""
+    split = info.tensor_parallel
+    if split is None:
+        return _any(value, info.fqn, key)
+    if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == split.local_shape:
+        return _elements(local_of(value), 0, f"{info.fqn}\0{key}", split)
+    return 0 if any(split.offset) else _any(value, info.fqn, key)
+
+
+def _counts(split: TensorParallelSplit) -> bool:
+    """Whether this rank is the first tensor-parallel one that has this part."""
+    coordinate = split.mesh.get_coordinate()
+    assert coordinate is not None, "it has a part"
+    return all(
+        place == 0
+        for place, placement in zip(coordinate, split.placements, strict=True)
+        if placement.is_replicate()
+    )
+
+
+def _any(value: Any, name: str, key: str) -> int:
+    """What is not sharded like its parameter: numbers, tensors of other shapes, containers."""
+    label = f"{name}\0{key}"
+    if isinstance(value, torch.Tensor):
+        return _elements(local_of(value), 0, label)
+    if isinstance(value, (bool, int, float)):
+        (bits,) = struct.unpack("<q", struct.pack("<d", float(value)))
+        return _elements(torch.tensor([bits]), 0, label)
+    if isinstance(value, Mapping):
+        return sum(_any(each, label, str(inner)) for inner, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return sum(_any(each, label, str(inner)) for inner, each in enumerate(value))
+    return 0
+
+
+def _elements(
+    tensor: torch.Tensor, start: int, label: str, split: TensorParallelSplit | None = None
+) -> int:
+    """The sum over a tensor; its first element is number `start` of what `label` names."""
+    if tensor.is_complex():
+        tensor, start = torch.view_as_real(tensor), 2 * start
+    flat = tensor.contiguous().view(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    name = int.from_bytes(
+        hashlib.blake2b(label.encode(), digest_size=8).digest(), "big", signed=True
+    )
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for place in range(0, bits.numel(), _BLOCK):
+        block = bits[place : place + _BLOCK].to(torch.int64)
+        index = torch.arange(
+            start + place, start + place + block.numel(), device=flat.device, dtype=torch.int64
+        )
+        if split is not None:
+            index = _whole_index(index, split)
+        total += _mix(block, index, name).sum()
+    return int(total)
+
+
+def _whole_index(index: torch.Tensor, split: TensorParallelSplit) -> torch.Tensor:
+    """Indices in the flattened whole parameter, from those in the flattened local tensor."""
+    found = torch.zeros_like(index)
+    for dim in range(len(split.shape)):
+        inner = math.prod(split.local_shape[dim + 1 :])
+        place = index // inner % split.local_shape[dim] + split.offset[dim]
+        found += place * math.prod(split.shape[dim + 1 :])
+    return found
+
+
+def _mix(bits: torch.Tensor, index: torch.Tensor, name: int) -> torch.Tensor:
+    mixed = bits * -7046029254386353131 + index * -4417276706812531889
+    mixed += name
+    for multiplier in (-49064778989728563, -4265267296055464877):
+        mixed ^= (mixed >> 33) & 0x7FFFFFFF
+        mixed *= multiplier
+    mixed ^= (mixed >> 33) & 0x7FFFFFFF
+    return mixed

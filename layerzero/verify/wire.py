@@ -1,0 +1,167 @@
+"""Checks that what ranks received is what was sent.
+
+Each rank keeps the checksums of the chunks that it sends, taken when they are packed, and of those
+that it received, taken before their first use (for a reduction, before they are summed). At a
+check, each pair of ranks compares one number, a sum of all checksums since the last check: 8 bytes.
+Only if some rank finds a difference are the single checksums exchanged, which name the collective.
+
+A collective counts from the time when this rank has received all of it. So one that is under way at
+a check may count on some ranks alone; the numbers then differ, the single checksums do not, and the
+next check compares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from layerzero.comm.collectives import Operation, all_to_all, gather_small
+from layerzero.core.groups import ShardGroup
+from layerzero.runtime.operations import Operations
+
+_WHAT = "the model"
+_MAX_KEPT = 4096
+"""Collectives of a group between two checks; older ones are not compared."""
+_MODULUS = 1 << 64
+
+
+class Seen(NamedTuple):
+    """The checksums of one collective, int64."""
+
+    operation: Operation
+    sent: torch.Tensor
+    """[group_size], or [1] if every peer was sent the same."""
+    received: torch.Tensor
+    """[group_size]; of the own part, too."""
+
+
+class Wire:
+    """The checksums of one model's collectives since the last check."""
+
+    def __init__(self, device: torch.device, operations: Operations) -> None:
+        self._device = device
+        self._operations = operations
+        self._lanes: dict[ShardGroup, dict[int, Seen]] = {}
+
+    def note(
+        self,
+        operation: Operation,
+        group: ShardGroup,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+    ) -> None:
+        """A collective is done. May be called from several threads."""
+        lane = self._lanes.setdefault(group, {})
+        lane[operation.number] = Seen(operation, sent, received)
+        if len(lane) > _MAX_KEPT:
+            lane.pop(next(iter(lane)), None)
+
+    def clear(self, groups: Iterable[ShardGroup]) -> None:
+        """Forget the collectives of these groups."""
+        for group in groups:
+            self._lanes.get(group, {}).clear()
+
+    def used(self) -> list[ShardGroup]:
+        """Groups with collectives since the last check."""
+        return [group for group, lane in self._lanes.items() if lane]
+
+    def differs(self, groups: Sequence[ShardGroup]) -> bool:
+        """Whether this rank received other bytes than were sent to it, or something is under way.
+
+        Collective over each group; blocks the host.
+        """
+        exchanges = []
+        for group in groups:
+            sent, received = self._totals(group)
+            theirs = torch.empty_like(sent)
+            sizes = [1] * group.size
+            operation = self._operations.next("verification", _WHAT, group)
+            pending = all_to_all(theirs, sizes, sent, sizes, group, operation, 8)
+            exchanges.append((group, sent, received, theirs, pending))
+        result = False
+        for group, sent, received, theirs, pending in exchanges:
+            pending.wait()
+            theirs[group.rank] = sent[group.rank]  # No message goes to the rank itself.
+            result |= theirs.tolist() != received.tolist()
+        return result
+
+    def _totals(self, group: ShardGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """[group_size] of what was sent to each peer, on the model's device; and received, on CPU.
+
+        Sums of checksums times odd numbers: what changes one checksum changes the total.
+        """
+        sent, received = [0] * group.size, [0] * group.size
+        for number, to_peer, from_peer in self._rows(group):
+            factor = 2 * number + 1
+            for peer in range(group.size):
+                sent[peer] += factor * to_peer[peer]
+                received[peer] += factor * from_peer[peer]
+        return (
+            torch.tensor([_signed(each) for each in sent], device=self._device),
+            torch.tensor([_signed(each) for each in received]),
+        )
+
+    def _rows(self, group: ShardGroup) -> list[tuple[int, list[int], list[int]]]:
+        """For each collective: its number, the checksums sent to peers, those received."""
+        lane = list(self._lanes.get(group, {}).values())
+        if not lane:
+            return []
+        sizes = [part.numel() for seen in lane for part in (seen.sent, seen.received)]
+        values = torch.cat([part for seen in lane for part in (seen.sent, seen.received)]).tolist()
+        rows, place = [], 0
+        for seen, sent_numel, received_numel in zip(lane, sizes[::2], sizes[1::2], strict=True):
+            sent = values[place : place + sent_numel]
+            place += sent_numel
+            received = values[place : place + received_numel]
+            place += received_numel
+            rows.append((seen.operation.number, sent * (group.size // sent_numel), received))
+        return rows
+
+    def find(self, groups: Sequence[ShardGroup]) -> list[str]:
+        """What was received otherwise than it was sent, in words; the same on all ranks of a group.
+
+        Collective over each group; blocks the host. Forgets what it has compared.
+        """
+        return [text for group in groups for text in self._find_in(group)]
+
+    def _find_in(self, group: ShardGroup) -> Iterable[str]:
+        rows = [[number, *sent, *received] for number, sent, received in self._rows(group)]
+        count = torch.tensor([len(rows)], device=self._device)
+        most = int(self._gather(count, group).max())
+        if not most:
+            return
+        width = 1 + 2 * group.size
+        rows += [[-1] * width] * (most - len(rows))
+        table = self._gather(torch.tensor(rows, device=self._device), group).tolist()
+        by_rank = [{row[0]: row[1:] for row in each if row[0] >= 0} for each in table]
+        common = set.intersection(*(set(each) for each in by_rank))
+        lane = self._lanes.get(group, {})
+        for number in sorted(common):
+            seen = lane.pop(number)
+            for source in range(group.size):
+                for target in range(group.size):
+                    sent = by_rank[source][number][target]
+                    if sent != by_rank[target][number][group.size + source]:
+                        yield _text(seen.operation, group.ranks[source], group.ranks[target])
+
+    def _gather(self, values: torch.Tensor, group: ShardGroup) -> torch.Tensor:
+        return gather_small(values, group, self._operations.next("verification", _WHAT, group))
+
+
+def _text(operation: Operation, source: int, target: int) -> str:
+    if source == target:
+        return (
+            f"{operation}: what rank {source} has of its own part is not what it packed; a bit "
+            "flipped in its memory"
+        )
+    return (
+        f"{operation}: what rank {target} received is not what rank {source} sent; a bit flipped "
+        f"on the way, or in the memory of rank {source} or rank {target}"
+    )
+
+
+def _signed(value: int) -> int:
+    value %= _MODULUS
+    return value - _MODULUS if value >= _MODULUS // 2 else value

@@ -1,0 +1,281 @@
+"""`verify=`: single flipped bits are found, nothing else is called corruption, no rank steps."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import layerzero
+from layerzero import MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
+from layerzero.errors import CorruptionError
+from layerzero.runtime.context import RuntimeContext
+from layerzero.verify.context import VerifiedContext
+from tests.harness.flips import SITES, Trials, flip
+from tests.harness.models import Block
+from tests.harness.plain_backend import make_plain_group
+from tests.harness.ranks import run_ranks
+from tests.harness.simulated_device import simulated_device
+
+TIMEOUT = timedelta(seconds=20)
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+Optimizer = Callable[[ZeRO3], torch.optim.Optimizer]
+
+
+def _adamw(model: ZeRO3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _sgd(model: ZeRO3) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def _native(state: Any) -> Optimizer:
+    return lambda model: layerzero.optim.AdamW(model.parameters(), lr=1e-3, state=state)
+
+
+def _whole(model: ZeRO3) -> torch.optim.Optimizer:
+    return layerzero.optim.WholeTensorOptimizer(model.parameters(), torch.optim.SGD, lr=1e-2)
+
+
+TWO_RANKS: dict[str, tuple[dict[str, Any], Optimizer]] = {
+    "plain": ({}, _adamw),
+    "bf16": ({"mixed_precision": BF16}, _sgd),
+    "bf16 on the wire": ({"mixed_precision": LOW, "deterministic": True}, _native("float32")),
+    "8-bit": ({"reduction": ReductionPolicy(in_flight="1GB")}, _native("8bit")),
+    "offload": ({"offload": OffloadPolicy(params=True, grads=True)}, _adamw),
+    "step in backward": ({"step_in_backward": True}, _adamw),
+}
+FOUR_RANKS: dict[str, tuple[dict[str, Any], Optimizer]] = {
+    "zero1": ({"zero3_size": 2, "mixed_precision": BF16}, _adamw),
+    "replicate": ({"zero3_size": 2, "outer": "replicate"}, _adamw),
+    "shard": ({"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"}, _sgd),
+    "zero1, in order": ({"zero3_size": 2, "deterministic": True}, _native("bfloat16")),
+    "lanes": ({"zero3_size": 2, "reduction": ReductionPolicy(separate_groups=True)}, _whole),
+}
+
+
+def _module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(5, 3))
+
+
+def _trials(settings: dict[str, Any], make: Optimizer, seed: int) -> Trials:
+    given = {"verify": "always", **settings}
+    backward_steps = given.pop("step_in_backward", False)
+    model = ZeRO3(_module(), auto_wrap_policy={Block}, timeout=TIMEOUT, **given)
+    optimizer = make(model)
+    if backward_steps:
+        model.step_in_backward(optimizer)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def forward() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.randn(4, 5, generator=generator)).float().square().mean()
+        return loss
+
+    return Trials(model, optimizer, forward, random.Random(seed), backward_steps)
+
+
+def _flip_under(names: dict[str, int], seed: int) -> Counter[str]:
+    """Run trials under the settings with these names, so many each."""
+    found: Counter[str] = Counter()
+    for name, count in names.items():
+        settings, make = {**TWO_RANKS, **FOUR_RANKS}[name]
+        trials = _trials(settings, make, seed)
+        sites = SITES if make is not _whole else SITES[:3]
+        try:
+            trials.run(count, sites)
+        except Exception as error:
+            error.add_note(f"settings {name!r}, seed {seed}")
+            raise
+        found += trials.found
+    return found
+
+
+def _on_two_ranks() -> Counter[str]:
+    _what_users_write()
+    _what_is_evaluated()
+    _off()
+    return _flip_under(dict.fromkeys(TWO_RANKS, 12), 0)
+
+
+def test_single_flipped_bits_are_found_on_two_ranks() -> None:
+    found = run_ranks(2, _on_two_ranks)[0]
+    assert all(found[site] >= 12 for site in SITES), found
+
+
+def test_single_flipped_bits_are_found_in_layered_modes() -> None:
+    found = run_ranks(4, _on_four_ranks)[0]
+    assert all(found[site] >= 3 for site in SITES), found
+
+
+def _on_four_ranks() -> Counter[str]:
+    _copies_that_differ()
+    return _flip_under(dict.fromkeys(FOUR_RANKS, 4), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_flipped_bits_are_found_on_other_numbers_of_ranks(ranks: int) -> None:
+    found = run_ranks(ranks, _flip_under, {"plain": 40, "8-bit": 20, "bf16": 20}, 2)[0]
+    assert found["main shard"] >= 10 and found["optimizer state"] >= 10, found
+
+
+@pytest.mark.slow
+def test_ten_thousand_flipped_bits(request: pytest.FixtureRequest) -> None:
+    """With `--seeds 40` (make soak); without, a tenth of them."""
+    scale = max(1, request.config.getoption("seeds") // 20)
+    two = dict.fromkeys(TWO_RANKS, 120 * scale)
+    four = dict.fromkeys(FOUR_RANKS, 60 * scale)
+    found = run_ranks(2, _flip_under, two, 3, timeout=3600.0)[0]
+    found += run_ranks(4, _flip_under, four, 4, timeout=3600.0)[0]
+    print(f"found {sum(found.values())} flips: {dict(found)}")
+    assert sum(found.values()) >= 0.85 * (sum(two.values()) + sum(four.values()))
+
+
+# What is no corruption --------------------------------------------------------------------------
+
+
+def _model(make: Optimizer = _adamw, **given: Any) -> tuple[ZeRO3, Any, Callable[[], None]]:
+    given = {"verify": "always", "timeout": TIMEOUT, **given}
+    model = ZeRO3(_module(), auto_wrap_policy={Block}, **given)
+    optimizer = make(model)
+
+    def step() -> None:
+        model(torch.ones(4, 5)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def _what_users_write() -> None:
+    for make in (_adamw, _native("float32"), _native("8bit")):
+        model, optimizer, step = _model(make)
+        for _ in range(2):
+            step()
+        kept, kept_optimizer = model.state_dict(), optimizer.state_dict()
+        model.load_state_dict({name: value * 1 for name, value in kept.items()})
+        step()
+        optimizer.load_state_dict(kept_optimizer)
+        step()
+        with model.summon_full_params():
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)
+        step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+            for state in optimizer.state.values():
+                state["exp_avg"].mul_(0.5)
+        step()
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(4, 5)).mean().register_hook(lambda _: 1 // 0)  # type: ignore[arg-type]
+            loss = model(torch.ones(4, 5)).mean()
+            loss.register_hook(lambda _: 1 // 0)
+            loss.backward()
+        step()
+        for parameter in list(model.parameters())[:2]:
+            parameter.requires_grad_(False)
+        step()
+        with model.no_sync():
+            model(torch.ones(4, 5)).mean().backward()
+        step()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.9)
+                step()
+        told = [str(each.message) for each in caught if ".data" in str(each.message)]
+        assert len(told) == (3 if dist.get_rank() == 0 and make is _adamw else 0), told
+
+
+def _what_is_evaluated() -> None:
+    model, _, step = _model()
+    step()
+    with torch.no_grad():
+        model(torch.ones(4, 5))
+        if dist.get_rank() == 1:
+            flip(model._root_state.units[1].handles[0].main_shard, 3)
+        with pytest.raises(CorruptionError, match="rank 1"):
+            model(torch.ones(4, 5))
+
+
+def _off() -> None:
+    model, _, step = _model(verify=None)
+    assert type(model._root_state.context) is RuntimeContext
+    step()
+    with pytest.raises(ValueError, match="verify: expected 'sampled', 'always' or None"):
+        _model(verify="often")
+    names = {0: "always", 1: "sampled"}
+    with pytest.raises(ValueError, match="verify"):
+        _model(verify=names[dist.get_rank()])
+
+
+def _copies_that_differ() -> None:
+    model, _, step = _model(zero3_size=2, outer="replicate")
+    for _ in range(3):
+        step()
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            model._root_state.units[1].handles[0].main_shard[0] += 1
+    error = None
+    for _ in range(40):
+        try:
+            step()
+        except CorruptionError as raised:
+            error = raised
+            break
+    assert "comparison of replicas" in str(error) and "rank 3" in str(error), error
+
+
+# Other backends ---------------------------------------------------------------------------------
+
+
+def _flips_the_second() -> Callable[..., None]:
+    """`VerifiedContext._gathered` that flips a bit of the second gather on one rank."""
+    real, number = VerifiedContext._gathered, dist.get_rank()
+
+    def gathered(self: Any, operation: Any, group: Any, sent: Any, full: Any) -> None:
+        nonlocal number
+        number += 1
+        if number == 2:
+            flip(full, 9)
+        real(self, operation, group, sent, full)
+
+    return gathered
+
+
+def _without_names() -> None:
+    """Where the engine sees no message: what came is corrupted before its first use."""
+    group = make_plain_group(TIMEOUT)
+    for context in (contextlib.nullcontext(), simulated_device()):
+        with context:
+            model, _, step = _model(process_group=group)
+            for _ in range(3):
+                step()
+            corrupted = mock.patch.object(VerifiedContext, "_gathered", _flips_the_second())
+            with corrupted, pytest.raises(CorruptionError, match="all-gather of"):
+                step()
+            step()
+            if dist.get_rank() == 1:
+                flip(model._root_state.units[1].handles[0].main_shard, 3)
+            with pytest.raises(CorruptionError, match="rank 1"):
+                step()
+
+
+def test_backends_whose_messages_carry_no_name_and_devices_are_checked_too() -> None:
+    run_ranks(2, _without_names)

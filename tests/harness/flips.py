@@ -1,0 +1,206 @@
+"""Flips single bits of a model that trains, at random places, and looks who notices.
+
+All ranks draw the same trials. In a trial one rank, the victim, flips one bit during one step; then
+every rank must raise CorruptionError, which names the operation and a rank, and neither weights nor
+optimizer state of any rank may have changed. Where nothing was flipped, no rank may raise.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from layerzero import ZeRO3
+from layerzero.comm import collectives
+from layerzero.comm.collectives import Pending
+from layerzero.core.groups import ShardGroup
+from layerzero.errors import CorruptionError
+
+SITES = ("wire", "full buffer", "main shard", "optimizer state")
+_CHECKED = ("all-gather", "outer all-gather", "reduce-scatter", "outer reduce-scatter")
+
+
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    """Flip one bit of a contiguous tensor, unseen by torch's version counters."""
+    flat = tensor.detach().view(-1).data.view(torch.uint8)
+    flat[bit // 8] ^= 1 << bit % 8
+
+
+class Transport:
+    """Flips a bit of what the next collectives deliver to this rank."""
+
+    flipped: str | None
+    """The operation whose bytes were flipped, and the rank that sent them."""
+
+    def __init__(self) -> None:
+        self.flipped = None
+        self._skip = -1
+
+    def arm(self, rng: random.Random, number: int, own: bool) -> None:
+        """Flip a bit of the checked collective `number` from now.
+
+        Args:
+            own: of a gather, also the part that this rank copies itself.
+        """
+        self.flipped, self._skip, self._rng, self._own = None, number, rng, own
+
+    def disarm(self) -> None:
+        self.flipped, self._skip = None, -1
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        real = collectives._exchange
+
+        def exchange(
+            incoming: Sequence[torch.Tensor],
+            outgoing: Sequence[torch.Tensor],
+            group: ShardGroup,
+            operation: Any,
+            nbytes: int | None = None,
+        ) -> Pending:
+            pending = real(incoming, outgoing, group, operation, nbytes)
+            if operation.verb in _CHECKED and self._skip >= 0:
+                self._skip -= 1
+                if self._skip < 0:
+                    self._corrupt(pending, incoming, group)
+            return pending
+
+        with mock.patch.object(collectives, "_exchange", exchange):
+            yield
+
+    def _corrupt(
+        self, pending: Pending, incoming: Sequence[torch.Tensor], group: ShardGroup
+    ) -> None:
+        verb = pending.operation.verb
+        ranks = range(group.size)
+        if not (self._own and "gather" in verb):
+            ranks = [rank for rank in ranks if rank != group.rank]
+        source = self._rng.choice(ranks)
+        arrives = pending._await
+
+        def arrive() -> None:
+            arrives()
+            if self.flipped is None and incoming[source].nbytes:
+                self.flipped = f"{verb} of {pending.operation.unit}\0rank {group.ranks[source]}"
+                flip(incoming[source], self._rng.randrange(8 * incoming[source].nbytes))
+
+        pending._await = arrive  # type: ignore[method-assign]
+
+
+class Trials:
+    """Trials with one model and one optimizer."""
+
+    found: Counter[str]
+    """Flips that were found, by site."""
+
+    def __init__(
+        self,
+        model: ZeRO3,
+        optimizer: torch.optim.Optimizer,
+        forward: Callable[[], torch.Tensor],
+        rng: random.Random,
+        backward_steps: bool = False,
+    ) -> None:
+        """
+        Args:
+            forward: runs the next batch; returns the loss.
+            rng: in the same state on all ranks.
+            backward_steps: `step_in_backward` is on.
+        """
+        self._model, self._optimizer, self._forward, self._rng = model, optimizer, forward, rng
+        self._steps_itself = not backward_steps
+        self._transport = Transport()
+        self.found = Counter()
+
+    def run(self, count: int, sites: Sequence[str] = SITES) -> None:
+        with self._transport.installed():
+            for _ in range(2):
+                self._step()
+            for number in range(count):
+                self._run_one(sites[number % len(sites)])
+                if number % 7 == 0:
+                    self._step()
+            self._step()
+
+    def _step(self, between: Callable[[], None] = lambda: None) -> None:
+        loss = self._forward()
+        between()
+        loss.backward()
+        if self._steps_itself:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _memory(self) -> list[torch.Tensor]:
+        root = self._model._root_state
+        return [h.main_shard for unit in root.units for h in unit.handles] + self._states()
+
+    def _states(self) -> list[torch.Tensor]:
+        memory = getattr(self._optimizer, "memory", None)
+        if memory is not None:
+            return [tensor for tensor, _ in memory() if tensor.numel()]
+        return [
+            value
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.numel()
+        ]
+
+    def _run_one(self, site: str) -> None:
+        victim, seed = self._rng.randrange(dist.get_world_size()), self._rng.random()
+        kept = [tensor.clone() for tensor in self._memory()]
+        toggle: Callable[[], None] | None = None
+        if dist.get_rank() == victim:
+            toggle = self._prepare(site, random.Random(seed))
+        is_before = seed < 0.5
+        error: CorruptionError | None = None
+        try:
+            if toggle is not None and is_before:
+                toggle()
+            self._step(toggle if toggle is not None and not is_before else lambda: None)
+        except CorruptionError as raised:
+            error = raised
+            self._optimizer.zero_grad()
+        flipped = self._transport.flipped
+        if toggle is not None:
+            toggle()
+            flipped = f"changed since the last optimizer step\0rank {victim}"
+        self._transport.disarm()
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, flipped)
+        expected = texts[victim]
+        if expected is None:
+            assert error is None, f"nothing was flipped: {error}"
+            return
+        assert error is not None, f"{site}: not found: {expected!r}"
+        for part in expected.split("\0"):
+            assert part in str(error), f"{part!r} is not in {error}"
+        for now, before in zip(self._memory(), kept, strict=True):
+            same = torch.equal(now.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
+            assert same, f"{site}: the step that failed changed something"
+        self.found[site] += 1
+
+    def _prepare(self, site: str, rng: random.Random) -> Callable[[], None] | None:
+        """Choose a bit. What flips it, and flips it back; None: the transport does."""
+        if site in ("wire", "full buffer"):
+            self._transport.arm(rng, rng.randrange(self._num_checked), site == "full buffer")
+            return None
+        units = self._model._root_state.units
+        shards = [h.main_shard for unit in units for h in unit.handles if h.main_shard.numel()]
+        tensors = shards if site == "main shard" else self._states()
+        if not tensors:
+            return None
+        tensor = rng.choice(tensors)
+        bit = rng.randrange(8 * tensor.nbytes)
+        return lambda: flip(tensor, bit)
+
+    @property
+    def _num_checked(self) -> int:
+        """Checked collectives of a step, about."""
+        return max(1, 3 * len(self._model._root_state.units) - 1)
