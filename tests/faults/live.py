@@ -18,6 +18,8 @@ from tests.faults.cells import Cell
 from tests.faults.strikes import Silent, Strike
 
 _WIDTH = 512
+_PATIENCE_S = 60.0
+"""Timeout before the part that is struck, which a busy machine may slow down."""
 
 
 class Outcome(NamedTuple):
@@ -59,11 +61,11 @@ class Net(nn.Module):
 class _Run:
     """A model in training."""
 
-    def __init__(self, cell: Cell, folder: Path, **options: Any) -> None:
+    def __init__(self, timeout_s: float, folder: Path, **options: Any) -> None:
         torch.manual_seed(0)
         self.folder = folder
         self.losses: list[float] = []
-        timeout = timedelta(seconds=cell.timeout_s)
+        timeout = timedelta(seconds=timeout_s)
         self.model = ZeRO3(Net(), auto_wrap_policy={Wide}, timeout=timeout, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
@@ -122,7 +124,7 @@ def live(cell: Cell, folder: Path, is_struck: bool) -> Outcome:
 def _before(cell: Cell, folder: Path) -> _Run | None:
     if cell.place.startswith("construction"):
         return None
-    run = _Run(cell, folder)
+    run = _Run(_PATIENCE_S, folder)
     run.step()
     if cell.place.startswith("load"):
         run.save()
@@ -135,13 +137,14 @@ def _during(cell: Cell, folder: Path, run: _Run | None) -> _Run:
     if run is None:
         is_sync = cell.place.endswith("broadcast")
         lanes = layerzero.ReductionPolicy(separate_groups=cell.place.endswith("group"))
-        run = _Run(cell, folder, sync_module_states=is_sync, reduction=lanes)
-    elif cell.place.startswith("save"):
-        run.save("struck")
-    elif cell.place.startswith("load"):
-        run.load()
-    run.step()
-    run.step()
+        run = _Run(cell.timeout_s, folder, sync_module_states=is_sync, reduction=lanes)
+    with run.model.timeout(seconds=cell.timeout_s):
+        if cell.place.startswith("save"):
+            run.save("struck")
+        elif cell.place.startswith("load"):
+            run.load()
+        run.step()
+        run.step()
     return run
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import sys
 import tempfile
@@ -49,6 +50,7 @@ def disturbed(
     world_size: Callable[[int], int],
     seed: int,
     pause_s: float = _PAUSE_S,
+    limit_s: float = math.inf,
 ) -> Result:
     """Train under fire in `folder`, and then once more without, beside it."""
     (hurt := folder / "hurt").mkdir()
@@ -56,7 +58,9 @@ def disturbed(
     def num_steps(left: int) -> int:
         return 10**9 if left else _saved_step(hurt) + 2 * SAVE_EVERY
 
-    report = supervise(hurt, num_steps, world_size, kills, mean_s, random.Random(seed), pause_s)
+    report = supervise(
+        hurt, num_steps, world_size, kills, mean_s, random.Random(seed), pause_s, limit_s
+    )
     (whole := folder / "whole").mkdir()
     problems = [*report.problems]
     lines = 0
@@ -123,10 +127,22 @@ def steps_per_second(folder: Path, world_size: int) -> float:
     return _CALIBRATION_STEPS / report.seconds
 
 
+def _under_torchrun(folder: Path, kills: int, mean_s: float, seed: int) -> list[str]:
+    (hurt := folder / "torchrun").mkdir()
+    (whole := folder / "torchrun, undisturbed").mkdir()
+    if not kills:
+        return []
+    done = kill_under_torchrun(hurt, 10 * kills, kills, mean_s, random.Random(seed))
+    count, found = compare(hurt, whole)
+    print(f"{done} SIGKILLs under torchrun, {count} losses compared, {len(found)} differ")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--mean", type=float, default=1.5, help="seconds from a start to its kill")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="kill no more after them")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--at-once", type=int, default=1, help="runs side by side")
     parser.add_argument("--seed", type=int, default=0)
@@ -140,19 +156,14 @@ def main() -> int:
             (own := folder / str(number)).mkdir()
             kills = len(range(number, given.kills, given.at_once))
             seed = given.seed + number
-            return disturbed(own, kills, given.mean, lambda _: given.ranks, seed)
+            limit_s = 60 * given.minutes
+            return disturbed(own, kills, given.mean, lambda _: given.ranks, seed, limit_s=limit_s)
 
         before = steps_per_second(folder / "before", given.ranks)
         with ThreadPoolExecutor(given.at_once) as pool:
             results = list(pool.map(run, range(given.at_once)))
         after = steps_per_second(folder / "after", given.ranks)
-        (hurt := folder / "torchrun").mkdir()
-        (whole := folder / "torchrun, undisturbed").mkdir()
-        under = kill_under_torchrun(
-            hurt, 10 * given.torchrun, given.torchrun, given.mean, random.Random(given.seed)
-        )
-        count, found = compare(hurt, whole)
-    print(f"{under} SIGKILLs under torchrun, {count} losses compared, {len(found)} differ")
+        found = _under_torchrun(folder, given.torchrun, given.mean, given.seed)
     problems = found + [problem for result in results for problem in result.problems]
     kills = sum(result.kills for result in results)
     seconds = sum(result.seconds for result in results)

@@ -46,12 +46,14 @@ def supervise(
     mean_s: float,
     generator: random.Random,
     pause_s: float = 0.0,
+    limit_s: float = math.inf,
 ) -> Report:
     """Train up to `num_steps(kills left)` steps; kill one rank `kills` times on the way.
 
     Args:
         world_size: ranks of an attempt, by its number from 0 on.
         mean_s: mean time from the start of the ranks to the kill; exponentially distributed.
+        limit_s: after which nobody is killed any more.
     """
     report = Report()
     start = time.monotonic()
@@ -59,6 +61,8 @@ def supervise(
         # A new one for each attempt, as torchrun does: the old one has the addresses of dead ranks.
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(60), wait_for_workers=False)
         attempt, size = report.restarts, world_size(report.restarts)
+        if time.monotonic() - start > limit_s:
+            kills = report.kills
         delay = generator.expovariate(1 / mean_s) if report.kills < kills else math.inf
         with server_finds_the_repository():
             ranks = [

@@ -31,6 +31,8 @@ def kill_under_torchrun(
     command += [str(folder), str(num_steps), "0.02"]
     path = f"{_REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # Else gloo may find the addresses of the attempt before in the store (docs/howto/hang.md).
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     done = 0
     with (folder / "output").open("w") as output:
         agent = subprocess.Popen(

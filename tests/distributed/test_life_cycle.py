@@ -1,0 +1,164 @@
+"""Models come and go, and nothing stays; processes that a rank starts leave the engine alone."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import resource
+import sys
+import threading
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from layerzero import ReductionPolicy, ZeRO3
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.ranks import run_ranks
+
+OPTIONS = (
+    {},
+    {"zero3_size": 1},
+    {"zero3_size": 1, "outer": "replicate"},
+    {"reduction": ReductionPolicy(separate_groups=True)},
+    {"reshard_after_forward": False},
+    {"sync_module_states": True},
+)
+
+
+def trained(options: dict[str, object], steps: int = 2) -> list[float]:
+    """Losses of a model that is gone afterwards."""
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(2), auto_wrap_policy={Block}, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return [step(model, optimizer, number) for number in range(steps)]
+
+
+def step(model: ZeRO3, optimizer: torch.optim.Optimizer, number: int) -> float:
+    generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+    loss = model(torch.randn(3, WIDTH, generator=generator)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def tensor_nbytes() -> int:
+    """Of all storages that a tensor refers to."""
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def what_exists() -> Counter[str]:
+    """Everything that a model could leave behind, apart from memory."""
+    engine = (type(each) for each in gc.get_objects())
+    found = Counter(f"object {t.__name__}" for t in engine if t.__module__.startswith("layerzero."))
+    found["process groups"] = len(dist.distributed_c10d._world.pg_map)
+    found["threads"] = threading.active_count()
+    found["file descriptors"] = len(os.listdir("/proc/self/fd"))
+    found["global module hooks"] = len(torch.nn.modules.module._global_forward_hooks)
+    found["keys of the store"] = dist.distributed_c10d._get_default_store().num_keys()
+    return found
+
+
+def _deletes() -> None:
+    trained({})
+    gc.collect()
+    gc.disable()
+    for options in OPTIONS:
+        before = tensor_nbytes()
+        trained(options)
+        # At once, and not when garbage is collected.
+        assert tensor_nbytes() == before, options
+        model = ZeRO3(Mlp(2), auto_wrap_policy={Block}, **options)
+        assert tensor_nbytes() > before
+        model(torch.ones(2, WIDTH))  # Units may be full.
+        del model
+        assert tensor_nbytes() == before, options
+
+
+def test_deleting_a_model_frees_all_at_once() -> None:
+    run_ranks(2, _deletes)
+
+
+def _come_and_go(number: int) -> None:
+    def round_of_models() -> None:
+        for options in OPTIONS:
+            trained(options)
+
+    round_of_models()
+    round_of_models()
+    gc.collect()
+    before, nbytes = what_exists(), tensor_nbytes()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(number // len(OPTIONS) + 1):
+        round_of_models()
+    # Threads of waits end a moment after them.
+    for thread in threading.enumerate():
+        if thread.name.startswith("layerzero-"):
+            thread.join(10.0)
+    gc.collect()
+    after = what_exists()
+    assert tensor_nbytes() == nbytes
+    grown = {name: (before[name], n) for name, n in after.items() if n > before[name]}
+    assert not grown, grown
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 4096, "4 MB"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+@pytest.mark.slow
+def test_a_hundred_models_that_come_and_go_leave_nothing() -> None:
+    run_ranks(2, _come_and_go, 100, timeout=300.0)
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((WIDTH,), float(index))
+
+
+def _does_nothing() -> None:
+    """A child that ends as Python does, with its exit handlers."""
+
+
+def _children(methods: list[str]) -> None:
+    # Ranks of the harness are daemons, which Python forbids to have children.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    expected = trained({}, steps=8)
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = [step(model, optimizer, 0)]
+    for method in methods:
+        child = multiprocessing.get_context(method).Process(target=_does_nothing)
+        child.start()
+        losses.append(step(model, optimizer, len(losses)))
+        child.join(60.0)
+        assert child.exitcode == 0, method
+        loader = DataLoader(Rows(), num_workers=1, multiprocessing_context=method)
+        for rows in loader:
+            assert rows.shape == (1, WIDTH)
+        losses.append(step(model, optimizer, len(losses)))
+        del loader
+    # As a child of `os.fork` that holds the model, and drops it.
+    pid = os.fork()
+    if pid == 0:
+        del model, optimizer
+        gc.collect()
+        os._exit(0)
+    losses.append(step(model, optimizer, len(losses)))
+    assert os.waitpid(pid, 0)[1] == 0
+    losses.append(step(model, optimizer, len(losses)))
+    assert losses == expected[: len(losses)]
+
+
+@pytest.mark.parametrize(
+    "methods", [["fork"], pytest.param(["fork", "spawn"], marks=pytest.mark.slow)], ids=str
+)
+def test_processes_that_a_rank_starts_leave_the_engine_alone(methods: list[str]) -> None:
+    run_ranks(2, _children, methods, timeout=300.0)
