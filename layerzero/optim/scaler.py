@@ -16,7 +16,7 @@ from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.flat_optimizer import FlatOptimizer
-from layerzero.optim.joined import joined, refuse_scaler
+from layerzero.optim.joined import scaler_call
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -57,11 +57,12 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             CollectiveError: a rank did not take part within the timeout.
         """
-        if self.is_enabled() and optimizer in joined:
-            refuse_scaler(optimizer)
+        if self.is_enabled():
+            with scaler_call(self, "unscale_", optimizer):
+                self._unscale(optimizer)
+
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
-        if not self.is_enabled():
-            return
         found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
             "found_inf_per_device"
         ]
@@ -79,8 +80,6 @@ class GradScaler(torch.amp.GradScaler):
         """For an optimizer that unscales in the pass of its step: no pass over the gradients."""
         if not isinstance(optimizer, FlatOptimizer):
             return super()._check_inf_per_device(optimizer)
-        if optimizer in joined:
-            refuse_scaler(optimizer)
         found_inf = self._agree(optimizer.overflow(), optimizer)
         found: dict[Any, Any] = {found_inf.device: found_inf}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
@@ -105,12 +104,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless any rank found an infinity or NaN. Collective if it has to unscale."""
-        if self.is_enabled() and not isinstance(optimizer, FlatOptimizer):
-            stage = self._per_optimizer_states[id(optimizer)]["stage"]
-            if stage is torch.amp.grad_scaler.OptState.READY:
-                # Optimizers that unscale themselves would check only this rank's shards.
-                self.unscale_(optimizer)
-        return super().step(optimizer, *args, **kwargs)
+        if not self.is_enabled():
+            return super().step(optimizer, *args, **kwargs)
+        with scaler_call(self, "step", optimizer):
+            if not isinstance(optimizer, FlatOptimizer):
+                stage = self._per_optimizer_states[id(optimizer)]["stage"]
+                if stage is torch.amp.grad_scaler.OptState.READY:
+                    # Optimizers that unscale themselves would check only this rank's shards.
+                    self.unscale_(optimizer)
+            return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        if not self.is_enabled():
+            return
+        number = None if new_scale is None else float(new_scale)
+        with scaler_call(self, "update", new_scale=number):
+            super().update(new_scale)
 
 
 def _tensor_parallel_mesh(optimizer: torch.optim.Optimizer) -> DeviceMesh | None:

@@ -2,6 +2,7 @@
 
     wishes.py      what a rank wants to do next, and which wish all ranks follow; pure Python
     optimizers.py  the optimizers of a joined loop, on a rank that follows the others
+    scalers.py     the same for its gradient scalers
     seat.py        what a join keeps of this rank
     table.py       the exchange: what each rank brings
     meeting.py     what ranks make of it: what all do next, or an error on every rank

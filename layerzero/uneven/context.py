@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from layerzero.notices import warn_once
+from layerzero.optim.scaler import GradScaler
 from layerzero.uneven.joinable import JoinableModel, enter
 
 
 @contextmanager
 def join(
     model: Any,
-    *others: torch.optim.Optimizer | LRScheduler | ReduceLROnPlateau,
+    *others: torch.optim.Optimizer | LRScheduler | ReduceLROnPlateau | GradScaler,
     divide_by_initial_world_size: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
@@ -33,9 +34,9 @@ def join(
 
     Args:
         model: the outermost `ZeRO3` module.
-        others: every optimizer of the model, and the learning-rate schedulers that step inside, in
-            the same order on every rank. A scheduler gets the state of those on the last rank to
-            run out of batches.
+        others: every optimizer of the model, and the learning-rate schedulers and gradient scalers
+            (`layerzero.GradScaler`) used inside, in the same order on every rank. A scheduler gets
+            the state of those on the last rank to run out of batches.
         divide_by_initial_world_size: whether gradients are means over all ranks. False: means over
             those that were not out of batches. (Without effect with gradient_reduction="sum".)
         throw_on_early_termination: raise on all ranks as soon as one runs out of batches.
@@ -43,7 +44,7 @@ def join(
     Raises:
         TypeError, ValueError: an argument is wrong, or ranks have different optimizers.
         NotImplementedError: the model has tensor-parallel parameters or experts, or a gradient
-            scaler is used inside.
+            scaler that was not passed is used inside.
         RuntimeError: the model is in a join already; a rank raised inside (then on all others);
             ranks came to different calls; or `throw_on_early_termination`.
     """
@@ -51,11 +52,13 @@ def join(
         raise TypeError(f"join: expected a ZeRO3 module, got {type(model).__name__}")
     optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
     schedulers = [each for each in others if isinstance(each, (LRScheduler, ReduceLROnPlateau))]
-    if len(optimizers) + len(schedulers) < len(others):
-        known = (*optimizers, *schedulers)
+    scalers = [each for each in others if isinstance(each, GradScaler)]
+    if len(optimizers) + len(schedulers) + len(scalers) < len(others):
+        known = (*optimizers, *schedulers, *scalers)
         wrong = next(each for each in others if not any(each is k for k in known))
         raise TypeError(
-            f"join: expected optimizers and learning-rate schedulers, got {type(wrong).__name__}"
+            "join: expected optimizers, learning-rate schedulers and layerzero.GradScaler, got "
+            f"{type(wrong).__module__}.{type(wrong).__name__}"
         )
     if not schedulers and any("initial_lr" in g for each in optimizers for g in each.param_groups):
         warn_once(
@@ -65,7 +68,11 @@ def join(
             stacklevel=4,
         )
     root = enter(
-        model, optimizers, not divide_by_initial_world_size, throws=throw_on_early_termination
+        model,
+        optimizers,
+        not divide_by_initial_world_size,
+        throws=throw_on_early_termination,
+        scalers=scalers,
     )
     is_last = True
     try:

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from layerzero.comm.new_groups import new_group
+from layerzero.optim.scaler import GradScaler
 from layerzero.runtime.root import RootState
 from layerzero.runtime.unit import Unit
 from layerzero.uneven.optimizers import JoinedOptimizers
 from layerzero.uneven.root import JoinedRoot
+from layerzero.uneven.scalers import JoinedScalers
 from layerzero.uneven.seat import Seat
 
 _GROUP = "_join_group"
@@ -116,6 +118,7 @@ def enter(
     notify: Callable[[], Any] = lambda: None,
     is_enabled: Callable[[], bool] = lambda: True,
     throws: bool = False,
+    scalers: Sequence[GradScaler] = (),
 ) -> JoinedRoot:
     """Begin a join; for the arguments see `Seat`. Collective.
 
@@ -129,7 +132,9 @@ def enter(
         if root.join_seat.is_open():
             raise RuntimeError("join: the model is inside a join already; leave that one first")
         root.leave()  # An error ended that one.
-    seat = Seat(notify, is_enabled, JoinedOptimizers(optimizers), averages_active, throws)
+    joined = JoinedOptimizers(optimizers)
+    scaling = JoinedScalers(scalers, joined)
+    seat = Seat(notify, is_enabled, joined, scaling, averages_active, throws)
     return JoinedRoot.enter(root, seat)
 
 

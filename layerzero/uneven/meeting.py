@@ -98,11 +98,12 @@ class Meeting:
         Raises:
             ValueError: ranks have different ones.
         """
-        found = self._table.sizes()
-        if len(set(found.values())) > 1:
+        optimizers, scalers = self._seat.optimizers, self._seat.scalers
+        found = self._table.compare(len(optimizers), len(optimizers.options()), len(scalers.all))
+        if any(numbers != next(iter(found.values())) for numbers in found.values()):
             texts = {
-                rank: f"{count} with {numbers} numbers in their groups"
-                for rank, (count, numbers) in found.items()
+                rank: f"{count} with {options} numbers in their groups, {scaler_count} scalers"
+                for rank, (count, options, scaler_count) in found.items()
             }
             raise ValueError(f"join: optimizers differ between ranks: {texts}")
 

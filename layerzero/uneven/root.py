@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.optim.in_backward import is_narrowed
-from layerzero.optim.joined import joined, refuse_scaler
+from layerzero.optim.joined import ScalerCall, joined, joined_scalers, refuse_scaler
 from layerzero.optim.scaler import scaler_that_calls
 from layerzero.runtime.exec_order import Order
 from layerzero.runtime.optional.agreement import Agreement
@@ -59,6 +59,7 @@ class JoinedRoot(ShadowingRoot):
             root.leave()
             raise
         joined.update(seat.optimizers.all)
+        joined_scalers.update(dict.fromkeys(seat.scalers.all, root))
         return root
 
     def _begin_join(self) -> None:
@@ -115,6 +116,8 @@ class JoinedRoot(ShadowingRoot):
         else:
             del self.agreement
         joined.difference_update(self._seat.optimizers.all)
+        for scaler in self._seat.scalers.all:
+            joined_scalers.pop(scaler, None)
         del self._seat, self._meeting, self._loans, self._agreement_before
         self.__class__ = self._class_before  # type: ignore[assignment]
 
@@ -206,13 +209,7 @@ class JoinedRoot(ShadowingRoot):
             return
         index = seat.optimizers.index_of(optimizer)
         if index is None:
-            own = {id(sharded) for unit in self.units for sharded in unit.sharded_params}
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step inside a join that does not have this "
-                    "optimizer, so ranks without batches would not step: pass every optimizer of "
-                    "the model to layerzero.join"
-                )
+            self._check_foreign(optimizer)
             return
         if closure is not None:
             raise NotImplementedError(
@@ -224,17 +221,52 @@ class JoinedRoot(ShadowingRoot):
             refuse_scaler(optimizer)
         self.come_to(Wish(Kind.STEP, index))
 
+    @contextlib.contextmanager
+    def scaler_call(
+        self,
+        scaler: torch.amp.GradScaler,
+        call: ScalerCall,
+        optimizer: torch.optim.Optimizer | None,
+        new_scale: float | None,
+    ) -> Iterator[None]:
+        """Around a call of one of the join's scalers; see `JoinOfScaler`."""
+        seat = self._seat
+        index = 0 if optimizer is None else seat.optimizers.index_of(optimizer)
+        if optimizer is not None and index is None:
+            self._check_foreign(optimizer)
+        if seat.is_shadowing or index is None:
+            yield
+            return
+        self.come_to(seat.scalers.wish(scaler, call, index, new_scale))
+        with self._doing_as_shadows():
+            yield
+
+    @contextlib.contextmanager
+    def _doing_as_shadows(self) -> Iterator[None]:
+        """All ranks do the same now, so nothing inside is a wish of its own."""
+        self._seat.set_shadowing(True)
+        try:
+            yield
+        finally:
+            self._seat.set_shadowing(False)
+
+    def _check_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        own = {id(sharded) for unit in self.units for sharded in unit.sharded_params}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step inside a join that does not have this optimizer, "
+                "so ranks without batches would not step: pass every optimizer of the model to "
+                "layerzero.join"
+            )
+
     def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
         self.come_to(Wish(Kind.CLIP, unit.index, numbers=(bits_of(max_norm), bits_of(norm_type))))
 
     def reduce_waiting(self) -> None:
         self.check_between_steps("reduce_gradients: called inside forward or backward")
         self.come_to(Wish(Kind.REDUCE))
-        self._seat.set_shadowing(True)
-        try:
+        with self._doing_as_shadows():
             super().reduce_waiting()
-        finally:
-            self._seat.set_shadowing(False)
 
     def pregather(self, units: Sequence[Unit], waits: bool) -> None:
         self.before_call("pregather")

@@ -8,6 +8,7 @@ from typing import Any
 from layerzero.runtime.exec_order import Order
 from layerzero.runtime.passes import ForwardPass
 from layerzero.uneven.optimizers import JoinedOptimizers
+from layerzero.uneven.scalers import JoinedScalers
 
 _MAX_FORWARDS = 64
 """Forwards without a backward that are remembered."""
@@ -30,6 +31,7 @@ class Seat:
         notify: Callable[[], Any],
         is_enabled: Callable[[], bool],
         optimizers: JoinedOptimizers,
+        scalers: JoinedScalers,
         averages_active: bool,
         throws: bool,
     ) -> None:
@@ -45,6 +47,7 @@ class Seat:
         self.notify = notify
         self.is_enabled = is_enabled
         self.optimizers = optimizers
+        self.scalers = scalers
         self.averages_active = averages_active
         self.participants = frozenset[int]()
         self._hook: Callable[[], object] = lambda: self

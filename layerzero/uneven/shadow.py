@@ -13,7 +13,7 @@ from layerzero.uneven.backward import JoinedBackward
 from layerzero.uneven.reducer import JoinedReducer
 from layerzero.uneven.scheduler import JoinedScheduler
 from layerzero.uneven.seat import Seat
-from layerzero.uneven.wishes import FORWARDS, Kind, Wish, number_of
+from layerzero.uneven.wishes import FORWARDS, SCALING, Kind, Wish, number_of
 
 
 class ShadowingRoot(OptionalRoot):
@@ -38,6 +38,8 @@ class ShadowingRoot(OptionalRoot):
                     self._shadow_clip(wish)
                 elif wish.kind == Kind.REDUCE:
                     super().reduce_waiting()
+                elif wish.kind in SCALING:
+                    self._seat.scalers.follow(wish, self.device)
                 elif wish.kind == Kind.STEP:
                     self._seat.optimizers.step(wish.which)
         except BaseException as error:

@@ -68,11 +68,10 @@ class Table:
         row += self._optimizers.gradient_states(looks)
         return [self._entry(found) for found in self._exchange([*row, *self._optimizers.options()])]
 
-    def sizes(self) -> dict[int, tuple[int, int]]:
-        """By rank, the numbers of its optimizers and of their options. Collective."""
-        sizes = len(self._optimizers), len(self._optimizers.options())
-        rows = self._exchange([self._exchange.rank, *sizes])
-        return {rank: (optimizers, options) for rank, optimizers, options in rows}
+    def compare(self, *numbers: int) -> dict[int, list[int]]:
+        """Every rank's numbers. Collective."""
+        rows = self._exchange([self._exchange.rank, *numbers])
+        return {row[0]: list(row[1:]) for row in rows}
 
     def texts(self, text: str | None) -> dict[int, str]:
         """See `Exchange.texts`."""

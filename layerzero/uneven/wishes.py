@@ -22,14 +22,19 @@ class Kind(enum.IntEnum):
     CLIP = 5
     REDUCE = 6
     STEP = 7
-    CALL = 8
+    UNSCALE = 8
+    SCALED_STEP = 9
+    UPDATE = 10
+    """Of a gradient scaler."""
+    CALL = 11
     """Another collective call, which ranks without batches cannot take part in."""
-    OUT = 9
+    OUT = 12
     """The rank is out of batches."""
-    IN_FORWARD = 10
+    IN_FORWARD = 13
     """The rank is in a forward that others have ended; see agreement.py. Never chosen."""
 
 
+SCALING = (Kind.UNSCALE, Kind.SCALED_STEP, Kind.UPDATE)
 FORWARDS = (Kind.MICRO_FORWARD, Kind.EVALUATION, Kind.FORWARD)
 _TEXTS = {
     Kind.BACKWARD: "backward",
@@ -39,6 +44,9 @@ _TEXTS = {
     Kind.CLIP: "clip_grad_norm_",
     Kind.REDUCE: "reduce_gradients",
     Kind.STEP: "optimizer.step",
+    Kind.UNSCALE: "scaler.unscale_",
+    Kind.SCALED_STEP: "scaler.step",
+    Kind.UPDATE: "scaler.update",
     Kind.CALL: "another collective call",
 }
 
@@ -49,13 +57,13 @@ class Wish(NamedTuple):
     kind: int
     which: int = 0
     """Of the unit called or clipped, of the forward that backward runs through, of the optimizer in
-    the join's list."""
+    the join's list; of a scaler and its optimizer, see `JoinedScalers`."""
     is_training: bool = False
     """Of a forward: whether its module is in training mode."""
     requires_sync: bool = True
     """Of a backward: whether gradients are reduced."""
     numbers: tuple[int, int] = (0, 0)
-    """`max_norm` and `norm_type`, by `bits_of`."""
+    """`max_norm` and `norm_type`, by `bits_of`; or 1 and a scaler's new scale."""
 
     def to_row(self) -> list[int]:
         return [self.kind, self.which, self.is_training, self.requires_sync, *self.numbers]

@@ -488,6 +488,55 @@ def test_step_in_backward_and_optional_modules() -> None:
     run_ranks(2, _special_modes, timeout=60)
 
 
+def _scaled(unscales: bool, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    """Rank 0 overflows in step 1, where rank 1 is out; then the scale is set, and grows."""
+    counts = (5, 1)
+    model, expected = _wrapped(), _model()
+    ours, theirs = make(model), torch.optim.AdamW(expected.parameters(), lr=0.01, eps=1e-3)
+    scaler = layerzero.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    plain = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+    def finish(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, step: int) -> None:
+        scaler.step(optimizer)
+        scaler.update(16.0 if step == 2 else None)
+        optimizer.zero_grad()
+
+    with layerzero.join(model, ours, scaler):
+        for step, batch in enumerate(_batches(counts)):
+            factor = float("inf") if step == 1 else 1.0
+            scaler.scale(factor * loss_of(model(batch))).backward()
+            if unscales:
+                scaler.unscale_(ours)
+                model.clip_grad_norm_(0.05)
+            finish(scaler, ours, step)
+    for step in range(max(counts)):
+        factor = float("inf") if step == 1 else 1.0
+        for rank, count in enumerate(counts):
+            if step < count:
+                plain.scale(factor * loss_of(expected(_batch(rank, step, 0))) / 2).backward()
+        if unscales:
+            plain.unscale_(theirs)
+            nn.utils.clip_grad_norm_(expected.parameters(), 0.05)
+        finish(plain, theirs, step)
+    assert scaler.get_scale() == plain.get_scale() == 32.0
+    _same_weights(model, expected, f"scaler {type(ours).__name__} {unscales}")
+
+
+def _scalers() -> None:
+    def whole(model: nn.Module) -> torch.optim.Optimizer:
+        cls = layerzero.optim.WholeTensorOptimizer
+        return cls(model.parameters(), torch.optim.AdamW, lr=0.01, eps=1e-3)
+
+    for unscales in (True, False):
+        for cls in (torch.optim.AdamW, layerzero.optim.AdamW):
+            _scaled(unscales, lambda m, c=cls: c(m.parameters(), lr=0.01, eps=1e-3))  # type: ignore[misc]
+        _scaled(unscales, whole)
+
+
+def test_gradient_scalers() -> None:
+    run_ranks(2, _scalers, timeout=60)
+
+
 # Errors ---------------------------------------------------------------------------------
 
 
@@ -657,8 +706,8 @@ def _errors() -> None:
     _raises_everywhere(_rewraps, "rewrap: the model is inside a join")
     _raises_everywhere(_parts, "rank 0: clip_grad_norm_; rank 1: optimizer.step")
     _raises_everywhere(_steps_another, "pass every optimizer")
-    _raises_everywhere(_scales, "gradient scalers do not work")
-    _raises_everywhere(_scales_with_torchs, "gradient scalers do not work")
+    _raises_everywhere(_scales, "a gradient scaler that the join does not have")
+    _raises_everywhere(_scales_with_torchs, "a gradient scaler that the join does not have")
     _raises_everywhere(_has_a_closure, "SGD.step(closure) inside a join")
     _raises_everywhere(_has_stages, "join: not for pipeline stages")
     _raises_everywhere(_nests, "inside a join already")
@@ -768,7 +817,8 @@ def _refuses() -> None:
     optimizer = _sgd(model)
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: layerzero.join(nn.Linear(2, 2), optimizer), "expected a ZeRO3 module, got Linear"),
-        (lambda: layerzero.join(model, model), "expected optimizers and learning-rate"),
+        (lambda: layerzero.join(model, model), "expected optimizers, learning-rate"),
+        (lambda: layerzero.join(model, torch.amp.GradScaler("cpu")), "got torch.amp.grad_scaler"),
         (lambda: Join([model], optimizer=[optimizer]), "unexpected keyword argument 'optimizer'"),
         (
             lambda: layerzero.join(model, *[optimizer][: dist.get_rank()]),

@@ -1,0 +1,52 @@
+"""JoinedScalers: how the gradient scalers of a rank without batches follow those of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layerzero.optim.joined import ScalerCall
+from layerzero.optim.scaler import GradScaler
+from layerzero.uneven.optimizers import JoinedOptimizers
+from layerzero.uneven.wishes import Kind, Wish, bits_of, number_of
+
+_KINDS: dict[ScalerCall, Kind] = {
+    "unscale_": Kind.UNSCALE,
+    "step": Kind.SCALED_STEP,
+    "update": Kind.UPDATE,
+}
+
+
+class JoinedScalers:
+    """The scalers of one join, in an order that is the same on every rank."""
+
+    def __init__(self, scalers: Sequence[GradScaler], optimizers: JoinedOptimizers) -> None:
+        self.all = tuple(scalers)
+        self._optimizers = optimizers
+
+    def wish(
+        self,
+        scaler: torch.amp.GradScaler,
+        call: ScalerCall,
+        optimizer: int,
+        new_scale: float | None,
+    ) -> Wish:
+        """A call that this rank wants to make next; `optimizer` is its index in the join's list."""
+        index = next(i for i, each in enumerate(self.all) if each is scaler)
+        which = index * max(len(self._optimizers), 1) + optimizer
+        numbers = (0, 0) if new_scale is None else (1, bits_of(new_scale))
+        return Wish(_KINDS[call], which, numbers=numbers)
+
+    def follow(self, wish: Wish, device: torch.device) -> None:
+        """Make the call that another rank makes."""
+        index, optimizer = divmod(wish.which, max(len(self._optimizers), 1))
+        scaler = self.all[index]
+        scaler.scale(torch.zeros((), device=device))  # Sets it up, if this rank never scaled.
+        if wish.kind == Kind.UNSCALE:
+            scaler.unscale_(self._optimizers.all[optimizer])
+        elif wish.kind == Kind.SCALED_STEP:
+            scaler.step(self._optimizers.all[optimizer])
+        else:
+            has_number, bits = wish.numbers
+            scaler.update(number_of(bits) if has_number else None)
