@@ -12,8 +12,11 @@ from torch import nn
 
 import layerzero
 from layerzero import ZeRO3
+from tests.distributed import test_experts as experts
+from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.harness.models import Block
 from tests.harness.ranks import run_ranks
+from tests.harness.reference import seeded
 
 OPTIMIZERS: dict[str, Callable[[ZeRO3], torch.optim.Optimizer]] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
@@ -129,3 +132,25 @@ def _what_changes() -> None:
         model.step_signature()
     assert model.step_signature(optimizer) == seen[-1]
     assert model.step_signature({"a": optimizer, "b": second}) == seen[-1]
+
+
+# Tensor parallelism and experts -------------------------------------------------------------------
+
+
+def _of_other_axes(kind: str) -> list[str]:
+    if dist.get_world_size() == 1:
+        build = tensor_parallel.Llama if kind == "tensor parallel" else experts.Model
+        return [ZeRO3(seeded(build)).step_signature()]
+    if kind == "tensor parallel":
+        mesh = tensor_parallel.grid(dist.get_world_size() // 2)
+        parts = [tensor_parallel.wrapped(mesh, in_sequence) for in_sequence in (True, False)]
+        return [model.step_signature() for model in parts]
+    return [experts.wrapped(ep).step_signature() for ep in (2, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensor parallel", "experts"])
+def test_nor_on_tensor_parallel_ranks_and_experts(kind: str) -> None:
+    (expected,) = run_ranks(1, _of_other_axes, kind)
+    for found in run_ranks(4, _of_other_axes, kind):
+        assert found == expected * 2
