@@ -109,6 +109,14 @@ StepArguments::StepArguments(StableIValue* stack) : states(stack[3]), scales(sta
   const Device cpu{aoti_torch_device_type_cpu(), 0};
   job.rows = static_cast<const double*>(memory(rows, "rows", cpu, 8));
   num_rows = numel_of(rows) / kRowColumns;
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const double* const row = job.rows + i * kRowColumns;
+    const int wanted = job.kind == kAdamW ? (row[kRowFlag] != 0.0 ? 3 : 2)
+                       : job.kind == kSgd ? static_cast<int>(row[1] != 0.0)
+                                          : 1;
+    if (job.num_states < wanted)
+      refuse(kOp, ": row ", i, " needs ", wanted, " states, got ", job.num_states);
+  }
   if (numel_of(factor_tensor) > 0) {
     expect_dtype(factor_tensor, aoti_torch_dtype_float32(), "factor", "float32");
     factor = static_cast<const float*>(memory(factor_tensor, "factor", main.device, 4));

@@ -74,6 +74,9 @@ def flat_step_(kind: int, *arguments: Any) -> None:
     states, scales, edges = tensors.states, tensors.scales, tensors.edges
     dtype = compute_dtype(main.dtype)
     values = tensors.rows.tolist()
+    for number, options in enumerate(values):
+        if (wanted := num_states(kind, options, 1)) > len(states):
+            raise ValueError(f"flat_step_: row {number} needs {wanted} states, got {len(states)}")
     for number, row in enumerate(tensors.table.tolist()):
         _check_range(number, row, tensors, len(values))
         numel = row[NUMEL]

@@ -22,6 +22,8 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
     Args:
         params: parameters of one ZeRO3 module, or groups of them.
         lr, betas, eps, weight_decay, amsgrad, maximize: as for `torch.optim.AdamW`.
+        foreach, fused: have no effect: there is one implementation, with the bits of torch's fused.
+        capturable, differentiable: False.
         state: dtype of the two averages. "float32": 8 bytes an element (float64 for float64
             parameters). "bfloat16": 4 bytes. "8bit": 2 bytes, and a scale for each 256 elements;
             `step` is then collective, one small all-gather for the blocks that borders of shards
@@ -33,6 +35,7 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
     Raises:
         ValueError: a parameter belongs to no ZeRO3 module, to another one than the others, or to
             another optimizer; or an argument is out of range.
+        NotImplementedError: `capturable` or `differentiable` is set.
     """
 
     _kind = step_reference.ADAMW
@@ -47,10 +50,14 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         state: StateDtype = "float32",
         seed: int = 0,
     ) -> None:
-        self._set_up(state, seed)
+        self._set_up(state, seed, capturable=capturable, differentiable=differentiable)
         torch.optim.AdamW.__init__(
             self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )

@@ -44,13 +44,25 @@ class FlatOptimizer(torch.optim.Optimizer):
     _is_seen: bool
     """Whether somebody has asked for `state`, and may have written to what it shows."""
 
-    def _set_up(self, state: str, seed: int) -> None:
-        """To be called before the `__init__` of torch's class."""
+    def _set_up(self, state: str, seed: int, **unsupported: bool) -> None:
+        """To be called before the `__init__` of torch's class.
+
+        Args:
+            unsupported: arguments of torch's class that may not be set.
+        """
+        for name, value in unsupported.items():
+            if value:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: {name}=True is not supported; leave it out, or use "
+                    f"torch.optim.{type(self).__name__}"
+                )
         if state not in _DTYPES:
             raise ValueError(
                 f"{type(self).__name__}: expected state to be one of "
                 f"{', '.join(map(repr, _DTYPES))}, got {state!r}"
             )
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"{type(self).__name__}: expected seed to be an int64, got {seed!r}")
         self._state_dtype = state
         self._seed = seed
         # `GradScaler.step` then leaves it to this class to unscale and to look at `found_inf`.
@@ -59,6 +71,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         self._flats: list[FlatState] | None = None
+        self._made_keys: list[str] = []
         self._flat_of: dict[int, FlatState] = {}
         self._given: list[list[nn.Parameter]] = []
         self._factor: torch.Tensor | None = None
@@ -294,6 +307,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         groups = whole_groups(self)
         is_known = (
             self._flats is not None
+            and self._made_keys == self._keys()
             and _are_same(groups, self._given)
             and (not (self._is_seen and self._is_shown) or self._shows_what_is())
             and all(flat.is_intact() for flat in self._flats)
@@ -326,6 +340,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._given = [[*group] for group in groups]
         self._exchanges = {}
         keys, dtype = self._keys(), _DTYPES[self._state_dtype]
+        self._made_keys = keys
         shows = self._shows_step
         self._flats = [
             QuantState(self._kind, home, keys, shows)

@@ -20,10 +20,10 @@ class SGD(FlatOptimizer, torch.optim.SGD):
     Args:
         params: parameters of one ZeRO3 module, or groups of them.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as for `torch.optim.SGD`.
-        state, seed: as for `AdamW`, for the momentum.
+        foreach, differentiable, fused, state, seed: as for `AdamW`; states are the momentum.
 
     Raises:
-        ValueError: as for `AdamW`.
+        ValueError, NotImplementedError: as for `AdamW`.
     """
 
     _kind = step_reference.SGD
@@ -38,10 +38,13 @@ class SGD(FlatOptimizer, torch.optim.SGD):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         state: StateDtype = "float32",
         seed: int = 0,
     ) -> None:
-        self._set_up(state, seed)
+        self._set_up(state, seed, differentiable=differentiable)
         torch.optim.SGD.__init__(
             self,
             params,

@@ -165,6 +165,30 @@ def _scalers() -> None:
         assert float(optimizer.state[ours.head.weight]["step"]) == 3
 
 
+def _turned_on() -> None:
+    """Options that add a state take effect at the next step, as with torch's SGD."""
+    models = [zero3(Mlp, Block) for _ in range(3)]
+    ours, amsgrad = SGD(models[0].parameters(), lr=1e-2), AdamW(models[2].parameters(), lr=1e-2)
+    theirs = torch.optim.SGD(models[1].parameters(), lr=1e-2, fused=True)
+    for step in range(4):
+        if step == 2:
+            ours.param_groups[0]["momentum"] = theirs.param_groups[0]["momentum"] = 0.9
+            amsgrad.param_groups[0]["amsgrad"] = True
+        for model, optimizer in zip(models, (ours, theirs, amsgrad), strict=True):
+            forward_backward(model, _batch(step))
+            optimizer.step()
+            optimizer.zero_grad()
+    _same_weights(models[0], models[1], "momentum from the third step on")
+    assert all("max_exp_avg_sq" in own for own in amsgrad.state.values())
+    for name in ("capturable", "differentiable"):
+        with pytest.raises(NotImplementedError, match=f"AdamW: {name}=True"):
+            AdamW(models[0].parameters(), **{name: True})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected seed to be an int64, got 'x'"):
+        Lion(models[0].parameters(), seed="x")  # type: ignore[arg-type]
+    del ours
+    SGD(models[0].parameters(), lr=1e-2, foreach=True, fused=False)
+
+
 def _scale_in_the_pass() -> None:
     """`step` alone unscales without a pass of its own: `.grad` stays as it was delivered."""
     for dtype, huge in ((torch.float32, 3e38), (torch.float64, 1e200)):
@@ -240,6 +264,7 @@ def _odd_uses() -> None:
     _dtypes()
     _scalers()
     _scale_in_the_pass()
+    _turned_on()
     _copies()
     _ignored()
 

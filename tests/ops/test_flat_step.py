@@ -230,6 +230,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(implementation:
     table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0, -1]])
     rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 1, False, 1.0)], dtype=torch.float64)
     good = [R.ADAMW, main, grad, states, [], EMPTY, EMPTY, table, rows, EMPTY, 1.0, 0, R.WITH_ENDS]
+    amsgrad = rows.clone()
+    amsgrad[0, R.FLAG] = 1.0
     outside = table.clone()
     outside[0, R.GRAD] = 1
     for place, value in [
@@ -243,11 +245,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(implementation:
         (7, table.int()),
         (8, torch.zeros(0, R.ROW_COLUMNS, dtype=torch.float64)),
         (8, rows.float()),
+        (8, amsgrad),
     ]:
         arguments = [*good]
         arguments[place] = value
         with pytest.raises(ValueError, match="flat_step_"):
             call(implementation, "flat_step_", *arguments)
+    momentum = [R.SGD, main, grad, [], [], EMPTY, EMPTY, table, rows_of(R.SGD, 2), *good[9:]]
+    with pytest.raises(ValueError, match="row 0 needs 1 states, got 0"):
+        call(implementation, "flat_step_", *momentum)
     assert torch.equal(main, torch.ones(10)) and not states[0].any()
     call(implementation, "flat_step_", *good)
     assert not torch.equal(main, torch.ones(10))
