@@ -242,6 +242,7 @@ setup(
         "examples": ["tqdm", "matplotlib"],
         "checkpoint": ["tqdm"],
         "plans": PLANS,
+        "plots": ["matplotlib"],
         "lightning": LIGHTNING,
         "megatron": MEGATRON,
         "hf": HF,

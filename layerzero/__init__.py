@@ -31,6 +31,7 @@ from layerzero.zero3 import ZeRO3
 
 if TYPE_CHECKING:
     from layerzero import checkpoint
+    from layerzero.memory_plan import plan_memory
 
 __all__ = [
     "ActivationCheckpointing",
@@ -52,6 +53,7 @@ __all__ = [
     "join",
     "native_status",
     "optim",
+    "plan_memory",
     "pregather",
     "register_forward_method",
     "rewrap",
@@ -61,7 +63,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: training alone needs no checkpoint code.
+    # Imported on first use: training alone needs neither.
     if name == "checkpoint":
         return importlib.import_module("layerzero.checkpoint")
+    if name == "plan_memory":
+        return importlib.import_module("layerzero.memory_plan").plan_memory
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -53,18 +53,21 @@ def check_param_init_fn(value: object) -> None:
 
 def check_device(device: object) -> None:
     """Raise if `device` is not a device, or one that the engine cannot run on here."""
-    if device is None:
-        return
+    if device is not None:
+        check_device_type(named_device(device), f"device={device!r}")
+
+
+def named_device(device: object) -> torch.device:
+    """The device that an argument names; it need not exist here."""
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise TypeError(
             f"device: expected a torch.device, a string such as 'cuda:0', the index of an "
             f"accelerator or None, got {device!r}"
         )
     try:
-        found = torch.device(device)
+        return torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device: {device!r} is not a device of torch: {error}") from None
-    check_device_type(found, f"device={device!r}")
 
 
 def check_ignored(

@@ -89,12 +89,17 @@ class Arguments:
     verify: Verify | None
 
 
-def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arguments:
+def check_arguments(
+    given: Mapping[str, Any],
+    unknown: Mapping[str, Any],
+    find_group: Callable[[Any, int | None, str], dist.ProcessGroup] = check_group,
+) -> Arguments:
     """Check and convert the arguments of `ZeRO3`. Not collective; changes nothing.
 
     Args:
         given: all arguments by name, `module` included.
         unknown: keyword arguments that `ZeRO3` does not have.
+        find_group: what to call instead of `check_group`, to which it is equal in arguments.
 
     Raises:
         ValueError, TypeError: a bad or unknown argument, or a policy and one of its fields both
@@ -125,7 +130,7 @@ def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arg
     GatherBudget.parse(given["limit_all_gathers"], default_units=1)
     if not callable(given["reshard_after_forward"]):
         check_reshard_after_forward(given["reshard_after_forward"])
-    group = check_group(given["process_group"], given["zero3_size"], given["outer"])
+    group = find_group(given["process_group"], given["zero3_size"], given["outer"])
     check_accumulation(given["accumulation"])
     flat = {**given, "backward_prefetch": backward_prefetch}
     return Arguments(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,24 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
     plan.expert_lists.name_members()
     materializer = Materializer(plan.device, given.param_init_fn)
     digests = Digests(plan.device, is_needed=not given.sync_module_states)
+    units = build_units(plan, topology, given, materializer, digests)
+    difference = settle(materializer.failure, digests, topology.placement, plan.device)
+    if difference is not None:
+        is_first = topology.placement.is_first
+        warn_once(difference, difference, is_first=is_first, stacklevel=outside())
+    root = join_units(units, plan, topology, given, make_root)
+    plan.optional.keep(units[0])
+    return root
+
+
+def build_units(
+    plan: WrapPlan,
+    topology: Topology,
+    given: Arguments,
+    materializer: Materializer,
+    digests: Digests,
+) -> list[Unit]:
+    """Build the units, in the order of their plans. Collective only with `sync_module_states`."""
     builder = _UnitBuilder(
         placements=topology.placements,
         tensor_parallel_groups=topology.tensor_parallel_groups,
@@ -56,15 +74,21 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
         sync_module_states=given.sync_module_states,
         digests=digests,
     )
-    units = builder.build(plan.units, plan.visits)
-    difference = settle(materializer.failure, digests, topology.placement, plan.device)
-    if difference is not None:
-        is_first = topology.placement.is_first
-        warn_once(difference, difference, is_first=is_first, stacklevel=outside())
+    return builder.build(plan.units, plan.visits)
+
+
+def join_units(
+    units: list[Unit],
+    plan: WrapPlan,
+    topology: Topology,
+    given: Arguments,
+    make: Callable[..., RootState],
+) -> RootState:
+    """Join the units under the root that `make` returns; it takes the arguments of `make_root`."""
     forward_depth, limit = int(given.prefetch.forward), given.prefetch.limit
     # By default: the units around the one in use, it, one about to be freed, and those ahead.
     default_units = plan.nesting + 1 + max(forward_depth, 1)
-    root = make_root(
+    return make(
         units,
         plan.device,
         forward_depth,
@@ -77,8 +101,6 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
         regions=find_regions(units, plan.optional),
         make_context=context_for(given.verify),
     )
-    plan.optional.keep(units[0])
-    return root
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from layerzero.construct.wrap import UnitPlan
 from layerzero.core.device_streams import has_generic_streams, missing_stream_names
 from layerzero.core.flat_param import OriginalParameter
+from layerzero.core.groups import own_rank
 from layerzero.core.parameter_hooks import kind_of_hooks
 from layerzero.core.parameter_info import foreign_class
 
@@ -33,11 +34,11 @@ def resolve_device(
             sharded, the engine cannot run on the device, or the device is not of the mesh's type.
     """
     target = _resolve_device(device, plans, process_group, mesh)
-    check_device_type(target, f"rank {dist.get_rank()}: parameters go to {target}")
+    check_device_type(target, f"rank {own_rank()}: parameters go to {target}")
     _check_resizing(target)
     if mesh is not None and target.type != mesh.device_type:
         raise ValueError(
-            f"rank {dist.get_rank()}: parameters go to {target}, but the DTensors among them are "
+            f"rank {own_rank()}: parameters go to {target}, but the DTensors among them are "
             f"on a mesh of {mesh.device_type!r}: make the mesh for {target.type!r}, or pass "
             f"device={mesh.device_type!r}"
         )
@@ -83,7 +84,7 @@ def _check_resizing(device: torch.device) -> None:
         torch.empty(1, device=device).untyped_storage().resize_(0)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"rank {dist.get_rank()}: parameters go to {device}, whose storages torch cannot "
+            f"rank {own_rank()}: parameters go to {device}, whose storages torch cannot "
             "resize: full parameters could not be freed. Ask the maker of the device's extension "
             f"for it. ({error})"
         ) from None
@@ -95,7 +96,7 @@ def _resolve_device(
     process_group: dist.ProcessGroup,
     mesh: DeviceMesh | None,
 ) -> torch.device:
-    rank = dist.get_rank()
+    rank = own_rank()
     found: dict[torch.device, tuple[str, str]] = {}
     for plan in plans:
         if plan.existing is not None:

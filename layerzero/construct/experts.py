@@ -59,6 +59,8 @@ def find_experts(plans: Sequence[UnitPlan], process_group: Group | None) -> dict
             ranks outside its group.
         NotImplementedError: both experts and other units have DTensors.
     """
+    if all(plan.existing is not None or _own_group(plan) is None for plan in plans):
+        return {}
     everyone = ranks_of(process_group)
     found: dict[int, Group] = {}
     for plan in plans:

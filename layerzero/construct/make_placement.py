@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -60,21 +60,37 @@ def _place(
         # Neighbours in the order of global ranks, which is that of every process group made here.
         ranks, size = sorted(groups[0].ranks), zero3_size or groups[0].size
         table = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    return place(
+        table, dist.get_rank(), outer, deterministic, lambda r: _group_of(r, groups, device)
+    )
+
+
+def place(
+    table: list[list[int]],
+    rank: int,
+    outer: Outer,
+    deterministic: bool,
+    group_of: Callable[[Sequence[int]], ShardGroup],
+) -> Placement:
+    """The placement of `rank`; `group_of` finds or makes groups, in the same order on every rank.
+
+    Args:
+        table: global ranks, one row for each shard group.
+    """
     members = tuple(sorted(_flat(table)))
     if len(table) == 1:
-        return Placement(groups[0], None, 1, members)
-    rank = dist.get_rank()
+        return Placement(group_of(members), None, 1, members)
     row = next(row for row in table if rank in row)
     if outer == "shard":
-        everyone = _group_of(_flat(table), groups, device)
-        inner = _group_of(row, groups, device)
+        everyone = group_of(_flat(table))
+        inner = group_of(row)
         return Placement(everyone, None, 1, members, post_forward_group=inner)
     column = [row_of_peer[row.index(rank)] for row_of_peer in table]
-    world = _group_of(_flat(table), groups, device) if deterministic else None
+    world = group_of(_flat(table)) if deterministic else None
     slices = _slices(table)
     return Placement(
-        shard_group=_group_of(row, groups, device),
-        outer_group=_group_of(column, groups, device),
+        shard_group=group_of(row),
+        outer_group=group_of(column),
         owned_slices=len(column) if outer == "replicate" else 1,
         members=members,
         table=tuple(map(tuple, table)),

@@ -209,10 +209,10 @@ def _check_agreement(exchange: Exchange, plan: WrapPlan, given: Arguments) -> No
         raise ValueError(outline.explain(first.rank, axes, device))
     differs = any(row.optional != first.optional for row in every)
     agree_on_optional(plan.optional, differs, axes, device)
-    _check_sizes(axes, given, is_first=not any(axis.rank for axis in axes) and own.place <= 0)
+    check_sizes(axes, given, is_first=not any(axis.rank for axis in axes) and own.place <= 0)
 
 
-def _check_sizes(axes: Sequence[ShardGroup], given: Arguments, is_first: bool) -> None:
+def check_sizes(axes: Sequence[ShardGroup], given: Arguments, is_first: bool) -> None:
     """Raise ValueError if `zero3_size` does not fit; warn, on one rank, if `outer` does nothing."""
     num_inner, num_outer = axes[0].size, axes[1].size if len(axes) == 2 else 1
     zero3_size, outer = given.zero3_size, given.outer

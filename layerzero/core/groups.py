@@ -55,6 +55,11 @@ class ShardGroup:
         return self.rank == 0
 
 
+def own_rank() -> int:
+    """This process's global rank, for messages; 0 without a default group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def resolve_process_groups(
     process_group: dist.ProcessGroup | DeviceMesh | None,
 ) -> tuple[dist.ProcessGroup, ...]:

@@ -94,8 +94,8 @@ class RootState:
         self.tensor_parallel_groups = tensor_parallel_groups
         placements = {id(h.placement): h.placement for unit in units for h in unit.handles}
         groups = [group for placement in placements.values() for group in placement.all_groups]
-        self.streams = Streams(device, any(group.backend == "gloo" for group in groups))
-        self.operations = Operations(device, self.streams, [*groups, *tensor_parallel_groups])
+        self.streams = self._make_streams(any(group.backend == "gloo" for group in groups))
+        self.operations = self._make_operations([*groups, *tensor_parallel_groups])
         self.context = make_context(
             device,
             self.streams,
@@ -122,6 +122,12 @@ class RootState:
         )
         self.looks_first = any(unit.awaits_values for unit in self.units)
         self._join_units()
+
+    def _make_streams(self, finishing_thread: bool) -> Streams:
+        return Streams(self.device, finishing_thread)
+
+    def _make_operations(self, groups: list[ShardGroup]) -> Operations:
+        return Operations(self.device, self.streams, groups)
 
     def _make_scheduler(
         self,

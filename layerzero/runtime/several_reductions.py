@@ -14,14 +14,6 @@ from layerzero.runtime.reducer import GradientReducer
 from layerzero.runtime.unit import Unit
 
 
-def make_reducer(
-    context: RuntimeContext, units: Sequence[Unit], policy: ReductionPolicy
-) -> GradientReducer:
-    if policy.in_flight is None:
-        return GradientReducer(context, units, policy.accumulation)
-    return SeveralInFlight(context, units, policy.accumulation, parse_nbytes(policy.in_flight))
-
-
 class SeveralInFlight(GradientReducer):
     """Waits for the oldest reductions only, and only for as many as the bound demands."""
 
@@ -46,3 +38,16 @@ class SeveralInFlight(GradientReducer):
         held = [reduction.handle.gradients.in_flight_nbytes for reduction in self._in_flight]
         is_free = all(reduction.unit is not unit for reduction in self._in_flight)
         return is_free and sum(held) + needed <= self._max_nbytes
+
+
+def make_reducer(
+    context: RuntimeContext,
+    units: Sequence[Unit],
+    policy: ReductionPolicy,
+    single: type[GradientReducer] = GradientReducer,
+    several: type[SeveralInFlight] = SeveralInFlight,
+) -> GradientReducer:
+    """The reducer that `policy` asks for: a `single` or a `several`."""
+    if policy.in_flight is None:
+        return single(context, units, policy.accumulation)
+    return several(context, units, policy.accumulation, parse_nbytes(policy.in_flight))

@@ -30,6 +30,7 @@ LAYERS = [
     "zero3",
     "rewrap",
     "checkpoint",
+    "memory_plan",
     "plan",
     "parallel",
     "integrations",

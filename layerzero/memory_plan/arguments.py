@@ -1,0 +1,192 @@
+"""Checks the arguments of `plan_memory`, and turns them into a wrapping plan of a hollow copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.construct.argument_types import check_outer, check_zero3_size, named_device
+from layerzero.construct.arguments import Arguments, check_arguments
+from layerzero.construct.device import check_device_type, current_accelerator
+from layerzero.construct.make_placement import place
+from layerzero.construct.plan import WrapPlan, plan_wrapping
+from layerzero.construct.topology import Topology, check_sizes
+from layerzero.construct.wrap import make_chooser
+from layerzero.core.groups import ShardGroup
+from layerzero.memory_plan.hollow import hollow_copy
+from layerzero.memory_plan.transport import Pace, PlannedGroups
+from layerzero.runtime.unit import get_unit
+
+_CPU = torch.device("cpu")
+
+
+class Wish(NamedTuple):
+    """What is to be planned, checked."""
+
+    module: nn.Module
+    given: dict[str, Any]
+    """The arguments of `ZeRO3` by name."""
+    world_size: int
+    device: torch.device
+
+    @property
+    def on_accelerator(self) -> bool:
+        return self.device.type != "cpu"
+
+
+class Prepared(NamedTuple):
+    """One rank's part, ready to be built."""
+
+    module: nn.Module
+    plan: WrapPlan
+    topology: Topology
+    arguments: Arguments
+    pace: Pace
+
+
+def check_wish(given: dict[str, Any], unknown: Mapping[str, Any], world_size: int) -> Wish:
+    """Refuse what `ZeRO3` refuses, and what cannot be planned. Changes nothing.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `ZeRO3`; or a bad `world_size`.
+        NotImplementedError: `ZeRO3` takes it, but its memory cannot be planned yet.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(f"world_size: expected an int, got {world_size!r}")
+    if world_size < 1:
+        raise ValueError(f"world_size: expected at least 1 rank, got {world_size}")
+    if "process_group" in unknown:
+        raise TypeError("plan_memory: process_group: pass world_size and zero3_size instead")
+    check_outer(given["outer"])
+    check_zero3_size(given["zero3_size"])
+    device = _device(given["device"])
+    module = given["module"]
+    wish = Wish(module, {**given, "process_group": None, "device": _CPU}, world_size, device)
+    everyone = PlannedGroups(0, "gloo", Pace())(range(world_size))
+    arguments = _checked(wish.given, unknown, everyone)
+    _refuse_unplanned(wish)
+    plan = plan_wrapping(module, arguments)
+    if plan.experts:
+        raise NotImplementedError(
+            "plan_memory: units with a process_group of their own (experts) cannot be planned yet"
+        )
+    check_sizes([everyone], arguments, is_first=True)
+    return wish
+
+
+def prepare(wish: Wish, rank: int) -> Prepared:
+    """Copy the module without memory, and plan its units for one rank."""
+    copied, copies = hollow_copy(wish.module)
+    pace = Pace()
+    groups = PlannedGroups(rank, "nccl" if wish.on_accelerator else "gloo", pace)
+    everyone = groups(range(wish.world_size))
+    # Values are not read: nothing has to be initialised or made equal.
+    given = {
+        **_of_copy(wish, copied, copies),
+        "module": copied,
+        "param_init_fn": None,
+        "sync_module_states": False,
+    }
+    arguments = _checked(given, {}, everyone)
+    plan = plan_wrapping(copied, arguments)
+    size = arguments.zero3_size or wish.world_size
+    table = [list(range(at, at + size)) for at in range(0, wish.world_size, size)]
+
+    def group_of(ranks: Sequence[int]) -> ShardGroup:
+        return everyone if len(ranks) == wish.world_size else groups(ranks)
+
+    in_order = arguments.reduction.deterministic
+    placement = place(table, rank, arguments.outer, in_order, group_of)
+    if arguments.reduction.separate_groups:
+        placement = replace(placement, reduce_lane=placement.reduce_groups)
+    topology = Topology(
+        placement=placement,
+        placements={id(unit): placement for unit in plan.units},
+        tensor_parallel_groups=(),
+    )
+    return Prepared(copied, plan, topology, arguments, pace)
+
+
+def _checked(given: dict[str, Any], unknown: Mapping[str, Any], everyone: ShardGroup) -> Arguments:
+    return check_arguments(given, unknown, lambda *_: everyone.process_group)
+
+
+def _device(device: object) -> torch.device:
+    if device is None:
+        return current_accelerator() or _CPU
+    found = named_device(device)
+    if found.type == "meta":
+        check_device_type(found, f"device={device!r}")
+    return found
+
+
+def _refuse_unplanned(wish: Wish) -> None:
+    for inner in wish.module.modules():
+        name = type(inner).__name__
+        if get_unit(inner) is not None:
+            raise NotImplementedError(
+                f"plan_memory: a {name} inside is wrapped by ZeRO3 already; plan the module as it "
+                "was before, with auto_wrap_policy"
+            )
+        if inner._compiled_call_impl is not None or isinstance(
+            inner, torch._dynamo.OptimizedModule
+        ):
+            raise NotImplementedError(
+                f"plan_memory: a {name} is compiled by torch.compile, which keeps other "
+                "activations; plan it without"
+            )
+        if isinstance(inner, nn.RNNBase) and (wish.on_accelerator or isinstance(inner, nn.LSTM)):
+            raise NotImplementedError(
+                f"plan_memory: {name} on {wish.device.type}: the workspace that its library keeps "
+                "for backward is not known without running it"
+            )
+    if any(isinstance(each, DTensor) for each in wish.module.parameters()):
+        raise NotImplementedError(
+            "plan_memory: DTensor parameters cannot be planned yet; plan the module of one "
+            "tensor-parallel rank, with its local shapes"
+        )
+    for name in ("optional_modules", "verify"):
+        if wish.given[name]:
+            raise NotImplementedError(
+                f"plan_memory: {name} cannot be planned yet; plan the model without"
+            )
+    offload = wish.given["offload"]
+    if wish.on_accelerator and offload is not None:
+        raise NotImplementedError(
+            f"plan_memory: offload on {wish.device.type} cannot be planned yet: the plan has one "
+            "memory"
+        )
+
+
+def _of_copy(wish: Wish, copied: nn.Module, copies: Mapping[int, Any]) -> dict[str, Any]:
+    """The arguments, with the modules and parameters in them replaced by their copies."""
+    given = wish.given
+    originals = {id(copies[id(m)]): m for m in wish.module.modules() if id(m) in copies}
+
+    def copy_of(each: Any) -> Any:
+        return copies.get(id(each), each)
+
+    def on_original(function: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:
+        def ask(module: nn.Module, fqn: str) -> Any:
+            answer = function(originals.get(id(module), module), fqn)
+            if isinstance(answer, Mapping) and "hook_module" in answer:
+                return {**answer, "hook_module": copy_of(answer["hook_module"])}
+            return answer
+
+        return ask
+
+    result = {**given}
+    for name in ("ignored_modules", "ignored_parameters"):
+        result[name] = tuple(copy_of(each) for each in given[name])
+    policy = given["auto_wrap_policy"]
+    if policy is not None:
+        ignored = tuple(given["ignored_modules"]), tuple(given["ignored_parameters"])
+        result["auto_wrap_policy"] = on_original(make_chooser(policy, wish.module, *ignored))
+    if callable(given["reshard_after_forward"]):
+        result["reshard_after_forward"] = on_original(given["reshard_after_forward"])
+    return result

@@ -1,0 +1,213 @@
+"""python -m layerzero.plan: plans the memory of a model on several numbers of ranks.
+
+Prints a table for each number, recommends `zero3_size` by the rule of docs/howto/zero3_size.md, and
+draws a picture. Exit status: 0 for success, 2 for a bad command. An error is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.config import MixedPrecision, parse_nbytes
+from layerzero.construct.device import current_accelerator
+from layerzero.memory_plan.plan import MemoryPlan, plan_memory, size_text
+
+_PROGRAM = "python -m layerzero.plan"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class _Refused(Exception):
+    """The command cannot plan this (exit status 2)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        _run(options)
+    except (_Refused, ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=__doc__.split("\n", 1)[0])
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        help="a transformers config (a folder, a config.json or a name), or package.module:callable"
+        " that returns (module, batch)",
+    )
+    add("--ranks", required=True, type=_numbers, help="numbers of ranks, such as 8,64,1024")
+    add("--ranks-per-node", type=int, default=8)
+    add("--zero3-size", type=int, help="plan this size instead of recommending one")
+    add("--memory", help="of one device, such as 80GB; default: of the one here, else 80GB")
+    add("--device", help="planned for; it need not be here. Default: the accelerator, else cpu")
+    add("--batch-size", type=int, default=1, help="sequences on a rank, for a transformers config")
+    add("--length", type=int, default=2048, help="tokens of a sequence, for a transformers config")
+    add("--param-dtype", choices=_DTYPES, default="bfloat16")
+    add("--optimizer", default="adamw", help="adamw, sgd, or bytes of state for each element")
+    add("--units", help="names of module classes, such as Block,Head; default: those of lists")
+    add("--out", type=Path, default=Path("plan.png"), help="the picture; needs matplotlib")
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise ValueError
+    return numbers
+
+
+def _run(options: argparse.Namespace) -> None:
+    module, batch = _load(options)
+    memory = _memory(options)
+    dtype = getattr(torch, options.param_dtype)
+    arguments: dict[str, Any] = {
+        "batch": batch,
+        "device": options.device,
+        "auto_wrap_policy": _units(module, options.units),
+        "mixed_precision": MixedPrecision(param_dtype=dtype),
+        "optimizer": _optimizer(options.optimizer),
+    }
+    chosen = []
+    for num_ranks in options.ranks:
+        plan = _choose(module, num_ranks, memory, options, arguments)
+        chosen.append(plan)
+        print(f"{plan}\n")
+    print(f"{'ranks':>6}  {'zero3_size':>10}  {'at rest':>10}  {'at the peak':>11}")
+    for plan in chosen:
+        rest, peak = size_text(plan.resting_bytes), size_text(plan.peak_bytes)
+        over = "" if plan.peak_bytes <= memory else f"  does not fit in {size_text(memory)}"
+        print(f"{plan.world_size:>6}  {plan.zero3_size:>10}  {rest:>10}  {peak:>11}{over}")
+    if options.zero3_size is None:
+        sizes = ", ".join(f"{plan.zero3_size} on {plan.world_size} ranks" for plan in chosen)
+        print(f"recommended zero3_size, for devices of {size_text(memory)}: {sizes}")
+    _draw(chosen, memory, options.out)
+
+
+def _choose(
+    module: nn.Module,
+    num_ranks: int,
+    memory: int,
+    options: argparse.Namespace,
+    arguments: dict[str, Any],
+) -> MemoryPlan:
+    """The plan of the smallest size that fits, from that of a node on; else of the largest."""
+    if options.zero3_size is not None:
+        sizes = [options.zero3_size]
+    else:
+        first = options.ranks_per_node if num_ranks > options.ranks_per_node else 1
+        doubled = [first << times for times in range(num_ranks.bit_length())]
+        sizes = [size for size in doubled if size < num_ranks and num_ranks % size == 0]
+        sizes.append(num_ranks)
+    for size in sizes:
+        plan = plan_memory(module, world_size=num_ranks, zero3_size=size, **arguments)
+        if plan.peak_bytes <= memory:
+            break
+    return plan
+
+
+def _load(options: argparse.Namespace) -> tuple[nn.Module, Any]:
+    if ":" in options.model:
+        return _imported(options.model)
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise _Refused(
+            f"--model {options.model}: a transformers config needs transformers; or pass "
+            "package.module:callable"
+        ) from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(options.model)
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise _Refused(
+            f"--model {options.model}: not the config of a causal language model of transformers, "
+            f"nor package.module:callable: {str(error).splitlines()[0]}"
+        ) from None
+    module.train()
+    tokens = torch.empty(options.batch_size, options.length, dtype=torch.int64, device="meta")
+    return module, {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+
+def _imported(path: str) -> tuple[nn.Module, Any]:
+    name, _, attribute = path.partition(":")
+    sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise _Refused(f"--model {path}: {error}") from None
+    finally:
+        sys.path.remove("")
+    with torch.device("meta"):
+        made = make()
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return made
+    raise _Refused(
+        f"--model {path}: expected a callable that returns (module, batch), got "
+        f"{type(made).__name__} from it"
+    )
+
+
+def _units(module: nn.Module, names: str | None) -> set[type[nn.Module]] | None:
+    classes = {type(inner).__name__: type(inner) for inner in module.modules()}
+    if names is None:
+        lists = (inner for inner in module.modules() if isinstance(inner, nn.ModuleList))
+        found = {type(member) for inner in lists for member in inner}
+        return {cls for cls in found if cls.forward is not nn.Module.forward} or None
+    wanted = names.split(",")
+    for name in wanted:
+        if name not in classes:
+            raise _Refused(f"--units: no module of class {name!r}, only {', '.join(classes)}")
+    return {classes[name] for name in wanted}
+
+
+def _memory(options: argparse.Namespace) -> int:
+    if options.memory is not None:
+        return parse_nbytes(options.memory, "--memory")
+    here = current_accelerator()
+    if here is not None and options.device in (None, here.type):
+        return int(torch.get_device_module(here).get_device_properties(here).total_memory)
+    return parse_nbytes("80GB")
+
+
+def _optimizer(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _draw(plans: Sequence[MemoryPlan], memory: int, path: Path) -> None:
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install matplotlib)")
+        return
+    figure = figures.Figure(figsize=(3.4 + 1.4 * len(plans), 4.5), layout="constrained")
+    axes = figure.subplots()
+    labels = [f"{plan.world_size} ranks\nzero3_size={plan.zero3_size}" for plan in plans]
+    kinds = dict.fromkeys(kind for plan in plans for kind in plan.by_kind)
+    floor = [0.0] * len(plans)
+    for kind in kinds:
+        heights = [plan.by_kind.get(kind, (0, 0))[1] / 1e9 for plan in plans]
+        if any(heights):
+            axes.bar(labels, heights, bottom=floor, label=kind, width=0.6)
+            floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    if max(floor) > memory / 2e9:
+        axes.axhline(memory / 1e9, color="black", linestyle="--", label=f"{size_text(memory)}")
+    axes.set_ylabel("GB on the fullest rank, at the peak")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(path, dpi=120)
+    print(f"picture: {path}")

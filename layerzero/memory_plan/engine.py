@@ -1,0 +1,186 @@
+"""PlannedModel: the real engine around a module without memory, on one rank of a planned world.
+
+Everything that allocates is the engine's own code: units, handles, the scheduler, the reducer.
+Replaced is what would leave the process (transport.py), and what needs values of other ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from layerzero.comm.streams import Streams
+from layerzero.config import BackwardPrefetch, ReductionPolicy
+from layerzero.construct.arguments import Arguments
+from layerzero.construct.build import build_units, join_units
+from layerzero.construct.materialize import Materializer, Place
+from layerzero.construct.plan import WrapPlan
+from layerzero.construct.same_start import Digests
+from layerzero.construct.topology import Topology
+from layerzero.core.groups import ShardGroup
+from layerzero.memory_plan.storages import StorageCount
+from layerzero.memory_plan.transport import Pace, PlannedOperations, PlannedStreams
+from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.runtime.operations import Operations
+from layerzero.runtime.optional.regions import OptionalRegions
+from layerzero.runtime.passes import ForwardCall
+from layerzero.runtime.reducer import GradientReducer
+from layerzero.runtime.reduction import Reduction
+from layerzero.runtime.root import RootState
+from layerzero.runtime.several_reductions import SeveralInFlight, make_reducer
+from layerzero.runtime.unit import Unit
+from layerzero.runtime.unshard_scheduler import UnshardScheduler
+from layerzero.zero3 import ZeRO3
+
+ROOT = "the root"
+
+
+class PlannedModel(ZeRO3):
+    """A `ZeRO3` made of a plan, without an exchange between ranks."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: WrapPlan,
+        topology: Topology,
+        arguments: Arguments,
+        count: StorageCount,
+        pace: Pace,
+        on_accelerator: bool,
+    ) -> None:
+        nn.Module.__init__(self)
+        plan.expert_lists.name_members()
+        materializer = _WithoutValues(plan.device, None)
+        digests = Digests(plan.device, is_needed=False)
+        units = build_units(plan, topology, arguments, materializer, digests)
+        make = functools.partial(
+            _PlannedRoot, count=count, pace=pace, on_accelerator=on_accelerator
+        )
+        root = join_units(units, plan, topology, arguments, make)
+        self.__dict__["prefetch_limit"] = root.context.limiter.budget
+        materializer.fill_the_rest(module)
+        self._become(module, root)
+
+    @property
+    def handles(self) -> Iterator[FlatParamHandle]:
+        return (handle for unit in self._root_state.units for handle in unit.handles)
+
+
+class _WithoutValues(Materializer):
+    """Allocates meta tensors; nobody looks at their values."""
+
+    def _initialise(self, label: str, module: nn.Module, places: list[Place]) -> None:
+        for place in places:
+            self._allocate(place)
+
+    def fill_the_rest(self, module: nn.Module) -> None:
+        """Allocate what the engine leaves alone: tensors of ignored modules."""
+        for inner in module.modules():
+            for tensors in (inner._parameters, inner._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and tensor.is_meta:
+                        self._allocate(Place(tensors, name))
+
+
+class _PlannedRoot(RootState):
+    """Counts memory by what it is for, and notes which unit is at work."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        count: StorageCount,
+        pace: Pace,
+        on_accelerator: bool,
+        regions: OptionalRegions | None,
+        **named: Any,
+    ) -> None:
+        self._pace = pace
+        self._storages = count
+        self._on_accelerator = on_accelerator
+        super().__init__(*arguments, **named)
+        self._unsharded_checks.leave_out_first_forward()
+
+    def _make_streams(self, finishing_thread: bool) -> Streams:
+        of_reductions = functools.partial(self._storages.of_kind, "reduction buffers")
+        return PlannedStreams(
+            self.device, finishing_thread, self._pace, of_reductions, self._on_accelerator
+        )
+
+    def _make_operations(self, groups: list[ShardGroup]) -> Operations:
+        return PlannedOperations(self.device, groups)
+
+    def _make_scheduler(
+        self,
+        forward_depth: int,
+        backward_prefetch: BackwardPrefetch | None,
+        budget_is_default: bool,
+    ) -> UnshardScheduler:
+        scheduler = _PlannedScheduler(
+            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
+        )
+        scheduler.count_in(self._storages)
+        return scheduler
+
+    def _make_reducer(self, policy: ReductionPolicy) -> GradientReducer:
+        reducer = make_reducer(self.context, self.units, policy, _Planned, _PlannedSeveral)
+        assert isinstance(reducer, _CountedReducer)
+        reducer.count_in(self._storages)
+        return reducer
+
+    def begin_call(self, unit: Unit) -> ForwardCall:
+        if not self.context.in_backward:
+            self._storages.now_at(name_of(unit), "forward")
+        return super().begin_call(unit)
+
+    def end_call(self, call: ForwardCall, outputs: object) -> None:
+        super().end_call(call, outputs)
+        if not self.context.in_backward:
+            self._storages.now_at(ROOT, "forward")
+
+
+class _PlannedScheduler(UnshardScheduler):
+    """Notes whose backward begins."""
+
+    def count_in(self, count: StorageCount) -> None:
+        self._storages = count
+
+    def ensure_unsharded(self, unit: Unit, prefetches: bool, in_backward: bool) -> None:
+        if in_backward:
+            self._storages.now_at(name_of(unit), "backward")
+        super().ensure_unsharded(unit, prefetches, in_backward)
+
+
+class _CountedReducer(GradientReducer):
+    """Counts what reductions hold; all ranks have the gradients that this one has."""
+
+    def count_in(self, count: StorageCount) -> None:
+        self._storages = count
+
+    def reduce(self, unit: Unit) -> None:
+        count = self._storages
+        unsharded = (each for handle in unit.handles for each in handle.unsharded_params)
+        count.mark((each.grad for each in unsharded if each.grad is not None), "gradients")
+        with count.at(name_of(unit), "reduction"), count.of_kind("reduction buffers"):
+            super().reduce(unit)
+
+    def _exchange_presence(
+        self, reductions: list[Reduction]
+    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
+        started = super()._exchange_presence(reductions)
+        del started  # It would read what other ranks have answered.
+        return lambda: [(reduction, reduction.present) for reduction in reductions]
+
+
+class _Planned(_CountedReducer):
+    """One unit's reduction in flight."""
+
+
+class _PlannedSeveral(_CountedReducer, SeveralInFlight):
+    """Several in flight."""
+
+
+def name_of(unit: Unit) -> str:
+    return unit.fqn or ROOT

@@ -1,0 +1,221 @@
+"""Runs training steps of a planned model and notes what its storages hold."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+
+from layerzero.core.parameter_info import get_info
+from layerzero.memory_plan.arguments import Prepared
+from layerzero.memory_plan.engine import ROOT, PlannedModel
+from layerzero.memory_plan.hollow import allocated
+from layerzero.memory_plan.sequences import one_sequence_a_row
+from layerzero.memory_plan.storages import StorageCount, sums
+from layerzero.runtime.tensors import find_tensors
+
+_YOUNG = 1
+"""Generation of Python's collector with what a step leaves; older ones are large and not ours."""
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+Optimizer = str | int | float
+
+
+class Usage(NamedTuple):
+    """Memory of one rank, in bytes."""
+
+    resting: dict[str, int]
+    """By kind, between steps."""
+    peak: dict[str, int]
+    """By kind, at the moment of the peak."""
+    moment: tuple[str, str]
+    """The unit, and the part of the step."""
+    padding: int
+    """Of the main shards, beyond an even split of the parameters."""
+
+
+class PlannedRank:
+    """One rank of a planned world: its model, and the count of what it holds."""
+
+    def __init__(self, prepared: Prepared, optimizer: Optimizer, on_accelerator: bool) -> None:
+        self._count = StorageCount()
+        self._pace = prepared.pace
+        self._optimizer = optimizer
+        self._on_accelerator = on_accelerator
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._hollow(), self._count.of_kind("other"):
+            module, plan, topology, arguments, pace = prepared
+            self.model = PlannedModel(
+                module, plan, topology, arguments, self._count, pace, on_accelerator
+            )
+            self._mark_engine()
+
+    def run(self, batch: Batch) -> Usage:
+        """Run a first step, then the one that is planned, in both orders of what is concurrent.
+
+        Raises:
+            ValueError: the model reads values, or no output requires grad.
+        """
+        with self._hollow():
+            args, kwargs = allocated(batch)
+            step = _Step(self.model, self._count, self._optimizer, self._on_accelerator)
+            step(args, kwargs)
+            peaks = []
+            for is_late in (True,) if self._on_accelerator else (True, False):
+                gc.collect(_YOUNG)
+                self._pace.set_late(is_late)
+                self._count.restart()
+                step(args, kwargs)
+                at_peak = sums(self._count.at_peak())
+                peaks.append((self._count.peak, at_peak, self._count.peak_moment))
+            del args, kwargs
+            gc.collect(_YOUNG)
+            _, at_peak, moment = max(peaks, key=lambda each: each[0])
+            return Usage(self._count.by_kind(), at_peak, moment, self._padding())
+
+    @contextmanager
+    def _hollow(self) -> Iterator[None]:
+        """Tensors made inside have no memory; whatever the caller has switched on is off."""
+        with (
+            warnings.catch_warnings(),
+            _made_on_the_cpu(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            self._mode,
+            self._count.watching(),
+        ):
+            # Engine and torch compare addresses, of which hollow tensors have none.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+
+    def _mark_engine(self) -> None:
+        mark, model = self._count.mark, self.model
+        for handle in model.handles:
+            mark([handle.full], "compute shards" if handle.is_whole else "full buffers")
+            if handle.has_compute_shard:
+                mark([handle.compute_shard], "compute shards")
+            mark([handle.main_shard], "shards")
+            mark([handle.gradients.buffer, handle.gradients.sum], "reduction buffers")
+        mark(model.buffers(), "module buffers")
+        mark((each for each in model.parameters() if get_info(each) is None), "whole parameters")
+
+    def _padding(self) -> int:
+        return sum(
+            handle.main_shard.nbytes
+            - sum(handle.layout.numels) * handle.main_shard.itemsize // handle.layout.group_size
+            for handle in self.model.handles
+        )
+
+
+def _made_on_the_cpu() -> AbstractContextManager[object]:
+    """Where tensors are made by default; costs time only if somebody has chosen otherwise."""
+    here = torch.get_default_device()
+    return nullcontext() if here.type == "cpu" else torch.device("cpu")
+
+
+class _Step:
+    """One training step: forward, backward, the optimizer's step, `zero_grad()`."""
+
+    def __init__(
+        self, model: PlannedModel, count: StorageCount, optimizer: Optimizer, on_accelerator: bool
+    ) -> None:
+        self._model = model
+        self._count = count
+        trainable = [each for each in model.parameters() if each.requires_grad]
+        if not trainable:
+            raise ValueError(
+                "plan_memory: no parameter requires grad; the plan is of a training step"
+            )
+        self._optimizer = _make_optimizer(optimizer, trainable, on_accelerator)
+
+    def __call__(self, args: Any, kwargs: Any) -> None:
+        count, model = self._count, self._model
+        count.now_at(ROOT, "forward")
+        with _values_are_refused(), one_sequence_a_row(kwargs):
+            output = model(*args, **kwargs)
+            for handle in model.handles:
+                if handle.post_forward_shard is not None:
+                    count.mark([handle.post_forward_shard], "compute shards")
+            loss = _scalar_of(output)
+            loss.backward()
+        parameters = list(model.parameters())
+        count.mark((each.grad for each in parameters if each.grad is not None), "gradients")
+        count.now_at("", "optimizer step")
+        with count.of_kind("optimizer temporaries"):
+            self._optimizer.step()
+        state = (each for of in self._optimizer.state.values() for each in find_tensors(of))
+        count.mark(state, "optimizer state")
+        count.now_at("", "zero_grad")
+        self._optimizer.zero_grad()
+
+
+def _make_optimizer(
+    optimizer: Optimizer, parameters: list[nn.Parameter], on_accelerator: bool
+) -> torch.optim.Optimizer:
+    # Elsewhere torch chooses its multi-tensor implementation, which has larger temporaries.
+    foreach = True if on_accelerator else None
+    if optimizer == "adamw":
+        return torch.optim.AdamW(parameters, foreach=foreach)
+    if optimizer == "sgd":
+        return torch.optim.SGD(parameters, foreach=foreach)
+    return _StateOnly(parameters, float(optimizer))
+
+
+class _StateOnly(torch.optim.Optimizer):
+    """Holds so many bytes for each element, and needs nothing else."""
+
+    def __init__(self, parameters: list[nn.Parameter], nbytes: float) -> None:
+        super().__init__(parameters, {})
+        self._nbytes = nbytes
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    nbytes = round(parameter.numel() * self._nbytes)
+                    self.state[parameter]["state"] = torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _scalar_of(output: Any) -> torch.Tensor:
+    """What backward starts from.
+
+    Raises:
+        ValueError: nothing in `output` requires grad.
+    """
+    if isinstance(output, torch.Tensor) and output.requires_grad and not output.ndim:
+        return output
+    parts = {id(part): part for part in find_tensors(output) if part.requires_grad}
+    if not parts:
+        raise ValueError(
+            "plan_memory: no floating-point tensor in the module's output requires grad; the plan "
+            "is of a training step"
+        )
+    total, *others = (part.sum() for part in parts.values())
+    for other in others:
+        total = total + other
+    return total
+
+
+@contextmanager
+def _values_are_refused() -> Iterator[None]:
+    try:
+        yield
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+    ) as error:
+        raise ValueError(
+            f"plan_memory: the module's forward depends on values of tensors ({error}), and a plan "
+            "has none; plan it with that part left out or replaced by fixed shapes"
+        ) from error

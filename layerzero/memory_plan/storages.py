@@ -1,0 +1,197 @@
+"""StorageCount: the bytes of all tensor storages that live, their peak, and what they are for.
+
+A dispatch mode sees each storage when an operation first returns a tensor on it; a weak reference
+tells when it dies, and a wrapper around `UntypedStorage.resize_` when it changes its size. So the
+cost of an operation does not depend on how many storages live.
+
+Not counted: what a kernel allocates and frees inside one operation, which returns no tensor on it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Counted:
+    """One storage: its bytes now, and the kind of memory it is."""
+
+    __slots__ = ("alive", "kind", "nbytes")
+
+    def __init__(self, kind: str, nbytes: int, alive: weakref.ref[torch.UntypedStorage]) -> None:
+        self.kind = kind
+        self.nbytes = nbytes
+        self.alive = alive
+
+
+class StorageCount:
+    """Counts storages while `watching`; the counts hold no storage alive."""
+
+    live: int
+    """Bytes of the storages that live now."""
+    peak: int
+    """Most bytes since `restart`."""
+    kind: str
+    """Kind of the storages that are made next."""
+    moment: tuple[str, str]
+    """What runs now: the name of a unit, and a part of the step."""
+    peak_moment: tuple[str, str]
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self.kind = "activations"
+        self.moment = self.peak_moment = ("", "")
+        self._counted: dict[int, Counted] = {}
+        self._lock = threading.RLock()  # Storages die, and are resized, on any thread.
+        self._at_peak: list[tuple[Counted, int]] = []
+        self._is_rising = True
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what this thread's operations allocate, and what any thread resizes."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = resize(storage, nbytes)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        try:
+            with CountingMode(self):
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    @contextmanager
+    def of_kind(self, kind: str) -> Iterator[None]:
+        """What is allocated inside is of this kind."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    @contextmanager
+    def at(self, unit: str, part: str) -> Iterator[None]:
+        """What happens inside is part of `unit`'s `part` of the step."""
+        before, self.moment = self.moment, (unit, part)
+        try:
+            yield
+        finally:
+            self.moment = before
+
+    def now_at(self, unit: str, part: str) -> None:
+        self.moment = (unit, part)
+
+    def restart(self) -> None:
+        """Begin a new peak."""
+        self.peak, self.peak_moment, self._is_rising = self.live, self.moment, True
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count the storage of `tensor`, if it is new."""
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            key = storage._cdata
+            counted = self._counted.get(key)
+            if counted is not None and counted.alive() is storage:
+                continue
+            with self._lock:
+                alive = weakref.ref(storage, self._forget(key))
+                counted = self._counted[key] = Counted(self.kind, storage.nbytes(), alive)
+                self._add(counted.nbytes)
+
+    def mark(self, tensors: Iterable[torch.Tensor], kind: str, only: str | None = None) -> None:
+        """Set the kind of these tensors' storages; with `only`, of those that have that kind."""
+        for tensor in tensors:
+            self.note(tensor)
+            for part in _parts(tensor):
+                counted = self._counted[part.untyped_storage()._cdata]
+                if only is None or counted.kind == only:
+                    counted.kind = kind
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes that live now."""
+        return sums((counted, counted.nbytes) for counted in self._counted.values())
+
+    def at_peak(self) -> list[tuple[Counted, int]]:
+        """The storages that lived at the peak, and their bytes then."""
+        self._note_peak()
+        return self._at_peak
+
+    def _forget(self, key: int) -> Callable[[object], None]:
+        def died(alive: object) -> None:
+            with self._lock:
+                counted = self._counted.get(key)
+                if counted is not None and counted.alive is alive:
+                    self._note_peak()
+                    del self._counted[key]
+                    self.live -= counted.nbytes
+
+        return died
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            counted = self._counted.get(storage._cdata)
+            if counted is not None and counted.alive() is storage:
+                added = storage.nbytes() - counted.nbytes
+                if added < 0:
+                    self._note_peak()
+                counted.nbytes += added
+                self._add(added)
+
+    def _add(self, nbytes: int) -> None:
+        self.live += nbytes
+        if self.live > self.peak:
+            self.peak, self.peak_moment, self._is_rising = self.live, self.moment, True
+
+    def _note_peak(self) -> None:
+        """Memory is about to fall: note what lives, if the peak has risen. Once for each rise."""
+        if self._is_rising:
+            self._is_rising = False
+            self._at_peak = [(counted, counted.nbytes) for counted in self._counted.values()]
+
+
+class CountingMode(TorchDispatchMode):
+    """Tells a `StorageCount` of the results of every operation on this thread."""
+
+    def __init__(self, count: StorageCount) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._count = count
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch keeps its compiler out of each call; it costs time, and none runs here."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._count.note(result)
+        elif isinstance(result, (tuple, list)):
+            for each in result:
+                if isinstance(each, torch.Tensor):
+                    self._count.note(each)
+        return result
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return ()
+
+
+def sums(counted: Iterable[tuple[Counted, int]]) -> dict[str, int]:
+    """Bytes by the kind that each storage has by now."""
+    found: dict[str, int] = {}
+    for each, nbytes in counted:
+        found[each.kind] = found.get(each.kind, 0) + nbytes
+    return found

@@ -1,0 +1,81 @@
+"""Peaks of real training steps: all storages of one rank, those of its threads included."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import layerzero.comm.streams as streams
+from layerzero import ZeRO3
+from layerzero.memory_plan.storages import CountingMode, StorageCount
+from tests.harness.models import tensors_of
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+
+
+class Measured(NamedTuple):
+    resting: int
+    peak: int
+
+
+def measure(
+    make: Callable[[], nn.Module],
+    batch: tuple[tuple[Any, ...], dict[str, Any]],
+    optimizer: str,
+    arguments: dict[str, Any],
+    steps: int = 3,
+) -> Measured:
+    """The most that lives in any of `steps` steps after a first one. Collective.
+
+    `resting` is without the batch.
+    """
+    count = StorageCount()
+    with count.watching(), _threads_counted(count):
+        model = ZeRO3(make(), **arguments)
+        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, batch)
+        stepper = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
+        _step(model, stepper, args, kwargs)
+        gc.collect()
+        count.restart()
+        for _ in range(steps):
+            _step(model, stepper, args, kwargs)
+        del args, kwargs
+        gc.collect()
+        resting = count.live
+    return Measured(resting, count.peak)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    output = model(*args, **kwargs)
+    parts = [part for part in tensors_of(output) if part.requires_grad]
+    loss = parts[0] if len(parts) == 1 and not parts[0].ndim else None
+    if loss is None:
+        loss = torch.stack([part.sum() for part in parts]).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def _threads_counted(count: StorageCount) -> Iterator[None]:
+    """Count what threads of streams allocate that are started inside."""
+    run_all = streams._run_all
+
+    def counted(work: SimpleQueue[Any]) -> None:
+        with CountingMode(count):
+            run_all(work)
+
+    streams._run_all = counted
+    try:
+        yield
+    finally:
+        streams._run_all = run_all

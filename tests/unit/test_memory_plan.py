@@ -1,0 +1,257 @@
+"""`plan_memory` in one process: what it says, what it refuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import layerzero
+from layerzero import OffloadPolicy, ZeRO3, plan_memory
+from layerzero.memory_plan.command import main
+from tests.harness.planned_models import Block, Gpt, Tower
+
+BATCH = torch.empty(8, 96, device="meta")
+UNITS: Any = {"auto_wrap_policy": {Block}}
+
+
+def _tower() -> Tower:
+    return Tower(depth=2)
+
+
+@pytest.fixture(scope="module")
+def plan() -> layerzero.memory_plan.MemoryPlan:
+    return plan_memory(_tower().to("meta"), world_size=4, batch=BATCH, device="cpu", **UNITS)
+
+
+def test_kinds_add_up(plan: Any) -> None:
+    assert sum(rest for rest, _ in plan.by_kind.values()) == plan.resting_bytes
+    assert sum(peak for _, peak in plan.by_kind.values()) == plan.peak_bytes
+    numel = sum(each.numel() for each in _tower().parameters())
+    shards = plan.by_kind["shards"][0]
+    assert shards - plan.padding_bytes == numel  # bytes of float32 in one of 4 shards
+    assert 0 < plan.padding_bytes < 0.01 * shards
+    # Two moments of float32, and a step of 4 bytes for each parameter of which it has a piece.
+    assert plan.by_kind["optimizer state"][0] == pytest.approx(2 * shards, rel=0.01)
+    for kind in ("gradients", "full buffers", "reduction buffers", "activations"):
+        rest, peak = plan.by_kind[kind]
+        assert rest == 0 < peak, kind
+
+
+def test_the_table_says_what_sets_the_peak(plan: Any) -> None:
+    text = str(plan)
+    for kind in plan.by_kind:
+        assert kind in text
+    assert plan.peak_moment == "backward" and plan.peak_unit == "blocks.0"
+    assert "peak: backward of blocks.0" in text and "padding of the shards" in text
+
+
+@pytest.mark.slow
+def test_more_ranks_hold_less_and_a_smaller_shard_group_more(plan: Any) -> None:
+    many = plan_memory(_tower(), world_size=64, batch=BATCH, device="cpu", **UNITS)
+    assert many.resting_bytes < plan.resting_bytes and many.peak_bytes < plan.peak_bytes
+    small = plan_memory(_tower(), world_size=64, zero3_size=2, batch=BATCH, device="cpu", **UNITS)
+    assert small.peak_bytes > many.peak_bytes
+    assert small.by_kind["compute shards"][0] > 0 == many.by_kind["compute shards"][0]
+
+
+def test_an_optimizer_is_bytes_for_each_element(plan: Any) -> None:
+    tower = _tower()
+    two = plan_memory(tower, world_size=4, batch=BATCH, optimizer=2, device="cpu", **UNITS)
+    # The fullest rank has no padding.
+    assert two.by_kind["optimizer state"][0] == two.by_kind["shards"][0] // 2
+    none = plan_memory(tower, world_size=4, batch=BATCH, optimizer="sgd", device="cpu", **UNITS)
+    assert none.by_kind["optimizer state"] == (0, 0)
+
+
+def test_an_accelerator_that_is_not_here_is_planned(plan: Any) -> None:
+    there = plan_memory(_tower(), world_size=4, batch=BATCH, device="cuda", **UNITS)
+    assert there.device.type == "cuda" and there.resting_bytes == plan.resting_bytes
+    # A reduction there needs its result beside its input; on gloo, all received parts.
+    assert there.resting_bytes < there.peak_bytes < plan.peak_bytes
+
+
+def test_ignored_and_frozen_parts_are_counted_as_such() -> None:
+    tower = _tower()
+    tower.blocks[0].requires_grad_(False)
+    seen: list[nn.Module] = []
+
+    def policy(module: nn.Module, fqn: str) -> bool:
+        seen.append(module)
+        return isinstance(module, Block)
+
+    plan = plan_memory(
+        tower,
+        world_size=2,
+        batch=BATCH,
+        device="cpu",
+        auto_wrap_policy=policy,
+        ignored_modules=[tower.head],
+    )
+    assert plan.by_kind["whole parameters"][0] == tower.head.weight.nbytes
+    assert {id(module) for module in seen} <= {id(module) for module in tower.modules()}
+    trainable = (
+        sum(p.nbytes for p in tower.parameters() if p.requires_grad) - tower.head.weight.nbytes
+    )
+    of_state = trainable // 2 * 2 + 2 * tower.head.weight.nbytes
+    assert plan.by_kind["optimizer state"][0] == pytest.approx(of_state, rel=0.01)
+
+
+@pytest.mark.slow
+def test_batches_are_args_and_kwargs_a_tensor_or_a_dict() -> None:
+    gpt, tokens = Gpt(32, 1), torch.empty(2, 9, dtype=torch.int64)
+    peaks = {
+        plan_memory(gpt, world_size=2, batch=batch, device="cpu").peak_bytes
+        for batch in (tokens, {"tokens": tokens}, ((tokens,), {}), ((), {"tokens": tokens}))
+    }
+    assert len(peaks) == 1
+
+
+class _Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"world_size": 0}, ValueError, "world_size: expected at least 1"),
+        ({"world_size": 2.0}, TypeError, "world_size: expected an int"),
+        ({"world_size": 4, "zero3_size": 3}, ValueError, "zero3_size: expected a divisor"),
+        ({"zero3_size": "2"}, TypeError, "zero3_size: expected an int"),
+        ({"outer": "zero2"}, ValueError, "outer: expected"),
+        ({"process_group": None}, TypeError, "pass world_size"),
+        ({"forward_prefetch": -1}, ValueError, "forward_prefetch"),
+        ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
+        ({"auto_wrap_policy": "Block"}, TypeError, "auto_wrap_policy: expected"),
+        ({"shard_size": 2}, TypeError, "shard_size"),
+        ({"optimizer": "adam"}, ValueError, "optimizer: expected"),
+        ({"optimizer": -1}, ValueError, "optimizer: expected"),
+        ({"optimizer": None}, TypeError, "optimizer: expected"),
+        ({"batch": [1]}, TypeError, "batch: expected"),
+        ({"device": "meta"}, ValueError, "meta device"),
+        ({"device": "tpu9"}, ValueError, "device"),
+        ({"module": nn.LSTM(4, 4)}, NotImplementedError, "LSTM"),
+        ({"module": _Reads(), "batch": torch.empty(2, 4)}, ValueError, "depends on values"),
+        ({"module": nn.Linear(4, 4).requires_grad_(False)}, ValueError, "requires grad"),
+        ({"verify": "always"}, NotImplementedError, "verify cannot be planned yet"),
+        ({"module": "tower"}, TypeError, "expected an nn.Module"),
+        ({"device": "cuda", "offload": OffloadPolicy(params=True)}, NotImplementedError, "offload"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused(change: Any, error: type[Exception], text: str) -> None:
+    arguments = {
+        "module": nn.Linear(4, 4),
+        "world_size": 2,
+        "batch": torch.empty(2, 4),
+        "device": "cpu",
+        **change,
+    }
+    with pytest.raises(error, match=text) as raised:
+        plan_memory(arguments.pop("module"), **arguments)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def default_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_nothing_is_left_changed(default_group: None) -> None:
+    tower = Tower(depth=2)
+    tower.register_buffer("seen", torch.ones(3))
+    tower.stem.weight.grad = torch.ones_like(tower.stem.weight)
+    names = {name: id(each) for name, each in [*tower.named_parameters(), *tower.named_buffers()]}
+    values = copy.deepcopy(tower.state_dict())
+    dicts = {name: sorted(inner.__dict__) for name, inner in tower.named_modules()}
+    resize, random = torch.UntypedStorage.resize_, torch.get_rng_state()
+    group, threads = dist.group.WORLD, threading.active_count()
+    plan_memory(tower, world_size=8, zero3_size=4, batch=BATCH, device="cpu", **UNITS)
+    assert dist.group.WORLD is group and dist.get_world_size() == 1
+    assert len(dist.distributed_c10d._world.pg_names) == 1
+    assert threading.active_count() == threads
+    assert torch.UntypedStorage.resize_ is resize
+    assert torch.equal(torch.get_rng_state(), random)
+    now = [*tower.named_parameters(), *tower.named_buffers()]
+    assert names == {name: id(each) for name, each in now}
+    assert all(torch.equal(value, values[name]) for name, value in tower.state_dict().items())
+    assert dicts == {name: sorted(inner.__dict__) for name, inner in tower.named_modules()}
+    for inner in tower.modules():
+        assert not (inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks)
+    assert torch.equal(tower.stem.weight.grad, torch.ones_like(tower.stem.weight))
+    model = ZeRO3(tower, **UNITS)  # It can still be wrapped, and planned no more.
+    model(torch.ones(2, 96)).sum().backward()
+    with pytest.raises((RuntimeError, NotImplementedError), match="wrapped"):
+        plan_memory(model, world_size=2, batch=BATCH)
+
+
+@pytest.mark.slow
+def test_import_layerzero_does_not_import_it() -> None:
+    code = "import sys, layerzero; sys.exit('layerzero.memory_plan' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def make_small() -> tuple[nn.Module, Any]:
+    """What a user's own `--model package.module:callable` returns."""
+    return _tower(), BATCH
+
+
+@pytest.mark.slow
+def test_the_command_prints_tables_recommends_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "plan.png"
+    model = "tests.unit.test_memory_plan:make_small"
+    assert main(["--model", model, "--ranks", "4,16", "--out", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("the fullest of") == 2 and "optimizer state" in said
+    assert "recommended zero3_size, for devices of 80.00 GB: 1 on 4 ranks, 8 on 16 ranks" in said
+    assert picture.read_bytes().startswith(b"\x89PNG") or "matplotlib is not installed" in said
+    tiny = ["--model", model, "--ranks", "16", "--memory", "200kB", "--out", str(picture)]
+    assert main(tiny) == 0
+    assert "16 on 16 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "nowhere:make", "--ranks", "2"], "nowhere"),
+        pytest.param(
+            ["--model", "/no/such/folder", "--ranks", "2"],
+            "/no/such/folder",
+            marks=pytest.mark.slow,  # transformers takes seconds to import
+        ),
+        (
+            ["--model", "tests.unit.test_memory_plan:make_small", "--ranks", "2", "--units", "X"],
+            "X",
+        ),
+        (
+            ["--model", "tests.unit.test_memory_plan:make_small", "--ranks", "2", "--memory", "9"],
+            "memory",
+        ),
+    ],
+    ids=["import path", "config", "units", "memory"],
+)
+def test_a_bad_command_is_one_line(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("python -m layerzero.plan: ") and text in said
+    assert said.count("\n") == 1
