@@ -197,8 +197,23 @@ def _costs() -> None:
         assert cost.nbytes - truth.nbytes == exchanged - apart, place
 
 
+def _prefetches_within_the_budget() -> None:
+    model, plain = three_regions(), three_regions()
+    optional = _wrapped(model, optional_modules=_regions(model), limit_all_gathers=1)
+    required = _wrapped(plain, limit_all_gathers=1)
+    draw = Draw()
+    for _ in range(3):
+        cost, truth = Cost(optional, draw(EVERYBODY)), Cost(required, draw(EVERYBODY))
+    assert cost.backward == truth.backward
+
+
+def _costs_and_prefetches() -> None:
+    _costs()
+    _prefetches_within_the_budget()
+
+
 def test_a_region_costs_what_entering_it_costs_and_nothing_where_all_skip_it() -> None:
-    run_ranks(2, _costs)
+    run_ranks(2, _costs_and_prefetches)
 
 
 # On a device --------------------------------------------------------------------------------------

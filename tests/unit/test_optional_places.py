@@ -89,6 +89,21 @@ def test_a_unit_that_came_at_two_places_may_come_anywhere() -> None:
     assert _run(places, _A, _B, roam=False) == [True] * 3, "a backward repeats its forward"
 
 
+def test_what_comes_next_is_known_as_far_as_all_paths_agree() -> None:
+    places = Places()
+    _run(places, _A, _V, _B, _A)
+    _run(places, _A, _V, _B, _B)
+    places.begin("kind", (10,), roam=True)
+    assert list(places.ahead()) == [(_A, 1), (_B, 2)]
+    assert places.expected(1) == [_V] and places.expected(2) == []
+    places.required(_A)
+    places.happened(_V)
+    assert list(places.ahead()) == [(_B, 2)]
+    assert places.has_come_to(_A) and places.has_come_to(_V) and not places.has_come_to(_B)
+    places.required(_A)
+    assert not places.is_recorded and list(places.ahead()) == []
+
+
 def test_without_optional_units_everything_is_known() -> None:
     assert _run(Places(), _A, needed=()) == [True, True]
 

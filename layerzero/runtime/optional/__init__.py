@@ -21,6 +21,11 @@ Note [What is learned]
     this depends on agreed facts alone, so every rank learns the same.
 
     In backward they exchange nothing at such a place: from what ranks called in forward, all know
-    which optional units may be reached, and where, and they take part in these. One exchange at
-    the end settles what came late, and which gradients exist.
+    which optional units may be reached, and where, and they take part in these. So they prefetch in
+    the order of a model without optional units. One exchange at the end settles what came late, and
+    which gradients exist.
+
+    In forward they prefetch what the contract has, and the required unit behind it; the first unit
+    of a region only once a rank has said that it enters. A place that a rank enters costs a second
+    exchange when all go on: until then a rank may enter it again.
 """

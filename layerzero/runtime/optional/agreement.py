@@ -127,6 +127,11 @@ class Agreement:
         self._begin_event(event)
         return True
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recorded pass began like the open one."""
+        return self._places.is_recorded
+
     def next_gathers(self, depth: int) -> list[int]:
         """Units whose gathers come next on every rank, at most `depth`.
 

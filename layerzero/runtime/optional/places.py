@@ -84,6 +84,11 @@ class Places:
         )
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether a recorded pass began like the open one."""
+        return bool(self._candidates)
+
+    @property
     def is_known(self) -> bool:
         """Whether all optional units have been seen in every recorded pass that may be this one."""
         if not self._needed:

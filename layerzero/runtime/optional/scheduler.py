@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from types import FrameType
 
 import torch
@@ -78,6 +78,8 @@ class OptionalScheduler(UnshardScheduler):
         """Optional units whose gather was started before the agreement has come to it."""
         self._room = _Room(self._context, self._units, self._ahead)
         self._limiter = self._room  # type: ignore[assignment]
+        self._came_to: Unit | None = None
+        """The required unit whose gather the pass comes to."""
         self._is_backward = False
         """Whether the open pass is a backward. (A rank may call `torch.autograd.grad` in an
         optional unit's forward, so `in_backward` may differ between ranks.)"""
@@ -229,12 +231,16 @@ class OptionalScheduler(UnshardScheduler):
         elif not unit.is_optional:
             if unit.state is not ShardState.UNSHARDED or self._last is unit:
                 agreement.required(2 * unit.index)
+                self._came_to = unit
         elif unit.state is ShardState.SHARDED or unit in self._ahead:
             agreement.want(2 * unit.index)
             self._ahead.discard(unit)
             unit.unshard()
             self._prefetch_behind(unit)
         super().ensure_unsharded(unit, prefetches, in_backward)
+        if self._came_to is unit:
+            self._came_to = None
+            self._room.look()
 
     def prefetch_after(
         self, unit: Unit, in_backward: bool, behind_reductions: bool | None = None
@@ -245,10 +251,11 @@ class OptionalScheduler(UnshardScheduler):
         if is_post and self.agreement.is_open:
             # BACKWARD_POST: between the last optional event here and the unit's reduction.
             self.agreement.settle(2 * unit.index + 1)
-        has_list = unit.backward_prefetch is not None or self.recorder.is_first
+        has_list = unit.backward_prefetch is not None or not self.agreement.is_recorded
         if is_post or has_list or not (in_backward and self._is_backward):
             super().prefetch_after(unit, in_backward, behind_reductions)
-        else:
+        elif self._came_to is unit:
+            # Else it is resident, and ranks may be at different events.
             self._room.look()
             self._prefetch_next()
 
@@ -394,23 +401,29 @@ class _Room:
         self._limiter.set_budget(budget)
 
     def look(self) -> None:
-        """See what is resident, at a required collective: there it is the same on every rank."""
+        """See what is resident, at a required gather: there it is the same on every rank."""
+        self._held = self._resident()
+
+    def _resident(self) -> dict[Unit, None]:
         required = (unit for unit in self._units if not unit.is_optional)
         held = (unit for unit in required if unit.state is not ShardState.SHARDED)
-        self._held = dict.fromkeys([*held, *self._ahead])
+        return dict.fromkeys([*held, *self._ahead])
 
     def admits(self, nbytes: int) -> bool:
-        """See `RateLimiter.admits`. At a required collective."""
-        self.look()
-        return self.has_space(nbytes)
+        """See `RateLimiter.admits`."""
+        return self._fits(nbytes, self._resident())
 
     def has_space(self, nbytes: int) -> bool:
         """`admits`, counting what was resident at the last look, and what came since."""
+        return self._fits(nbytes, self._held)
+
+    def _fits(self, nbytes: int, held: Collection[Unit]) -> bool:
         budget = self.budget
-        if budget.max_units is not None and len(self._held) + 1 > budget.max_units:
+        if budget.max_units is not None and len(held) + 1 > budget.max_units:
             return False
-        held = sum(unit.nbytes for unit in self._held)
-        return budget.max_nbytes is None or held + nbytes <= budget.max_nbytes
+        return (
+            budget.max_nbytes is None or sum(u.nbytes for u in held) + nbytes <= budget.max_nbytes
+        )
 
     def use(self, unit: Unit) -> None:
         """All ranks have gathered an optional unit; they have no other one from now on."""
