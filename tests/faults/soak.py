@@ -13,12 +13,12 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults.supervisor import supervise
+from tests.faults.supervisor import Report, supervise
 from tests.faults.torchrun import kill_under_torchrun
 from tests.faults.worker import SAVE_EVERY
 
@@ -47,28 +47,31 @@ def disturbed(
     folder: Path,
     kills: int,
     mean_s: float,
-    world_size: Callable[[int], int],
+    world_sizes: Sequence[int],
     seed: int,
-    pause_s: float = _PAUSE_S,
     limit_s: float = math.inf,
 ) -> Result:
-    """Train under fire in `folder`, and then once more without, beside it."""
+    """Train under fire in `folder`, and then once more without, beside it.
+
+    Args:
+        kills: with each number of ranks in turn; each ends with a stretch without any.
+    """
     (hurt := folder / "hurt").mkdir()
+    (whole := folder / "whole").mkdir()
+    generator = random.Random(seed)
 
     def num_steps(left: int) -> int:
         return 10**9 if left else _saved_step(hurt) + 2 * SAVE_EVERY
 
-    report = supervise(
-        hurt, num_steps, world_size, kills, mean_s, random.Random(seed), pause_s, limit_s
-    )
-    (whole := folder / "whole").mkdir()
-    problems = [*report.problems]
-    lines = 0
-    if not problems:
-        lines, found = compare(hurt, whole)
-        problems += found
-    steps = _saved_step(hurt)
-    return Result(report.kills, report.seconds, steps, lines, problems)
+    total = Report()
+    for size in world_sizes:
+        report = supervise(hurt, num_steps, size, kills, mean_s, generator, _PAUSE_S, limit_s)
+        total.kills += report.kills
+        total.seconds += report.seconds
+        total.problems += report.problems
+    lines, found = (0, []) if total.problems else compare(hurt, whole)
+    problems = total.problems + found
+    return Result(total.kills, total.seconds, _saved_step(hurt), lines, problems)
 
 
 def compare(hurt: Path, whole: Path) -> tuple[int, list[str]]:
@@ -79,9 +82,7 @@ def compare(hurt: Path, whole: Path) -> tuple[int, list[str]]:
     # The undisturbed run changes its number of ranks where the disturbed one did for good.
     for size, steps in itertools.groupby(range(len(last)), key=last.__getitem__):
         end = max(steps) + 1
-        report = supervise(
-            whole, lambda _, end=end: end, lambda _, size=size: size, 0, 1.0, random.Random(0)
-        )
+        report = supervise(whole, lambda _, end=end: end, size, 0, 1.0, random.Random(0))
         if report.problems:
             return 0, report.problems
     return differences(hurt, whole)
@@ -115,16 +116,9 @@ def _saved_step(folder: Path) -> int:
 def steps_per_second(folder: Path, world_size: int) -> float:
     """Of an undisturbed run, its start and saves included."""
     folder.mkdir()
-    report = supervise(
-        folder,
-        lambda _: _CALIBRATION_STEPS,
-        lambda _: world_size,
-        0,
-        1.0,
-        random.Random(0),
-        _PAUSE_S,
-    )
-    return _CALIBRATION_STEPS / report.seconds
+    steps = _CALIBRATION_STEPS
+    report = supervise(folder, lambda _: steps, world_size, 0, 1.0, random.Random(0), _PAUSE_S)
+    return steps / report.seconds
 
 
 def _under_torchrun(folder: Path, kills: int, mean_s: float, seed: int) -> list[str]:

@@ -41,7 +41,7 @@ class Report:
 def supervise(
     folder: Path,
     num_steps: Callable[[int], int],
-    world_size: Callable[[int], int],
+    world_size: int,
     kills: int,
     mean_s: float,
     generator: random.Random,
@@ -51,7 +51,6 @@ def supervise(
     """Train up to `num_steps(kills left)` steps; kill one rank `kills` times on the way.
 
     Args:
-        world_size: ranks of an attempt, by its number from 0 on.
         mean_s: mean time from the start of the ranks to the kill; exponentially distributed.
         limit_s: after which nobody is killed any more.
     """
@@ -60,7 +59,7 @@ def supervise(
     while not report.problems:
         # A new one for each attempt, as torchrun does: the old one has the addresses of dead ranks.
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(60), wait_for_workers=False)
-        attempt, size = report.restarts, world_size(report.restarts)
+        attempt = report.restarts
         if time.monotonic() - start > limit_s:
             kills = report.kills
         delay = generator.expovariate(1 / mean_s) if report.kills < kills else math.inf
@@ -70,9 +69,9 @@ def supervise(
                     folder,
                     num_steps(kills - report.kills),
                     pause_s,
-                    (rank, size, store.port, attempt),
+                    (rank, world_size, store.port, attempt),
                 )
-                for rank in range(size)
+                for rank in range(world_size)
             ]
         was_killed = _watch(ranks, delay, generator, report)
         _end(ranks)
