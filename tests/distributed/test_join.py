@@ -478,8 +478,46 @@ def _step_here(
     optimizer.zero_grad()
 
 
+class Loops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = Block(), Block(), Block()
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = self.second(self.first(x))
+        return self.last(x)
+
+
+def _one_rank_takes_another_way() -> None:
+    """One rank gathers units again that the others, who know the order, do not."""
+    counts = (5, 4)
+
+    def times(rank: int, step: int) -> int:
+        return 2 if step > 1 and rank == step % 2 else 1
+
+    for under_torchs in (False, True):
+        model, expected = _wrapped(_made(Loops)), _made(Loops)
+        ours, theirs = _sgd(model), _sgd(expected)
+        context = Join([model], optimizers=[ours]) if under_torchs else layerzero.join(model, ours)
+        with context:
+            for step, batch in enumerate(_batches(counts)):
+                loss_of(model(batch, times(dist.get_rank(), step))).backward()
+                ours.step()
+                ours.zero_grad()
+        for step in range(max(counts)):
+            for rank, count in enumerate(counts):
+                if step < count:
+                    loss = loss_of(expected(_batch(rank, step, 0), times(rank, step)))
+                    (loss / 2).backward()
+            theirs.step()
+            theirs.zero_grad()
+        _same_weights(model, expected, f"another way, torch's Join: {under_torchs}")
+
+
 def _special_modes() -> None:
     _steps_in_backward()
+    _one_rank_takes_another_way()
     for mean, active in itertools.product(("all", "participants"), (False, True)):
         _with_optional_modules(mean, active)
 
