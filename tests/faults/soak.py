@@ -151,7 +151,7 @@ def main() -> int:
             kills = len(range(number, given.kills, given.at_once))
             seed = given.seed + number
             limit_s = 60 * given.minutes
-            return disturbed(own, kills, given.mean, lambda _: given.ranks, seed, limit_s=limit_s)
+            return disturbed(own, kills, given.mean, [given.ranks], seed, limit_s)
 
         before = steps_per_second(folder / "before", given.ranks)
         with ThreadPoolExecutor(given.at_once) as pool:
