@@ -23,7 +23,7 @@ WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
-	@echo 'make soak    the tests of random models, with SEEDS=200 models each; 10,000 flipped bits; a run killed KILLS=1000 times'
+	@echo 'make soak    random models, SEEDS=200; CASES=10000 forged files of a kind; 10,000 flipped bits; a run killed KILLS=1000 times'
 	@echo 'make faults  ranks killed at every call that writes a checkpoint; the fault matrix'
 	@echo 'make check   ruff, mypy, codespell and clang-format'
 	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, layered ZeRO, checkpoints beside others'
@@ -57,7 +57,9 @@ test: $(INSTALLED)
 # the engine or of what writes checkpoints.
 SEEDS ?= 200
 KILLS ?= 1000
+CASES ?= 10000
 soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k fuzzed --cases $(CASES) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_random_models.py \
 		tests/distributed/test_optional_random.py tests/distributed/test_join.py \
 		--slow -k random --seeds $(SEEDS) $(ARGS)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of each test of random models, instead of the few of every day (make soak)",
     )
     parser.addoption(
+        "--cases",
+        type=int,
+        default=0,
+        help="of each fuzzed format, instead of the few of every day (make soak)",
+    )
+    parser.addoption(
         "--slow",
         action="store_true",
         help="also tests marked slow: the same promises at more sizes, and other people's tools",
@@ -33,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: runs with --slow, as .ci/run does, or by name")
+
+
+@pytest.fixture
+def seeds_or(pytestconfig: pytest.Config) -> Callable[[int], range]:
+    """Seeds of fuzzed cases: so many, or as many as `--cases` says."""
+    return lambda few: range(pytestconfig.getoption("cases") or few)
 
 
 LONGEST = ("test_several_machines.py", "test_cuda_build.py", "test_wheel.py")

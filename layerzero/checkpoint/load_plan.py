@@ -25,7 +25,7 @@ from layerzero.checkpoint.format.manifest import Manifest
 from layerzero.checkpoint.schedulers import Stateful, names_of
 from layerzero.checkpoint.source import Source
 from layerzero.state_dict.errors import CheckpointError, some
-from layerzero.state_dict.json_codec import decode
+from layerzero.state_dict.json_codec import decode, decode_dict
 from layerzero.state_dict.names import Names, name_in_group, named_buffers
 from layerzero.state_dict.optimizer_state import options_of_groups, refuse_other_class
 from layerzero.state_dict.optimizers import (
@@ -134,7 +134,12 @@ class LoadPlanner:
         saved = {} if manifest is None else manifest.extra_states
         for name, module in extra_states(self._model).items():
             if name in saved:
-                plan.extra_states.append((module, decode(saved[name])))
+                plan.extra_states.append(
+                    (
+                        module,
+                        decode(saved[name], f"{self._source.folder}: the extra state of {name}"),
+                    )
+                )
             else:
                 plan.missing.append(f"the extra state of {name}")
 
@@ -154,7 +159,9 @@ class LoadPlanner:
                 f"{self._source.folder}: contains the state of {_text('scheduler', saved)}, but "
                 f"scheduler= has {_text('scheduler', wanted)}; pass what was saved"
             )
-        self.plan.scheduler = decode(manifest.scheduler)
+        self.plan.scheduler = decode_dict(
+            manifest.scheduler, f"{self._source.folder}: the scheduler's state"
+        )
 
     def match_optimizers(self, optimizers: Optimizers) -> None:
         """Find the state of each optimizer.
@@ -199,7 +206,7 @@ class LoadPlanner:
         """
         plan = self.plan
         saved: dict[str, list[str]] = {}
-        for name in self._source.tensors[OPTIMIZER]:
+        for name in self._source.tensors.get(OPTIMIZER, ()):
             saved.setdefault(split_state_name(name)[0], []).append(name)
         known = {name for group in saved_groups for name in group["params"]}
         names_of_groups = [
@@ -212,7 +219,9 @@ class LoadPlanner:
         before = [(group["options"], group["params"]) for group in saved_groups]
         where = str(self._source.folder)
         options = options_of_groups(names_of_groups, before, self._strict, where, optimizer_name)
-        plan.options[optimizer_name] = [decode(each) for each in options]
+        plan.options[optimizer_name] = [
+            decode_dict(each, f"{where}: the options of a group") for each in options
+        ]
         wanted = set(parameters_with_state(optimizer))
         name_of = {
             parameter: name
@@ -221,7 +230,9 @@ class LoadPlanner:
             if name in known and parameter in wanted
         }
         values = {
-            parameter: decode(manifest.optimizer_values[name])
+            parameter: decode_dict(
+                manifest.optimizer_values[name], f"{where}: the optimizer state of {name}"
+            )
             for parameter, name in name_of.items()
             if name in manifest.optimizer_values
         }

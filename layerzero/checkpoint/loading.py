@@ -133,10 +133,11 @@ def load(
         most = max(each["nbytes"] for each in summaries)
         packed = together.exchange(f"checksums read from {source.folder.name}", read, most)
     together.exchange("verification", lambda: _verify(source, plan, tallies, packed))
+    extra = _extra_of(source, together)
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.reshard()  # Unsharded parameters hold the old weights.
     together.exchange("application", lambda: _apply(plan, optimizers, schedulers))
-    return _extra_of(source, together)
+    return extra
 
 
 def _check_names(
@@ -238,4 +239,4 @@ def _extra_of(source: Source, together: CheckpointGroup) -> Any:
         return None
     extras = manifest.extras
     own = together.rank if len(extras) == together.size else 0
-    return decode(extras[own])
+    return decode(extras[own], f"{source.folder}: what extra= was")

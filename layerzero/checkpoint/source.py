@@ -14,7 +14,13 @@ from pathlib import Path
 
 from layerzero.checkpoint.format.crc import combine, crc32
 from layerzero.checkpoint.format.file_plan import index_name
-from layerzero.checkpoint.format.folder import MANIFEST, is_unfinished, resolve
+from layerzero.checkpoint.format.folder import (
+    MANIFEST,
+    check_regular,
+    is_unfinished,
+    read_small,
+    resolve,
+)
 from layerzero.checkpoint.format.inventory import MODEL, OPTIMIZER
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name, index_of
 from layerzero.checkpoint.format.safetensors_file import (
@@ -114,8 +120,8 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
         names = foreign_files(path)
         tensors, aliases = _tensors_of(path, names, None)
         return Source(path, {MODEL: tensors}, aliases, None)
-    manifest = Manifest.from_bytes((path / MANIFEST).read_bytes(), path / MANIFEST)
-    by_kind = {}
+    manifest = Manifest.from_bytes(read_small(path / MANIFEST), path / MANIFEST)
+    by_kind: dict[str, dict[str, Location]] = {MODEL: {}}
     kinds = [kind for kind in manifest.tensors if kind != OPTIMIZER or with_optimizer]
     for kind in kinds:
         names = _files_of(path, manifest, kind)
@@ -152,7 +158,7 @@ def foreign_files(folder: Path) -> list[str]:
         )
     index = folder / index_name(MODEL)
     if index.exists():
-        return sorted(set(index_of(index.read_bytes(), index).values()))
+        return sorted(set(index_of(read_small(index, follow=True), index).values()))
     if (folder / f"{MODEL}.safetensors").exists():
         return [f"{MODEL}.safetensors"]
     return sorted(path.name for path in folder.glob("*.safetensors"))
@@ -161,7 +167,7 @@ def foreign_files(folder: Path) -> list[str]:
 def check_index(path: Path, record: FileRecord) -> None:
     """Raise CheckpointError if an index file has another size or checksum than was written."""
     check_size(path, record)
-    check_crc(path, crc32(path.read_bytes()), record.crc32)
+    check_crc(path, crc32(read_small(path)), record.crc32)
 
 
 def check_crc(where: object, crc: int, written: int | None) -> None:
@@ -175,6 +181,7 @@ def check_crc(where: object, crc: int, written: int | None) -> None:
 
 def check_size(path: Path, record: FileRecord) -> None:
     try:
+        check_regular(path)
         nbytes = path.stat().st_size
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
@@ -232,6 +239,7 @@ def read_head(path: Path, is_ours: bool) -> tuple[bytes, dict[str, TensorEntry]]
         CheckpointError: it is missing, damaged, or of a later format.
     """
     try:
+        check_regular(path, follow=not is_ours)
         nbytes = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)

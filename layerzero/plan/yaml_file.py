@@ -44,3 +44,5 @@ def load(path: Path) -> Any:
             f"{path}: not YAML: {error}; put quotes around a pattern that starts with '*' or '{{', "
             "or has braces inside [...] or {...}"
         ) from None
+    except RecursionError:
+        raise ValueError(f"{path}: lists or mappings are nested too deeply for a plan") from None

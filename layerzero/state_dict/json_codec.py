@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
 
 _TAG = "$"
+_NUMBERS = re.compile("[<>|=][biuf][0-9]{1,2}")
+"""Names of numpy's dtypes that are encoded."""
 _MAX_TENSOR_NBYTES = 1 << 24
 """Size limit of one tensor in JSON, in bytes."""
 
@@ -95,30 +98,53 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> list[Any]:
     return [dtype_name(tensor.dtype, where), list(tensor.shape), data]
 
 
-def decode(value: Any) -> Any:
+def decode(value: Any, where: str = "a saved value") -> Any:
     """The inverse of `encode`; tensors are on the CPU.
 
+    Args:
+        where: what `value` is, for the message.
+
     Raises:
-        ValueError, KeyError, TypeError: `encode` did not write this.
+        CheckpointError: `encode` did not write this.
     """
+    try:
+        return _decode(value)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        text = f"{error}".splitlines()[0] if f"{error}" else "it is malformed"
+        raise CheckpointError(f"{where}: damaged: not what a save writes: {text:.200}") from error
+
+
+def decode_dict(value: Any, where: str) -> dict[str, Any]:
+    """`decode` of what was a dict.
+
+    Raises:
+        CheckpointError: as `decode`, or it is none.
+    """
+    found = decode(value, where)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{where}: damaged: expected a dict, got {type(found).__name__}")
+    return found
+
+
+def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [_decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         ((tag, content),) = value.items()
         if tag.startswith(_TAG):
             return _decode_tagged(tag[len(_TAG) :], content)
-    return {key: decode(item) for key, item in value.items()}
+    return {key: _decode(item) for key, item in value.items()}
 
 
 def _decode_tagged(tag: str, content: Any) -> Any:
     if tag == "tuple":
-        return tuple(decode(item) for item in content)
+        return tuple(_decode(item) for item in content)
     if tag == "set":
-        return {decode(item) for item in content}
+        return {_decode(item) for item in content}
     if tag == "dict":
-        return {decode(key): decode(item) for key, item in content}
+        return {_decode(key): _decode(item) for key, item in content}
     if tag == "float":
         return float(content)
     if tag == "complex":
@@ -132,11 +158,23 @@ def _decode_tagged(tag: str, content: Any) -> Any:
         # A bytearray, because tensors need writable memory.
         data = torch.frombuffer(bytearray(_from_text(text) or b"\0"), dtype=torch.uint8)
         dtype = DTYPES[name]
-        return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        # Of no elements there is one byte too many.
+        return (data if text else data[:0]).view(dtype).view(_shape(shape))
     if tag == "array":
         name, shape, text = content
-        return np.frombuffer(bytearray(_from_text(text)), dtype=np.dtype(name)).reshape(shape)
+        if not _NUMBERS.fullmatch(name):
+            raise ValueError(f"unknown dtype {name!r:.40} of an array")
+        return np.frombuffer(bytearray(_from_text(text)), dtype=np.dtype(name)).reshape(
+            _shape(shape)
+        )
     raise ValueError(f"unknown tag {tag!r}")
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    """Without -1, which would fit any number of elements."""
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{shape!r:.40} is no shape")
+    return tuple(shape)
 
 
 def _to_text(data: bytes) -> str:

@@ -64,6 +64,27 @@ def test_patches_survive_packing_in_as_few_bytes_as_their_gaps_need() -> None:
         assert same(found, given) or found.values.isnan().all()
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"first": 1 << 63},
+        {"numel": 10**40},
+        {"shape": [1 << 62, 1 << 62]},
+        {"shape": [1] * 65},
+        {"after": -1},
+        {"before": 1 << 70},
+        {"aliases": "ab"},
+        {"number": True},
+    ],
+    ids=str,
+)
+def test_a_forged_row_is_none(forged: dict[str, Any]) -> None:
+    row, _ = pack(PATCHES[0])
+    assert row_of(list(row)) == row
+    with pytest.raises(ValueError, match="not the row of a patch"):
+        row_of(list(row._replace(**forged)))
+
+
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.02, 0.03])
 def test_packed_bytes_are_few(share: float) -> None:
     chosen = torch.rand(10**6) < share

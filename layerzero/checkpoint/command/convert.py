@@ -20,7 +20,7 @@ import torch
 from layerzero.checkpoint.command.verified_read import read_verified
 from layerzero.checkpoint.file_io.direct_io import bytes_of
 from layerzero.checkpoint.format.file_plan import Announcement, FilePlan, plan_files
-from layerzero.checkpoint.format.folder import sync_folder, write_durably
+from layerzero.checkpoint.format.folder import FILE_MODE, make_durably, sync_folder, write_durably
 from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.source import Location, Source
 from layerzero.state_dict.errors import CheckpointError, some
@@ -90,7 +90,7 @@ def convert(
     by_name = {weight.name: weight for weight in weights}
     # The process id keeps two processes that write the same `out` apart until the rename.
     partial = out.parent / f".writing-{out.name}-{os.getpid()}"
-    partial.mkdir(parents=True)
+    make_durably(partial)
     try:
         _write(plan, partial, lambda name, file: _copy(source.folder, by_name[name], file))
         sync_folder(partial)
@@ -141,7 +141,8 @@ def _select(
 
 def _write(plan: FilePlan, folder: Path, copy: Callable[[str, BinaryIO], None]) -> None:
     for planned in plan.files:
-        with (folder / planned.name).open("xb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(folder / planned.name, flags, FILE_MODE), "wb") as file:
             file.write(planned.head)
             for name, entry in planned.tensors.items():
                 copy(name, file)

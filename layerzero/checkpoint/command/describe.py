@@ -7,7 +7,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from layerzero.checkpoint.format.folder import MANIFEST, committed_steps, leftovers, resolve
+from layerzero.checkpoint.format.folder import (
+    MANIFEST,
+    committed_steps,
+    leftovers,
+    read_small,
+    resolve,
+)
 from layerzero.checkpoint.format.inventory import MODEL, OPTIMIZER, split_state_name
 from layerzero.checkpoint.format.manifest import Manifest
 from layerzero.checkpoint.source import Location, Source, open_source
@@ -49,7 +55,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     """Summary from the manifest; a damaged one gives an "error" entry, so that listing goes on."""
     try:
         path = folder / MANIFEST
-        manifest = Manifest.from_bytes(path.read_bytes(), path)
+        manifest = Manifest.from_bytes(read_small(path), path)
         return {
             "step": manifest.step,
             "nbytes": _nbytes(folder),

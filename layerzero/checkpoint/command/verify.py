@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerzero.checkpoint.command.verified_read import read_verified
-from layerzero.checkpoint.format.folder import MANIFEST
+from layerzero.checkpoint.format.folder import MANIFEST, read_small
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name
 from layerzero.checkpoint.source import (
     Location,
@@ -50,7 +50,7 @@ def verify(path: Path) -> Iterator[Finding]:
 
 def strangers(folder: Path) -> list[str]:
     """Names in a checkpoint's folder that are not part of it and are never opened."""
-    manifest = Manifest.from_bytes((folder / MANIFEST).read_bytes(), folder / MANIFEST)
+    manifest = Manifest.from_bytes(read_small(folder / MANIFEST), folder / MANIFEST)
     known = {MANIFEST, *manifest.files}
     return sorted(path.name for path in folder.iterdir() if path.name not in known)
 
@@ -58,7 +58,7 @@ def strangers(folder: Path) -> list[str]:
 def _checkpoint(folder: Path) -> Iterator[Finding]:
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_small(path)
         manifest = Manifest.from_bytes(text, path)
     except (CheckpointError, OSError) as error:
         yield Finding(path, 0, 0, [f"{error}; without it nothing else can be checked"])

@@ -154,10 +154,12 @@ class _Opened:
         if entries.keys() != {_GAPS, _VALUES} or int(texts["crc"]) != _crc(texts):
             raise ValueError("its metadata do not have their checksum")
         rows, chain, senders = (json.loads(texts[name]) for name in _TEXTS)
+        if not all(type(sender) is int for sender in senders):
+            raise ValueError(f"{senders!r:.100} are no ranks")
         contents = Contents(
             [row_of(row) for row in rows],
             None if chain is None else chain_from(chain),
-            [int(sender) for sender in senders],
+            senders,
             entries[_GAPS].begin,
             entries[_VALUES].begin,
         )

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerzero.checkpoint.delta.patch import DeltaError
-from layerzero.checkpoint.format.folder import sync_folder, write_durably
+from layerzero.checkpoint.format.folder import read_small, sync_folder, write_durably
+from layerzero.state_dict.errors import CheckpointError
 
 CHANGES, FULL = "changes", "full"
 MAX_STEP = 10**10 - 1
@@ -84,15 +85,15 @@ def current_stream(root: Path) -> Path | None:
     """The folder of the stream that is written now; None: nothing was written yet.
 
     Raises:
-        DeltaError: the file that names it is damaged, or a symbolic link.
+        DeltaError: the file that names it is damaged, or no regular file.
     """
     path = root / _CURRENT
-    if path.is_symlink():
-        raise DeltaError(f"{path}: a symbolic link, which is not followed")
     try:
-        name = path.read_text(errors="replace").strip()
+        name = read_small(path).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
+    except CheckpointError as error:
+        raise DeltaError(str(error)) from error
     if not _STREAM.fullmatch(name):
         raise DeltaError(f"{path}: expected the name of a stream, got {name!r:.100}")
     return root / name

@@ -9,6 +9,7 @@ patch. All numbers are little-endian.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 _COMPLEX128 = "C128"
 """Not a dtype of safetensors; only bytes are stored here."""
 _WIDTHS = (1, 2, 4, 8)
+_MAX_DIMS = 64
 
 
 class Row(NamedTuple):
@@ -142,12 +144,15 @@ def row_of(found: Any) -> Row:
     row = Row(*found)
     numbers = (row.first, row.numel, row.width, row.crc, row.number, row.after, row.part, row.parts)
     is_right = (
-        isinstance(row.name, str)
-        and all(isinstance(alias, str) for alias in row.aliases)
-        and all(type(each) is int and each >= 0 for each in (*numbers, *row.shape))
+        _are_texts([row.name])
+        and _are_texts(row.aliases)
+        and isinstance(row.shape, (list, tuple))
+        and all(_is_count(each) for each in (*numbers, *row.shape))
+        and len(row.shape) <= _MAX_DIMS
+        and _is_count(math.prod(row.shape))
         and row.numel > 0
         and row.width in (0, *_WIDTHS)
-        and (row.before is None or type(row.before) is int)
+        and (row.before is None or _is_count(row.before))
     )
     if not is_right:
         raise ValueError(f"not the row of a patch: {found!r:.200}")
@@ -162,10 +167,18 @@ def chain_from(found: Any) -> Chain:
         ValueError: it is none.
     """
     chain = Chain(*found)
-    texts = (chain.stream, chain.chain, *chain.anchor)
-    if not all(isinstance(text, str) for text in texts) or type(chain.sender) is not int:
+    names = _are_texts([chain.stream, chain.chain]) and _are_texts(chain.anchor)
+    if not names or not _is_count(chain.sender):
         raise ValueError(f"not the chain of a sender: {found!r:.200}")
     return chain
+
+
+def _are_texts(found: Any) -> bool:
+    return isinstance(found, (list, tuple)) and all(isinstance(each, str) for each in found)
+
+
+def _is_count(found: Any) -> bool:
+    return type(found) is int and 0 <= found < 1 << 63
 
 
 def crc32_of(data: bytes | memoryview) -> int:

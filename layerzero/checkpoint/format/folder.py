@@ -19,13 +19,16 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 from layerzero.state_dict.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
 LATEST = "latest"
-_STEP = re.compile(r"step-(\d{8,})")
+FILE_MODE, FOLDER_MODE = 0o664, 0o775
+"""From which the user's umask takes away; nobody else may write, even where it takes nothing."""
+_STEP = re.compile(r"step-([0-9]{8,18})")
 _WRITING, _REPLACED, _REMOVED = ".writing-", ".replaced-", ".removed-"
 
 
@@ -59,7 +62,7 @@ def prepare(root: Path, step: int | None) -> tuple[int, Path]:
     if step is None:
         step = max(committed_steps(root), default=-1) + 1
     partial = root / (_WRITING + step_name(step))
-    partial.mkdir()
+    partial.mkdir(FOLDER_MODE)
     return step, partial
 
 
@@ -149,14 +152,44 @@ def is_checkpoint(path: Path) -> bool:
 
 def _latest_name(root: Path) -> str | None:
     try:
-        name = (root / LATEST).read_text(errors="replace").strip()
+        name = read_small(root / LATEST).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     if not _STEP.fullmatch(name):
         raise CheckpointError(
-            f"{root / LATEST}: expected a name such as step-00000042, got {name!r}"
+            f"{root / LATEST}: expected a name such as step-00000042, got {name!r:.100}"
         )
     return name
+
+
+def check_regular(path: Path, follow: bool = False) -> None:
+    """Check that a name is a file's, and not that of a pipe, a device, a folder or a link.
+
+    Args:
+        follow: accept links to files, as downloads of other projects keep them.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        CheckpointError: it is something else.
+    """
+    try:
+        mode = os.stat(path, follow_symlinks=follow).st_mode
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if stat.S_ISLNK(mode):
+        raise CheckpointError(
+            f"{path}: a symbolic link, which is not followed inside a checkpoint; copy the files"
+        )
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path}: damaged: it is no regular file")
+
+
+def read_small(path: Path, follow: bool = False) -> bytes:
+    """The contents of a manifest or index. Raises as `check_regular`."""
+    check_regular(path, follow)
+    return path.read_bytes()
 
 
 def write_durably(path: Path, data: bytes, nbytes: int | None = None) -> None:
@@ -165,7 +198,7 @@ def write_durably(path: Path, data: bytes, nbytes: int | None = None) -> None:
     Args:
         nbytes: extend the file to this size; None: only `data`.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
     try:
         view = memoryview(data)
         while view:
@@ -180,7 +213,9 @@ def write_durably(path: Path, data: bytes, nbytes: int | None = None) -> None:
 def make_durably(path: Path) -> None:
     """Create a folder and its missing parents, and fsync their directory entries."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):  # Not `parents=True`, which would not pass the mode on.
+        each.mkdir(FOLDER_MODE, exist_ok=True)
+    path.mkdir(exist_ok=True)  # Raises if there is a file.
     for each in missing:
         with contextlib.suppress(PermissionError):  # A writable folder may not be readable.
             sync_folder(each.parent)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.checkpoint.format.crc import crc32
+from layerzero.checkpoint.format.manifest_values import check_values, parse
 from layerzero.state_dict.errors import CheckpointError
 
 FORMAT = "layerzero-checkpoint"
@@ -88,12 +89,20 @@ class Manifest:
                 f"{where}: damaged: it ends with {seal[:40]!r} instead of the checksum of its "
                 f"contents, {crc32(body):08x}"
             )
-        values: dict[str, Any] = json.loads(body + b"}")
+        try:
+            values = parse(body + b"}")
+        except ValueError as error:
+            raise CheckpointError(f"{where}: damaged: {error}") from error
         version = values.pop("version", None)
-        if values.pop("format", None) != FORMAT or version not in range(1, VERSION + 1):
+        is_known = type(version) is int and 1 <= version <= VERSION
+        if values.pop("format", None) != FORMAT or not is_known:
             raise CheckpointError(
-                f"{where}: expected {FORMAT} of version 1 to {VERSION}, got version {version!r}"
+                f"{where}: expected {FORMAT} of version 1 to {VERSION}, got version {version!r:.40}"
             )
+        try:
+            check_values(values)
+        except ValueError as error:
+            raise CheckpointError(f"{where}: damaged: {error}") from error
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
         return cls(**values, files=files)
 
@@ -104,9 +113,14 @@ def check_file_name(name: str, where: Path) -> str:
     Raises:
         CheckpointError: it is not a .safetensors or .json file in the same folder.
     """
-    if Path(name).name != name or not name.endswith((".safetensors", ".json")):
+    if (
+        not isinstance(name, str)
+        or "\0" in name
+        or Path(name).name != name
+        or not name.endswith((".safetensors", ".json"))
+    ):
         raise CheckpointError(
-            f"{where}: names a file {name!r}; expected a .safetensors or .json file beside it"
+            f"{where}: names a file {name!r:.100}; expected a .safetensors or .json file beside it"
         )
     return name
 
@@ -118,7 +132,7 @@ def index_of(text: bytes, where: Path) -> Mapping[str, str]:
         CheckpointError: the index is damaged.
     """
     try:
-        weight_map = json.loads(text)["weight_map"]
+        weight_map = parse(text)["weight_map"]
         return {str(name): check_file_name(file, where) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{where}: damaged index: {error!r}") from error

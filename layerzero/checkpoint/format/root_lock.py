@@ -12,7 +12,7 @@ import os
 import socket
 from pathlib import Path
 
-from layerzero.checkpoint.format.folder import make_durably
+from layerzero.checkpoint.format.folder import FILE_MODE, make_durably
 from layerzero.state_dict.errors import CheckpointError
 
 try:
@@ -45,7 +45,7 @@ class RootLock:
         make_durably(self._root)
         path = self._root / _NAME
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE)
             try:
                 self._lock(descriptor)
             except BaseException:

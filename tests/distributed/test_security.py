@@ -1,0 +1,183 @@
+"""What SECURITY.md promises: nothing from a file is executed, no path leads out, modes are the
+user's, and nothing listens."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import layerzero
+from layerzero import ZeRO3
+from layerzero.checkpoint import CheckpointError, DeltaStream, DeltaWriter, load, save
+from layerzero.checkpoint.__main__ import main as command
+from tests.harness.ranks import run_ranks
+
+PACKAGE = Path(layerzero.__file__).parent
+FORBIDDEN_MODULES = {
+    *("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"),
+    *("subprocess", "pty", "runpy", "code", "codeop", "http", "socketserver", "xmlrpc", "urllib"),
+}
+FORBIDDEN_CALLS = {
+    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.chmod", "os.umask"),
+    *("torch.save", "pickle.load", "pickle.loads", "numpy.load", "np.load", "yaml.unsafe_load"),
+    *("socket.socket", "socket.create_server", "asyncio.start_server", "tempfile.mktemp"),
+}
+MAY_UNPICKLE = {
+    "integrations/lightning/checkpoints.py": "torch.load",  # Lightning's own files.
+}
+OBJECTS = {  # Between ranks of one job, which trust each other.
+    *(
+        "uneven/context.py",
+        "parallel/manager.py",
+        "integrations/transformers/accelerator_folders.py",
+    ),
+}
+
+
+def calls_in(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def test_nothing_from_a_file_is_executed() -> None:
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                modules = [a.name for a in node.names]
+                if isinstance(node, ast.ImportFrom):
+                    modules = [node.module or ""]
+                found += [(name, m) for m in modules if m.split(".")[0] in FORBIDDEN_MODULES]
+        for call, node in calls_in(path):
+            last = call.rpartition(".")[2]
+            if last.endswith(("_object", "_object_list")) and call.startswith("dist."):
+                found += [] if name in OBJECTS else [(name, call)]
+            elif call == "torch.load":
+                assert name in MAY_UNPICKLE, f"{name} unpickles"
+                assert any(k.arg == "weights_only" for k in node.keywords)
+            elif call in FORBIDDEN_CALLS or any(k.arg == "shell" for k in node.keywords):
+                found.append((name, call))
+            elif call.endswith("import_module"):
+                assert isinstance(node.args[0], ast.Constant), f"{name}: imports what data names"
+    assert not found
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def write_all(folder: Path, mask: int) -> dict[str, int]:
+    """Modes of all that a save, a delta folder and a conversion write."""
+    os.umask(mask)
+    model = ZeRO3(Model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    stream = DeltaStream(model)
+    checkpoint = save(folder / "new" / "root", model, optimizer).path
+    writer = DeltaWriter(folder / "new" / "deltas", stream)
+    writer.write_full(0)
+    writer.write(1)
+    command(["convert", str(checkpoint), str(folder / "new" / "converted")])
+    return {
+        str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode)
+        for path in (folder / "new").rglob("*")
+    } | {"new": stat.S_IMODE((folder / "new").stat().st_mode)}
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077], ids=oct)
+def test_files_have_the_users_umask_and_are_never_writable_for_all(
+    tmp_path: Path, mask: int
+) -> None:
+    (modes,) = run_ranks(1, write_all, tmp_path, mask)
+    assert len(modes) > 8
+    for name, mode in modes.items():
+        most = 0o775 if (tmp_path / name).is_dir() else 0o664
+        assert mode == most & ~mask, f"{name}: {mode:o}"
+
+
+def load_forged(root: Path) -> list[str]:
+    """What loads of checkpoints that lead elsewhere say."""
+    model = ZeRO3(Model())
+    folder = save(root, model).path
+    elsewhere = shutil.copytree(folder, root.parent / "elsewhere")
+    weights = next(folder.glob("*.safetensors"))
+    said = []
+    for way in ("link", "absolute link", "pipe", "manifest"):
+        path = folder / "checkpoint.json" if way == "manifest" else weights
+        data = path.read_bytes()
+        path.unlink()
+        if way == "pipe":
+            os.mkfifo(path)
+        else:
+            target = elsewhere / path.name
+            is_relative = way == "link"
+            path.symlink_to(os.path.relpath(target, folder) if is_relative else target)
+        try:
+            load(root, model)
+            said.append("loaded")
+        except CheckpointError as error:
+            said.append(str(error))
+        path.unlink()
+        path.write_bytes(data)
+    load(root, model)
+    return said
+
+
+def test_links_and_pipes_inside_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    (said,) = run_ranks(1, load_forged, tmp_path / "root")
+    assert ["symbolic link" in each or "no regular file" in each for each in said] == [True] * 4
+
+
+def listening() -> set[str]:
+    """Local addresses on which this process listens, as the kernel lists them."""
+    own = set()
+    for each in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(os.readlink(each))
+        except OSError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.add(fields[1])
+    return found
+
+
+def train_and_look() -> tuple[list[str], list[str]]:
+    before = listening()
+    model = ZeRO3(Model(), auto_wrap_policy={nn.Linear})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return sorted(before), sorted(listening() - before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="Linux lists sockets there")
+def test_only_gloo_listens_and_on_its_own_address() -> None:
+    for before, new in run_ranks(2, train_and_look):
+        addresses = {address.split(":")[0] for address in [*before, *new]}
+        local = {address_of("127.0.0.1")}
+        assert before, "gloo listens"
+        assert addresses <= local, addresses
+
+
+def address_of(text: str) -> str:
+    return socket.inet_aton(text)[::-1].hex().upper()
