@@ -122,6 +122,9 @@ class FlatParam:
         )
         self.version = self._slice_version = -1
         self._may_change_unseen = False
+        self._apart: list[nn.Parameter] = []
+        """Sharded parameters whose `.data` was assigned, here or by a user: they count their own
+        versions, and writes into them leave the main shard's as it is."""
         self.post_forward_shard = None
         self.params_on = params_on
         if params_on is None:
@@ -183,6 +186,7 @@ class FlatParam:
         if kept is not None and is_same and lies_alike:
             sharded = kept  # An optimizer may hold it, with state of this range.
             sharded.data = part
+            self._apart.append(sharded)
         else:
             sharded = nn.Parameter(part, requires_grad=original.parameter.requires_grad)
         copy_attributes(original.parameter, sharded)
@@ -253,12 +257,20 @@ class FlatParam:
             self._storage.resize_(0)
 
     @property
-    def is_stale(self) -> bool:
-        """Whether the main shard's version changed since the compute shard was written.
+    def main_version(self) -> int:
+        """Grows with each write into the main shard that torch counts.
 
         torch's version counter does not see writes through `.data`; see `mark_stale`.
         """
-        return self.version != self.main_shard._version
+        version = self.main_shard._version
+        if self._apart:
+            version += sum(parameter._version for parameter in self._apart)
+        return version
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the main shard was written since the compute shard was."""
+        return self.version != self.main_version
 
     def mark_stale(self) -> None:
         """Have the compute shard written again before its next use.
@@ -299,13 +311,13 @@ class FlatParam:
         Runs on the current stream; does not block the host unless offloaded memory is not pinned.
         """
         self.post_forward_shard = None
-        if self.has_compute_shard and self._slice_version != self.main_shard._version:
+        if self.has_compute_shard and self._slice_version != self.main_version:
             source = self.main_shard
             if self.params_on is not None:
                 source = torch.empty_like(source, device=self.full.device)
                 source.copy_(self.main_shard, non_blocking=True)
             pack_(self.compute_slice, [source], self._whole_shard)
-        self.version = self.main_shard._version
+        self.version = self.main_version
 
     @property
     def slice_beside_main(self) -> torch.Tensor | None:
@@ -325,13 +337,13 @@ class FlatParam:
     @property
     def slice_is_current(self) -> bool:
         """Whether the slice of the compute shard has the values that the main shard has now."""
-        return self.main_shard._version in (self.version, self._slice_version)
+        return self.main_version in (self.version, self._slice_version)
 
     def note_slice_written(self) -> None:
         """An optimizer has written all of the slice: the cast before the next gather is left out,
         unless the main shard changes before."""
         if not self._may_change_unseen:
-            self._slice_version = self.main_shard._version
+            self._slice_version = self.main_version
 
     def watch_data(self) -> None:
         """Note when somebody takes `.data` of a sharded parameter; see core/data_watch.py."""
@@ -376,6 +388,8 @@ class FlatParam:
             )
         own.copy_(new)
         parameter.data = own
+        if all(parameter is not each for each in self._apart):
+            self._apart.append(parameter)
 
     def update_requires_grad(self) -> bool:
         """Copy `requires_grad` from sharded to unsharded parameters; True if any changed."""

@@ -100,12 +100,13 @@ class VerifiedContext(RuntimeContext):
         return pending
 
     def _checksum_of(self, shard: torch.Tensor) -> torch.Tensor:
+        version = self._resting.version_of(shard)
         known = self._checksums.get(id(shard))
-        if known is not None and known[0]() is shard and known[1] == shard._version:
+        if known is not None and known[0]() is shard and known[1] == version:
             return known[2]
         noted = self._resting.checksum_of(shard)
         checksum = word_sums([shard]) if noted is None else _tensor([noted], shard.device)
-        self._checksums[id(shard)] = weakref.ref(shard), shard._version, checksum
+        self._checksums[id(shard)] = weakref.ref(shard), version, checksum
         return checksum
 
     def _gathered(

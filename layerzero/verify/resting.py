@@ -41,12 +41,20 @@ class Resting:
         self._noted: dict[int, _Noted] = {}
         self._homes: dict[int, tuple[FlatParam, str]] = {}
         """Of each sharded parameter, by id: its flat parameter, and what to call its main shard."""
+        self._of_shard: dict[int, FlatParam] = {}
+        """Flat parameters by the id of their main shard."""
+
+    def version_of(self, tensor: torch.Tensor) -> int:
+        """Of a main shard, that of its pieces as well: after `rewrap` they count their own."""
+        handle = self._of_shard.get(id(tensor))
+        is_shard = handle is not None and handle.main_shard is tensor
+        return handle.main_version if handle is not None and is_shard else tensor._version
 
     def checksum_of(self, tensor: torch.Tensor) -> int | None:
         """The checksum that `tensor` must have; None: it is not known."""
         noted = self._noted.get(id(tensor))
         is_same = noted is not None and noted.tensor_ref() is tensor
-        if noted is None or not is_same or noted.version != tensor._version:
+        if noted is None or not is_same or noted.version != self.version_of(tensor):
             return None
         return noted.checksum
 
@@ -74,6 +82,7 @@ class Resting:
             for handle in unit.handles
             for parameter in handle.sharded_params
         }
+        self._of_shard = {id(handle.main_shard): handle for handle, _ in self._homes.values()}
         return self._homes
 
     def _note(self, found: list[tuple[torch.Tensor, str]]) -> None:
@@ -81,7 +90,9 @@ class Resting:
             del self._noted[number]
         checksums = _checksums([tensor for tensor, _ in found])
         for (tensor, label), checksum in zip(found, checksums, strict=True):
-            self._noted[id(tensor)] = _Noted(weakref.ref(tensor), tensor._version, checksum, label)
+            self._noted[id(tensor)] = _Noted(
+                weakref.ref(tensor), self.version_of(tensor), checksum, label
+            )
 
     def changed(self) -> list[str]:
         """What has changed though nobody wrote it, in words. Not collective; may block the host."""
@@ -89,7 +100,8 @@ class Resting:
         alive = [
             (tensor, noted)
             for noted in self._noted.values()
-            if (tensor := noted.tensor_ref()) is not None and tensor._version == noted.version
+            if (tensor := noted.tensor_ref()) is not None
+            and self.version_of(tensor) == noted.version
         ]
         checksums = _checksums([tensor for tensor, _ in alive])
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -232,3 +233,29 @@ def _precision() -> None:
 
 def test_the_arguments_are_those_of_the_first_time() -> None:
     run_ranks(1, _precision)
+
+
+def _pregathered() -> None:
+    for zero3_size, verify in itertools.product((None, 1), (None, "always")):
+        torch.manual_seed(0)
+        model = ZeRO3(Mlp(), auto_wrap_policy={Block}, zero3_size=zero3_size, verify=verify)
+        layerzero.rewrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x = torch.randn(2, WIDTH)
+        for steps in (True, False):
+            model(x).sum().backward()
+            layerzero.pregather(model)
+            optimizer.step() if steps else _halve(model)
+            with torch.no_grad():
+                ahead = model(x)
+                assert torch.equal(ahead, model(x)), "computed with the weights of before"
+
+
+@torch.no_grad()
+def _halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
+def test_units_gathered_before_a_step_are_gathered_again_after_it() -> None:
+    run_ranks(2, _pregathered)

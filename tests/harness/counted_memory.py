@@ -32,11 +32,12 @@ def measure(
     batch: tuple[tuple[Any, ...], dict[str, Any]],
     optimizer: str,
     arguments: dict[str, Any],
-    steps: int = 3,
+    steps: int = 10,
 ) -> Measured:
     """The most that lives in any of `steps` steps after a first one. Collective.
 
-    `resting` is without the batch.
+    How late a thread of gloo frees what a reduction held differs from step to step, and so does
+    the peak: a plan has the highest, which few steps may miss. `resting` is without the batch.
     """
     count = StorageCount()
     with count.watching(), _threads_counted(count):
