@@ -151,7 +151,6 @@ class _Reads(nn.Module):
         ({"module": "tower"}, TypeError, "expected an nn.Module"),
         ({"device": "cuda", "offload": OffloadPolicy(params=True)}, NotImplementedError, "offload"),
     ],
-    ids=str,
 )
 def test_bad_arguments_are_refused(change: Any, error: type[Exception], text: str) -> None:
     arguments = {
