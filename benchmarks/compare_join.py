@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from watched_ranks import Watched, run
+from watched_ranks import Watched, compared, run
 
 WIDTH = 64
 COUNTS = (5, 3)
@@ -134,14 +134,7 @@ def verdict(result: Watched, single: list[list[float]]) -> str:
             found.append(f"rank {rank} {'fails' if error else 'hangs'}{step}")
     if found:
         return ", ".join(found)
-    pairs = [
-        (a, b)
-        for own, other in zip(losses, single, strict=True)
-        for a, b in zip(own, other, strict=True)
-    ]
-    if all(abs(a - b) < 1e-5 * abs(b) for a, b in pairs):
-        return "trains, with the losses of one process"
-    return f"trains, with OTHER LOSSES than one process: {pairs}"
+    return compared(losses, single)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from common import environment, loopback, print_json, print_table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from watched_ranks import Watched, named, plural_s, run
+from watched_ranks import Watched, compared, named, plural_s, run
 
 WIDTH = 64
 HAS_IMAGE = ((True, True), (True, True), (True, False), (False, True), (False, False), (True, True))
@@ -143,14 +143,7 @@ def verdict(result: Watched, single: list[list[float]]) -> str:
         )
     if failed:
         return f"{failed} fail{plural_s(failed)} in step {step}"
-    pairs = [
-        (a, b)
-        for own, other in zip(losses, single, strict=True)
-        for a, b in zip(own, other, strict=True)
-    ]
-    if all(abs(a - b) < 1e-5 * abs(b) for a, b in pairs):
-        return "trains, with the losses of one process"
-    return f"trains, with OTHER LOSSES than one process: {pairs}"
+    return compared(losses, single)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,3 +80,15 @@ def named(chosen: Iterable[bool]) -> str:
 
 def plural_s(subject: str) -> str:
     return "" if subject == "both ranks" else "s"
+
+
+def compared(losses: Sequence[Sequence[float]], single: Sequence[Sequence[float]]) -> str:
+    """What to say of a run that ended, whose losses on each rank one process has as `single`."""
+    pairs = [
+        (a, b)
+        for own, other in zip(losses, single, strict=True)
+        for a, b in zip(own, other, strict=True)
+    ]
+    if all(abs(a - b) < 1e-5 * abs(b) for a, b in pairs):
+        return "trains, with the losses of one process"
+    return f"trains, with OTHER LOSSES than one process: {pairs}"
