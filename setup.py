@@ -207,6 +207,7 @@ NATIVE = Extension(
             "crc32",
             "delta",
             "module",
+            "ordered_squares",
             "ordered_sum",
             "pack",
             "parallel",

@@ -50,6 +50,9 @@ _HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _HAS_SINGLE else "_allgather_base"
 _REDUCE_SCATTER = "reduce_scatter_single" if _HAS_SINGLE else "_reduce_scatter_base"
 
+Add = Callable[[torch.Tensor, list[torch.Tensor], float], object]
+"""Writes the sum of parts, times a scale; see `reduce_in_order`."""
+
 
 class Operation(NamedTuple):
     """Identifies one collective: verb, unit, sequence number within this model."""
@@ -219,6 +222,7 @@ def reduce_scatter(
     deterministic: bool = False,
     order: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
+    add: Add = ordered_sum_,
 ) -> tuple[torch.Tensor, Pending]:
     """Sum chunk r of every rank's `chunks` on rank r. Collective; does not block the host.
 
@@ -229,6 +233,7 @@ def reduce_scatter(
         deterministic: sum in rank order, in float32 at least, on every backend; gloo always does.
         order: rank r receives chunk order[r] instead of r; used only where the engine sums.
         out: [chunk_numel] memory for the sum, in the dtype of what is returned; None: new memory.
+        add: see `reduce_in_order`; used only where the engine sums.
 
     Returns:
         ([chunk_numel] scaled sum, valid after `wait()` of the handle; the handle). The sum is
@@ -250,7 +255,7 @@ def reduce_scatter(
         if scale != 1.0:
             pending.then(lambda: _scale(summed, scale))
         return summed, pending
-    return reduce_in_order(chunks, group, operation, scale, order, out)
+    return reduce_in_order(chunks, group, operation, scale, order, out, add)
 
 
 def reduce_in_order(
@@ -260,7 +265,7 @@ def reduce_in_order(
     scale: float = 1.0,
     order: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
-    add: Callable[[torch.Tensor, list[torch.Tensor], float], object] = ordered_sum_,
+    add: Add = ordered_sum_,
 ) -> tuple[torch.Tensor, Pending]:
     """`reduce_scatter` as an all-to-all and a sum by the engine, which `add` does.
 

@@ -20,6 +20,9 @@ LIBRARY.define(
     "pack_(Tensor(a!) out, Tensor[] srcs, Tensor segs, float scale, bool nt=False) -> ()"
 )
 LIBRARY.define("ordered_sum_(Tensor(a!) out, Tensor[] parts, float scale) -> ()")
+LIBRARY.define(
+    "ordered_sum_squares_(Tensor(a!) out, Tensor(b!) squares, Tensor[] parts, float scale) -> ()"
+)
 LIBRARY.define("crc32(Tensor data, int value=0) -> int")
 LIBRARY.define(
     "flat_step_(int kind, Tensor(a!) main, Tensor grad, Tensor(b!)[] states, Tensor(c!)[] scales, "
@@ -30,6 +33,9 @@ LIBRARY.define("word_sums_(Tensor(a!) out, Tensor[] xs) -> ()")
 LIBRARY.define("sum_squares_(Tensor(a!) out, Tensor x) -> ()")
 LIBRARY.impl("flat_step_", step_reference.flat_step_, "CompositeExplicitAutograd")
 LIBRARY.impl("sum_squares_", step_reference.sum_squares_, "CompositeExplicitAutograd")
+LIBRARY.impl(
+    "ordered_sum_squares_", step_reference.ordered_sum_squares_, "CompositeExplicitAutograd"
+)
 LIBRARY.impl("word_sums_", word_sums_, "CompositeExplicitAutograd")
 LIBRARY.impl("pack_", reference.pack_, "CompositeExplicitAutograd")
 LIBRARY.impl("ordered_sum_", reference.ordered_sum_, "CompositeExplicitAutograd")
@@ -50,6 +56,12 @@ def _fake_ordered_sum(out: torch.Tensor, parts: Sequence[torch.Tensor], scale: f
     reference.check_ordered_sum(out, parts)
 
 
+def _fake_ordered_sum_squares(
+    out: torch.Tensor, squares: torch.Tensor, parts: Sequence[torch.Tensor], scale: float
+) -> None:
+    reference.check_ordered_sum(out, parts)
+
+
 def _fake_flat_step(kind: int, *given: Any) -> None:
     step_reference.check_flat_step(kind, step_reference.StepTensors.split(given)[0])
 
@@ -64,6 +76,9 @@ def _fake_sum_squares(out: torch.Tensor, x: torch.Tensor) -> None:
 
 torch.library.register_fake("layerzero::flat_step_", _fake_flat_step, lib=LIBRARY)
 torch.library.register_fake("layerzero::sum_squares_", _fake_sum_squares, lib=LIBRARY)
+torch.library.register_fake(
+    "layerzero::ordered_sum_squares_", _fake_ordered_sum_squares, lib=LIBRARY
+)
 torch.library.register_fake("layerzero::word_sums_", _fake_word_sums, lib=LIBRARY)
 torch.library.register_fake("layerzero::pack_", _fake_pack, lib=LIBRARY)
 torch.library.register_fake("layerzero::ordered_sum_", _fake_ordered_sum, lib=LIBRARY)

@@ -21,7 +21,12 @@ class Gradient(NamedTuple):
     parts: list[torch.Tensor]
     flat: torch.Tensor
     offsets: list[int]
-    is_copy: bool
+    base: torch.Tensor | None
+    """What they are views of; None: `flat` is a copy."""
+
+    @property
+    def is_copy(self) -> bool:
+        return self.base is None
 
     def is_of(self, numbers: list[int] | None, parts: list[torch.Tensor]) -> bool:
         """Whether it is made of these tensors."""
@@ -32,23 +37,32 @@ class Gradient(NamedTuple):
         )
 
 
-def flatten(numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype) -> Gradient:
-    """The buffer that gradients are views of; or, if there is none, a copy of them in one.
-
-    Raises:
-        RuntimeError: a gradient is sparse.
-    """
+def find_buffer(
+    numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype
+) -> Gradient | None:
+    """The buffer that gradients are views of, if there is one."""
     base = next((each._base for each in parts if each.numel()), None)
-    if (
+    if not (
         base is not None
         and base.dtype == dtype
         and base.is_contiguous()
         and all(map(is_, map(_base_of, parts), repeat(base)))
         and all(map(torch.Tensor.is_contiguous, parts))
     ):
-        start = base.storage_offset()
-        offsets = [offset - start for offset in map(_offset_of, parts)]
-        return Gradient(numbers, parts, base.detach().view(-1), offsets, is_copy=False)
+        return None
+    start = base.storage_offset()
+    offsets = [*map(_offset_of, parts)]
+    if start:
+        offsets = [offset - start for offset in offsets]
+    return Gradient(numbers, parts, base.detach().view(-1), offsets, base)
+
+
+def copy_of(numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype) -> Gradient:
+    """Gradients copied into one buffer.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
     if any(each.layout is not torch.strided for each in parts):
         raise RuntimeError("sparse gradients are not supported; use to_dense()")
     end = 0
@@ -57,4 +71,4 @@ def flatten(numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.d
         offsets.append(end)
         end += each.numel()
     copied = torch.cat([each.detach().reshape(-1).to(dtype) for each in parts])
-    return Gradient(numbers, parts, copied, offsets, is_copy=True)
+    return Gradient(numbers, parts, copied, offsets, None)

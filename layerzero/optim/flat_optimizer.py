@@ -20,6 +20,7 @@ from layerzero.optim.flat_state import FlatState, Pairs, Step
 from layerzero.optim.in_backward import wanted_of, whole_groups
 from layerzero.optim.norm import Part, global_power
 from layerzero.optim.quant_state import QuantState
+from layerzero.runtime.chunk_squares import ChunkSquares
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each
 from layerzero.runtime.unit import Unit
@@ -76,6 +77,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._given: list[list[nn.Parameter]] = []
         self._factor: torch.Tensor | None = None
         self._watched: RootState | None = None
+        self._reduced = ChunkSquares()
         self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
         self._kept_states: list[Any] = []
         self._exchanges: dict[tuple[int, ...], list[EdgeExchange]] = {}
@@ -444,7 +446,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Sum squares while gradients are delivered, from now on."""
         if root is not None and self._watched is not root and not root.reducer.uses_up_gradients:
             root.reducer.watch_delivered(self._on_delivered)
-            self._watched = root
+            self._watched, self._reduced = root, root.context.chunk_squares()
 
     def _members_of(self, root: RootState, flats: list[FlatState]) -> Clipped:
         """The parameters to clip, looked for again where flat states or units are others."""
@@ -473,10 +475,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         return power.sqrt() if is_wide else power.sqrt().float()
 
     def _on_delivered(self, unit: Unit | None) -> None:
-        if unit is not None:
-            for flat in self._flats or ():
-                if flat.home.unit is unit:
-                    flat.note_delivered()
+        if unit is None:
+            self._reduced.clear()
+            return
+        for flat in self._flats or ():
+            if flat.home.unit is unit:
+                flat.note_delivered(self._reduced)
 
 
 def _are_same(groups: list[list[nn.Parameter]], known: list[list[nn.Parameter]]) -> bool:

@@ -22,9 +22,10 @@ from torch import nn
 
 from layerzero.ops import flat_step_, step_reference, sum_squares
 from layerzero.ops.step_reference import StepTensors
-from layerzero.optim.flat_gradient import Gradient, flatten
+from layerzero.optim.flat_gradient import Gradient, copy_of, find_buffer
 from layerzero.optim.flat_homes import Held, Home
 from layerzero.optim.huge_pages import prefer_huge_pages
+from layerzero.runtime.chunk_squares import ChunkSquares
 
 _grad_of: Callable[[Any], Any] = vars(torch._C.TensorBase)["grad"].__get__
 _ALIGNMENT = 16
@@ -71,6 +72,7 @@ class FlatState:
         self._all = home.parameters
         self._members: list[int] = []
         self._known: tuple[Gradient, int, torch.Tensor] | None = None
+        self._filling: tuple[list[int], bool] | None = None
         self._make([], {})
 
     # Memory ---------------------------------------------------------------------------------
@@ -162,8 +164,10 @@ class FlatState:
 
     # Gradients ------------------------------------------------------------------------------
 
-    def _collect(self, wanted: Container[nn.Parameter] | None = None) -> Gradient | None:
-        """The gradients of its parameters; None: there is none.
+    def _collect(
+        self, wanted: Container[nn.Parameter] | None = None
+    ) -> tuple[list[int] | None, list[torch.Tensor]]:
+        """The gradients of its parameters, and the numbers of the members that have one; None: all.
 
         Parameters that have a gradient for the first time become members.
         """
@@ -173,7 +177,7 @@ class FlatState:
             and all(map(is_, map(_grad_of, self._others), repeat(None)))
             and not any(map(is_, parts, repeat(None)))
         ):
-            return self._flatten(None, parts) if parts else None
+            return None, parts
         have = [
             i
             for i, each in enumerate(self._all)
@@ -185,45 +189,62 @@ class FlatState:
         numbers = [number_of[i] for i in have]
         is_all = len(numbers) == len(self._members)
         parts = [parameter.grad for i in have if (parameter := self._all[i]).grad is not None]
-        return self._flatten(None if is_all else numbers, parts) if parts else None
+        return None if is_all else numbers, parts
 
-    def _flatten(self, numbers: list[int] | None, parts: list[torch.Tensor]) -> Gradient:
+    def _buffer_of(self, numbers: list[int] | None, parts: list[torch.Tensor]) -> Gradient | None:
+        """The buffer that gradients are views of, if there is one."""
         known = self._known
         if known is not None and known[0].is_of(numbers, parts):
             return known[0]
-        return flatten(numbers, parts, self.home.main.dtype)
+        return find_buffer(numbers, parts, self.home.main.dtype)
 
-    def note_delivered(self) -> None:
-        """Remember the gradients as they are, and the sum of their squares."""
+    def note_delivered(self, reduced: ChunkSquares) -> None:
+        """Remember the gradients as they are, and the sum of their squares: that of the reduction
+        if they are what it left."""
         self._known = None
-        gradient = self._collect()
-        # A copy is not kept: it would take the memory of the gradients once more.
-        if gradient is not None and not gradient.is_copy:
-            self._known = gradient, gradient.flat._version, self._squares(gradient)
+        gradient = self._buffer_of(*self._collect())
+        if gradient is None or gradient.base is None:
+            return
+        squares = reduced.of(gradient.base) if self._fills(gradient) else None
+        if squares is None:
+            squares = self._squares(gradient.parts, gradient)
+        self._known = gradient, gradient.flat._version, squares
 
     def squares(self) -> torch.Tensor:
         """The sum of squares of the gradients, a float64 scalar."""
-        gradient, known = self._collect(), self._known
-        if gradient is None:
-            return torch.zeros((), dtype=torch.float64, device=self.home.main.device)
+        numbers, parts = self._collect()
+        gradient, known = self._buffer_of(numbers, parts), self._known
         if known is not None and known[0] is gradient and known[1] == gradient.flat._version:
             return known[2]
-        return self._squares(gradient)
+        return self._squares(parts, gradient)
 
-    def _squares(self, gradient: Gradient) -> torch.Tensor:
-        parts = [each for each in gradient.parts if each.numel()]
-        if not parts:
-            return torch.zeros((), dtype=torch.float64, device=gradient.flat.device)
-        handle = self.home.handle
-        if handle is not None and len(gradient.parts) == len(handle.sharded_params):
-            # All that is in the buffer are these gradients and zeros between them.
+    def _squares(self, parts: list[torch.Tensor], gradient: Gradient | None) -> torch.Tensor:
+        if gradient is not None and self._fills(gradient):
             return sum_squares(gradient.flat)
-        return torch.stack([*map(sum_squares, parts)]).sum()
+        sums = [sum_squares(each) for each in parts if each.numel()]
+        zero = torch.zeros((), dtype=torch.float64, device=self.home.main.device)
+        return torch.stack(sums).sum() if sums else zero
+
+    def _fills(self, gradient: Gradient) -> bool:
+        """Whether its buffer has the layout of the main shard: all that is in it are the gradients,
+        and zeros between them."""
+        handle = self.home.handle
+        if handle is None or len(gradient.parts) != len(handle.sharded_params):
+            return False
+        known = self._filling
+        if known is None or known[0] != gradient.offsets:
+            known = self._filling = (
+                gradient.offsets,
+                all(
+                    held.offset == offset or not held.parameter.numel()
+                    for held, offset in zip(self.home.held, gradient.offsets, strict=True)
+                ),
+            )
+        return known[1] and gradient.flat.numel() == self.home.main.numel()
 
     def largest(self) -> torch.Tensor:
         """The largest magnitude of the gradients, NaN if one is; a scalar."""
-        gradient = self._collect()
-        parts = [] if gradient is None else [each for each in gradient.parts if each.numel()]
+        parts = [each for each in self._collect()[1] if each.numel()]
         if not parts:
             return torch.zeros((), dtype=torch.float64, device=self.home.main.device)
         return torch.stack([each.abs().amax().double() for each in parts]).amax()
@@ -249,9 +270,12 @@ class FlatState:
             factor: a float32 scalar by which gradients are multiplied.
             wanted: the parameters to step; None: all.
         """
-        gradient = self._collect(wanted)
-        if gradient is None:
+        numbers, parts = self._collect(wanted)
+        if not parts:
             return None
+        gradient = self._buffer_of(numbers, parts)
+        if gradient is None:
+            gradient = copy_of(numbers, parts, self.home.main.dtype)
         if self.steps._version != self._steps_version:
             self._read_steps()
         table, keys = self._table_for(gradient)

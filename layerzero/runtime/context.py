@@ -15,8 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from layerzero.comm import collectives
+from layerzero.comm.collectives import Add
 from layerzero.comm.streams import Event, Streams
 from layerzero.core.groups import ShardGroup
+from layerzero.ops import ordered_sum_
+from layerzero.runtime.chunk_squares import ChunkSquares
 from layerzero.runtime.operations import Operations
 from layerzero.runtime.rate_limiter import RateLimiter
 
@@ -41,6 +44,8 @@ class RuntimeContext:
     """Whether autograd is running a backward pass of this model."""
     weights_written: Event
     """Event after the last change of main shards on the compute stream."""
+    add: Add
+    """What sums gradients over ranks, where the engine itself does."""
     shard_uploaded: Event
     """Event after the last copy of a main shard from the host; None once the host waited for it."""
 
@@ -63,6 +68,8 @@ class RuntimeContext:
         self.in_backward = False
         self.weights_written = None
         self.shard_uploaded = None
+        self.add = ordered_sum_
+        self._squares: ChunkSquares | None = None
         self._profiling = torch.autograd._profiler_enabled
         self._logs = False
 
@@ -81,6 +88,18 @@ class RuntimeContext:
         """Return the names passed to `note_replaced` since the last call, and clear them."""
         replaced, self.replaced = self.replaced, []
         return replaced
+
+    def chunk_squares(self) -> ChunkSquares:
+        """Sum the squares of gradients while they are summed over ranks, from now on."""
+        if self._squares is None:
+            self._squares = ChunkSquares()
+            self.add = self._squares.add
+        return self._squares
+
+    def drop_squares(self) -> None:
+        """The gradients of this backward pass are dropped."""
+        if self._squares is not None:
+            self._squares.clear()
 
     # What verification replaces (layerzero/verify) --------------------------------------------
 

@@ -212,6 +212,7 @@ class GradientReducer:
         self._in_flight = []
         self._undelivered = []
         self._num_waiting = 0
+        self._context.drop_squares()
 
     def _exchange_presence(
         self, reductions: list[Reduction]

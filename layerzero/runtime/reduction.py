@@ -174,6 +174,7 @@ class Reduction:
             deterministic=options.deterministic,
             order=None if placement.world is None else placement.world_slices,
             out=result if is_only_hop else None,
+            add=context.add,
         )
         if is_only_hop:
             # The ordinary case: no work depends on the result of the only hop. `stream.run` would
@@ -200,7 +201,12 @@ class Reduction:
                 # Sums are float32 at least; the second hop sends the reduce dtype.
                 travels = chunk.to(gradients.buffer.dtype)
                 chunk, second = context.reduce_scatter(
-                    travels, groups[1], operations[1], scales[1], options.deterministic
+                    travels,
+                    groups[1],
+                    operations[1],
+                    scales[1],
+                    options.deterministic,
+                    add=context.add,
                 )
                 second.wait()
             if copies:

@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.comm import collectives
-from layerzero.comm.collectives import Operation, Pending, gather_small
+from layerzero.comm.collectives import Add, Operation, Pending, gather_small
 from layerzero.comm.texts import gather_texts
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
@@ -123,20 +123,23 @@ class VerifiedContext(RuntimeContext):
         deterministic: bool = False,
         order: Sequence[int] | None = None,
         out: torch.Tensor | None = None,
+        add: Add = ordered_sum_,
     ) -> tuple[torch.Tensor, Pending]:
         """`collectives.reduce_scatter`, checked: chunks are sent as they are, and summed here."""
         if not self._records:
             return collectives.reduce_scatter(
-                chunks, group, operation, scale, deterministic, order, out
+                chunks, group, operation, scale, deterministic, order, out, add
             )
         own = chunks.chunk(group.size)
         sent = _of_peers(own if order is None else [own[place] for place in order], group)
 
-        def add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
+        def check_and_add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
             self._wire.note(operation, group, sent, _of_peers(parts, group))
-            ordered_sum_(summed, parts, scale)
+            add(summed, parts, scale)
 
-        return collectives.reduce_in_order(chunks, group, operation, scale, order, out, add)
+        return collectives.reduce_in_order(
+            chunks, group, operation, scale, order, out, check_and_add
+        )
 
     # What is kept ---------------------------------------------------------------------------
 

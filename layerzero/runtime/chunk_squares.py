@@ -1,0 +1,36 @@
+"""ChunkSquares: sums of squares of gradients, taken in the pass that sums them over ranks.
+
+Only where the engine itself adds, on the CPU (`ordered_sum_`). A sum counts as long as its chunk is
+the same tensor in the same version: whoever adds to `.grad` or scales it changes that.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from layerzero.ops import ordered_sum_, ordered_sum_squares_
+
+
+class ChunkSquares:
+    """What is known of the chunks of the backward pass that is running."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def add(self, out: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
+        """`ordered_sum_`. May be called from several threads."""
+        if out.device.type != "cpu" or out.dtype.is_complex:
+            ordered_sum_(out, parts, scale)
+            return
+        squares = ordered_sum_squares_(out, parts, scale)
+        # The chunk itself, so that its `id` stays its own.
+        self._known[id(out)] = out, out._version, squares
+
+    def of(self, chunk: torch.Tensor) -> torch.Tensor | None:
+        """The sum of its squares as it is now, a float64 scalar; None: unknown."""
+        known = self._known.get(id(chunk))
+        return None if known is None or known[1] != chunk._version else known[2]
+
+    def clear(self) -> None:
+        """The chunks are delivered, or dropped."""
+        self._known.clear()

@@ -1,0 +1,206 @@
+"""The gradient norm that reductions take on the way: no pass of its own, and never a stale one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import layerzero
+import layerzero.optim.flat_state as flat_state
+from layerzero import MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
+from layerzero.optim import SGD, AdamW
+from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks
+from tests.harness.compare import zero3
+from tests.harness.models import Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import forward_backward
+
+_BF16 = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+
+
+@contextmanager
+def _passes() -> Iterator[list[int]]:
+    """Elements of each pass over gradients that only sums squares."""
+    found: list[int] = []
+    real: Callable[[torch.Tensor], torch.Tensor] = vars(flat_state)["sum_squares"]
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        found.append(x.numel())
+        return real(x)
+
+    vars(flat_state)["sum_squares"] = counted
+    try:
+        yield found
+    finally:
+        vars(flat_state)["sum_squares"] = real
+
+
+def _batch(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    return torch.randn(2, 5, generator=generator)
+
+
+def _watched(**options: Any) -> tuple[ZeRO3, AdamW]:
+    model = zero3(Mlp, Block, **options)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    optimizer.clip_grad_norm_(1.0)
+    return model, optimizer
+
+
+def _assert_right(model: ZeRO3, optimizer: AdamW, what: str) -> None:
+    norm = optimizer.clip_grad_norm_(1e9)
+    wide = [each.grad.double() for each in model.parameters() if each.grad is not None]
+    like = [each for each in model.parameters() if each.grad is not None]
+    true = layerzero.global_norm(wide, like=like).float()
+    torch.testing.assert_close(norm, true, rtol=2e-7, atol=0, msg=lambda text: f"{what}: {text}")
+    assert_same_on_all_ranks(norm, what)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(1.0)  # A new version: what was known no longer counts.
+    assert_bitwise(optimizer.clip_grad_norm_(1e9), norm, what)
+
+
+def _settings() -> list[tuple[dict[str, Any], bool]]:
+    """Options of the model, and whether the reduction's last pass is the engine's sum."""
+    world = dist.get_world_size()
+    found: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        (_BF16, True),
+        ({"reduction": ReductionPolicy(in_flight="1GB")}, True),
+        ({"verify": "always"}, True),
+        ({"offload": OffloadPolicy(params=True)}, False),
+    ]
+    if world == 4:
+        found += [({"zero3_size": 2}, True), ({"zero3_size": 2, "outer": "replicate"}, False)]
+    return found
+
+
+def _no_pass() -> None:
+    for options, is_folded in _settings():
+        model, optimizer = _watched(**options)
+        for step in range(3):
+            with _passes() as passes:
+                forward_backward(model, _batch(step))
+                optimizer.clip_grad_norm_(0.1)
+                optimizer.step()
+            assert not (is_folded and passes), f"{options}: {passes}"
+            optimizer.zero_grad()
+        forward_backward(model, _batch(9))
+        _assert_right(model, optimizer, str(options))
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_no_pass_sums_squares_alone(world_size: int) -> None:
+    run_ranks(world_size, _no_pass)
+
+
+def _scale(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(3.0)
+
+
+def _replace_one(model: nn.Module) -> None:
+    parameter = next(each for each in model.parameters() if each.numel())
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 5.0
+
+
+def _drop_one(model: nn.Module) -> None:
+    next(each for each in model.parameters() if each.numel()).grad = None
+
+
+def _move_to_one_buffer(model: nn.Module) -> None:
+    """As trainers do that keep the gradients of the whole model in one buffer."""
+    parameters = [*model.parameters()]
+    grads = [each.grad.clone() for each in parameters if each.grad is not None]
+    parts = torch.cat(grads).split([each.numel() for each in grads])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part
+
+
+def _again(model: nn.Module) -> None:
+    forward_backward(model, _batch(77))
+
+
+def _accumulate(model: ZeRO3) -> None:
+    with model.no_sync():
+        forward_backward(model, _batch(78))
+    forward_backward(model, _batch(79))
+
+
+def _fail(model: nn.Module) -> None:
+    output = model(_batch(80))
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    output.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        output.sum().backward()
+    model(_batch(81))  # Ends the pass that failed.
+
+
+def _edits() -> None:
+    edits: list[Callable[[Any], None]] = [
+        *(_scale, _replace_one, _drop_one, _move_to_one_buffer, _again, _accumulate, _fail)
+    ]
+    for options in ({}, _BF16):
+        for edit in edits:
+            model, optimizer = _watched(**options)
+            for step in range(2):
+                forward_backward(model, _batch(step))
+                edit(model)
+                _assert_right(model, optimizer, f"{options} {edit.__name__}")
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def _quadruple(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(4.0)
+
+
+def _hooks_and_halves() -> None:
+    model = zero3(Mlp, Block)
+    parameters = [*model.parameters()]
+    halves = AdamW(parameters[::2], lr=1e-2), SGD(parameters[1::2], lr=1e-2)
+    for optimizer in halves:
+        optimizer.clip_grad_norm_(1.0)
+    for step in range(2):
+        forward_backward(model, _batch(step))
+        norms = [optimizer.clip_grad_norm_(1e9).double() for optimizer in halves]
+        true = layerzero.global_norm(model).double()
+        torch.testing.assert_close((norms[0] ** 2 + norms[1] ** 2).sqrt(), true)
+        for optimizer in halves:
+            optimizer.zero_grad()
+    model, optimizer = _watched()
+    for parameter in list(model.parameters())[::3]:
+        parameter.register_post_accumulate_grad_hook(_quadruple)
+        parameter.register_hook(lambda grad: grad * 2)
+    for step in range(2):
+        forward_backward(model, _batch(step))
+        _assert_right(model, optimizer, "hooks")
+        optimizer.zero_grad()
+    model, optimizer = _watched()
+    model.blocks[0].requires_grad_(False)
+    forward_backward(model, _batch(3))
+    _assert_right(model, optimizer, "frozen")
+
+
+def _stale() -> None:
+    _edits()
+    _hooks_and_halves()
+
+
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]
+)
+def test_a_norm_is_never_that_of_other_gradients(world_size: int) -> None:
+    run_ranks(world_size, _stale)
