@@ -81,6 +81,7 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_pad_copy.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_host_overhead.py
+	$(BIN)/python benchmarks/bench_host_work.py
 	$(BIN)/python benchmarks/bench_construction.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
 	$(BIN)/python benchmarks/bench_layered.py --plot ""

@@ -248,6 +248,7 @@ setup(
         "megatron": MEGATRON,
         "hf": HF,
         "ray": RAY,
+        "peers": ["deepspeed", "einops"],  # benchmarks alone; deepspeed 0.19 imports einops unasked
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy", "build", "codespell", "clang-format"],
         "docs": DOCS,

@@ -78,7 +78,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=args.measure, store=FakeStore())
     pair = dist.new_group([0, 1])
-    steps = {name: _make_step(name, args) for name in ["bare", *args.engines]}
+    steps = {
+        name: make_step(name, args.units, args.width, args.optimizer)
+        for name in ["bare", *args.engines]
+    }
 
     clock = _CollectiveClock()
     surplus: dict[str, list[float]] = {name: [] for name in steps}
@@ -124,15 +127,18 @@ def _summary(
     return result
 
 
-def _make_step(name: str, args: argparse.Namespace) -> Callable[[], None]:
+def make_step(
+    name: str, units: int, width: int, with_optimizer: bool = False
+) -> Callable[[], None]:
+    """Forward, backward and `zero_grad` of an engine's model of so many units."""
     torch.manual_seed(0)
-    model = ENGINES[name](nn.Sequential(*(Unit(args.width) for _ in range(args.units))), Unit)
+    model = ENGINES[name](nn.Sequential(*(Unit(width) for _ in range(units))), Unit)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batch = torch.randn(1, args.width)
+    batch = torch.randn(1, width)
 
     def step() -> None:
         model(batch).sum().backward()
-        if args.optimizer:
+        if with_optimizer:
             optimizer.step()
         optimizer.zero_grad()
 

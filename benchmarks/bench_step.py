@@ -3,7 +3,8 @@
 A transformer on gloo ranks of this machine, AdamW included. Every engine trains the same model on
 the same data with its defaults; the bare model trains without communication. The engines take turns
 in each round, so a ratio is within one round; the slowest rank counts. Peak bytes come from a
-separate untimed run (memory.py explains how they are counted).
+separate untimed run (memory.py explains how they are counted). DeepSpeed takes part where it is
+installed (peers.py).
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from common import (
 )
 from engines import ENGINES, Transformer, TransformerBlock
 from memory import peak_bytes, self_check
-from torch import Tensor
+from peers import PEERS, deepspeed, installed_peers
+from torch import Tensor, nn
 
+LEARNING_RATE = 3e-4
 SIZES = {"tiny": (64, 2), "6m": (256, 8), "25m": (512, 8)}  # width, layers
 
 
@@ -52,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_engine_flag(parser, tuple(ENGINES))
+    add_engine_flag(parser, (*ENGINES, *installed_peers()))
     parser.add_argument("--size", choices=SIZES, default="25m")
     parser.add_argument("--width", type=int, help="instead of the size's")
     parser.add_argument("--layers", type=int, help="instead of the size's")
@@ -130,13 +133,24 @@ def build(config: Config) -> Transformer:
 def make_step(name: str, config: Config) -> Callable[[], Tensor]:
     """One training step of an engine, each on its rank's next batch; returns the loss."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    model = ENGINES[name](build(config), TransformerBlock)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    if name in PEERS:
+        step = deepspeed(build(config), LEARNING_RATE, config.batch)
+    else:
+        step = _torch_step(ENGINES[name](build(config), TransformerBlock))
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
 
-    def step() -> Tensor:
-        batch = torch.randint(256, (config.batch, config.length + 1), generator=generator)
-        loss = model(batch)
+    def next_step() -> Tensor:
+        shape = (config.batch, config.length + 1)
+        return step(torch.randint(256, shape, generator=generator))
+
+    return next_step
+
+
+def _torch_step(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+    def step(batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -165,11 +179,11 @@ def _summary(timing: dict[str, Any], peaks: dict[str, int], names: list[str]) ->
         if engines and name != "bare"
     }
     if "layerzero" in names:
-        for other in ("fully_shard", "fsdp1"):
+        for other in ("fully_shard", "fsdp1", *PEERS):
             if other in over_bare and "layerzero" in over_bare:
                 spread = ratio(over_bare["layerzero"], over_bare[other])
                 result[f"over_bare_vs_{other}"] = spread.as_dict()
-        for other in ("ddp", "fully_shard", "fsdp1"):
+        for other in ("ddp", "fully_shard", "fsdp1", *PEERS):
             if other in times:
                 result[f"step_vs_{other}"] = ratio(times["layerzero"], times[other]).as_dict()
             if other in peaks:

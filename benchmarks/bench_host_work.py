@@ -1,0 +1,159 @@
+"""How much host work does an engine add to each unit in a step, counted instead of timed?
+
+Python frames, tensor operations and allocations of forward, backward and `zero_grad`, with the
+model and the fake process group of bench_host_overhead.py; the bare model's are subtracted. Counts
+are the same on every machine and under any load, so tests/distributed/test_host_work.py holds the
+engine to the committed ones.
+
+Frames are calls of Python functions; `own frames` are those of the engine's own files, which do
+not depend on torch's version. Operations are those that torch's profiler records, with those that
+an operation calls in turn, but without what a fake collective does itself, which is one copy for
+each rank; allocations are those of torch's CPU allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_host_overhead import make_step
+from common import add_engine_flag, environment, print_json, print_table
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+COMPARED = ("layerzero", "fully_shard", "fsdp1")
+KINDS = ("frames", "own_frames", "operations", "allocations")
+# Where each engine's own Python lies, below the folder of the package it is in.
+OWN = {
+    "layerzero": "layerzero",
+    "fully_shard": "torch/distributed/fsdp/_fully_shard",
+    "fsdp1": "torch/distributed/fsdp",
+}
+NAMESPACES = ("aten::", "c10d::", "fsdp::", "layerzero::")
+WARMUP_STEPS, STEPS = 4, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_engine_flag(parser, COMPARED)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[8, 512])
+    parser.add_argument("--units", type=int, default=24)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--count", type=int, metavar="WORLD_SIZE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.count is not None:
+        print_json(counted(args.engines, args.count, args.units, args.width))
+        return
+    results = {size: _in_own_process(size) for size in args.world_sizes}
+    for size, result in results.items():
+        _show(size, result)
+    print_json(
+        {
+            "benchmark": "host_work",
+            "config": {key: value for key, value in vars(args).items() if key != "count"},
+            "environment": environment(),
+            "world_sizes": results,
+        }
+    )
+
+
+def counted(
+    engines: list[str], world_size: int, units: int, width: int
+) -> dict[str, dict[str, float]]:
+    """For each engine, each kind of work of a unit and step over the bare model's.
+
+    Sets up the default group of this process: rank 0 of `world_size` ranks that move no bytes.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    totals = {}
+    for name in ["bare", *engines]:
+        step = make_step(name, units, width)
+        for _ in range(WARMUP_STEPS):
+            step()
+        frames, own = _frames(step, OWN.get(name))
+        operations, allocations = _operations_and_allocations(step)
+        totals[name] = dict(zip(KINDS, (frames, own, operations, allocations), strict=True))
+    return {
+        name: {
+            kind: round((totals[name][kind] - totals["bare"][kind]) / (units * STEPS), 2)
+            for kind in KINDS
+        }
+        for name in engines
+    }
+
+
+def _frames(step: Callable[[], None], own: str | None) -> tuple[int, int]:
+    """Calls of Python functions in `STEPS` steps, and how many of them below the folder `own`."""
+    packages = (Path(torch.__file__).parents[1], Path(__file__).resolve().parents[1])
+    folders = tuple(f"{package}/{own}/" for package in packages)
+    counts = {"all": 0, "own": 0}
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            counts["all"] += 1
+            counts["own"] += own is not None and frame.f_code.co_filename.startswith(folders)
+
+    sys.setprofile(note)
+    try:
+        for _ in range(STEPS):
+            step()
+    finally:
+        sys.setprofile(None)
+    return counts["all"], counts["own"]
+
+
+def _operations_and_allocations(step: Callable[[], None]) -> tuple[int, int]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        for _ in range(STEPS):
+            step()
+    # The raw records: `events()` folds each allocation into the operation that made it.
+    operations = allocations = 0
+    inside_until = 0
+    for record in sorted(profiled.profiler.kineto_results.events(), key=lambda r: r.start_ns()):
+        if record.start_ns() < inside_until:
+            continue  # the fake collective's own copies
+        name = record.name()
+        operations += name.startswith(NAMESPACES)
+        allocations += name == "[memory]" and record.nbytes() > 0
+        if name.startswith("c10d::"):
+            inside_until = record.start_ns() + record.duration_ns()
+    return operations, allocations
+
+
+def _in_own_process(world_size: int) -> dict[str, Any]:
+    command = [sys.executable, *sys.argv, "--count", str(world_size)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"world size {world_size}: exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _show(world_size: int, result: dict[str, dict[str, float]]) -> None:
+    print(f"world size {world_size}: host work over the bare model, per unit and step")
+    rows = []
+    for name, counts in result.items():
+        cells = [f"{counts[kind]:.1f}" for kind in KINDS]
+        if "fully_shard" in result and name == "layerzero":
+            other = result["fully_shard"]
+            cells.append(" / ".join(f"{counts[kind] / other[kind]:.2f}" for kind in KINDS))
+        rows.append([name, *cells, *[""] * (len(KINDS) + 1 - len(cells))])
+    header = ["engine", *(kind.replace("_", " ") for kind in KINDS), "of fully_shard's"]
+    print_table(header, rows)
+    print()
+
+
+if __name__ == "__main__":
+    main()
