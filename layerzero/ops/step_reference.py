@@ -101,7 +101,7 @@ def flat_step_(kind: int, *arguments: Any) -> None:
         p, now = _UPDATES[kind](options, given, main[part].to(dtype), now, last)
         if phase == MEASURE:
             for i in range(count):
-                edges.view(-1, len(states))[row[EDGE], i] = _largest(now[i])
+                edges.view(-1, len(states))[row[EDGE], i] = largest(now[i])
             continue
         main[part] = p.to(main.dtype)
         if tensors.copy.numel():
@@ -243,7 +243,8 @@ class _Blocks:
         return zeros.scatter_reduce(0, self.index, bits, "amax").view(torch.float32)
 
 
-def _largest(values: torch.Tensor) -> torch.Tensor:
+def largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude; NaN if there is one."""
     return values.abs().view(torch.int32).amax().view(torch.float32)
 
 

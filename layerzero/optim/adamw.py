@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
     """
 
     _kind = step_reference.ADAMW
+    _all_keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def __init__(
         self,
@@ -62,11 +63,9 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
             self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
 
-    def _keys(self) -> list[str]:
-        keys = ["exp_avg", "exp_avg_sq"]
-        if any(group["amsgrad"] for group in self.param_groups):
-            keys.append("max_exp_avg_sq")
-        return keys
+    def _keys(self) -> Sequence[str]:
+        has_most = any(group["amsgrad"] for group in self.param_groups)
+        return self._all_keys if has_most else self._all_keys[:2]
 
     def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])

@@ -37,6 +37,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     `param_groups` and `state_dict` they have."""
 
     _kind: int
+    _all_keys: Sequence[str]
+    """Names of the states, with those that only some options need last."""
     _state_dtype: str
     _seed: int
     _states: dict[Any, Any]
@@ -72,7 +74,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         self._flats: list[FlatState] | None = None
-        self._made_keys: list[str] = []
+        self._made_keys: Sequence[str] = ()
         self._flat_of: dict[int, FlatState] = {}
         self._given: list[list[nn.Parameter]] = []
         self._factor: torch.Tensor | None = None
@@ -163,8 +165,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """A row for `flat_step_`: its first 8 columns, the sign of the gradient, and the flag."""
         raise NotImplementedError
 
-    def _keys(self) -> list[str]:
-        """Names of the states."""
+    def _keys(self) -> Sequence[str]:
+        """Names of the states that steps use now; the first of `_all_keys`."""
         raise NotImplementedError
 
     @property
@@ -309,7 +311,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         groups = whole_groups(self)
         is_known = (
             self._flats is not None
-            and self._made_keys == self._keys()
+            and len(self._made_keys) >= len(self._keys())
             and _are_same(groups, self._given)
             and (not (self._is_seen and self._is_shown) or self._shows_what_is())
             and all(flat.is_intact() for flat in self._flats)
@@ -341,7 +343,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         owner = self._owner()
         self._given = [[*group] for group in groups]
         self._exchanges = {}
-        keys, dtype = self._keys(), _DTYPES[self._state_dtype]
+        # A state that no group uses any more stays, as torch's does: its option may come back.
+        held = {key for own in old.values() for key in own} | {*self._keys()}
+        count = max((i + 1 for i, key in enumerate(self._all_keys) if key in held), default=0)
+        keys, dtype = self._all_keys[:count], _DTYPES[self._state_dtype]
         self._made_keys = keys
         shows = self._shows_step
         self._flats = [

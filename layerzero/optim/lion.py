@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Lion(FlatOptimizer):
     """
 
     _kind = step_reference.LION
+    _all_keys = ("exp_avg",)
 
     def __init__(
         self,
@@ -51,8 +52,8 @@ class Lion(FlatOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         torch.optim.Optimizer.__init__(self, params, defaults)
 
-    def _keys(self) -> list[str]:
-        return ["exp_avg"]
+    def _keys(self) -> Sequence[str]:
+        return self._all_keys
 
     def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]

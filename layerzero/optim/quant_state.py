@@ -82,7 +82,21 @@ class QuantState(FlatState):
             if len(cut):
                 tensors = step.tensors._replace(table=cut, copy=torch.empty(0))
                 self._call(step._replace(tensors=tensors), step_reference.MEASURE)
+                if self._wide is not None:
+                    self._measure_unused(tensors, self._wide)
         return step
+
+    def _measure_unused(self, cut: step_reference.StepTensors, wide: list[torch.Tensor]) -> None:
+        """Write the magnitudes of states that the step of these ranges leaves alone."""
+        options = cut.rows.tolist()
+        for row in cut.table.tolist():
+            place = row[step_reference.STATE]
+            used = step_reference.num_states(
+                self._kind, options[row[step_reference.ROW]], len(wide)
+            )
+            for i in range(used, len(wide)):
+                part = wide[i][place : place + row[step_reference.NUMEL]]
+                self._edges[row[step_reference.EDGE], i] = step_reference.largest(part)
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return (self.tensors, self._scales) if self._wide is None else (self._wide, [])
@@ -101,8 +115,8 @@ class QuantState(FlatState):
             place = row[step_reference.STATE]
             part = slice(place, place + row[step_reference.NUMEL])
             own = options[row[step_reference.ROW]]
-            count = step_reference.num_states(self._kind, own, len(wide))
-            values = [each[part] for each in wide[:count]]
+            # Also of states that the step does not use (momentum is 0), which stay what they are.
+            values = [each[part] for each in wide]
             given = self._kind, values, self.tensors, self._scales, self._edges, row
             step_reference.store_states(*given, int(own[step_reference.STEP]), step.seed)
         self._wide = None

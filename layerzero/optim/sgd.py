@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
     """
 
     _kind = step_reference.SGD
+    _all_keys = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class SGD(FlatOptimizer, torch.optim.SGD):
         # torch's has none; random bits need one.
         return self._state_dtype != "float32"
 
-    def _keys(self) -> list[str]:
-        return ["momentum_buffer"] if any(g["momentum"] for g in self.param_groups) else []
+    def _keys(self) -> Sequence[str]:
+        return self._all_keys if any(group["momentum"] for group in self.param_groups) else ()
 
     def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
         return [

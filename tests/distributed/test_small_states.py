@@ -161,6 +161,34 @@ def test_state_dicts_lose_no_bit(world_size: int) -> None:
     run_ranks(world_size, _through_state_dicts)
 
 
+def _pauses() -> None:
+    """A state whose option is off stays, through loads and steps, until the option is on again."""
+    for state in ("float32", "bfloat16", "8bit"):
+        for turned_off in (slice(0, 1), slice(0, 2)):
+            for make, option in ((SGD, "momentum"), (AdamW, "amsgrad")):
+                model = _model()
+                parameters = [*model.parameters()]
+                groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]
+                given: Any = {option: 0.9 if make is SGD else True, "state": state}
+                optimizer = make(groups, lr=1e-2, **given)
+                _steps(model, optimizer, range(4, 6))
+                for group in optimizer.param_groups[turned_off]:
+                    group[option] = 0.0 if make is SGD else False
+                optimizer.load_state_dict(optimizer.state_dict())
+                stays = "momentum_buffer" if make is SGD else "max_exp_avg_sq"
+                members = [p for g in optimizer.param_groups[turned_off] for p in g["params"]]
+                before = [optimizer.state[each][stays].float().clone() for each in members]
+                _steps(model, optimizer, range(6, 9))
+                after = [optimizer.state[each][stays].float() for each in members]
+                for old, new in zip(before, after, strict=True):
+                    assert_bitwise(new, old, f"{state} {stays}")
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_states_outlast_the_option_that_uses_them(world_size: int) -> None:
+    run_ranks(world_size, _pauses)
+
+
 def _one_overflows() -> None:
     model = _model()
     optimizer = AdamW(model.parameters(), lr=1e-2, state="8bit")
