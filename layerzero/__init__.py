@@ -32,6 +32,7 @@ from layerzero.zero3 import ZeRO3
 if TYPE_CHECKING:
     from layerzero import checkpoint
     from layerzero.memory_plan import plan_memory
+    from layerzero.step_ledger import ledger
 
 __all__ = [
     "ActivationCheckpointing",
@@ -51,6 +52,7 @@ __all__ = [
     "errors",
     "global_norm",
     "join",
+    "ledger",
     "native_status",
     "optim",
     "plan_memory",
@@ -63,9 +65,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: training alone needs neither.
+    # Imported on first use: training alone needs none of these.
     if name == "checkpoint":
         return importlib.import_module("layerzero.checkpoint")
     if name == "plan_memory":
         return importlib.import_module("layerzero.memory_plan").plan_memory
+    if name == "ledger":
+        return importlib.import_module("layerzero.step_ledger").ledger
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

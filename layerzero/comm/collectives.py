@@ -164,6 +164,12 @@ class Pending:
             finish, self._finish = self._finish, None
             finish()
 
+    def wait_for_data(self) -> None:
+        """The first part of `wait`, which another thread may do before this one calls `wait`."""
+        self._await()
+        self._record_done()
+        self.works = ()
+
     def _await(self) -> None:
         # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
         # watchdog bound the wait.

@@ -31,6 +31,7 @@ LAYERS = [
     "rewrap",
     "checkpoint",
     "memory_plan",
+    "step_ledger",
     "plan",
     "parallel",
     "integrations",

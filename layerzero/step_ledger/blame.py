@@ -1,0 +1,148 @@
+"""Why compute stood still: each wait is cut where its cause changes.
+
+    wait for a gather   |--queued--|--peer late--|--transfer, or why it was issued late--|
+                                   issued        last peer issued                  arrived
+
+Queued: behind a reduction in flight ("previous reduction"), or because the host came to it late
+("host-bound"). A reduction that waits for the one before it (decision 0011) waits for peers, and
+else for that previous reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from layerzero.step_ledger.records import (
+    HOST_BOUND,
+    PEER_LATE,
+    PREVIOUS,
+    TRANSFER,
+    Hop,
+    Record,
+    Wait,
+)
+
+
+class Segment(NamedTuple):
+    """Part of a wait with one cause."""
+
+    reason: str
+    begin: float
+    end: float
+    rank: int
+    """Whom it waited for: the last peer to issue, if `reason` is "peer late"; else the own rank."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+class LastPeers:
+    """For each collective, the last of the other ranks to issue it, on the clock of one rank."""
+
+    def __init__(self, records: Mapping[int, Record]) -> None:
+        """`records`: of all ranks, on one clock."""
+        self._issued = {
+            (rank, hop.number): hop.issued
+            for rank, record in records.items()
+            for job in record.jobs
+            for hop in job.hops
+        }
+
+    def of(self, hop: Hop, rank: int) -> tuple[float, int]:
+        """When, and which rank; the own one if no other has recorded it."""
+        others = [
+            (self._issued[peer, hop.number], peer)
+            for peer in hop.ranks
+            if peer != rank and (peer, hop.number) in self._issued
+        ]
+        return max(others, default=(hop.issued, rank))
+
+
+def explain(record: Record, wait: Wait, peers: LastPeers) -> list[Segment]:
+    """The causes of a wait, in order; together they are as long as the wait."""
+    job, blocker = record.jobs[wait.job], record.jobs[wait.blocker]
+    base = blocker.cause if wait.job == wait.blocker else PREVIOUS
+    cut = _Cut(wait.begin, wait.end, record.rank)
+    reductions = list(_in_flight_before(record, wait.job))
+    for hop in sorted(blocker.hops, key=lambda hop: hop.called):
+        busy_until = max((end for end, _ in reductions), default=0.0)
+        if job.kind == "gather":
+            cut.until(min(hop.issued, busy_until), PREVIOUS)
+            # On a device: compute waits for what the host has yet to issue.
+            cut.until(hop.called, HOST_BOUND)
+        cut.until(hop.issued, base)
+        last, peer = peers.of(hop, record.rank)
+        arrived = wait.end if hop.arrived is None else hop.arrived
+        cut.until(min(last, arrived), PEER_LATE, peer)
+        if hop.issued > hop.called:
+            # Lanes of a device: a backend runs collectives of one group one after the other.
+            same = (end for end, ranks in reductions if ranks == hop.ranks)
+            cut.until(min(max(same, default=0.0), arrived), PREVIOUS)
+        cut.until(arrived, base)
+    cut.until(wait.end, base)
+    if base == TRANSFER:
+        known = sum(each.seconds for each in cut.segments if each.reason == HOST_BOUND)
+        return _charge_host(cut.segments, _host_delay(record, wait) - known)
+    return cut.segments
+
+
+class _Cut:
+    def __init__(self, begin: float, end: float, rank: int) -> None:
+        self.segments: list[Segment] = []
+        self._at = begin
+        self._end = end
+        self._rank = rank
+
+    def until(self, end: float, reason: str, rank: int | None = None) -> None:
+        end = min(end, self._end)
+        if end > self._at:
+            who = self._rank if rank is None else rank
+            self.segments.append(Segment(reason, self._at, end, who))
+            self._at = end
+
+
+def _in_flight_before(record: Record, index: int) -> Iterable[tuple[float, tuple[int, ...]]]:
+    """End and group of each reduction that was in flight when a gather was asked for."""
+    if record.jobs[index].kind != "gather":
+        return
+    asked = record.jobs[index].asked
+    for other in reversed(record.jobs[:index]):
+        end = other.end
+        if other.kind == "reduction" and end is not None:
+            if end <= asked:
+                return  # They end in order.
+            yield end, other.hops[0].ranks
+
+
+def _host_delay(record: Record, wait: Wait) -> float:
+    """Seconds by which the host issued a gather after it could, or did not run in a wait."""
+    job, asleep = record.jobs[wait.job], _overlap(record.silent, wait.begin, wait.end)
+    if job.kind == "reduction":
+        return asleep
+    could = max([job.asked_on_host, *(end for end, _ in _in_flight_before(record, wait.job))])
+    delay = silent = 0.0
+    for hop in sorted(job.hops, key=lambda hop: hop.called):
+        delay += max(hop.called - could, 0.0)
+        silent += _overlap(record.silent, job.asked_on_host, hop.called)
+        could = max(could, hop.called if hop.arrived is None else hop.arrived)
+    return max(delay, silent) + asleep
+
+
+def _overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    return sum(max(min(end, b) - max(begin, a), 0.0) for a, b in spans)
+
+
+def _charge_host(segments: Sequence[Segment], delay: float) -> list[Segment]:
+    """Give `delay` seconds of transfers to the host: without it they would have begun earlier."""
+    charged = []
+    for segment in segments:
+        if segment.reason == TRANSFER and delay > 0:
+            middle = min(segment.begin + delay, segment.end)
+            delay -= middle - segment.begin
+            charged.append(segment._replace(reason=HOST_BOUND, end=middle))
+            segment = segment._replace(begin=middle)
+        if segment.seconds > 0:
+            charged.append(segment)
+    return charged

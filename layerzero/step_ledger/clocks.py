@@ -1,0 +1,120 @@
+"""The clock of a lane, and the offset between the clocks of ranks.
+
+Note [Offset of two clocks]
+    In one exchange rank r calls at s_r and has everybody's message at e_r, each on its own clock. A
+    message arrives after it was sent, so clock_r - clock_0 is at most e_r - s_0 and at least
+    s_r - e_0. The closest bounds of some exchanges give the offset; half their distance is its
+    error, a bound and no estimate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from layerzero.comm.collectives import gather_small
+from layerzero.core.device_streams import stream_interface
+from layerzero.core.groups import ShardGroup
+from layerzero.runtime.operations import Operations
+from layerzero.step_ledger.records import Stamp
+
+_ROUNDS = 16
+host_s = time.perf_counter
+
+
+class LaneClock(Protocol):
+    """Stamps places on the lane that runs now."""
+
+    def now(self) -> Stamp: ...
+
+    def seconds(self, stamp: Stamp) -> float:
+        """The stamp on the host's clock, once the device has come to all of them."""
+
+
+class HostClock:
+    """On the CPU a lane is the thread that runs."""
+
+    now = staticmethod(host_s)
+
+    def seconds(self, stamp: Stamp) -> float:
+        return float(stamp)
+
+
+class DeviceClock:
+    """Records an event on the current stream of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Blocks the host until the device has come here."""
+        self._module = stream_interface(device)
+        self._device = device
+        make = getattr(self._module, "Event", None)
+        self._make = make if make is not None else lambda **kwargs: torch.Event(device, **kwargs)
+        self._base = self.now()
+        self._base.synchronize()
+        self._base_s = host_s()
+
+    def now(self) -> Any:
+        event = self._make(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def seconds(self, stamp: Stamp) -> float:
+        stamp.synchronize()
+        return float(self._base_s + self._base.elapsed_time(stamp) / 1e3)
+
+
+class Offset(NamedTuple):
+    """Offset of this rank's clock to that of the first rank of a group, in seconds."""
+
+    value: float
+    error: float
+
+
+def measure_offset(group: ShardGroup, operations: Operations, device: torch.device) -> Offset:
+    """See Note [Offset of two clocks]. Collective over the group; blocks the host."""
+    own = torch.zeros(1, dtype=torch.int64, device=device)
+    times: list[float] = []
+    for _ in range(1 + _ROUNDS):
+        times.append(host_s())
+        _gather(own, group, operations)
+        times.append(host_s())
+    del times[:2]  # The first one lasts from the first rank's arrival.
+    mine = torch.tensor(times, dtype=torch.float64, device=device)
+    rows = _gather(mine, group, operations)
+    sent, received = rows[0][::2], rows[0][1::2]
+    upper = min(e - s for e, s in zip(times[1::2], sent, strict=True))
+    lower = max(s - e for s, e in zip(times[::2], received, strict=True))
+    if group.is_first:
+        return Offset(0.0, 0.0)
+    return Offset((upper + lower) / 2, (upper - lower) / 2)
+
+
+def share(payload: bytes, groups: Sequence[ShardGroup], operations: Operations, device: Any) -> Any:
+    """Every rank's payloads, in the order of ranks along each group.
+
+    Collective over each group; blocks the host.
+    """
+    payloads = [payload]
+    for group in groups:
+        joined = b"".join(payloads)
+        sizes = [len(each) for each in payloads]
+        table = _gather(torch.tensor(sizes, device=device), group, operations)
+        longest = max(sum(row) for row in table)
+        padded = torch.frombuffer(bytearray(joined.ljust(longest)), dtype=torch.uint8).to(device)
+        operation = operations.next("ledger", "the model", group)
+        rows = gather_small(padded, group, operation).cpu().numpy()
+        payloads = []
+        for row, sizes in zip(rows, table, strict=True):
+            start = 0
+            for size in sizes:
+                payloads.append(row[start : start + size].tobytes())
+                start += size
+    return payloads
+
+
+def _gather(values: torch.Tensor, group: ShardGroup, operations: Operations) -> list[list[Any]]:
+    operation = operations.next("ledger", "the model", group)
+    return gather_small(values, group, operation).tolist()

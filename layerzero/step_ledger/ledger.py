@@ -1,0 +1,154 @@
+"""Ledger: where the steps of a block of code went. See docs/howto/ledger.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+from torch import nn
+
+from layerzero.core.groups import ShardGroup, own_rank
+from layerzero.runtime.root import RootState, ordered_units, root_of
+from layerzero.runtime.unit import get_unit
+from layerzero.step_ledger.figures import Explained, GroupRow, RankRow, UnitRow
+from layerzero.step_ledger.merge import Merged, merge, read_clocks
+from layerzero.step_ledger.recorder import Recorder
+
+_open: WeakSet[RootState] = WeakSet()
+
+
+class Ledger:
+    """Where the steps of a block went: the result of `layerzero.ledger`.
+
+    Complete once the block has ended; before, and if the block raised, its attributes raise
+    RuntimeError. All ranks' records are in it, on the clock of the first rank.
+
+    On the CPU every figure is measured by the host: a wait is time that the host spent in it. On a
+    device with streams, events on the lanes and on the compute stream are timed, and no GPU has run
+    this: not measured there are how long a collective waited inside the backend for another of its
+    group (it is taken from when that one ended), kernels that run slower beside a collective, and
+    what the host does between two events.
+    """
+
+    _merged: Merged | None = None
+
+    def __init__(self) -> None:
+        self._units: list[tuple[str, str]] = []
+        self._rank = own_rank()
+
+    def complete(self, merged: Merged, units: list[tuple[str, str]]) -> None:
+        """The block has ended. `units`: label and FQN of each, in the order of `units`."""
+        self._merged, self._units = merged, units
+        self._explained = Explained(merged.records)
+
+    @property
+    def _all(self) -> Explained:
+        if self._merged is None:
+            raise RuntimeError(
+                "ledger: it has figures once its block has ended without an error; read it after "
+                "the with statement"
+            )
+        return self._explained
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in the block: of the optimizer or, if these are fewer or there are none, backward
+        passes that reduced gradients; in a block without backward, forwards."""
+        return self._all.records[self._rank].num_steps
+
+    @property
+    def step_ms(self) -> float:
+        """The block's milliseconds on this rank divided by its steps; 0 without steps."""
+        record = self._all.records[self._rank]
+        return (record.end - record.begin) * 1e3 / record.num_steps if record.num_steps else 0.0
+
+    @property
+    def units(self) -> list[UnitRow]:
+        """This rank's units, one row for each of `layerzero.units(model)`, in that order."""
+        return [self._all.unit_row(self._rank, *names) for names in self._units]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of this rank's step: compute of forward and backward, what is between
+        passes (the optimizer, data), and what was exposed. They add up to `step_ms`."""
+        return self._all.parts(self._rank)
+
+    @property
+    def reasons(self) -> dict[str, float]:
+        """Why compute stood still: milliseconds of a step by reason, the mean of all ranks."""
+        return self._all.reasons()
+
+    @property
+    def groups(self) -> list[GroupRow]:
+        """What this rank sent over each process group, and how long that took."""
+        return self._all.group_rows(self._rank)
+
+    @property
+    def ranks(self) -> list[RankRow]:
+        """One row for each rank."""
+        assert self._all is not None and self._merged is not None
+        return self._all.rank_rows(self._merged.clock_errors)
+
+
+@contextmanager
+def ledger(model: nn.Module) -> Iterator[Ledger]:
+    """Record where the steps inside the block go, on every rank.
+
+    Collective over the model's data-parallel ranks at entry and exit, where it blocks the host; all
+    of them must run the same steps inside. Run two steps before: the first one records the order of
+    units and prefetches nothing. If the block raises, ranks exchange nothing.
+
+    Args:
+        model: a ZeRO3 module, or any module that is a unit: then `units` has the rows of the units
+            inside it.
+
+    Raises:
+        ValueError: `model` is not wrapped.
+        RuntimeError: entered or left inside forward or backward, inside `layerzero.join`, or while
+            another ledger of the same model is open; or the model was wrapped again inside.
+        CollectiveError: a rank did not take part within the timeout.
+    """
+    unit = get_unit(model)
+    if unit is None:
+        raise ValueError(f"ledger: expected a ZeRO3 module, got {type(model).__name__}")
+    root = root_of(unit)
+    _check(root)
+    groups = _groups(root)
+    result = Ledger()
+    before = read_clocks(groups, root.operations, root.device)
+    recorder = Recorder(root, own_rank())
+    _open.add(root)
+    recorder.begin()
+    try:
+        yield result
+        root.check_between_steps("ledger: left inside forward or backward; leave it after the step")
+        recorder.end()
+    finally:
+        recorder.abandon()
+        _open.discard(root)
+    if root_of(unit) is not root or get_unit(model) is not unit:
+        raise RuntimeError(
+            "ledger: the model was wrapped again inside the block; use one ledger for each"
+        )
+    after = read_clocks(groups, root.operations, root.device)
+    merged = merge(recorder.record, before, after, groups, root.operations, root.device)
+    result.complete(merged, [(unit.label, unit.fqn) for unit in ordered_units(model)])
+
+
+def _check(root: RootState) -> None:
+    root.check_between_steps("ledger: entered inside forward or backward; enter it around the step")
+    if root in _open:
+        raise RuntimeError("ledger: another ledger of this model is open; use that one")
+    if root.is_joined:
+        raise RuntimeError(
+            "ledger: entered inside layerzero.join, where ranks run different steps; enter it "
+            "around the join"
+        )
+
+
+def _groups(root: RootState) -> tuple[ShardGroup, ...]:
+    """Groups that together connect the model's data-parallel ranks."""
+    placements = (handle.placement for unit in root.units for handle in unit.handles)
+    placement = next(placements, None)
+    return () if placement is None else (placement.data_parallel or placement).groups
