@@ -50,6 +50,9 @@ class Unit:
     handles: list[FlatParamHandle]
     """One flat parameter per kind (dtype, compute dtype, trainable or frozen)."""
     views: ParameterViews
+    state: ShardState
+    """Whether its full buffers are allocated and valid. An attribute, because schedulers look at
+    that of many units in each call."""
     index: int
     """Index in the root's list of units, under which the recorder records it."""
     nbytes: int
@@ -125,7 +128,7 @@ class Unit:
         self.awaited_buffers = ()
         self.static_forward_prefetch = ()
         self.static_backward_prefetch = ()
-        self._shard_state = ShardState.SHARDED
+        self.state = ShardState.SHARDED
         self._training_state = TrainingState.IDLE
         self._module_ref = weakref.ref(module)
         slots = (slot for group in originals for original in group for slot in original.slots)
@@ -176,10 +179,6 @@ class Unit:
         """Elements of all original parameters (of DTensors the local ones), without padding."""
         return sum(sum(handle.layout.numels) for handle in self.handles)
 
-    @property
-    def state(self) -> ShardState:
-        return self._shard_state
-
     def __repr__(self) -> str:
         held = f", held: {names_of(self.holds)}" if self._holds else ""
         return (
@@ -199,9 +198,9 @@ class Unit:
         self._training_state = new
 
     def _set_shard_state(self, new: ShardState) -> None:
-        if new not in self._shard_state.successors:
-            check_transition(self.label, self._shard_state, new)
-        self._shard_state = new
+        if new not in self.state.successors:
+            check_transition(self.label, self.state, new)
+        self.state = new
 
     @property
     def has_joined(self) -> bool:
@@ -294,7 +293,7 @@ class Unit:
         Args:
             behind_reductions: on CPU, allocate and start once the reductions in flight are done.
         """
-        if self._shard_state is not ShardState.SHARDED:
+        if self.state is not ShardState.SHARDED:
             return
         context = self.context
         # Takes over data that the user assigned to sharded parameters; weights do not change in
@@ -311,7 +310,7 @@ class Unit:
 
     def wait_for_unshard(self) -> None:
         """Order compute after the gather. Blocks the host only on devices without streams."""
-        if self._shard_state is ShardState.GATHERING:
+        if self.state is ShardState.GATHERING:
             with self.context.profile("wait_for_unshard", self.label):
                 for handle in self.handles:
                     handle.wait_for_unshard()
@@ -326,7 +325,7 @@ class Unit:
             regathered_this_step: the same weights will be gathered again.
         """
         self._holds &= _OF_THE_MODEL
-        if self._shard_state is ShardState.SHARDED:
+        if self.state is ShardState.SHARDED:
             return
         self.show_sharded()
         self.wait_for_unshard()

@@ -45,7 +45,7 @@ class JoinedAgreement(Agreement):
         self._is_forward = exchanges
         self._follows = exchanges and self._places.is_known
         if self._follows:
-            self._contract.extend(self._places.expected())
+            self._contract.extend(self._places.expected)
 
     def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         self._expect()
@@ -109,5 +109,5 @@ class JoinedAgreement(Agreement):
             return super()._say(wish)
         bits = list(self._bits())
         self._entries = (self._bring or self._bring_inside)(wish, bits)
-        self.answers = [entry.bits[: len(bits)] for entry in self._entries]
+        self._answers = [entry.bits[: len(bits)] for entry in self._entries]
         return [entry.event for entry in self._entries]

@@ -127,6 +127,8 @@ class Cost:
             with counted_exchanges() as in_backward:
                 loss.backward()
         self.num_exchanges = [len(in_forward), len(in_backward)]
+        self.exchanged = 8 * sum(in_forward + in_backward)
+        """Bytes that the rank sends in them."""
         self.nbytes = sent.nbytes
         verbs = "all-gather", "reduce-scatter"
         behind = operations[num_in_forward:]
@@ -156,6 +158,7 @@ def _regions(model: Model) -> list[nn.Module]:
 
 
 NOBODY, EVERYBODY = (False,) * 3, (True,) * 3
+PRESENCE = ("gradient presence", "the model")
 EXCHANGE_NBYTES = 24
 """From one rank to another."""
 
@@ -176,6 +179,9 @@ def _costs() -> None:
         loss_of(optional(draw(own))).backward()  # its backward is known from here on
         loss_of(required(draw(enters))).backward()
         cost, truth = Cost(optional, draw(own)), Cost(required, draw(enters))
+        if any(enters):
+            # Which gradients exist, ranks exchange with the rest.
+            assert truth.of.pop(PRESENCE) == 1 and PRESENCE not in cost.of
         assert cost.of == truth.of, place
         assert cost.backward == truth.backward, place
         for region, is_entered in zip(REGIONS, enters, strict=True):
@@ -186,15 +192,19 @@ def _costs() -> None:
         # Forward: one exchange for the regions between two required units (the last two are
         # neighbours), and one to leave each region. Backward: one, at its end.
         assert cost.num_exchanges == [2 + sum(enters), int(any(enters))], place
-        # Without optional modules ranks tell each other apart which gradients they have: a byte for
-        # each parameter.
-        apart = sum(
-            len(list(region.parameters()))
-            for region, is_entered in zip(_regions(model), enters, strict=True)
-            if is_entered
-        )
-        exchanged = EXCHANGE_NBYTES * sum(cost.num_exchanges)
-        assert cost.nbytes - truth.nbytes == exchanged - apart, place
+        assert cost.exchanged == EXCHANGE_NBYTES * sum(cost.num_exchanges), place
+        apart = presence_nbytes(plain.module, REGIONS, enters) if any(enters) else 0
+        assert cost.nbytes - truth.nbytes == cost.exchanged - apart, place
+
+
+def presence_nbytes(module: nn.Module, regions: Sequence[str], enters: Sequence[bool]) -> int:
+    """Sent by a rank without optional modules in "gradient presence": a byte for each parameter
+    that backward reduces."""
+    skipped = tuple(
+        name for name, is_entered in zip(regions, enters, strict=True) if not is_entered
+    )
+    names = [name for name, _ in module.named_parameters()]
+    return sum(not name.startswith(skipped) for name in names)
 
 
 def _prefetches_within_the_budget() -> None:
@@ -207,8 +217,33 @@ def _prefetches_within_the_budget() -> None:
     assert cost.backward == truth.backward
 
 
+def _costs_where_the_last_unit_is_optional() -> None:
+    """It stays for the backward, as every last unit does, if it ran last on every rank."""
+    model, plain = three_regions(), three_regions()
+    for each in (model, plain):
+        each.units.update(each.module.end_in_slot())
+    optional, required = _wrapped(model, optional_modules=_regions(model)), _wrapped(plain)
+    draw, rank = Draw(), dist.get_rank()
+    alone = EVERYBODY if rank else NOBODY
+    for _ in range(2):
+        for enters, own in ((NOBODY,) * 2, (EVERYBODY,) * 2, (EVERYBODY, alone)):
+            cost, truth = Cost(optional, draw(own)), Cost(required, draw(enters))
+            if own == enters:
+                stays = cost.backward
+            elif rank == 1:
+                assert (cost.backward[0], cost.backward[1:]) == (LAST_GATHER, stays)
+    for own in (NOBODY, EVERYBODY):
+        cost, truth = Cost(optional, draw(own)), Cost(required, draw(own))
+        assert cost.backward == truth.backward
+        assert cost.num_exchanges == ([6, 1] if any(own) else [3, 0])
+
+
+LAST_GATHER = ("all-gather", "slots.1.regions.0.blocks.0")
+
+
 def _costs_and_prefetches() -> None:
     _costs()
+    _costs_where_the_last_unit_is_optional()
     _prefetches_within_the_budget()
 
 

@@ -150,6 +150,17 @@ class Backbone(nn.Module):
         self.text = nn.ModuleList(text)
         self.head = nn.Linear(WIDTH, 3, bias=False)
         self.recomputes = recomputes
+        self.ends_in_slot = False
+
+    def end_in_slot(self) -> set[str]:
+        """Have the head run before the last slot, whose result is the model's.
+
+        Returns:
+            The modules to make units of, so that the root has no parameters.
+        """
+        self.ends_in_slot = True
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        return {"stem", "head", *(f"text.{index}" for index in range(len(self.text)))}
 
     def forward(self, sample: Sample) -> Tensor:
         x = self.stem(sample.rows.to(self.head.weight.dtype))
@@ -161,6 +172,8 @@ class Backbone(nn.Module):
                 if self.recomputes
                 else block(x, calls)
             )
+        if self.ends_in_slot:
+            return self._slot(self.head(x), len(self.text), sample)
         return self.head(self._slot(x, len(self.text), sample))
 
     def _slot(self, x: Tensor, index: int, sample: Sample) -> Tensor:

@@ -57,6 +57,14 @@ class Model:
 
 
 def random_model(rng: random.Random) -> Model:
+    apart = random.Random(str(rng.getstate()))
+    model = _random_model(rng)
+    if apart.random() < 0.3:
+        model.units.update(model.module.end_in_slot())
+    return model
+
+
+def _random_model(rng: random.Random) -> Model:
     module, regions = _backbone(rng)
     _tie(rng, module, regions)
     _freeze(rng, regions)

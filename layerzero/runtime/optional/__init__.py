@@ -23,7 +23,8 @@ Note [What is learned]
     In backward they exchange nothing at such a place: from what ranks called in forward, all know
     which optional units may be reached, and where, and they take part in these. So they prefetch in
     the order of a model without optional units. One exchange at the end settles what came late, and
-    which gradients exist.
+    which gradients exist, also of required units, which need no exchange of their own then. In a
+    backward that reaches no optional unit on any rank there is nothing to agree on.
 
     In forward they prefetch what the contract has, and the required unit behind it; the first unit
     of a region only once a rank has said that it enters. A place that a rank enters costs a second

@@ -33,8 +33,6 @@ class Agreement:
     """Whether a pass runs."""
     needed: frozenset[int]
     """Optional units that may come in the pass."""
-    answers: list[list[bool]]
-    """Of the last exchange in the pass, in rank order: the bits that each rank brought."""
 
     def __init__(
         self,
@@ -62,6 +60,9 @@ class Agreement:
         self._places = Places()
         self._contract: deque[int] = deque()
         self._bits: Callable[[], Sequence[bool]] = lambda: ()
+        self._rows: list[list[int]] = []
+        self._num_bits = 0
+        self._answers: list[list[bool]] | None = None
         self.abort()
 
     # Passes -----------------------------------------------------------------------------------
@@ -86,9 +87,11 @@ class Agreement:
         """
         self.abort()
         self.needed = frozenset(needed)
-        self._places.begin(kind, self.needed, roam=exchanges)
+        if self.needed:
+            self._places.begin(kind, self.needed, roam=exchanges)
         self._bits = bits
         self._exchanges = exchanges
+        self._may_expect = not exchanges
         self._repeats = repeats
         self.is_open = True
 
@@ -99,9 +102,11 @@ class Agreement:
 
     def required(self, collective: int) -> None:
         """This rank comes to a required collective: first settle what others want before it."""
+        if not self.needed:
+            return
         self.settle(collective)
         self._places.required(collective)
-        self._is_expected = False
+        self._may_expect = not self._exchanges
 
     def want(self, event: int) -> bool:
         """This rank wants an optional event now; take part in what comes before it.
@@ -113,7 +118,8 @@ class Agreement:
         Returns:
             Whether all ranks take part now; False: the reduction has to wait for the end.
         """
-        self._expect()
+        if self._may_expect:
+            self._expect()
         while event not in self._contract:
             self._finish_contract()
             if self._may_exchange:
@@ -139,10 +145,12 @@ class Agreement:
         ends before a unit that the pass has gathered already: whether that is still resident may
         differ between ranks. The same on every rank that calls it behind the same event.
         """
-        self._expect()
+        if self._may_expect:
+            self._expect()
+        came = self._places.came
         gathers: list[int] = []
         for event in self._ahead():
-            if len(gathers) == depth or self._places.has_come_to(event):
+            if len(gathers) == depth or event in came:
                 break
             if event % 2 == 0:
                 gathers.append(event // 2)
@@ -150,10 +158,15 @@ class Agreement:
 
     def _ahead(self) -> Iterator[int]:
         yield from list(self._contract)
-        for collective, place in self._places.ahead():
+        for collective, expected in self._places.ahead():
             yield collective
-            if not (self._exchanges or self._may_exchange_at(place)):
-                yield from self._needed_at(place)
+            if expected and not (self._exchanges or self._may_exchange_where(expected)):
+                yield from self._needed_of(expected)
+
+    @property
+    def last_event(self) -> int | None:
+        """The latest event of the open pass."""
+        return self._places.last_event
 
     def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """The pass ends: settle what others want. Returns what happened: (place, events)."""
@@ -189,8 +202,9 @@ class Agreement:
         """Drop the open pass, if any."""
         self._places.abort()
         self._contract.clear()
-        self.answers = []
-        self._is_expected = False
+        self._rows, self._num_bits = [], 0
+        self._answers = None
+        self._may_expect = False
         self._exchanges = self._repeats = True
         self.is_open = False
         self.needed = frozenset()
@@ -208,32 +222,34 @@ class Agreement:
     @property
     def _may_exchange(self) -> bool:
         """Whether all ranks exchange at this place."""
-        return self._may_exchange_at(self._places.place)
+        return self._may_exchange_where(self._places.expected)
 
-    def _may_exchange_at(self, place: int) -> bool:
+    def _may_exchange_where(self, expected: list[int]) -> bool:
         if not self._places.is_known:
             return True
-        expected = self._places.expected(place)
         # Where a gather comes twice (recomputation), how often depends on what a rank ran.
         return bool(expected) and (self._repeats or len(set(expected)) < len(expected))
 
     def settle(self, collective: int | None) -> None:
         """This rank is done with the place; `collective` comes next (None: the end of the pass)."""
-        self._expect()
-        self._finish_contract()
-        if self.needed and (self._may_exchange or not self._places.goes_on_with(collective)):
+        if not self.needed:
+            return
+        if self._may_expect:
+            self._expect()
+        if self._contract:
+            self._finish_contract()
+        if self._may_exchange or not self._places.goes_on_with(collective):
             while self._meet(_GO_ON):
                 self._finish_contract()
 
     def _expect(self) -> None:
         """Where ranks do not exchange, take what came here before as agreed."""
-        if self._exchanges or self._is_expected or not self._places.is_known:
-            return
-        self._is_expected = True
-        self._contract.extend(self._needed_at(self._places.place))
+        if self._may_expect and self._places.is_known:
+            self._may_expect = False
+            self._contract.extend(self._needed_of(self._places.expected))
 
-    def _needed_at(self, place: int) -> list[int]:
-        return [event for event in self._places.expected(place) if event // 2 in self.needed]
+    def _needed_of(self, expected: list[int]) -> list[int]:
+        return [event for event in expected if event // 2 in self.needed]
 
     def _finish_contract(self) -> None:
         while self._contract:
@@ -261,7 +277,7 @@ class Agreement:
         wanted = {wish for wish in wishes if wish >= 0}
         if not wanted:
             return False
-        expected = list(dict.fromkeys(self._places.expected()))
+        expected = list(dict.fromkeys(self._places.expected))
         order = {event: place for place, event in enumerate(expected)}
         first = min(wanted, key=lambda event: (order.get(event, len(order)), event))
         self._contract.append(first)
@@ -274,17 +290,17 @@ class Agreement:
         return True
 
     def _say(self, wish: int) -> list[int]:
-        bits = list(self._bits())
-        words = [
-            sum(1 << place for place, bit in enumerate(bits[start : start + _WORD]) if bit)
-            for start in range(0, len(bits), _WORD)
-        ]
-        rows = self._exchange([self._exchange.rank, wish, *words])
-        self.answers = [
-            [bool(row[2 + place // _WORD] >> place % _WORD & 1) for place in range(len(bits))]
-            for row in rows
-        ]
-        return [row[1] for row in rows]
+        bits = self._bits()
+        self._rows = self._exchange([self._exchange.rank, wish, *_pack(bits)])
+        self._num_bits, self._answers = len(bits), None
+        return [row[1] for row in self._rows]
+
+    @property
+    def answers(self) -> list[list[bool]]:
+        """Of the last exchange in the pass, in rank order: the bits that each rank brought."""
+        if self._answers is None:
+            self._answers = [_unpack(row[2:], self._num_bits) for row in self._rows]
+        return self._answers
 
     def _ask_out_of_place(self, gather: int) -> None:
         try:
@@ -295,3 +311,18 @@ class Agreement:
                 "backward, at a place of the pass where it never did before, while others went "
                 "on as they did before; call it between the same modules in every step"
             ) from error
+
+
+def _pack(bits: Sequence[bool]) -> list[int]:
+    words = []
+    for start in range(0, len(bits), _WORD):
+        word = 0
+        for place, bit in enumerate(bits[start : start + _WORD]):
+            if bit:
+                word |= 1 << place
+        words.append(word)
+    return words
+
+
+def _unpack(words: Sequence[int], number: int) -> list[bool]:
+    return [bool(words[place // _WORD] >> place % _WORD & 1) for place in range(number)]

@@ -21,14 +21,78 @@ class _Script:
         self.places_of: dict[int, set[int]] = {}
         """Optional unit -> places where one of its events was seen."""
 
-    def note(self, events: Mapping[int, Sequence[int]]) -> None:
+    def note(self, events: Mapping[int, Sequence[int]]) -> bool:
+        """Returns whether any of it is new."""
+        is_new = False
         for place, found in events.items():
-            # New ones come in the order just seen; those that did not come stay behind them.
             before = self.events.get(place, [])
-            if not Counter(found) <= Counter(before):
-                self.events[place] = [*found, *(event for event in before if event not in found)]
+            if found == before or Counter(found) <= Counter(before):
+                continue
+            # New ones come in the order just seen; those that did not come stay behind them.
+            self.events[place] = [*found, *(event for event in before if event not in found)]
             for event in found:
                 self.places_of.setdefault(event // 2, set()).add(place)
+            is_new = True
+        return is_new
+
+
+class _Node:
+    """A place that recorded passes of one kind came to on the same path.
+
+    Each pass asks the same of the same places, so a node keeps what it has found out, until a pass
+    teaches something new.
+    """
+
+    expected: list[int]
+    """The optional events that came here before: in order, as often as they came."""
+    following: frozenset[int | None]
+    """The required collectives that recorded passes went on with; None: one ended here."""
+
+    def __init__(self, scripts: Mapping[Path, _Script], place: int = 0) -> None:
+        self.scripts = dict(scripts)
+        self._place = place
+        found = [script.events.get(place, []) for script in self.scripts.values()]
+        longest = max(found, key=len, default=[])
+        rest = dict.fromkeys(event for events in found for event in events)
+        self.expected = [*longest, *(event for event in rest if event not in longest)]
+        self.following = frozenset(
+            path[place] if len(path) > place else None for path in self.scripts
+        )
+        self._after: dict[int, _Node] = {}
+        self._is_known: dict[tuple[frozenset[int], bool], bool] = {}
+
+    def after(self, collective: int) -> _Node:
+        """The place behind this required collective."""
+        if not self.scripts:
+            return self
+        node = self._after.get(collective)
+        if node is None:
+            place = self._place
+            alike = (path[place : place + 1] == (collective,) for path in self.scripts)
+            pairs = zip(self.scripts.items(), alike, strict=True)
+            node = _Node(dict(item for item, goes_on in pairs if goes_on), place + 1)
+            self._after[collective] = node
+        return node
+
+    def is_known(self, key: tuple[frozenset[int], bool]) -> bool:
+        """Whether all these units have been seen in every pass recorded here.
+
+        Args:
+            key: the units, and whether one seen at several places may come at any other, too.
+        """
+        found = self._is_known.get(key)
+        if found is None:
+            needed, roam = key
+            found = not needed or (
+                bool(self.scripts)
+                and all(
+                    needed <= script.places_of.keys()
+                    and not (roam and any(len(each) > 1 for each in script.places_of.values()))
+                    for script in self.scripts.values()
+                )
+            )
+            self._is_known[key] = found
+        return found
 
 
 class Places:
@@ -36,17 +100,25 @@ class Places:
 
     place: int
     """Number of required collectives that the open pass has come to."""
+    expected: list[int]
+    """The optional events that came here before: in order, as often as they came."""
+    is_known: bool
+    """Whether all optional units have been seen in every recorded pass that may be this one."""
+    came: set[int]
+    """Required collectives and optional events that the open pass has come to."""
+    last_event: int | None
+    """The latest optional event of the open pass."""
     is_open: bool
 
     def __init__(self, max_kinds: int = 256) -> None:
         self._max_kinds = max_kinds
-        self._known: dict[Hashable, dict[Path, _Script]] = {}
+        self._known: dict[Hashable, _Node] = {}
+        """Kind -> the place where passes of this kind begin."""
+        self._nothing = _Node({})
         self._trace: list[int] = []
         self._events: dict[int, list[int]] = {}
-        self._candidates: dict[Path, _Script] = {}
-        self._needed: frozenset[int] = frozenset()
         self._kind: Hashable = None
-        self._roam = False
+        self._key: tuple[frozenset[int], bool] = frozenset(), False
         self.abort()
 
     def begin(self, kind: Hashable, needed: Iterable[int], roam: bool) -> None:
@@ -60,74 +132,46 @@ class Places:
         self.abort()
         self.is_open = True
         self._kind = kind
-        self._needed = frozenset(needed)
-        self._roam = roam
-        self._candidates = dict(self._known.get(kind, {}))
+        self._key = frozenset(needed), roam
+        self._come_to(self._known.get(kind, self._nothing))
+
+    def _come_to(self, node: _Node) -> None:
+        self._node = node
+        self.expected = node.expected
+        self.is_known = node.is_known(self._key)
 
     def required(self, collective: int) -> None:
         """The pass comes to a required collective."""
         self._trace.append(collective)
-        place = self.place
-        self._candidates = {
-            path: script
-            for path, script in self._candidates.items()
-            if len(path) > place and path[place] == collective
-        }
-        self.place = place + 1
+        self.came.add(collective)
+        self.place += 1
+        self._come_to(self._node.after(collective))
 
     def goes_on_with(self, collective: int | None) -> bool:
         """Whether a recorded pass went on from here with this required collective (None: ended)."""
-        place = self.place
-        return any(
-            len(path) == place if collective is None else path[place : place + 1] == (collective,)
-            for path in self._candidates
-        )
+        return collective in self._node.following
 
     @property
     def is_recorded(self) -> bool:
         """Whether a recorded pass began like the open one."""
-        return bool(self._candidates)
+        return bool(self._node.scripts)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether all optional units have been seen in every recorded pass that may be this one."""
-        if not self._needed:
-            return True
-        return bool(self._candidates) and all(
-            self._needed <= script.places_of.keys() and not self._roams(script)
-            for script in self._candidates.values()
-        )
-
-    def _roams(self, script: _Script) -> bool:
-        return self._roam and any(len(places) > 1 for places in script.places_of.values())
-
-    def expected(self, place: int | None = None) -> list[int]:
-        """The optional events that came here, or at a later place, before: in order, as often as
-        they came."""
-        place = self.place if place is None else place
-        found = [script.events.get(place, []) for script in self._candidates.values()]
-        longest = max(found, key=len, default=[])
-        rest = dict.fromkeys(event for events in found for event in events)
-        return [*longest, *(event for event in rest if event not in longest)]
-
-    def ahead(self) -> Iterator[tuple[int, int]]:
+    def ahead(self) -> Iterator[tuple[int, list[int]]]:
         """The required collectives that come next, as far as all recorded passes agree, each with
-        the place behind it."""
-        place = self.place
-        while True:
-            found = {path[place : place + 1] for path in self._candidates}
-            if len(found) != 1 or not (following := found.pop()):
+        the optional events expected behind it."""
+        node = self._node
+        while len(node.following) == 1:
+            (collective,) = node.following
+            if collective is None:
                 return
-            place += 1
-            yield following[0], place
-
-    def has_come_to(self, collective: int) -> bool:
-        """Whether the open pass has come to this required collective, or optional event."""
-        return collective in self._trace or any(collective in e for e in self._events.values())
+            node = node.after(collective)
+            yield collective, node.expected
 
     def happened(self, event: int) -> None:
         """All ranks take part in an optional event here."""
         self._events.setdefault(self.place, []).append(event)
+        self.came.add(event)
+        self.last_event = event
 
     @property
     def events(self) -> tuple[tuple[int, Path], ...]:
@@ -138,15 +182,21 @@ class Places:
         """The pass has ended: learn from it."""
         if not self.is_open:
             return
-        scripts = self._known.pop(self._kind, {})
-        self._known[self._kind] = scripts  # The latest kind is last.
-        scripts.setdefault(tuple(self._trace), _Script()).note(self._events)
+        begin = self._known.pop(self._kind, self._nothing)
+        path = tuple(self._trace)
+        is_new = path not in begin.scripts
+        script = _Script() if is_new else begin.scripts[path]
+        if script.note(self._events) or is_new:
+            begin = _Node({**begin.scripts, path: script})
+        self._known[self._kind] = begin  # The latest kind is last.
         if len(self._known) > self._max_kinds:
             del self._known[next(iter(self._known))]
         self.abort()
 
     def abort(self) -> None:
         """Drop the open pass, if any."""
-        self.is_open, self.place = False, 0
-        self._trace, self._events, self._candidates = [], {}, {}
-        self._needed, self._kind, self._roam = frozenset(), None, False
+        self.is_open, self.place, self.last_event = False, 0, None
+        self._trace, self._events, self.came = [], {}, set()
+        self._kind = None
+        self._key = frozenset(), False
+        self._come_to(self._nothing)

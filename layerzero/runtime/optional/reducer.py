@@ -32,6 +32,7 @@ class OptionalReducer(GradientReducer):
             free: called with a unit after this rank took part in its reduction.
         """
         self._agreement = agreement
+        self._placement = next(h.placement for unit in self._units for h in unit.handles)
         self._before = before
         self._free = free
         self.averages_participants = regions.mean == "participants"
@@ -92,7 +93,8 @@ class OptionalReducer(GradientReducer):
             if self.requires_sync:
                 for index in sorted(self._waiting - self._reduced):
                     self._reduce(self._units[index])
-            if self._optional_reductions() or any(self._sends(self._units[i]) for i in needed):
+            is_reduced = any(each.unit.is_optional for each in self._agreed_reductions())
+            if is_reduced or any(self._sends(self._units[i]) for i in needed):
                 for unit in self._late:
                     if unit.index not in self._reduced or self._has_gradients(unit):
                         agreement.want_at_end(2 * unit.index + 1)
@@ -112,33 +114,39 @@ class OptionalReducer(GradientReducer):
 
     # Which gradients exist --------------------------------------------------------------------
 
-    def _optional_reductions(self) -> list[Reduction]:
+    def _agreed_reductions(self) -> list[Reduction]:
+        """Those of the pass about which ranks exchange with the rest: of optional units, and where
+        all ranks of the exchange share a required one, of that."""
         found = [*self._undelivered, *self._in_flight]
-        return [each for each in found if each.unit.is_optional and not each.is_partial]
+        return [each for each in found if not each.is_partial and self._is_agreed(each)]
+
+    def _is_agreed(self, reduction: Reduction) -> bool:
+        return reduction.unit.is_optional or reduction.handle.placement is self._placement
 
     def presence(self) -> list[bool]:
-        """For each trainable parameter of optional units reduced in this pass, in order of issue:
-        whether this rank had a gradient."""
-        return _flags(self._optional_reductions())
+        """For each parameter of `_agreed_reductions`, in order of issue: whether this rank had a
+        gradient."""
+        return _flags(self._agreed_reductions())
 
     def _exchange_presence(
         self, reductions: list[Reduction]
     ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
-        optional = [each for each in reductions if each.unit.is_optional]
-        required = super()._exchange_presence([r for r in reductions if not r.unit.is_optional])
-        if not optional:
-            return required
+        if not any(each.unit.is_optional for each in reductions):
+            return super()._exchange_presence(reductions)
+        agreed = [each for each in reductions if self._is_agreed(each)]
+        others = super()._exchange_presence([r for r in reductions if not self._is_agreed(r)])
+        flags = _flags(agreed)
         table = self._agreement.answers
-        if not (table and len(table[0]) == len(_flags(optional))):
-            table = self._agreement.gather(_flags(optional))
-        counts = _counts(optional, table)
+        if not (table and len(table[0]) == len(flags)):
+            table = self._agreement.gather(flags)
+        counts = _counts(agreed, table)
 
         def answer() -> list[tuple[Reduction, set[int]]]:
-            found = {id(reduction): present for reduction, present in required()}
-            for reduction in optional:
+            found = {id(reduction): present for reduction, present in others()}
+            for reduction in agreed:
                 own = counts[id(reduction.handle)]
                 found[id(reduction)] = {index for index, count in own.items() if count}
-                if self.averages_participants:
+                if self.averages_participants and reduction.unit.is_optional:
                     self._scale(reduction, own)
             return [(reduction, found[id(reduction)]) for reduction in reductions]
 
@@ -173,10 +181,16 @@ def _counts(reductions: list[Reduction], table: list[list[bool]]) -> dict[int, d
         for reduction in reductions
         for index in reduction.handle.gradients.layout.trainable
     ]
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    sums = [sum(column) for column in zip(*table, strict=True)]
     counts: dict[int, dict[int, int]] = {}
-    for handle, index in dict.fromkeys(keys):
-        places = [place for place, key in enumerate(keys) if key == (handle, index)]
-        ranks = sum(any(row[place] for place in places) for row in table)
+    for (handle, index), found in places.items():
+        if len(found) == 1:
+            ranks = sums[found[0]]
+        else:
+            ranks = sum([any([row[place] for place in found]) for row in table])
         counts.setdefault(handle, {})[index] = ranks
     return counts
 

@@ -3,8 +3,9 @@
 Note [Ranks hold the same]
     Whether a required unit is resident when a pass comes to it decides whether it is gathered, so
     it must be the same on every rank, whatever optional units ran there. So what an optional unit
-    makes a rank free (the unit whose forward ended last), every rank frees; optional units are
-    left out of the budget for prefetching, and never stay for the backward because they ran last.
+    makes a rank free (the unit whose forward ended last), every rank frees; and optional units are
+    left out of the budget for prefetching. The one that ran last stays for the backward only if
+    it ran last on every rank, and every rank's backward may reach it (`_keeps_last`).
     And whether a freed unit leaves a shard for its next gather (`reshard_after_forward=
     "compute_shard"`) depends on the pass, not on what this rank ran of it (`_is_regathered`).
 """
@@ -68,7 +69,7 @@ class OptionalScheduler(UnshardScheduler):
 
     def set_up(self) -> None:
         """Set what an `UnshardScheduler` lacks."""
-        self.recorder = _Recorder(self)
+        self.recorder: _Recorder = _Recorder(self)
         self._called: set[Unit] = set()
         """Optional units called in the open forward that its backward may reach."""
         self._recomputes = False
@@ -76,7 +77,7 @@ class OptionalScheduler(UnshardScheduler):
         self._events: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self._ahead: set[Unit] = set()
         """Optional units whose gather was started before the agreement has come to it."""
-        self._room = _Room(self._context, self._units, self._ahead)
+        self._room = _Room(self._context, self._ahead)
         self._limiter = self._room  # type: ignore[assignment]
         self._came_to: Unit | None = None
         """The required unit whose gather the pass comes to."""
@@ -87,6 +88,10 @@ class OptionalScheduler(UnshardScheduler):
         """Optional units that the open backward may reach on this rank."""
         self._open: deque[AgreedOrder] = deque(maxlen=_MAX_OPEN)
         self._optional: tuple[Unit, ...] = ()
+        self._kept: Unit | None = None
+        """The optional unit that stayed when the latest forward ended, on every rank."""
+        self._is_ending = False
+        """Whether the open forward is about to end."""
         self._makes_graph = False
         """Whether the latest forward began with gradients."""
 
@@ -107,7 +112,11 @@ class OptionalScheduler(UnshardScheduler):
         """
         self.agreement = agreement
         self._optional = tuple(optional)
-        self._roams = roams
+        self._required = tuple(unit for unit in self._units if not unit.is_optional)
+        self._room.count(self._required)
+        self.recorder.leave_out(frozenset([unit.index for unit in optional]))
+        never = (_NEVER,) if roams else ()
+        self._may_come = frozenset([*never, *(u.index for u in optional if u.handles)])
         self._reduces = reduces
         self._presence = presence
 
@@ -120,24 +129,19 @@ class OptionalScheduler(UnshardScheduler):
         self._makes_graph = torch.is_grad_enabled()
         self._called, self._recomputes = set(), False
         mode = torch.is_grad_enabled(), self._is_training(unit)
-        kind = ("forward", unit.index, *mode, self._resident())
-        needed = {each.index for each in self._optional if each.handles}
-        if self._roams:
-            needed.add(_NEVER)
+        self._kept, self._is_ending = None, False
+        kind = ("forward", unit.index, *mode, self.resident())
         self.agreement.begin_call(unit.label if unit.index else "")
-        self.agreement.begin(kind, needed, self._reached, exchanges=True)
+        self.agreement.begin(kind, self._may_come, self._reached, exchanges=True)
 
     def _is_training(self, unit: Unit) -> bool:
         """Whether the open forward, which began with `unit`, is one of training."""
         return unit.module.training
 
-    def _resident(self) -> tuple[int, ...]:
-        """Required units that are resident: a pass does not gather them."""
-        return tuple(
-            unit.index
-            for unit in self._units
-            if unit.state is not ShardState.SHARDED and not unit.is_optional
-        )
+    def resident(self) -> tuple[int, ...]:
+        """Units that are resident on every rank: a pass does not gather them."""
+        units = self._required if self._kept is None else (*self._required, self._kept)
+        return tuple([unit.index for unit in units if unit.state is not ShardState.SHARDED])
 
     def note_call(self, call: ForwardCall, outputs: object) -> None:
         """A forward call of an optional unit has returned.
@@ -158,24 +162,39 @@ class OptionalScheduler(UnshardScheduler):
     def settle_forward(self) -> None:
         """The outermost call of a forward is about to end, and its unit is still in use: settle
         what ranks want in the last place."""
+        self._is_ending = True
         self._events = self.agreement.finish()
 
     def _reached(self) -> list[bool]:
         """For each optional unit, whether this rank's backward may reach it; then whether it may
-        run any of them forward again."""
-        return [*(unit in self._called for unit in self._optional), self._recomputes]
+        run any of them forward again, and `_keeps_last`."""
+        called = self._called
+        return [*[u in called for u in self._optional], self._recomputes, self._keeps_last()]
+
+    def _keeps_last(self) -> bool:
+        """Whether the optional unit that was gathered last in the forward, which is about to end,
+        ran last on this rank, and its backward may reach it."""
+        last = self._last
+        if last is None or not self._is_ending or last not in self._called:
+            return False
+        return self.agreement.last_event == 2 * last.index
 
     def end_forward(self, grad_enabled: bool) -> Order:
-        own = [u.index for u, bit in zip(self._optional, self._reached(), strict=False) if bit]
-        reached = [any(bits) for bits in zip(*self.agreement.answers, strict=True)]
+        own = [unit.index for unit in self._optional if unit in self._called]
+        answers = self.agreement.answers
+        reached = [any(bits) for bits in zip(*answers, strict=True)]
         needed = [u.index for u, bit in zip(self._optional, reached, strict=False) if bit]
         if self._last is not None and self._last.is_optional:
-            self._release_last()
+            if answers and all([bits[-1] for bits in answers]):
+                self._kept = self._last
+            else:
+                self._release_last()
         order = AgreedOrder(super().end_forward(grad_enabled))
         self._called, self._recomputes = set(), False
+        self._is_ending = False
         order.key = self._events, tuple(sorted(needed))
         gathers = [event for _, found in self._events for event in found]
-        order.repeats = len(set(gathers)) < len(gathers) or any(reached[-1:])
+        order.repeats = len(set(gathers)) < len(gathers) or any(reached[-2:-1])
         order.needed = frozenset(needed if grad_enabled else ())
         order.own = frozenset(own if grad_enabled else ())
         if order.needed:
@@ -184,12 +203,11 @@ class OptionalScheduler(UnshardScheduler):
 
     def begin_backward(self, order: Order) -> None:
         """A backward begins, at a forward of this order."""
-        everything = frozenset(unit.index for unit in self._optional if unit.handles)
-        own = order.needed if isinstance(order, AgreedOrder) else everything
+        own = order.needed if isinstance(order, AgreedOrder) else self._may_come - {_NEVER}
         others = [other for other in self._open if other is not order]
         key = order.key if isinstance(order, AgreedOrder) else None
         keys = tuple(other.key for other in others)
-        kind = ("backward", tuple(order), key, keys, self._reduces(), self._resident())
+        kind = ("backward", tuple(order), key, keys, self._reduces(), self.resident())
         needed = own.union(*(other.needed for other in others))
         in_flight = [*others, *([order] if isinstance(order, AgreedOrder) else ())]
         repeats = len(in_flight) != 1 or in_flight[0].repeats
@@ -197,17 +215,19 @@ class OptionalScheduler(UnshardScheduler):
         self._own = frozenset[int]().union(*(each.own for each in in_flight))
         self._ahead.clear()
         self._is_backward = True
+        if self._kept is not None and self._kept.state is not ShardState.SHARDED:
+            # No rank gathers it, so ranks come to it at different events.
+            self._room.look()
+            self._prefetch_behind(self._kept)
 
     def end_backward(self, first: Unit | None, orders: Iterable[Order]) -> None:
         orders = list(orders)
+        self._kept = None
         super().end_backward(first, orders)
         done = [place for place, each in enumerate(self._open) if any(each is o for o in orders)]
         # Older ones most likely never run (`Unit.forget_starts_before`).
         for _ in range(max(done) + 1 if done else 0):
             self._open.popleft()
-
-    def is_optional(self, index: int) -> bool:
-        return self._units[index].is_optional
 
     def keep_first(self, unit: Unit) -> None:
         if not unit.is_optional:
@@ -229,7 +249,8 @@ class OptionalScheduler(UnshardScheduler):
         if not agreement.is_open:
             pass
         elif not unit.is_optional:
-            if unit.state is not ShardState.UNSHARDED or self._last is unit:
+            # In a pass without optional units there is nothing to agree on.
+            if agreement.needed and (unit.state is not ShardState.UNSHARDED or self._last is unit):
                 agreement.required(2 * unit.index)
                 self._came_to = unit
         elif unit.state is ShardState.SHARDED or unit in self._ahead:
@@ -327,10 +348,12 @@ class OptionalScheduler(UnshardScheduler):
     def abort(self) -> None:
         super().abort()
         self._ahead.clear()
+        self._kept, self._is_ending = None, False
 
     def before_event(self) -> None:
         """All ranks take part in an event of an optional unit; see Note [Ranks hold the same]."""
-        self._release_last()
+        if not (self._is_backward and self._last is self._kept):
+            self._release_last()
 
     def _release_last(self) -> None:
         if self._last is not None:
@@ -357,15 +380,24 @@ class _Recorder(ExecOrderRecorder):
     def __init__(self, scheduler: OptionalScheduler) -> None:
         super().__init__()
         self._scheduler = scheduler
+        self._left_out: Collection[int] = ()
+
+    def leave_out(self, units: Collection[int]) -> None:
+        """Record no visits of these units from now on."""
+        self._left_out = units
 
     def visit(self, unit: int) -> None:
-        if not self._scheduler.is_optional(unit):
+        if unit not in self._left_out:
             super().visit(unit)
 
     def begin(self, kind: Hashable) -> None:
-        super().begin(kind)
-        if isinstance(kind, tuple) and kind[0] == "backward":
-            self._scheduler.begin_backward(kind[1])
+        scheduler = self._scheduler
+        if not (isinstance(kind, tuple) and kind[0] == "backward"):
+            super().begin(kind)
+            return
+        # After the same required units another one is resident where an optional unit ran last.
+        super().begin((*kind, scheduler.resident()))
+        scheduler.begin_backward(kind[1])
 
     def end(self) -> Order:
         self._scheduler.agreement.end()
@@ -382,16 +414,20 @@ class _Room:
     """A `RateLimiter` that counts what all ranks hold: required units, the optional unit that was
     gathered last, and prefetched ones."""
 
-    def __init__(self, context: RuntimeContext, units: Sequence[Unit], ahead: set[Unit]) -> None:
+    def __init__(self, context: RuntimeContext, ahead: set[Unit]) -> None:
         """
         Args:
             ahead: optional units that are prefetched.
         """
         self._limiter = context.limiter
-        self._units = units
+        self._required: tuple[Unit, ...] = ()
         self._ahead = ahead
         self._held: dict[Unit, None] = {}
         self._used: Unit | None = None
+
+    def count(self, required: tuple[Unit, ...]) -> None:
+        """Set the required units."""
+        self._required = required
 
     @property
     def budget(self) -> GatherBudget:
@@ -405,8 +441,7 @@ class _Room:
         self._held = self._resident()
 
     def _resident(self) -> dict[Unit, None]:
-        required = (unit for unit in self._units if not unit.is_optional)
-        held = (unit for unit in required if unit.state is not ShardState.SHARDED)
+        held = [unit for unit in self._required if unit.state is not ShardState.SHARDED]
         return dict.fromkeys([*held, *self._ahead])
 
     def admits(self, nbytes: int) -> bool:
@@ -418,7 +453,7 @@ class _Room:
         return self._fits(nbytes, self._held)
 
     def _fits(self, nbytes: int, held: Collection[Unit]) -> bool:
-        budget = self.budget
+        budget = self._limiter.budget
         if budget.max_units is not None and len(held) + 1 > budget.max_units:
             return False
         return (
