@@ -10,9 +10,11 @@ from torch import nn
 
 from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState, root_of
+from layerzero.runtime.unit import get_unit
 
 _roots: WeakSet[RootState] = WeakSet()
-"""Roots of all live models. If the units of a root have joined another one, it owns none."""
+"""Roots of all live models. If its units have joined another one, or were unwrapped (`rewrap`), a
+root owns none: something else may keep it alive, on some ranks only."""
 
 
 class Owner(NamedTuple):
@@ -40,7 +42,7 @@ def remember_root(root: RootState) -> None:
 def owners(root: RootState) -> Iterator[Owner]:
     """The sharded parameters of one model, unit by unit."""
     for unit in root.units:
-        if root_of(unit) is root:
+        if root_of(unit) is root and any(get_unit(module) is unit for module in unit.owners):
             for handle in unit.handles:
                 for sharded_param in handle.sharded_params:
                     yield Owner(root, handle.placement, sharded_param)

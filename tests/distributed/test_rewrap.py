@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
+from layerzero.runtime.sharded_params import owner_of_each, owners
 from tests.distributed.test_changed_structure import LowRank
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_values, assert_trains_alike, zero3
+from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import batches_of, forward_backward, seeded
@@ -65,6 +67,19 @@ def _changed() -> None:
 
 def test_a_changed_model_trains_on_once_it_is_wrapped_again() -> None:
     run_ranks(2, _changed)
+
+
+def _earlier_root_lives() -> None:
+    """What keeps the earlier root alive, such as a traceback, may do so on some ranks only."""
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
+    earlier = root_state(model)
+    layerzero.rewrap(model)
+    assert not [*owners(earlier)]
+    assert {owner.root for owner in owner_of_each().values()} == {root_state(model)}
+
+
+def test_a_parameter_belongs_to_the_model_that_was_wrapped_last() -> None:
+    run_ranks(1, _earlier_root_lives)
 
 
 def _optimizer_goes_on() -> None:
