@@ -23,7 +23,7 @@ WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
-	@echo 'make soak    random models, SEEDS=200; CASES=10000 forged files of a kind; 10,000 flipped bits; a run killed KILLS=1000 times'
+	@echo 'make soak    random models and actions, SEEDS=200; CASES=10000 forged files of a kind; 10,000 flipped bits; KILLS=1000'
 	@echo 'make faults  ranks killed at every call that writes a checkpoint; the fault matrix'
 	@echo 'make check   ruff, mypy, codespell and clang-format'
 	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, layered ZeRO, checkpoints beside others'
@@ -64,6 +64,8 @@ soak: $(INSTALLED)
 		tests/distributed/test_optional_random.py tests/distributed/test_join.py \
 		--slow -k random --seeds $(SEEDS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/distributed/test_checked_bytes.py --slow --seeds $(SEEDS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_state_machine.py \
+		tests/distributed/test_no_growth.py --seeds $(SEEDS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --kills $(KILLS)
 
 # Also writes the matrix into docs/reference/reliability.md, if all of its cells pass.

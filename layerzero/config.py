@@ -19,6 +19,9 @@ Accumulation = Literal["sharded", "unsharded", "auto"]
 GradientReduction = Literal["mean", "sum"]
 """How gradients are reduced over the ranks that share the model."""
 
+OnNonFinite = Literal["raise", "skip"]
+"""What becomes of a step with a gradient that is infinite or NaN."""
+
 OptionalMean = Literal["all", "participants"]
 """Ranks over which a gradient of an optional module is averaged: all that share the model, or those
 that had one."""

@@ -19,6 +19,7 @@ from layerzero.config import (
     GradientReduction,
     MixedPrecision,
     OffloadPolicy,
+    OnNonFinite,
     OptionalMean,
     PrefetchPolicy,
     ReductionPolicy,
@@ -32,11 +33,11 @@ from layerzero.construct.topology import agree_on_topology, plan_on_every_rank
 from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
 from layerzero.log import log_units
-from layerzero.optim import attach
+from layerzero.optim import attach, next_step, nonfinite
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.earlier import replace_in_optimizers
 from layerzero.optim.in_backward import StepInBackward
-from layerzero.runtime import surroundings
+from layerzero.runtime import leftovers, surroundings
 from layerzero.runtime.misuse import explain_uncaught
 from layerzero.runtime.phases import duration
 from layerzero.runtime.root import RootState, UnshardHandle, root_of
@@ -117,6 +118,12 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             gather, and one that skips a unit takes part in its gathers and reductions with nothing
             of its own (docs/howto/optional_modules.md). The same modules on every rank; those of
             ZeRO3 modules inside stay optional.
+        on_nonfinite: what becomes of a step with a gradient that is infinite or NaN, decided by all
+            ranks together at the end of each backward that reduces: "raise": the backward raises
+            FloatingPointError, with the name of a parameter, and changes nothing. "skip": it logs a
+            warning, `.grad` is None, and stays so until `optimizer.step()`, which changes neither
+            parameters nor state, or `zero_grad()`. None: nothing is looked at. Costs one pass over
+            this rank's gradients and one small all-gather, which blocks the host.
         optional_mean: over which ranks gradients of optional modules are averaged: "all", or
             "participants": those that had a gradient for the parameter.
         verify: check the bytes of gathers, reductions, full buffers, main shards and optimizer
@@ -159,6 +166,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         optional_modules: Iterable[nn.Module] = (),
         optional_mean: OptionalMean = "all",
         verify: Verify | None = None,
+        on_nonfinite: OnNonFinite | None = None,
         **unknown: NoReturn,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}
@@ -171,6 +179,9 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         # Through `__dict__`, because `__setattr__` would set them on the wrapped module.
         self.__dict__["_given"] = given
         self.__dict__["_kept_whole"] = [p for p in module.parameters() if get_info(p) is None]
+        if arguments.on_nonfinite is not None:
+            nonfinite.install(root, arguments.on_nonfinite, self.__dict__["_kept_whole"])
+        next_step.watch()
         advice.warn(module, arguments, plan, topology.placement)
         guard_saving(module)
         log_units(module, root, topology.placement.is_first)
@@ -217,6 +228,14 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         unit = self._unit
         where = str(unit.handles[0].placement) if unit.handles else "no parameters of its own"
         return f"{len(self._subtree())} units of {type(self.module).__name__}, {where}"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; also drops the sums of micro-batches that a pass which failed
+        has left."""
+        self.module.zero_grad(set_to_none)
+        root = self._root_state
+        if root in leftovers.have():
+            leftovers.drop(root)
 
     # State ----------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import not_
 from typing import NamedTuple
 
 import torch
@@ -76,6 +78,10 @@ class Operation(NamedTuple):
         return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
 
 
+Messages = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""What is received from each rank of a group, and what is sent to it."""
+
+
 class Pending:
     """Handle of a collective in flight."""
 
@@ -88,6 +94,7 @@ class Pending:
         """`nbytes`: size of the whole tensor, or of each message if messages carry names. Ranks
         compare it."""
         self.operation = operation
+        self.number = operation.number
         self.group = group
         self.nbytes = nbytes
         self.peer = -1
@@ -96,17 +103,62 @@ class Pending:
         """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
         to wait for: what ran on the current stream is in order there by itself."""
         self._finish: Callable[[], object] | None = None
+        self._messages: Messages = ((), ())
+        self._posted: list[dist.Work] = []
+        self._peers: Sequence[int] = ()
+        self._receives: Sequence[bool] = ()
         watchdog = operation.watchdog
         self._reached_event: Event = None if watchdog is None else watchdog.record_event()
         self._done_event: Event = None
 
     @property
-    def number(self) -> int:
-        return self.operation.number
-
-    @property
     def name(self) -> str:
         return str(self.operation)
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int, int]]:
+        """See `recovery.Message`."""
+        tag, own = self.operation.tag, self.group.rank
+        return [
+            (0, 0, 0, 0)
+            if rank == own
+            else (tag(sent.nbytes), sent.nbytes, tag(received.nbytes), received.nbytes)
+            for rank, (received, sent) in enumerate(zip(*self._messages, strict=True))
+        ]
+
+    def post(
+        self,
+        calls: Sequence[functools.partial[dist.Work]],
+        peers: Sequence[int],
+        receives: Sequence[bool],
+        incoming: Sequence[torch.Tensor],
+        outgoing: Sequence[torch.Tensor],
+    ) -> None:
+        """Post its messages: `calls`, each with its peer's group rank.
+
+        Raises:
+            CollectiveError: the connection to a peer is closed.
+        """
+        self._messages = incoming, outgoing
+        self._peers, self._receives = peers, receives
+        try:
+            # In one call from C, amid which no signal can raise: a handle that is lost would leave
+            # its peer waiting, and gloo writing into memory that is freed.
+            self._posted.extend(map(functools.partial.__call__, calls))
+        except RuntimeError as error:
+            self.peer = peers[len(self._posted)]
+            raise self.diagnose(error) from error
+        self.works = self._in_order()
+
+    def _in_order(self) -> list[tuple[dist.Work, int]]:
+        """What was posted, receives first."""
+        posted = [*zip(self._posted, self._peers, strict=False)]
+        sends = map(not_, self._receives)
+        return [*compress(posted, self._receives), *compress(posted, sends)]
+
+    @property
+    def is_posted(self) -> bool:
+        return bool(self._posted)
 
     @property
     def is_reached(self) -> bool:
@@ -171,6 +223,8 @@ class Pending:
         self.works = ()
 
     def _await(self) -> None:
+        if self.works is None and self._posted:
+            self.works = self._in_order()  # Something raised when they had just been posted.
         # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
         # watchdog bound the wait.
         timed = self.group.backend == "gloo"
@@ -191,6 +245,14 @@ class Pending:
         finally:
             if lookout is not None:
                 lookout.waiting.discard(self)
+        if self._posted:
+            self.works, self._posted, self._messages = (), [], ((), ())
+        recovery = None if self.operation.lookout is None else self.operation.lookout.recovery
+        if recovery is not None:
+            recovery.in_flight.discard(self)
+            if recovery.reason is not None:
+                # What has arrived may be an answer without meaning.
+                raise recovery.error(self.name)
 
     def diagnose(self, error: RuntimeError) -> CollectiveError:
         """Make the error for a failed exchange with `peer`. Blocks the host for some seconds."""
@@ -483,27 +545,32 @@ def _exchange(
 
     `nbytes` is compared between ranks; None: the size of each message, if all have the same.
     """
-    process_group = group.process_group
-    receives, sends = [], []
     pending = Pending(operation, group, outgoing[0].nbytes if nbytes is None else nbytes)
+    process_group = group.process_group
+    calls: list[functools.partial[dist.Work]] = []
+    peers, receives = [], []
     for step in range(1, group.size):
         # Staggered, so that not every rank starts with rank 0. The send is posted before the
         # receive: a 4 MB message between two ranks of one machine then takes 2.0 to 2.4 ms instead
         # of 3.7 to 3.9 ms (benchmarks/bench_collectives.py).
-        source = (group.rank - step) % group.size
-        target = (group.rank + step) % group.size
-        try:
-            pending.peer = target
-            if outgoing[target].numel():
-                tag = operation.tag(outgoing[target].nbytes)
-                sends.append((process_group.send([outgoing[target]], target, tag), target))
-            pending.peer = source
-            if incoming[source].numel():
-                tag = operation.tag(incoming[source].nbytes)
-                receives.append((process_group.recv([incoming[source]], source, tag), source))
-        except RuntimeError as error:
-            raise pending.diagnose(error) from error
-    pending.works = [*receives, *sends]
+        for peer, tensors, method in (
+            ((group.rank + step) % group.size, outgoing, process_group.send),
+            ((group.rank - step) % group.size, incoming, process_group.recv),
+        ):
+            tensor = tensors[peer]
+            if tensor.numel():
+                calls.append(
+                    functools.partial(method, [tensor], peer, operation.tag(tensor.nbytes))
+                )
+                peers.append(peer)
+                receives.append(tensors is incoming)
+    recovery = None if operation.lookout is None else operation.lookout.recovery
+    if recovery is None:
+        pending.post(calls, peers, receives, incoming, outgoing)
+        return pending
+    with recovery.lock:
+        recovery.begin(pending)
+        pending.post(calls, peers, receives, incoming, outgoing)
     return pending
 
 

@@ -96,6 +96,9 @@ class InlineStream:
         """Handle for all work queued on the stream so far; here it has all run."""
         return _DONE
 
+    def come_to_rest(self) -> None:
+        """Block the host until a thread of the stream has nothing to do, whatever becomes of it."""
+
 
 class ChainingStream(InlineStream):
     """An inline stream with a thread, which starts a collective once another is done."""
@@ -113,6 +116,10 @@ class ChainingStream(InlineStream):
             return issue()
 
         return self._enqueue(chained)
+
+    def come_to_rest(self) -> None:
+        if self._last is not None:
+            self._last.come_to_rest()
 
     def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
         if self._thread is None:
@@ -176,13 +183,17 @@ class _OnThread:
             self._work = None
             self._has_run.set()
 
-    def wait(self) -> None:
+    def come_to_rest(self) -> None:
+        """Wait until it has run."""
         while not self._has_run.wait(timeout=1.0):
             if not self._thread.is_alive():
                 raise RuntimeError(
                     "the thread that finishes reductions has ended: was the process forked after "
                     "training began? Wrap the model in the process that trains it"
                 )
+
+    def wait(self) -> None:
+        self.come_to_rest()
         if self._error is not None:
             raise self._error
         if self._started is not None:
@@ -329,6 +340,12 @@ class Streams:
     def are_apart(self) -> bool:
         """Whether memory belongs to the stream that it was allocated on."""
         return self._module is not None
+
+    def come_to_rest(self) -> None:
+        """Block the host until the threads of streams have nothing to do; devices have none."""
+        for stream in (self.unshard, self.reduce):
+            if isinstance(stream, InlineStream):
+                stream.come_to_rest()
 
     def record_compute_event(self) -> Event:
         """Record an event on the compute stream, after all work queued there; None on CPU."""

@@ -16,6 +16,7 @@ from layerzero.config import (
     BackwardPrefetch,
     GradientReduction,
     MixedPrecision,
+    OnNonFinite,
     OptionalMean,
     ReshardAfterForward,
     Verify,
@@ -125,6 +126,11 @@ def check_optional_modules(modules: object) -> tuple[nn.Module, ...]:
 def check_optional_mean(value: object) -> None:
     if value not in get_args(OptionalMean):
         raise ValueError(f"optional_mean: expected 'all' or 'participants', got {value!r}")
+
+
+def check_on_nonfinite(value: object) -> None:
+    if value is not None and value not in get_args(OnNonFinite):
+        raise ValueError(f"on_nonfinite: expected 'raise', 'skip' or None, got {value!r}")
 
 
 def check_module(module: nn.Module) -> None:

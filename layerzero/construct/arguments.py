@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layerzero.config import (
     GatherBudget,
     OffloadPolicy,
+    OnNonFinite,
     PrefetchPolicy,
     ReductionPolicy,
     ReshardAfterForward,
@@ -31,6 +32,7 @@ from layerzero.construct.argument_types import (
     check_ignored,
     check_mixed_precision,
     check_module,
+    check_on_nonfinite,
     check_param_init_fn,
     check_reshard_after_forward,
     check_timeout,
@@ -83,6 +85,7 @@ class Arguments:
     sync_module_states: bool
     device: torch.device | str | int | None
     timeout: timedelta | None
+    on_nonfinite: OnNonFinite | None
     optional_modules: object
     """Checked by `construct.optional.find_optional`, as is `optional_mean`."""
     optional_mean: object
@@ -114,6 +117,7 @@ def check_arguments(
     )
     check_timeout(given["timeout"])
     check_verify(given["verify"])
+    check_on_nonfinite(given["on_nonfinite"])
     check_param_init_fn(given["param_init_fn"])
     check_device(given["device"])
     ignored_modules, ignored_parameters = check_ignored(
@@ -150,6 +154,7 @@ def check_arguments(
         sync_module_states=given["sync_module_states"],
         device=given["device"],
         timeout=given["timeout"],
+        on_nonfinite=given["on_nonfinite"],
         optional_modules=given["optional_modules"],
         optional_mean=given["optional_mean"],
         verify=given["verify"],

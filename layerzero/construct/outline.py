@@ -124,6 +124,7 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
         "in_flight": given.reduction.in_flight,
         "timeout": given.timeout,
         "verify": given.verify,
+        "on_nonfinite": given.on_nonfinite,
         "device": plan.device.type,
     }
     yield from (f"{name}={plain(value)}" for name, value in values.items())

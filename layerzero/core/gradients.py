@@ -1,35 +1,58 @@
 """GradientBuffer: gradients of one flat parameter, from unsharded to sharded parameters.
 
-    full .grad --collect--> buffer --first hop--> chunk --further hops--> chunk --deliver--> .grad
+    full .grad --collect--> buffer --first hop--> chunk --further hops--> chunk --parts--> .grad
                               |                     |
      micro-batches add up:  `_sum`, or         `shard_sum`                       (`no_sync`)
+
+Note [A pass adds only when it is complete]
+    What earlier micro-batches left is not written before the pass that adds to it has ended, so
+    that one that fails leaves it as it was. Unsharded, a micro-batch's gradients are held until
+    then, in the dtype in which backward computed them; where the sum is sent, it is copied first.
+    Sharded and on the host, each micro-batch writes a new sum. `keep` ends a pass, `undo` takes it
+    back.
 
 Each gradient is copied once, and the buffer's storage exists only from `collect` until the
 reduction is done. Micro-batches without synchronization add up in one of two places, in float32 at
 least: unsharded, before anything is sent, or sharded, after the first hop of the reduction. `.grad`
-is written only by `deliver`, and after it by parameter_hooks.py for parameters with hooks, so a
-backward pass that fails changes no gradient that the user can see.
+is written only when the pass has ended (runtime/delivery.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from layerzero.core.host import HostMemory
 from layerzero.core.layout import FlatLayout, GradientLayout, ShardRange
-from layerzero.core.parameter_hooks import stepped_by_torch
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
 from layerzero.core.sum_dtype import sum_dtype
 from layerzero.core.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 
+Gradient = tuple[nn.Parameter, torch.Tensor]
+"""A sharded parameter, and what this pass adds to its `.grad`."""
 _MISSING = torch.empty(0)
 """Stands for a missing gradient; `pack_` fills its place with zeros."""
+
+
+class _Earlier(NamedTuple):
+    """What completed micro-batches left; see Note [A pass adds only when it is complete]."""
+
+    area: _Area | None
+    """The area that holds the unsharded sum, if any."""
+    holds_sum: bool
+    local: dict[int, torch.Tensor]
+    shard_sum: torch.Tensor | None
+    host_sum: torch.Tensor | None
+    present: set[int]
+
+
+_NOTHING = _Earlier(None, False, {}, None, None, set())
 
 
 class GradientBuffer:
@@ -77,6 +100,9 @@ class GradientBuffer:
         self.holds_sum = False
         self.shard_sum = None
         self.host_sum = None
+        self._earlier = _NOTHING
+        self._held: list[list[torch.Tensor]] = []
+        """Gradients to add to the sum once the pass is complete."""
         self.set_trainable(range(len(shapes)))
 
     def set_trainable(self, indices: Sequence[int]) -> None:
@@ -102,6 +128,8 @@ class GradientBuffer:
         with torch.inference_mode(False):
             self._outgoing = _Area(self, self._dtype)
             self._sum = self._outgoing if wide == self._dtype else _Area(self, wide)
+        self._spare: _Area | None = None
+        """Like `_sum`, made when a sum is first copied."""
         self._segments = Segments.build(
             ((self._source[p.param], p.start, p.offset, p.numel) for p in self.layout.segments),
             self.layout.numel,
@@ -163,8 +191,11 @@ class GradientBuffer:
 
     @property
     def resident_nbytes(self) -> int:
-        areas = {id(area): area.storage.nbytes() for area in (self._outgoing, self._sum)}
-        return sum(areas.values()) + (0 if self.shard_sum is None else self.shard_sum.nbytes)
+        areas = {id(area): area for area in (self._outgoing, self._sum, self._earlier.area) if area}
+        sums = {id(s): s for s in (self.shard_sum, self._earlier.shard_sum) if s is not None}
+        held = sum(gradient.nbytes for gradients in self._held for gradient in gradients)
+        in_areas = sum(area.storage.nbytes() for area in areas.values())
+        return in_areas + held + sum(each.nbytes for each in sums.values())
 
     @property
     def is_waiting(self) -> bool:
@@ -216,11 +247,79 @@ class GradientBuffer:
             pack_(area.tensor, gradients, self._segments)
             self.holds_sum = True
             return
+        if self._sum is self._earlier.area:
+            if keep_accumulating:
+                self._held.append(gradients)
+                return
+            self._copy_sum()
         self._add(gradients)
         if not keep_accumulating and not self.sum_is_buffer:
             self.allocate_buffer()
             self.fill_buffer()
             self._sum.free()
+
+    def _copy_sum(self) -> None:
+        """Go on with a copy of the sum."""
+        total = self._spare
+        if total is None:
+            with torch.inference_mode(False):
+                total = _Area(self, self._sum.tensor.dtype)
+        self._spare = None
+        total.allocate()
+        total.tensor.copy_(self._sum.tensor)
+        if self.sum_is_buffer:
+            self._outgoing = total
+        self._sum = total
+
+    def held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parts of the sum, and the held gradients to add to them before `keep`."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for gradients in self._held:
+            more = self._pairs(gradients)
+            targets += more[0]
+            sources += more[1]
+        return targets, sources
+
+    def keep(self) -> None:
+        """The pass is complete: what it added counts from now on, and earlier sums are dropped."""
+        self._held = []
+        area = self._sum if self.holds_sum and self._placement.num_ranks > 1 else None
+        former = self._earlier.area
+        if former is not None and former is not self._sum:
+            former.free()
+            self._spare = former
+        if self.is_waiting:
+            sums = self.shard_sum, self.host_sum
+            local, present = dict(self._local), set(self.present)
+            self._earlier = _Earlier(area, self.holds_sum, local, *sums, present)
+        else:
+            self._earlier = _NOTHING
+
+    def undo(self) -> None:
+        """Return to what was when the last pass was complete. No reduction may be under way."""
+        before = self._earlier
+        self._held = []
+        if self._sum is not before.area:
+            self._outgoing.free()
+            self._sum.free()
+            if before.area is not None:
+                self._spare = self._sum
+                if self.sum_is_buffer:
+                    self._outgoing = before.area
+                self._sum = before.area
+        elif not self.sum_is_buffer:
+            self._outgoing.free()
+        self.holds_sum, self._local = before.holds_sum, dict(before.local)
+        self.shard_sum, self.host_sum = before.shard_sum, before.host_sum
+        self.present = set(before.present)
+
+    def forget(self) -> None:
+        """Drop all gradients, those of earlier micro-batches included."""
+        area, self._earlier = self._earlier.area, _NOTHING
+        self.undo()
+        if area is not None:
+            area.free()
 
     def _take(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """Take the gradients of the trainable leaves: record them in `present`, clear `.grad`.
@@ -251,14 +350,20 @@ class GradientBuffer:
         return info.fqn
 
     def _add(self, gradients: Sequence[torch.Tensor]) -> None:
+        targets, sources = self._pairs(gradients)
+        if targets:
+            torch._foreach_add_(targets, sources)
+
+    def _pairs(
+        self, gradients: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets, sources = [], []
         for index, cut, target in self._sum.places:
             gradient = gradients[self._source[index]]
             if gradient is not _MISSING:
                 targets.append(target)
                 sources.append(gradient if cut is None else gradient.reshape(-1)[cut])
-        if targets:
-            torch._foreach_add_(targets, sources)
+        return targets, sources
 
     def _collect_local(self, unsharded_params: Sequence[nn.Parameter]) -> None:
         # With one rank nothing is sent, so gradients need no buffer.
@@ -275,6 +380,8 @@ class GradientBuffer:
         """Add the first hop's chunk to `shard_sum` and return that; it may share chunk's memory."""
         if self.shard_sum is None:
             self.shard_sum = chunk.to(self._sum.tensor.dtype)
+        elif self.shard_sum is self._earlier.shard_sum:
+            self.shard_sum = self.shard_sum + chunk
         else:
             self.shard_sum.add_(chunk)
         return self.shard_sum
@@ -293,7 +400,7 @@ class GradientBuffer:
         """
         assert self.sums_on is not None
         self.add_host_sum_to(total)
-        if self.host_sum is None:
+        if self.host_sum is None or self.host_sum is self._earlier.host_sum:
             self.host_sum = self.sums_on.empty(total.numel(), total.dtype)
         self.host_sum.copy_(total, non_blocking=True)
 
@@ -312,44 +419,49 @@ class GradientBuffer:
         self.holds_sum = False
 
     def release(self) -> None:
-        """Free everything after a reduction, or drop the gradients; ready for the next ones."""
+        """Free what a reduction has read, and forget the sum that it sent; `undo` brings it back
+        until `keep`."""
         self.release_buffer()
         self._local.clear()
         self.shard_sum = self.host_sum = None
         self.present = set()
 
-    def deliver(
-        self, chunk: torch.Tensor | None, present: set[int], scale: float
-    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Add this rank's part of the reduced gradients to `.grad` of the sharded parameters.
+    def parts(
+        self,
+        chunk: torch.Tensor | None,
+        present: set[int],
+        scale: float,
+        stepped: Container[nn.Parameter],
+        plain: list[Gradient],
+    ) -> list[Gradient]:
+        """Split off this rank's parts of the reduced gradients, in the sharded parameters' dtype.
 
         Args:
             chunk: [chunk_numel], any floating dtype; None in a group of one rank.
-            present: parameters that had a gradient on any rank; `.grad` of others is unchanged.
+            present: parameters that had a gradient on any rank; there are no parts of others.
             scale: applied only in a group of one rank, where no reduction ran and scaled.
+            stepped: parameters that have hooks which they do not show (`stepped_by_torch`).
+            plain: gets the parts of parameters without hooks.
 
         Returns:
-            (parameter, gradient) of each parameter with hooks, in the same order on every rank.
-            These are not added yet: see `accumulate_with_hooks`.
+            Those of parameters with hooks, in the same order on every rank; see
+            `accumulate_with_hooks`.
         """
         hooked: list[tuple[int, torch.Tensor]] = []
-        stepped = stepped_by_torch()
-        for index, gradient in self._parts_of(chunk, scale):
+        for index, gradient in self.pieces(chunk, scale):
             if index < 0 or index not in present:
                 continue
             sharded = self._sharded_params[index]
             # Autograd refuses a parameter that does not require grad (frozen meanwhile), so its
-            # hooks cannot run; its gradient is added here.
+            # hooks cannot run; its gradient is added as if it had none.
             if (
                 sharded._post_accumulate_grad_hooks
                 or sharded._backward_hooks
                 or (stepped and sharded in stepped)
             ) and sharded.requires_grad:
                 hooked.append((index, gradient))
-            elif sharded.grad is None:
-                sharded.grad = gradient
             else:
-                sharded.grad.add_(gradient)
+                plain.append((sharded, gradient))
         hooked.sort(key=itemgetter(0))  # Parts come in the order of this rank's chunk.
         return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
@@ -360,9 +472,16 @@ class GradientBuffer:
             if index in factors:
                 part.mul_(factors[index])
 
-    def _parts_of(
+    def reduced(self, chunk: torch.Tensor | None) -> list[torch.Tensor]:
+        """The values of `pieces`, undivided; rounded as these are where that may overflow."""
+        dtype = self._sharded_params[0].dtype
+        values = [chunk] if chunk is not None else [*self._local.values()]
+        return [each.to(dtype) if each.itemsize > dtype.itemsize else each for each in values]
+
+    def pieces(
         self, chunk: torch.Tensor | None, scale: float
     ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of the parameter, this rank's part of its gradient); index -1: padding."""
         dtype, device = self._sharded_params[0].dtype, self._sharded_params[0].device
         if chunk is not None:
             parts = chunk.to(dtype).split_with_sizes(self._split_sizes)

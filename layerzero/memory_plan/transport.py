@@ -81,6 +81,7 @@ class _Unwatched:
     def __init__(self) -> None:
         self.issued: deque[object] = deque(maxlen=1)
         self.waiting: set[object] = set()
+        self.recovery = None
 
     def begin_wait(self, _: object) -> None:
         return None
@@ -93,7 +94,9 @@ class PlannedOperations(Operations):
         self.prefix = ""
         self.failure = None
         self.phases = Phases(device, groups)
-        self._count = 0
+        self.count = 0
+        self.recovery = None
+        self._counts = self._judge = lambda: None
         self._numbers = {}
         self._lookout = cast("Any", _Unwatched())
 
@@ -161,6 +164,8 @@ class _Later:
                 first._started = first._work()
             first.is_done = True
             del first._work
+
+    come_to_rest = run
 
     def wait(self) -> None:
         self.run()

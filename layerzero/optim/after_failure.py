@@ -27,5 +27,5 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             owner = owners.get(id(parameter))
-            if owner is not None and owner.root.operations.failure is not None:
+            if owner is not None and owner.root.operations.has_failed:
                 owner.root.operations.refuse()

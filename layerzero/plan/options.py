@@ -27,6 +27,7 @@ from layerzero.construct.argument_types import (
     check_accumulation,
     check_backward_prefetch,
     check_gradient_reduction,
+    check_on_nonfinite,
     check_optional_mean,
     check_outer,
     check_reshard_after_forward,
@@ -164,6 +165,8 @@ def _read_value(name: str, value: Any) -> Any:
         check_optional_mean(value)
     if name == "verify":
         check_verify(value)
+    if name == "on_nonfinite":
+        check_on_nonfinite(value)
     if name in ("deterministic", "sync_module_states"):
         read_bool(name, value)
     return value

@@ -10,15 +10,19 @@ Note [When a unit is done in backward]
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch.autograd import Variable
 
 from layerzero.config import BackwardPrefetch
+from layerzero.runtime import leftovers
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.exec_order import Order
+from layerzero.runtime.interrupts import Uninterrupted
 from layerzero.runtime.operations import Operations, remembers_failure
 from layerzero.runtime.passes import BackwardPass, ForwardCall, Sentinel
 from layerzero.runtime.reducer import GradientReducer
@@ -127,10 +131,19 @@ class Backward:
         def show_sharded(_: object) -> None:
             backward = backward_ref()
             if backward is not None and backward._is_abandoned:
+                backward._note_failure()
                 for unit in backward._units:
                     unit.show_sharded()
 
         return show_sharded
+
+    def _note_failure(self) -> None:
+        """Tell the other ranks; `zero_grad` may come before the next pass."""
+        root = self._context.owner()
+        if root is not None:
+            leftovers.note(cast(leftovers.HasLeftovers, root))
+        with contextlib.suppress(RuntimeError):  # The store may be gone.
+            self.operations.stop("an exception in backward")
 
     def _enter_backward(self, current: BackwardPass, unit: Unit, start: int | None) -> None:
         self._passes[0].touched.add(unit)
@@ -216,11 +229,16 @@ class Backward:
             # Otherwise the gradients stay on this rank, and there is no collective to take part in.
             if self._reducer.requires_sync or self._reducer.sums_sharded:
                 self._reduce_untouched(ended)
-            self._reducer.deliver()
-            self._reducer.end_backward()
+            with Uninterrupted():  # All ranks complete the pass, or none.
+                self._reducer.deliver()
+                self._reducer.commit()
+                self._complete(ended, first)
         except BaseException as error:
             self._abort(error)
             raise
+
+    def _complete(self, ended: BackwardPass, first: Unit | None) -> None:
+        """Return to the state between steps."""
         self.forget_passes()
         # The optimizer comes next, and may write main shards on the host.
         self._context.wait_for_uploads()

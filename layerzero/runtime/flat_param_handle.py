@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from layerzero.comm.collectives import Operation
+from layerzero.comm.recovery import settle
 from layerzero.comm.streams import Event, Waitable
 from layerzero.core.flat_param import FlatParam
 from layerzero.core.groups import ShardGroup
@@ -120,6 +121,11 @@ class FlatParamHandle(FlatParam):
         """Order compute after the gather. Blocks the host only on devices without streams."""
         for gather in self._gathers:
             gather.wait()
+
+    def settle(self) -> None:
+        """Wait for gathers of a pass that has failed."""
+        settle([gather.wait for gather in self._gathers])
+        self._gathers = []
 
     def reshard(self) -> None:
         """Free the full buffer, after `RuntimeContext.before_free`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -22,6 +22,7 @@ from layerzero.comm.collectives import Operation, messages_carry_names
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.comm.lookout import Lookout
 from layerzero.comm.model_numbers import number_model
+from layerzero.comm.recovery import PeerRaised, Recovery, settle
 from layerzero.comm.streams import Streams
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
@@ -43,6 +44,19 @@ class HasOperations(Protocol):
 
     @property
     def operations(self) -> Operations: ...
+
+
+class CountsPasses(Protocol):
+    """The reducer of a model."""
+
+    num_delivered: int
+    num_waiting: int
+
+
+class ComparesPasses(Protocol):
+    """The root of a model."""
+
+    def compare_passes(self, counts: list[list[int]]) -> None: ...
 
 
 def remembers_failure(method: _Method) -> _Method:
@@ -71,18 +85,32 @@ class Operations:
     """Prefix of unit names, to tell models apart that share a group."""
     phases: Phases
     """The phases of `model.timeout`."""
-    failure: CollectiveError | None
-    """The first collective that failed; see Note [A failed collective is final]."""
+    failure: CollectiveError | PeerRaised | None
+    """Why no collective may begin: the first one that failed (see Note [A failed collective is
+    final]); or a pass failed, and the ranks have not met since."""
+    count: int
+    """Number of the last collective."""
+    recovery: Recovery | None
+    """None where ranks cannot go on after an exception on one of them."""
 
     def __init__(
-        self, device: torch.device, streams: Streams, groups: Iterable[ShardGroup]
+        self,
+        device: torch.device,
+        streams: Streams,
+        groups: Iterable[ShardGroup],
+        recovers: bool = True,
     ) -> None:
-        """`groups`: all groups that the model uses. Collective over those seen the first time."""
+        """Collective over groups seen the first time.
+
+        Args:
+            groups: all groups that the model uses.
+            recovers: whether ranks go on after an exception on one of them, where they can.
+        """
         self.prefix = ""
         self.failure = None
         self._device = device
         self._streams = streams
-        self._count = 0
+        self.count = 0
         self._tensor_parallel_count = 0
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
         groups = list(groups)
@@ -90,7 +118,14 @@ class Operations:
         self._numbers = number_model(groups, device)
         named = {g.process_group for g in groups if messages_carry_names(g, device)}
         places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
-        self._lookout = Lookout(places) if places else None
+        self.recovery = None
+        if recovers and named and len(named) == len(self._numbers):
+            one_of_each = {g.process_group: g for g in groups if g.process_group in named}
+            self.recovery = Recovery(places, [*one_of_each.values()])
+        self._lookout = Lookout(places, self.recovery) if places else None
+        self._groups = groups
+        self._counts: Callable[[], CountsPasses | None] = lambda: None
+        self._judge: Callable[[], ComparesPasses | None] = lambda: None
 
     def set_prefix(self, prefix: str) -> None:
         """Set `prefix` for the collectives that follow."""
@@ -104,18 +139,18 @@ class Operations:
         """
         if self.failure is not None:
             self.refuse()
-        self._count += 1
-        return self._named(verb, unit, self._count, group, self._lookout)
+        self.count += 1
+        return self._named(verb, unit, self.count, group, self._lookout)
 
     def next_on_host(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for an exchange between hosts, over a group of gloo."""
         if self.failure is not None:
             self.refuse()
-        self._count += 1
+        self.count += 1
         unit = self.prefix + unit
         if self._lookout is not None:
-            self._lookout.issued.append((self._count, verb, unit))
-        return Operation(verb, unit, self._count, None, self._lookout, self._number_on(group))
+            self._lookout.issued.append((self.count, verb, unit))
+        return Operation(verb, unit, self.count, None, self._lookout, self._number_on(group))
 
     def next_tensor_parallel(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for one of the root's `tensor_parallel_groups`, with a counter of its own.
@@ -151,16 +186,72 @@ class Operations:
         Returns:
             The error of the first one that failed.
         """
-        self.failure = self.failure or error
+        if not isinstance(self.failure, CollectiveError):
+            self.failure = error
         _failed.add(self)
         return self.failure
 
-    def refuse(self) -> NoReturn:
-        """Raise instead of starting a collective after `failure`.
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective has failed, which is final."""
+        return isinstance(self.failure, CollectiveError)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a pass has failed on some rank, and the ranks have not met since."""
+        return self.recovery is not None and self.recovery.reason is not None
+
+    def compare_with(
+        self, counts: Callable[[], CountsPasses | None], judge: Callable[[], ComparesPasses | None]
+    ) -> None:
+        """Weak references to who is asked when ranks meet after a pass that failed."""
+        self._counts, self._judge = counts, judge
+
+    def stop(self, text: str) -> None:
+        """A pass has failed on this rank: have the others end it, too."""
+        if self.has_failed:
+            return
+        if self.recovery is not None and self._lookout is not None:
+            self._lookout.start(min(group.limit for group in self._groups))
+            self.recovery.stop(text)
+
+    def come_to_rest(self) -> None:
+        """Wait for messages in flight that nobody refers to, because something raised right after
+        they were posted. Call it once all others have been waited for."""
+        if self.recovery is not None:
+            settle([pending.wait for pending in [*self.recovery.in_flight]])
+
+    def stopped(self) -> None:
+        """The pass has ended here, with nothing in flight."""
+        if self.recovery is not None and self.recovery.reason is not None:
+            self.failure = self.recovery.error("the next operation")
+
+    def _go_on(self, recovery: Recovery) -> None:
+        """Meet all ranks after a pass that failed. Collective; blocks the host."""
+        try:
+            counts = self._counts()
+            own = (0, 0) if counts is None else (counts.num_delivered, counts.num_waiting)
+            known = recovery.go_on([self.count, *own])
+        except CollectiveError as error:
+            raise self.remember(error) from None
+        self.failure = None
+        self.count = max(row[0] for row in known)
+        if self._lookout is not None:
+            self._lookout.forget_issued()
+        judge = self._judge()
+        if judge is not None:
+            judge.compare_passes([row[1:] for row in known])
+
+    def refuse(self) -> None:
+        """Called instead of starting a collective after `failure`. Ranks meet after a pass that
+        failed, and go on.
 
         Raises:
-            CollectiveError: always; repeats the first error.
+            CollectiveError: a collective has failed; repeats the first error.
         """
+        if self.recovery is not None and not self.has_failed:
+            self._go_on(self.recovery)
+            return
         raise CollectiveError(
             "an earlier collective of this model failed, and its connections are unusable: "
             f"restart the ranks. The earlier error:\n{self.failure}"

@@ -18,6 +18,10 @@ class RateLimiter:
         self.num_units = 0
         self.nbytes = 0
 
+    def reset(self) -> None:
+        """Nothing is resident."""
+        self.num_units = self.nbytes = 0
+
     def set_budget(self, budget: GatherBudget) -> None:
         self.budget = budget
 

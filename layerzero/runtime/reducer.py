@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from layerzero.comm.collectives import Pending, flags_tensor, gather_flags
+from layerzero.comm.recovery import settle
 from layerzero.config import Accumulation
+from layerzero.core.gradients import Gradient
 from layerzero.core.groups import ShardGroup
-from layerzero.core.parameter_hooks import accumulate_with_hooks
+from layerzero.core.parameter_hooks import stepped_by_torch
 from layerzero.runtime.accumulation import AccumulationCosts, choose_sharded
 from layerzero.runtime.context import RuntimeContext
+from layerzero.runtime.delivery import Delivery, note_steps
 from layerzero.runtime.reduction import Reduction, reduce_unit
 from layerzero.runtime.unit import Unit
 
+Judge = Callable[[Sequence[Reduction]], bool]
+"""Whether to drop what was reduced, the same on every rank; or it raises on all."""
 _logger = logging.getLogger(__name__)
 
 
@@ -33,6 +38,14 @@ class GradientReducer:
     """False inside `no_sync`: gradients accumulate over micro-batches."""
     sums_sharded: bool
     """Whether they accumulate after the first hop of the reduction instead of before it."""
+
+    is_skipping: bool
+    """Whether gradients are dropped, until an optimizer has come to its step or `zero_grad`."""
+
+    num_waiting: int
+    """Micro-batches whose gradients wait for their reduction."""
+    num_delivered: int
+    """Passes that have delivered gradients."""
 
     on_delivered: Callable[[Unit | None], None] | None
     """Called with each unit once its `.grad`s of a backward pass are complete; last with None."""
@@ -46,14 +59,21 @@ class GradientReducer:
         self.requires_sync = True
         self.sums_sharded = accumulation == "sharded"
         self._is_auto = accumulation == "auto"
-        self._num_waiting = 0
+        self.num_waiting = self.num_delivered = 0
         self._num_micro_batches = 2
         self._reason = ""
+        self._count_before = 0
         self.on_delivered = None
         self._step: Callable[[Unit | None], None] | None = None
         self._watchers: list[weakref.WeakMethod[Callable[[Unit | None], None]]] = []
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
+        self._delivery = Delivery()
+        self.is_skipping = self._skips_next = False
+        self._judge: Judge | None = None
+        self._cleared: list[nn.Parameter] = []
+        self._complete: list[Unit | None] = []
+        """Units to report in `commit`, and None after them."""
 
     def __del__(self) -> None:
         # After an error what is being reduced goes with the model.
@@ -97,6 +117,7 @@ class GradientReducer:
 
     def begin_backward(self) -> None:
         """A backward pass of the whole model begins; "auto" decides where gradients accumulate."""
+        self._count_before = self._context.operations.count
         # Only for the first micro-batch: the later ones must add up in the same place.
         if not self._is_auto or self.requires_sync or self.adds_up:
             return
@@ -112,20 +133,14 @@ class GradientReducer:
     @property
     def adds_up(self) -> bool:
         """Whether earlier micro-batches wait; the same on every rank that runs the same passes."""
-        return self._num_waiting > 0
+        return self.num_waiting > 0
 
-    def end_backward(self) -> None:
-        """A backward pass of the whole model is over and delivered."""
-        self._num_waiting += 1
-        if self.requires_sync:
-            self.end_accumulation()
-
-    def end_accumulation(self) -> None:
+    def _end_accumulation(self) -> None:
         """The sum over micro-batches is delivered."""
-        if self._num_waiting > 1:
+        if self.num_waiting > 1:
             # "auto" expects as many micro-batches in the next step.
-            self._num_micro_batches = self._num_waiting
-        self._num_waiting = 0
+            self._num_micro_batches = self.num_waiting
+        self.num_waiting = 0
 
     def reduce(self, unit: Unit) -> None:
         """Take the unit's gradients, and start the hops that are due; see `reduce_unit`.
@@ -162,7 +177,7 @@ class GradientReducer:
         self._in_flight.pop(0)
 
     def deliver(self) -> None:
-        """Wait for the last reductions and write `.grad` of every sharded parameter.
+        """Wait for the last reductions, and prepare `commit`; run hooks of sharded parameters.
 
         Collective. Blocks the host on CPU, with offloaded parameters, and where this rank misses a
         gradient.
@@ -170,49 +185,159 @@ class GradientReducer:
         last = [*self._undelivered, *(r for r in self._in_flight if not r.is_partial)]
         if not last:
             self._complete_all()
+            self._agree()
             return
         with torch.no_grad():
+            if self._context.operations.recovery is not None:
+                # The exchange then also says that all ranks have come this far.
+                self._complete_all()
             presence = self._exchange_presence(last)
             self._complete_all()
             arrived = presence()
             self._context.before_delivery()
             self._undelivered = []
+        if self._judge is not None and self._are_dropped(self._judge, arrived):
+            return
+        if self._step is not None:
+            self._deliver_and_step(arrived)
+            return
+        hooked = self._add_parts(arrived)
+        if hooked:
+            self._delivery.run_hooks(hooked)
+        if self.on_delivered is not None:
+            self._complete = [*dict.fromkeys(reduction.unit for reduction, _ in arrived), None]
+
+    def _agree(self) -> None:
+        """Agree that a micro-batch of `no_sync` is complete, where other ranks could end it.
+
+        Else a rank that raises would leave others ahead of it. Not where the backward had no
+        collective, as a pipeline's or one of `zero3_size=1`: there ranks need not be alike.
+        """
+        operations = self._context.operations
+        if operations.recovery is None or operations.count == self._count_before:
+            return
+        own = torch.ones(1, dtype=torch.uint8, device=self._context.device)
+        placements = {id(h.placement): h.placement for unit in self._units for h in unit.handles}
+        for placement in placements.values():
+            for group in placement.groups:
+                if group.size > 1:
+                    operation = operations.next("agreement", "a micro-batch", group)
+                    gather_flags(own, group, operation)[1].wait()
+
+    def judge_by(self, judge: Judge, parameters: Iterable[nn.Parameter]) -> None:
+        """Call `judge` before each delivery.
+
+        Args:
+            parameters: whose `.grad` becomes None where it drops gradients.
+        """
+        self._judge, self._cleared = judge, [*parameters]
+
+    def _are_dropped(self, judge: Judge, arrived: list[tuple[Reduction, set[int]]]) -> bool:
+        self._skips_next = judge([reduction for reduction, _ in arrived]) or self.is_skipping
+        if self._skips_next:
+            self._delivery.clear(self._cleared)
+            self._context.drop_squares()
+            for reduction, _ in arrived:
+                reduction.handle.gradients.release()
+        return self._skips_next
+
+    def stop_skipping(self) -> None:
+        self.is_skipping = self._skips_next = False
+
+    def _add_parts(self, arrived: list[tuple[Reduction, set[int]]]) -> list[Gradient]:
+        """Add the gradients of reductions to the delivery, but return those for hooks."""
+        plain, hooked = self._delivery.plain, []
+        stepped = stepped_by_torch()
+        with torch.no_grad():
+            for reduction, present in arrived:
+                self._context.streams.wait_on_host(reduction.landed)
+                gradients, scale = reduction.handle.gradients, reduction.unit.options.gradient_scale
+                hooked += gradients.parts(reduction.chunk, present, scale, stepped, plain)
+                if reduction.pending is None:
+                    # One rank alone: the parts came from the buffer itself.
+                    gradients.release()
+        return hooked
+
+    def _deliver_and_step(self, arrived: list[tuple[Reduction, set[int]]]) -> None:
+        """Deliver one reduction at a time, in the order of issue: the host steps what has arrived
+        while the device still computes the rest. Steps cannot be undone."""
         # Each of several nested passes (reentrant checkpoints) may reduce a unit.
         last_of = {reduction.unit: index for index, (reduction, _) in enumerate(arrived)}
-        hooked: list[tuple[nn.Parameter, torch.Tensor]] = []
+        hooked: list[Gradient] = []
         complete: list[Unit] = []
-        for index, (reduction, present) in enumerate(arrived):
-            # One at a time, in the order of issue: the host can work on what has arrived while the
-            # device still computes the rest.
-            self._context.streams.wait_on_host(reduction.landed)
-            with torch.no_grad():
-                scale = reduction.unit.options.gradient_scale
-                hooked += reduction.handle.gradients.deliver(reduction.chunk, present, scale)
-            if reduction.pending is None:
-                # One rank alone: `deliver` took the gradients from the buffer itself.
-                reduction.handle.gradients.release()
-            if self.on_delivered is not None and last_of[reduction.unit] == index:
-                complete.append(reduction.unit)
+        stepped: list[str] = []
+        assert self.on_delivered is not None, "the optimizer is part of it"
+        try:
+            for index, (reduction, present) in enumerate(arrived):
+                hooked += self._add_parts([(reduction, present)])
+                self._delivery.commit()
+                if last_of[reduction.unit] == index:
+                    complete.append(reduction.unit)
                 if not hooked:
                     # Parameters with hooks get their gradients below, together; until then neither
                     # their unit nor a later one is reported.
-                    self.on_delivered(complete.pop())
-        if hooked:
-            accumulate_with_hooks(hooked)
+                    while complete:
+                        stepped.append(complete[0].label)
+                        self.on_delivered(complete.pop(0))
+            if hooked:
+                self._delivery.run_hooks(hooked)
+            for unit in complete:
+                stepped.append(unit.label)
+                self.on_delivered(unit)
+            self.on_delivered(None)
+        except BaseException as error:
+            if stepped:
+                note_steps(error, stepped)
+            raise
+
+    def commit(self, num_micro_batches: int = 1) -> None:
+        """The pass is complete, and nothing of it can fail any more: write `.grad`, and the sums of
+        micro-batches. Call it where no signal can interrupt.
+
+        Args:
+            num_micro_batches: 0 if only what waited was reduced.
+        """
+        self._delivery.commit()
+        self.is_skipping = self._skips_next
+        if self.num_waiting or not self.requires_sync:
+            self._keep_sums()
+        complete, self._complete = self._complete, []
         if self.on_delivered is not None:
             for unit in complete:
                 self.on_delivered(unit)
-            self.on_delivered(None)
+        self.num_waiting += num_micro_batches
+        if self.requires_sync:
+            self.num_delivered += 1
+            self._end_accumulation()
+
+    def _keep_sums(self) -> None:
+        """See Note [A pass adds only when it is complete] in gradients.py."""
+        buffers = [handle.gradients for unit in self._units for handle in unit.handles]
+        held = [buffer.held() for buffer in buffers]
+        targets = [target for each, _ in held for target in each]
+        if targets:
+            # One call for all units: all of the pass counts, or nothing.
+            torch._foreach_add_(targets, [source for _, each in held for source in each])
+        for buffer in buffers:
+            buffer.keep()
 
     def drop(self) -> None:
-        """Drop everything that was not delivered, after waiting for reductions that read it."""
-        for reduction in self._in_flight:
-            if reduction.pending is not None:
-                reduction.pending.wait()
+        """Drop what the pass that failed brought, after waiting for reductions that read it. Sums
+        of earlier micro-batches stay: `Unit.reset` returns to them."""
+        settle([each.pending.wait for each in self._in_flight if each.pending is not None])
         self._in_flight = []
         self._undelivered = []
-        self._num_waiting = 0
+        self._complete = []
+        self._skips_next = self.is_skipping
+        self._delivery.undo()
         self._context.drop_squares()
+
+    def forget_sums(self) -> None:
+        """Drop the sums of earlier micro-batches."""
+        for unit in self._units:
+            for handle in unit.handles:
+                handle.gradients.forget()
+        self.num_waiting = 0
 
     def _exchange_presence(
         self, reductions: list[Reduction]

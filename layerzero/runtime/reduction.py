@@ -97,7 +97,7 @@ class Reduction:
         gradients.collect(handle.unsharded_params, keep_accumulating=comes_back)
         self.present = gradients.present
         if handle.placement.num_ranks == 1:
-            return  # `GradientBuffer.deliver` takes the gradients as they are.
+            return  # `GradientBuffer.parts` takes the gradients as they are.
         if comes_back:
             gradients.allocate_buffer()
         result = self._allocate_chunk(in_shards)

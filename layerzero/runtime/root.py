@@ -23,16 +23,19 @@ from layerzero.comm.streams import Streams
 from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
+from layerzero.runtime import leftovers
 from layerzero.runtime.autocast import CastCache, in_autocast
 from layerzero.runtime.awaited import check_first_forward
 from layerzero.runtime.backward import Backward
 from layerzero.runtime.cast_watch import CastWatch
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.guards import refuse_export
+from layerzero.runtime.interrupts import Uninterrupted
 from layerzero.runtime.operations import Operations, remembers_failure
 from layerzero.runtime.passes import ForwardCall, ForwardPass
 from layerzero.runtime.rate_limiter import RateLimiter
 from layerzero.runtime.reducer import GradientReducer
+from layerzero.runtime.reduction import Reduction
 from layerzero.runtime.several_reductions import make_reducer
 from layerzero.runtime.states import Hold, ShardState, TrainingState
 from layerzero.runtime.structure import Ignored, Structure
@@ -111,6 +114,8 @@ class RootState:
         self._unsharded_checks = UnshardedChecks(self.context, self.units)
         self._clock = 0
         self._call_depth = 0
+        self._count_before = -1
+        """`Operations.count` before the last forward."""
         self._forward_pass = ForwardPass(0)
         abort = weakref.WeakMethod(self.abort)
         self.backward = Backward(
@@ -120,6 +125,7 @@ class RootState:
             self.reducer,
             abort=lambda error: None if (method := abort()) is None else method(error),
         )
+        self.operations.compare_with(weakref.ref(self.reducer), weakref.ref(self))
         self.looks_first = any(unit.awaits_values for unit in self.units)
         self._join_units()
 
@@ -127,7 +133,9 @@ class RootState:
         return Streams(self.device, finishing_thread)
 
     def _make_operations(self, groups: list[ShardGroup]) -> Operations:
-        return Operations(self.device, self.streams, groups)
+        # Tensor-parallel collectives are in no model's numbers alone, so nobody can answer them.
+        recovers = all(group.size == 1 for group in self.tensor_parallel_groups)
+        return Operations(self.device, self.streams, groups, recovers)
 
     def _make_scheduler(
         self,
@@ -175,24 +183,52 @@ class RootState:
         """Whether the model is inside a join; see `JoinedRoot`."""
         return False
 
-    def check_between_steps(self, what: str) -> None:
+    def check_between_steps(self, what: str, is_collective: bool = True) -> None:
         """Refuse a collective call inside forward or backward, or after a failure.
+
+        Args:
+            is_collective: whether ranks meet here after a pass that failed.
 
         Raises:
             RuntimeError: starts with `what`.
         """
-        if self.operations.failure is not None:
-            self.operations.refuse()
         self.backward.clear_abandoned()
+        if self.operations.has_failed or (self.operations.failure is not None and is_collective):
+            self.operations.refuse()
         if self.context.in_backward or self._call_depth:
             raise RuntimeError(what)
 
     @contextmanager
     def phase(self, limit: timedelta) -> Iterator[None]:
         """Implements `ZeRO3.timeout`."""
-        self.check_between_steps("timeout: entered inside forward or backward; enter it around it")
+        self.check_between_steps(
+            "timeout: entered inside forward or backward; enter it around it", is_collective=False
+        )
         with self.operations.phases.phase(limit):
             yield
+
+    def judge_gradients(
+        self,
+        judge: Callable[[RootState, Sequence[Reduction]], bool],
+        others: Sequence[nn.Parameter],
+    ) -> None:
+        """Call `judge` before each delivery of gradients; see `GradientReducer.judge_by`.
+
+        Args:
+            others: parameters of the model that are not sharded.
+        """
+        root_ref = weakref.ref(self)
+
+        def judged(reductions: Sequence[Reduction]) -> bool:
+            root = root_ref()
+            assert root is not None, "it delivers gradients"
+            if judge(root, reductions):
+                leftovers.note(root)
+                return True
+            return False
+
+        sharded = [p for unit in self.units for p in unit.sharded_params]
+        self.reducer.judge_by(judged, [*sharded, *others])
 
     def before_call(self, what: str) -> None:
         """A collective call begins that is no part of a step; see `JoinedRoot`."""
@@ -314,15 +350,16 @@ class RootState:
     def _begin_forward(self, unit: Unit) -> None:
         if _is_tracing() or torch.compiler.is_exporting():
             refuse_export(unit.label)
+        self.backward.clear_abandoned()
         if self.operations.failure is not None:
             self.operations.refuse()
         if self.looks_first:
             check_first_forward(self.units, self.device)
             self.looks_first = False
-        self.backward.clear_abandoned()
         self._forward_pass = ForwardPass(self._clock)
         if self.context.in_backward:
             return  # A recomputation: its visits belong to the backward pass.
+        self._count_before = self.operations.count
         self.structure.check("forward")
         check_surroundings(
             sharded_param for each in self.units for sharded_param in each.sharded_params
@@ -366,11 +403,11 @@ class RootState:
         if self._call_depth == 0 and not self.context.in_backward:
             # The user may write main shards on the host after a forward.
             self.context.wait_for_uploads()
-            self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
             error = self._unsharded_checks.after_forward()
             if error is not None:
                 self.abort(error)
                 raise error
+            self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
             self.context.after_forward(grad_enabled)
 
     def _leave(self, call: ForwardCall) -> None:
@@ -420,8 +457,9 @@ class RootState:
             for unit in reversed(self.units):
                 if unit.is_trainable:
                     self.reducer.reduce(unit)
-            self.reducer.deliver()
-            self.reducer.end_accumulation()
+            with Uninterrupted():
+                self.reducer.deliver()
+                self.reducer.commit(num_micro_batches=0)
         except BaseException as error:
             self.abort(error)
             raise
@@ -431,21 +469,84 @@ class RootState:
     def abort(self, error: BaseException | None = None) -> None:
         """Return to the state between steps, after an error or an interrupt.
 
-        Drops gradients that were not delivered, including unreduced sums of earlier micro-batches.
-        `.grad` of the sharded parameters stays as it was before the failed pass. Does nothing once
-        a collective has failed.
+        Drops gradients that were not delivered. `.grad` of the sharded parameters and unreduced
+        sums of earlier micro-batches stay as they were before the failed pass. Does nothing once a
+        collective has failed.
         """
-        if isinstance(error, CollectiveError) or self.operations.failure is not None:
+        if isinstance(error, CollectiveError) or self.operations.has_failed:
             return  # See Note [A failed collective is final].
+        with Uninterrupted():
+            self._tell_others(error)
+            self._end_pass()
+
+    def _tell_others(self, error: BaseException | None) -> None:
+        if self._is_alone():
+            return
+        self.operations.stop(
+            "an exception in backward" if error is None else f"{type(error).__name__}: {error}"
+        )
+
+    def drop_leftovers(self) -> None:
+        """Drop what a step that failed or was skipped has left; see leftovers.py."""
+        self.backward.clear_abandoned()
+        self.reducer.stop_skipping()
+        self.reducer.forget_sums()
+
+    def _is_alone(self) -> bool:
+        """Whether the pass had no collective, and needs none: then it concerns this rank only."""
+        operations = self.operations
+        no_collective = operations.count == self._count_before and not operations.is_stopped
+        return no_collective and not self.reducer.requires_sync
+
+    def _end_pass(self) -> None:
         self.backward.forget_passes()
         self._call_depth = 0
         self.scheduler.abort()
         self.reducer.drop()
         for unit in self.units:
+            for handle in unit.handles:
+                handle.settle()
+        # Before buffers are freed: something may have raised before anything referred to a message
+        # that had been posted.
+        self.streams.come_to_rest()
+        self.operations.come_to_rest()
+        if self.reducer.adds_up:
+            leftovers.note(self)
+        for unit in self.units:
             unit.reset()
             unit.forget_starts_after(self._forward_pass.start)
+        if self.operations.is_stopped:
+            # What was gathered into a compute shard may be an answer without meaning.
+            self.scheduler.mark_stale()
+        self.context.limiter.reset()
         self.context.take_replaced()
         self.context.after_abort()
+        self.operations.stopped()
+
+    def compare_passes(self, counts: list[list[int]]) -> None:
+        """All ranks go on after a pass that failed on some; they must be equally far.
+
+        Args:
+            counts: (`num_delivered`, micro-batches that wait) of each rank.
+
+        Raises:
+            CollectiveError: some ranks had delivered gradients that others have not.
+            RuntimeError: some had completed more micro-batches; all have dropped them.
+        """
+        if len({row[0] for row in counts}) > 1:
+            raise self.operations.remember(
+                CollectiveError(
+                    "a rank raised when others had completed the backward already, so gradients "
+                    "differ between ranks: restart the ranks from the last checkpoint"
+                )
+            )
+        if len({row[1] for row in counts}) > 1:
+            self.reducer.forget_sums()
+            raise RuntimeError(
+                "a rank raised in a micro-batch of no_sync that others had completed already, so "
+                "the sums of micro-batches were dropped on every rank: run the step again from its "
+                "first micro-batch"
+            )
 
 
 def root_of(unit: Unit) -> RootState:

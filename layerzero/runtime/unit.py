@@ -428,7 +428,13 @@ class Unit:
     def drop_gradients(self) -> None:
         """Drop gradients that were not delivered."""
         for handle in self.handles:
-            handle.gradients.release()
+            handle.gradients.forget()
+        self.drop_unsharded_gradients()
+
+    def undo_gradients(self) -> None:
+        """Drop the gradients of a pass that failed; sums of earlier micro-batches stay."""
+        for handle in self.handles:
+            handle.gradients.undo()
         self.drop_unsharded_gradients()
 
     def drop_unsharded_gradients(self) -> None:
@@ -440,7 +446,7 @@ class Unit:
         """Return to the state between steps, after an error."""
         self.depth = 0
         self._holds = 0
-        self.drop_gradients()
+        self.undo_gradients()
         self.drop_post_forward_shards()
         self.show_sharded()
         self.reshard()

@@ -75,10 +75,10 @@ class JoinedAgreement(Agreement):
         self._entries: list[Entry] = []
         self._bring: Bring | None = None
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> bool:
         if self.is_open:
             self._expect()  # What the others take part in before they exchange.
-        super().report(error)
+        return super().report(error)
 
     # An unsettled forward -------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import ZeRO3, units
+from layerzero.optim import AdamW
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import full_nbytes, gradient_nbytes
@@ -143,13 +144,99 @@ def _fails_in_accumulation() -> None:
         model(batch(1)).sum().backward()
     model.module.fail = None
     clean, clean_optimizer = start(None)
-    assert torch.equal(step_of(model, optimizer, 5), step_of(clean, clean_optimizer, 5))
+    with clean.no_sync():
+        clean(batch(0)).sum().backward()
+    for each, its in ((model, optimizer), (clean, clean_optimizer)):
+        each(batch(5)).sum().backward()
+        its.step()
     for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_sums_of_micro_batches_are_dropped_with_the_failed_one() -> None:
+def test_sums_of_micro_batches_stay_when_a_later_one_fails() -> None:
     run_ranks(2, _fails_in_accumulation)
+
+
+def _gives_up() -> None:
+    """`zero_grad` after a failed micro-batch drops the others, whoever it is called on."""
+    for gives_up in ("model", "optimizer", "flat"):
+        model, optimizer = start(None)
+        if gives_up == "flat":
+            del optimizer
+            optimizer = AdamW(model.parameters(), lr=0.01)
+        clean, clean_optimizer = start(None)
+        with model.no_sync():
+            model(batch(0)).sum().backward()
+        model.module.fail = ("backward", 1, ValueError)
+        with pytest.raises(ValueError, match="told to"):
+            model(batch(1)).sum().backward()
+        model.module.fail = None
+        (model if gives_up == "model" else optimizer).zero_grad()
+        model(batch(5)).sum().backward()
+        clean(batch(5)).sum().backward()
+        for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad), gives_up
+        del clean_optimizer
+
+
+def test_zero_grad_gives_a_failed_step_up() -> None:
+    run_ranks(2, _gives_up)
+
+
+def test_hooks_of_a_failed_pass_leave_no_gradient() -> None:
+    run_ranks(2, _fails_in_a_hook)
+
+
+def _fails_in_a_hook() -> None:
+    model, _ = start(None)
+    model(batch(0)).sum().backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    parameters = [*model.parameters()]
+    hooks = [parameters[1].register_post_accumulate_grad_hook(lambda _: None)]
+    hooks += [parameters[3].register_hook(lambda _: exec("raise ValueError('in a hook')"))]
+    with pytest.raises(ValueError, match="in a hook"):
+        model(batch(1)).sum().backward()
+    for parameter, grad in zip(parameters, before, strict=True):
+        assert torch.equal(parameter.grad, grad)
+    for hook in hooks:
+        hook.remove()
+    clean, _ = start(None)
+    for number in range(2):
+        clean(batch(number)).sum().backward()
+    model(batch(1)).sum().backward()
+    for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def _steps_in_backward() -> None:
+    model, optimizer = start(None)
+    model.step_in_backward(optimizer)
+    model(batch(0)).sum().backward()
+    optimizer.zero_grad()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model.module.fail = ("backward", 0, ValueError)
+    with pytest.raises(ValueError, match="told to"):
+        model(batch(1)).sum().backward()
+    model.module.fail = None
+    assert all(map(torch.equal, before, model.parameters())), "nothing has stepped"
+    steps = []
+
+    def fail(*_: object) -> None:
+        steps.append(None)
+        if len(steps) == 3:
+            raise ValueError("told to, in the third step")
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ValueError, match="told to") as caught:
+        model(batch(1)).sum().backward()
+    hook.remove()
+    if hasattr(caught.value, "__notes__"):
+        assert "had stepped by then, which cannot be undone" in caught.value.__notes__[0]
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+def test_an_error_of_a_step_in_backward_says_what_has_stepped() -> None:
+    run_ranks(2, _steps_in_backward)
 
 
 def _backward_again() -> None:

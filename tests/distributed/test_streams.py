@@ -61,7 +61,7 @@ BY_DESIGN = {
 """What blocks the host after a model is wrapped -> why."""
 BY_DESIGN_OFFLOADED = {
     "tolist in FirstForward.written": BY_DESIGN["tolist in FirstForward.written"],
-    "synchronize of an event on offload in GradientReducer.deliver": "an optimizer on the host "
+    "synchronize of an event on offload in GradientReducer._add_parts": "an optimizer on the host "
     "reads gradients",
     "synchronize of an event on pre_unshard in RuntimeContext.wait_for_uploads": "an optimizer on "
     "the host may write weights once forward has returned",

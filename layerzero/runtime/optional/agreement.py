@@ -14,6 +14,7 @@ from collections.abc import (
 )
 
 from layerzero.comm.diagnosis import CollectiveError
+from layerzero.comm.recovery import PeerRaised
 from layerzero.runtime.optional.exchange import Exchange
 from layerzero.runtime.optional.places import Places
 
@@ -209,13 +210,17 @@ class Agreement:
         self.is_open = False
         self.needed = frozenset()
 
-    def report(self, error: BaseException) -> None:
-        """This rank leaves the pass with an error: raise on ranks that exchange here, too."""
+    def report(self, error: BaseException) -> bool:
+        """This rank leaves the pass with an error: raise on ranks that exchange here, too.
+
+        Returns whether all ranks exchange here.
+        """
         if not (self.is_open and self.needed and self._may_exchange):
-            return
+            return False
         self._finish_contract()
         self._say(_RAISED)
         self._exchange.texts(f"{type(error).__name__}: {error}".splitlines()[0])
+        return True
 
     # One place --------------------------------------------------------------------------------
 
@@ -273,7 +278,7 @@ class Agreement:
         if _RAISED in wishes:
             self.abort()
             rank, text = next(iter(self._exchange.texts(None).items()))
-            raise RuntimeError(f"rank {rank} raised between or inside optional modules: {text}")
+            raise PeerRaised(f"rank {rank} raised between or inside optional modules: {text}")
         wanted = {wish for wish in wishes if wish >= 0}
         if not wanted:
             return False

@@ -42,10 +42,13 @@ class OptionalReducer(GradientReducer):
         """Optional units reduced in this backward."""
         self._waiting: set[int] = set()
         """Optional units that may hold sums of micro-batches on any rank."""
+        self._waits_next: set[int] = set()
+        """What that is once the pass is complete."""
 
     def expect_sums(self) -> None:
         """Any rank may hold sums of micro-batches of any optional unit."""
         self._waiting = {unit.index for unit in self._units if unit.is_optional}
+        self._waits_next = self._waiting
 
     def how(self) -> tuple[bool, bool]:
         """How gradients of the coming backward are reduced: its collectives depend on it."""
@@ -100,9 +103,13 @@ class OptionalReducer(GradientReducer):
                         agreement.want_at_end(2 * unit.index + 1)
                         self._reduce(unit)
                 agreement.exchange_at_end()
-            self._waiting = set() if self.requires_sync else self._waiting | needed
+            self._waits_next = set() if self.requires_sync else self._waiting | needed
             self._late, self._reduced = [], set()
         super().deliver()
+
+    def commit(self, num_micro_batches: int = 1) -> None:
+        super().commit(num_micro_batches)
+        self._waiting = self._waits_next
 
     @staticmethod
     def _has_gradients(unit: Unit) -> bool:
@@ -110,7 +117,7 @@ class OptionalReducer(GradientReducer):
 
     def drop(self) -> None:
         super().drop()
-        self._late, self._reduced, self._waiting = [], set(), set()
+        self._late, self._reduced, self._waits_next = [], set(), self._waiting
 
     # Which gradients exist --------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero.comm.diagnosis import CollectiveError
+from layerzero.comm.recovery import PeerRaised
 from layerzero.config import BackwardPrefetch, ReductionPolicy
 from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.optional.agreement import Agreement
@@ -91,9 +91,11 @@ class OptionalRoot(RootState):
             self.abort(error)
             raise
 
-    def abort(self, error: BaseException | None = None) -> None:
+    def _tell_others(self, error: BaseException | None) -> None:
         # Not for an interrupt, after which the others may be gone.
         is_own = error is None or isinstance(error, Exception)
-        if is_own and not isinstance(error, CollectiveError) and self.operations.failure is None:
-            self.agreement.report(error or RuntimeError("a backward pass failed"))
-        super().abort(error)
+        if self.operations.failure is None and isinstance(error, PeerRaised):
+            return  # All raise at the same place.
+        is_open = is_own and not self.operations.is_stopped
+        if not (is_open and self.agreement.report(error or RuntimeError("a backward pass failed"))):
+            super()._tell_others(error)

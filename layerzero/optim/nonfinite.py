@@ -1,0 +1,120 @@
+"""NonFinite: finds gradients that are not finite before they are delivered (`on_nonfinite`).
+
+At the end of each backward that reduces, every rank sums the squares of its shard of the gradients,
+in one pass over it, and the ranks tell each other in one small all-gather what they found. Then the
+backward raises on all of them, or all drop the gradients. What is dropped is None: every optimizer
+then leaves out the parameters, with their state.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from layerzero.comm.texts import gather_texts
+from layerzero.config import OnNonFinite
+from layerzero.core.placement import Placement
+from layerzero.ops import sum_squares
+from layerzero.optim.norm import Part, global_power
+from layerzero.runtime.reduction import Reduction
+from layerzero.runtime.root import RootState
+
+_SUMMED = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes whose squares are finite in float64."""
+_logger = logging.getLogger(__name__)
+
+
+class NonFinite:
+    """Judges the gradients of one model."""
+
+    def __init__(self, action: OnNonFinite) -> None:
+        self._action = action
+
+    def judge(self, root: RootState, reductions: Sequence[Reduction]) -> bool:
+        """Whether to drop these gradients. Collective over the model; blocks the host.
+
+        Raises:
+            FloatingPointError: on every rank: one of them is not finite, and the action is "raise".
+        """
+        own = self._first_bad(root, reductions)
+        if not _is_any(root, own is not None):
+            return False
+        text = (
+            f"the gradient of {_name_of_all(root, own)!r} is not finite: it contains infinity or "
+            "NaN on some rank"
+        )
+        if self._action == "raise":
+            raise FloatingPointError(
+                f"{text}. This backward changed nothing; run it again with a smaller loss or "
+                "another batch, or call zero_grad() to go on (on_nonfinite='raise')"
+            )
+        if _placement(root).is_first:
+            _logger.warning("%s; no optimizer steps this model now (on_nonfinite='skip')", text)
+        return True
+
+    @staticmethod
+    def _first_bad(root: RootState, reductions: Sequence[Reduction]) -> str | None:
+        """The first parameter of the model whose gradient is not finite on this rank."""
+        found = []
+        for reduction in reductions:
+            root.streams.wait_on_host(reduction.landed)
+            values = reduction.handle.gradients.reduced(reduction.chunk)
+            found.append(_all_finite(values, root.device))
+        if not found or bool(torch.stack(found).all()):
+            return None
+        bad = {
+            reduction.handle.fqns[index]
+            for reduction in reductions
+            for index, part in reduction.handle.gradients.pieces(reduction.chunk, 1.0)
+            if index >= 0 and not bool(torch.isfinite(part).all())
+        }
+        names = (fqn for unit in root.units for handle in unit.handles for fqn in handle.fqns)
+        return next((fqn for fqn in names if fqn in bad), None)
+
+
+def _all_finite(values: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A bool scalar on `device`."""
+    found = [
+        sum_squares(value).isfinite() if value.dtype in _SUMMED else value.isfinite().all()
+        for value in values
+        if value.numel()
+    ]
+    if not found:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.stack([each.to(device) for each in found]).all()
+
+
+@torch.no_grad()
+def _is_any(root: RootState, own: bool) -> bool:
+    """Whether it is so on any rank. Collective over the model, tensor-parallel ranks too."""
+    handles = [handle for unit in root.units for handle in unit.handles]
+    placements: list[Placement] = [*{id(h.placement): h.placement for h in handles}.values()]
+    parameter = handles[0].sharded_params[0]
+    number = torch.full((1,), float(own), dtype=torch.float64, device=root.device)
+    sharded = [(placement, [Part(parameter, number)]) for placement in placements]
+    return bool(global_power(root, sharded, (), math.inf, torch.float64, "finite gradients"))
+
+
+def _placement(root: RootState) -> Placement:
+    return next(handle.placement for unit in root.units for handle in unit.handles)
+
+
+def _name_of_all(root: RootState, own: str | None) -> str | None:
+    """The name that the first rank with one has; ranks with other experts have other names."""
+    placement = _placement(root)
+    groups = [*placement.norm_groups, *root.tensor_parallel_groups]
+    names = gather_texts(own, placement.rank, groups, root.device, "gradients that are not finite")
+    return next(iter(names.values()), None)
+
+
+def install(root: RootState, action: OnNonFinite, kept_whole: Sequence[nn.Parameter]) -> None:
+    """Judge every delivery of the model.
+
+    Args:
+        kept_whole: its ignored parameters, whose gradients are dropped with the others.
+    """
+    root.judge_gradients(NonFinite(action).judge, kept_whole)

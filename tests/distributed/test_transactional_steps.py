@@ -1,0 +1,207 @@
+"""A forward or backward that fails changes nothing, and can be run again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from layerzero import BackwardPrefetch, MixedPrecision, ReductionPolicy, ZeRO3
+from tests.harness.fault_at import FaultAt, differences, snapshot
+from tests.harness.internals import root_state
+from tests.harness.models import WIDTH, Block
+from tests.harness.ranks import run_ranks
+
+
+class Net(nn.Module):
+    """Blocks, the last of which is recomputed, and a tied pair of layers."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.stem.weight
+        self._reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](self.blocks[0](self.stem(x)))
+        return self.head(checkpoint(self.blocks[2], x, use_reentrant=self._reentrant))
+
+
+Settings = dict[str, Any]
+_BFLOAT = MixedPrecision(param_dtype=torch.bfloat16)
+SETTINGS: list[Settings] = [
+    {"accumulation": "unsharded"},
+    {"accumulation": "sharded"},
+    {"accumulation": "unsharded", "mixed_precision": _BFLOAT},
+    {"accumulation": "sharded", "mixed_precision": _BFLOAT, "deterministic": True},
+    {"zero3_size": 1, "accumulation": "unsharded"},
+    {"zero3_size": 1, "outer": "replicate", "accumulation": "sharded"},
+    {"outer": "shard", "reshard_after_forward": False, "accumulation": "unsharded"},
+    {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "accumulation": "unsharded"},
+    {"reduction": ReductionPolicy(in_flight="1MB", accumulation="unsharded")},
+    {"optional_modules": 1, "accumulation": "unsharded"},
+]
+
+
+def build(settings: Settings, reentrant: bool = False) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net, arguments = Net(reentrant), dict(settings)
+    if arguments.pop("optional_modules", None):
+        arguments["optional_modules"] = [net.blocks[0]]
+    model = ZeRO3(net, auto_wrap_policy={Block}, **arguments)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def batch(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    return torch.randn(3, WIDTH, generator=generator)
+
+
+def micro_batch(
+    model: ZeRO3, number: int, syncs: bool, after_forward: Callable[[], object] = lambda: None
+) -> None:
+    with contextlib.nullcontext() if syncs else model.no_sync():
+        output = model(batch(number))
+        after_forward()
+        output.float().square().sum().backward()
+
+
+def step_of(
+    model: ZeRO3, optimizer: torch.optim.Optimizer, number: int, run: Callable[..., Any]
+) -> None:
+    """Three micro-batches, the last of which reduces, and a step."""
+    for part in range(3):
+        run(model, 3 * number + part, part == 2)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _sweep(settings: Settings, reentrant: bool, starts: tuple[int, ...], stride: int) -> int:
+    """Fail once in each step, at a later operation each time, and run again what failed."""
+    clean, clean_optimizer = build(settings, reentrant)
+    model, optimizer = build(settings, reentrant)
+    number, failures = 0, 0
+    for which, start in enumerate(starts):
+        at, reached = start, True
+        while reached:
+            reached = False
+            calls = 0
+
+            def run(
+                model: ZeRO3, number: int, syncs: bool, which: int = which, at: int = at
+            ) -> None:
+                nonlocal reached, calls
+                calls += 1
+                if calls - 1 == which:
+                    root_state(model).backward.clear_abandoned()
+                    before = snapshot(model, optimizer)
+                    forwards: list[None] = []
+                    try:
+                        with FaultAt(at):
+                            micro_batch(model, number, syncs, lambda: forwards.append(None))
+                        return
+                    except torch.OutOfMemoryError:
+                        reached = True
+                    root_state(model).backward.clear_abandoned()
+                    wrong = differences(before, snapshot(model, optimizer))
+                    if forwards:  # Its order has been recorded, only the backward failed.
+                        wrong = [each for each in wrong if not isinstance(before[each], dict)]
+                    assert not wrong, f"operation {at} of micro-batch {which} changed {wrong}"
+                micro_batch(model, number, syncs)
+
+            step_of(clean, clean_optimizer, number, micro_batch)
+            step_of(model, optimizer, number, run)
+            for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
+                assert torch.equal(mine, theirs), f"after operation {at} of micro-batch {which}"
+            number += 1
+            failures += reached
+            at += stride
+    return failures
+
+
+def _sweep_all(settings: list[Settings], reentrant: bool, stride: int) -> int:
+    failures = 0
+    for place, each in enumerate(settings):
+        try:
+            starts = tuple(1 + (place * 7 + which * 3) % stride for which in range(3))
+            failures += _sweep(each, reentrant, starts, stride)
+        except Exception as error:
+            error.add_note(f"with {each}")
+            raise
+    return failures
+
+
+def test_a_pass_that_runs_out_of_memory_changes_nothing() -> None:
+    settings = [SETTINGS[0], SETTINGS[1], SETTINGS[5]]
+    (failures, _) = run_ranks(2, _sweep_all, settings, False, 97)
+    assert failures > 2 * len(settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("place", range(len(SETTINGS)))
+def test_a_pass_may_run_out_of_memory_at_any_operation(place: int, reentrant: bool) -> None:
+    (failures, _) = run_ranks(2, _sweep_all, SETTINGS[place : place + 1], reentrant, 3, timeout=300)
+    assert failures > 50
+
+
+def _fails_on_one(places: list[int], settings: list[Settings], parts: tuple[int, ...]) -> list[str]:
+    """One rank fails in one micro-batch of a step, at each of these operations; both retry."""
+    texts = []
+    for arguments in settings:
+        clean, clean_optimizer = build(arguments)
+        model, optimizer = build(arguments)
+        number = 0
+        for at in places:
+            for which in parts:
+                victim, calls = (number + at) % dist.get_world_size(), 0
+
+                def run(
+                    model: ZeRO3, number: int, syncs: bool, which: int = which, at: int = at
+                ) -> None:
+                    nonlocal calls
+                    calls += 1
+                    if calls - 1 == which:
+                        fault = at if victim == dist.get_rank() else 0  # noqa: B023
+                        try:
+                            with FaultAt(fault):
+                                micro_batch(model, number, syncs)
+                        except RuntimeError as error:
+                            texts.append(f"{type(error).__name__}: {error}")
+                        else:
+                            raise AssertionError(f"nothing was raised with {arguments}")  # noqa: B023
+                    micro_batch(model, number, syncs)
+
+                step_of(clean, clean_optimizer, number, micro_batch)
+                step_of(model, optimizer, number, run)
+                for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
+                    assert torch.equal(mine, theirs), f"{arguments}: operation {at} of {which}"
+                number += 1
+    return texts
+
+
+def test_a_rank_that_runs_out_of_memory_ends_the_pass_of_all_and_all_retry() -> None:
+    texts = run_ranks(2, _fails_on_one, [70], SETTINGS[:1], (2,))
+    for own, other in zip(*texts, strict=True):
+        assert {each.partition(":")[0] for each in (own, other)} == {
+            "OutOfMemoryError",
+            "PeerRaised",
+        }
+    assert any("rank 0 raised an exception in backward" in text for text in texts[1])
+
+
+@pytest.mark.slow
+def test_one_rank_may_fail_anywhere() -> None:
+    """Where micro-batches of `no_sync` have no collective, it concerns that rank alone."""
+    gathers = [each for each in SETTINGS if each.get("zero3_size") != 1]
+    run_ranks(2, _fails_on_one, [9, 20, 70, 110], gathers, (0, 1, 2), timeout=400)
+    alone = [each for each in SETTINGS if each.get("zero3_size") == 1]
+    run_ranks(2, _fails_on_one, [20, 70], alone, (2,), timeout=120)

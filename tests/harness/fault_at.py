@@ -1,0 +1,73 @@
+"""FaultAt raises at the n-th operation; `snapshot` is what a failed pass must not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layerzero import ZeRO3
+from tests.harness.internals import root_state
+
+
+class FaultAt(TorchDispatchMode):
+    """Raises `error` before operation number `at` of this thread, counted from 1.
+
+    Messages do not count: what fails in one is a failed collective.
+    """
+
+    def __init__(self, at: int, error: type[BaseException] = torch.OutOfMemoryError) -> None:
+        super().__init__()
+        self.count = 0
+        self._at = at
+        self._error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "c10d" not in func.namespace
+        if self.count == self._at and "c10d" not in func.namespace:
+            raise self._error(f"out of memory, it says, at operation {self._at} ({func})")
+        return func(*args, **(kwargs or {}))
+
+
+def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Copies of parameters, `.grad`, optimizer state, recorded orders and sums of micro-batches."""
+    root = root_state(model)
+    found: list[Any] = [_copy(each) for each in model.parameters()]
+    found += [_copy(each.grad) for each in model.parameters()]
+    for parameter in model.parameters():
+        found += [(key, _copy(value)) for key, value in optimizer.state.get(parameter, {}).items()]
+    recorder = root.scheduler.recorder
+    orders = {kind: (o.num_passes, dict(o.last_seen)) for kind, o in recorder._known.items()}
+    found.append({**orders, "longest": root.scheduler.last_order})
+    found.append(root.reducer.adds_up)
+    for handle in (handle for unit in root.units for handle in unit.handles):
+        sums = handle.gradients
+        found.append((sums.holds_sum, set(sums.present)))
+        found += [_copy(each) for each in (sums.shard_sum, sums.host_sum)]
+        found += [(index, _copy(each)) for index, each in sums._local.items()]
+        if sums.holds_sum and handle.placement.num_ranks > 1:
+            found.append(_copy(sums.sum))
+    return found
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def differences(before: list[Any], after: list[Any]) -> list[int]:
+    """Positions at which two snapshots differ in any bit."""
+    if len(before) != len(after):
+        return [min(len(before), len(after))]
+    return [i for i, pair in enumerate(zip(before, after, strict=True)) if not _same(*pair)]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(map(_same, one, other))
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return bool(one is None and other is None) or bool(one == other)
+    same_kind = one.dtype == other.dtype and one.shape == other.shape
+    return same_kind and torch.equal(
+        one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)
+    )
