@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
 
+import layerzero.comm.collectives as collectives
 import layerzero.comm.streams as streams
 from layerzero import ZeRO3
 from layerzero.memory_plan.storages import CountingMode, StorageCount
@@ -38,9 +41,11 @@ def measure(
 
     How late a thread of gloo frees what a reduction held differs from step to step, and so does
     the peak: a plan has the highest, which few steps may miss. `resting` is without the batch.
+    A thread that does not run although the data of its reduction is there, as on a machine with
+    too few cores, is in no plan: who waits for a later gather waits for the thread, too.
     """
     count = StorageCount()
-    with count.watching(), _threads_counted(count):
+    with count.watching(), _threads_counted(count), _threads_keep_up():
         model = ZeRO3(make(), **arguments)
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, batch)
         stepper = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
@@ -80,3 +85,33 @@ def _threads_counted(count: StorageCount) -> Iterator[None]:
         yield
     finally:
         streams._run_all = run_all
+
+
+@contextlib.contextmanager
+def _threads_keep_up() -> Iterator[None]:
+    """A collective's wait ends when the reductions queued before it are finished as well.
+
+    Their data came first: that of one pair of ranks arrives in order.
+    """
+    last: list[streams._OnThread | None] = [None]
+
+    class Stream(streams.FinishingStream):
+        def _enqueue(self, work: Callable[[], Any]) -> Any:
+            last[0] = item = super()._enqueue(work)
+            return item
+
+    class Pending(collectives.Pending):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._before = last[0]
+
+        def wait(self) -> None:
+            super().wait()
+            if self._before is not None and threading.current_thread() is not self._before._thread:
+                self._before._has_run.wait()
+
+    with (
+        mock.patch.object(streams, "FinishingStream", Stream),
+        mock.patch.object(collectives, "Pending", Pending),
+    ):
+        yield
