@@ -149,7 +149,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         # Not through `__dict__`, which a property of the class hides.
         self.state = given.pop("state", {})
         super().__setstate__(given)
-        self._flats = None
+        self._is_seen = False  # By torch alone.
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -204,7 +204,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         stops = None if found_inf is None else bool(found_inf.item())
         grad_scale = getattr(self, "grad_scale", None)
         scale = 1.0 if grad_scale is None else float(grad_scale)
-        flats = self._all_flats()
+        flats = self._all_flats(to_step=True)
         if wanted is not None:
             chosen = {id(self._flat_of.get(id(each))) for each in wanted}
             flats = [flat for flat in flats if id(flat) in chosen]
@@ -295,6 +295,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         8-bit states are shown in float32, exactly; writes into what is shown count.
         """
         self._is_seen = True
+        return self._whole_state()
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._states = state
+        self._flats = None
+        # The one that torch's `__init__` makes before all else is nobody's.
+        self._is_shown, self._is_seen = True, "param_groups" in self.__dict__
+
+    def _whole_state(self) -> Any:
         if self._state_dtype == "8bit" and not self._is_shown:
             self._is_shown = True
             for flat in self._flats or ():
@@ -302,20 +312,19 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._show()
         return self._states
 
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._states = state
-        self._is_shown = self._is_seen = True
+    def _all_flats(self, to_step: bool = False) -> list[FlatState]:
+        """The flat states, as the parameter groups and the visible state are now.
 
-    def _all_flats(self) -> list[FlatState]:
-        """The flat states, as the parameter groups and the visible state are now."""
+        Args:
+            to_step: parameters have to be where the flat states have them, too.
+        """
         groups = whole_groups(self)
         is_known = (
             self._flats is not None
             and len(self._made_keys) >= len(self._keys())
             and _are_same(groups, self._given)
             and (not (self._is_seen and self._is_shown) or self._shows_what_is())
-            and all(flat.is_intact() for flat in self._flats)
+            and not (to_step and not all(flat.is_intact() for flat in self._flats))
         )
         if not is_known:
             self._make_flats(groups)
@@ -340,7 +349,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         )
 
     def _make_flats(self, groups: list[list[nn.Parameter]]) -> None:
-        old = dict(self.state)
+        old = dict(self._whole_state())
         owner = self._owner()
         self._given = [[*group] for group in groups]
         self._exchanges = {}

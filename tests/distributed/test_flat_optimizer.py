@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -241,6 +242,52 @@ def _step_in_backward() -> None:
 @needs_fma
 def test_it_steps_in_backward() -> None:
     run_ranks(2, _step_in_backward)
+
+
+class _Many(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(6) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * sum((weight.sum() for weight in self.weights), torch.zeros(()))
+
+
+def _calls(function: Callable[[], Any]) -> int:
+    """Calls of Python functions, and from Python of functions in C."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _count_calls() -> None:
+    for state in ("float32", "8bit"):
+        found = []
+        for count in (4, 64):
+            model = ZeRO3(_Many(count))
+            optimizer = AdamW(model.parameters(), state=state)  # type: ignore[arg-type]
+            for _ in range(3):
+                forward_backward(model, torch.ones(2))
+                calls = [
+                    _calls(lambda optimizer=optimizer: optimizer.clip_grad_norm_(1.0)),
+                    _calls(optimizer.step),
+                    _calls(optimizer.zero_grad),
+                ]
+            found.append(calls)
+        assert found[0] == found[1], state
+
+
+def test_the_host_makes_as_many_calls_whatever_the_number_of_parameters() -> None:
+    run_ranks(2, _count_calls)
 
 
 def _refuse() -> None:
