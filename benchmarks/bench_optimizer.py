@@ -3,8 +3,9 @@
 Torch's foreach and fused AdamW run on the same sharded parameters and on `fully_shard`'s DTensors,
 as rank 0 of a fake group of 8. Compute is in bfloat16, so a step is followed by the cast of the
 weights for the next forward: `layerzero.optim.AdamW` has written it already. Its gradient norm is
-summed when gradients are delivered, inside backward; that is a part of its own here, with gradients
-that are in no cache, and there are ratios without and with it. Two questions:
+summed inside backward, where gradients are summed over ranks: "norm" is what it adds to the sum of
+the parts of 2 ranks, and there are ratios without and with it. "norm alone" is a pass of its own,
+for backends that sum themselves. Two questions:
 
     bandwidth   --numel elements a rank, in units of the first of --counts parameters: the time of
                 clip + step + cast, and the bytes moved
@@ -31,11 +32,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from layerzero import MixedPrecision, ZeRO3
+from layerzero.ops import ordered_sum_, ordered_sum_squares_
 from layerzero.optim import AdamW
+from layerzero.runtime.chunk_squares import ChunkSquares
 
 WORLD_SIZE = 8
-PARTS = ("norm", "clip", "step", "cast", "zero_grad")
-"""norm: what layerzero does for the clip while gradients are delivered, inside backward."""
+PARTS = ("sum", "sum and norm", "norm alone", "clip", "step", "cast", "zero_grad")
+HOST = ("norm alone", "clip", "step", "zero_grad")
+SHOWN = ("norm", "norm alone", "clip", "step", "cast", "zero_grad")
 TIMED = ("clip", "step", "cast")
 BASE = "pieces, fused"
 STATES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
@@ -93,8 +97,8 @@ def _bytes() -> dict[str, float]:
     """Counted: what clip, step and cast read and write of memory for each element."""
     # The norm reads the gradient, the clip reads and writes it; the cast reads main, writes bf16.
     torchs = 4 + 8 + (16 + 12) + (4 + 2)
-    # Delivery reads the gradient once for the norm; the pass reads main, gradient and states.
-    ours = {name: 4 + (8 + 2 * size) + (4 + 2 * size + 2) for name, size in STATES.items()}
+    # The sum over ranks takes the norm along; the pass reads main, gradient and states.
+    ours = {name: (8 + 2 * size) + (4 + 2 * size + 2) for name, size in STATES.items()}
     return {"torch": torchs, **ours}
 
 
@@ -127,19 +131,26 @@ def _backward(model: nn.Module) -> None:
 def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
     model = _sharded(units, count, per_rank)
     optimizer = AdamW(model.parameters(), lr=1e-3, state=state)
-    optimizer.clip_grad_norm_(1.0)  # From now on the norm is summed at delivery.
+    optimizer.clip_grad_norm_(1.0)  # From now on the norm is summed inside backward.
     _backward(model)
     optimizer.step()
     flats = optimizer._flats or []
     handles = _handles(model)
 
+    chunks = [[torch.randn_like(handle.main_shard) for _ in range(2)] for handle in handles]
+
     def norm() -> None:
         for flat in flats:
-            flat.note_delivered()
+            flat.note_delivered(ChunkSquares())
+
+    def add(op: Callable[..., Any]) -> Callable[[], None]:
+        return lambda: [op(parts[0], parts, 0.5) for parts in chunks][-1]
 
     return Contender(
         {
-            "norm": norm,
+            "sum": add(ordered_sum_),
+            "sum and norm": add(ordered_sum_squares_),
+            "norm alone": norm,
             "clip": lambda: optimizer.clip_grad_norm_(1.0),
             "step": optimizer.step,
             "cast": lambda: _cast(handles),
@@ -157,7 +168,6 @@ def _on_pieces(units: int, count: int, per_rank: int, options: dict[str, bool]) 
     handles = _handles(model)
     return Contender(
         {
-            "norm": lambda: None,
             "clip": lambda: model.clip_grad_norm_(1.0),
             "step": optimizer.step,
             "cast": lambda: _cast(handles),
@@ -180,7 +190,6 @@ def _on_dtensors(units: int, count: int, per_rank: int, options: dict[str, bool]
     buffers = [torch.empty_like(each, dtype=torch.bfloat16) for each in locals_of]
     return Contender(
         {
-            "norm": lambda: None,
             "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
             "step": optimizer.step,
             "cast": lambda: torch._foreach_copy_(buffers, locals_of),
@@ -224,7 +233,7 @@ def _bandwidth(args: argparse.Namespace, count: int, per_rank: int) -> dict[str,
         total = 0.0
         for part in PARTS:
             start = clock()
-            contender.parts[part]()
+            contender.parts.get(part, _nothing)()
             spent = (clock() - start) * 1e3
             times[name][part].append(spent)
             total += spent if part in TIMED else 0.0
@@ -237,19 +246,19 @@ def _bandwidth(args: argparse.Namespace, count: int, per_rank: int) -> dict[str,
     for name, values in totals.items():
         key = name.removeprefix("layerzero ") if name.startswith("layerzero") else "torch"
         median = Spread.of(values).median
+        parts = {part: Spread.of(times[name][part][1:]).median for part in PARTS}
+        both = zip(times[name]["sum"][1:], times[name]["sum and norm"][1:], strict=True)
+        norms = [with_norm - alone for alone, with_norm in both]
         result[name] = {
             "clip_step_cast_ms": Spread.of(values).as_dict(),
-            "parts_ms": {part: Spread.of(times[name][part][1:]).median for part in PARTS},
+            "parts_ms": {**parts, "norm": Spread.of(norms).median},
             "over_fused_on_pieces": ratio(values, totals[BASE]).as_dict(),
             "with_norm_over_fused_on_pieces": ratio(
-                [a + b for a, b in zip(values, times[name]["norm"][1:], strict=True)], totals[BASE]
+                [a + b for a, b in zip(values, norms, strict=True)], totals[BASE]
             ).as_dict(),
-            "gigabytes_per_second": moved[key]
-            * numel
-            / (median + Spread.of(times[name]["norm"][1:]).median)
-            / 1e6,
+            "gigabytes_per_second": moved[key] * numel / median / 1e6,
         }
-    _show(f"{numel} elements in {count * args.units} parameters, ms", result, PARTS)
+    _show(f"{numel} elements in {count * args.units} parameters, ms", result, SHOWN)
     return result
 
 
@@ -263,23 +272,26 @@ def _host(args: argparse.Namespace, count: int) -> dict[str, Any]:
             made[name].between()
             start = time.process_time()
             for _ in range(3):
-                made[name].parts[part]()
+                made[name].parts.get(part, _nothing)()
             return (time.process_time() - start) / 3 * 1e3
 
         return run
 
-    for part in ("norm", "clip", "step", "zero_grad"):
+    for part in HOST:
         times = interleave(list(made), run_of(part), args.rounds, warmup=2)
         for name, values in times.items():
             own = result.setdefault(name, {"parts_ms": {}, "python_calls": {}})
             made[name].between()
             own["parts_ms"][part] = Spread.of(values).median
-            own["python_calls"][part] = _calls(made[name].parts[part])
+            own["python_calls"][part] = _calls(made[name].parts.get(part, _nothing))
             if part == "step":
                 own["over_fused_on_pieces"] = ratio(values, times[BASE]).as_dict()
-    _show(f"host, {count * args.units} parameters of 16 elements, ms", result,
-          ("norm", "clip", "step", "zero_grad"))  # fmt: skip
+    _show(f"host, {count * args.units} parameters of 16 elements, ms", result, HOST)
     return result
+
+
+def _nothing() -> None:
+    """A part that a contender does not have."""
 
 
 def _calls(function: Callable[[], Any]) -> int:
