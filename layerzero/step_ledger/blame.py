@@ -10,7 +10,7 @@ else for that previous reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from layerzero.step_ledger.records import (
@@ -36,6 +36,11 @@ class Segment(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.end - self.begin
+
+
+class _InFlight(NamedTuple):
+    ended: float
+    hops: list[Hop]
 
 
 class LastPeers:
@@ -65,11 +70,14 @@ def explain(record: Record, wait: Wait, peers: LastPeers) -> list[Segment]:
     job, blocker = record.jobs[wait.job], record.jobs[wait.blocker]
     base = blocker.cause if wait.job == wait.blocker else PREVIOUS
     cut = _Cut(wait.begin, wait.end, record.rank)
-    reductions = list(_in_flight_before(record, wait.job))
+    reductions = _in_flight_before(record, wait.job)
     for hop in sorted(blocker.hops, key=lambda hop: hop.called):
-        busy_until = max((end for end, _ in reductions), default=0.0)
         if job.kind == "gather":
-            cut.until(min(hop.issued, busy_until), PREVIOUS)
+            for reduction in reductions:
+                # It may itself wait for a peer.
+                last, peer = peers.of(reduction.hops[0], record.rank)
+                cut.until(min(hop.issued, last, reduction.ended), PEER_LATE, peer)
+                cut.until(min(hop.issued, reduction.ended), PREVIOUS)
             # On a device: compute waits for what the host has yet to issue.
             cut.until(hop.called, HOST_BOUND)
         cut.until(hop.issued, base)
@@ -78,7 +86,7 @@ def explain(record: Record, wait: Wait, peers: LastPeers) -> list[Segment]:
         cut.until(min(last, arrived), PEER_LATE, peer)
         if hop.issued > hop.called:
             # Lanes of a device: a backend runs collectives of one group one after the other.
-            same = (end for end, ranks in reductions if ranks == hop.ranks)
+            same = (each.ended for each in reductions if each.hops[0].ranks == hop.ranks)
             cut.until(min(max(same, default=0.0), arrived), PREVIOUS)
         cut.until(arrived, base)
     cut.until(wait.end, base)
@@ -103,17 +111,19 @@ class _Cut:
             self._at = end
 
 
-def _in_flight_before(record: Record, index: int) -> Iterable[tuple[float, tuple[int, ...]]]:
-    """End and group of each reduction that was in flight when a gather was asked for."""
+def _in_flight_before(record: Record, index: int) -> list[_InFlight]:
+    """The reductions that were in flight when a gather was asked for, oldest first."""
+    found: list[_InFlight] = []
     if record.jobs[index].kind != "gather":
-        return
+        return found
     asked = record.jobs[index].asked
     for other in reversed(record.jobs[:index]):
         end = other.end
         if other.kind == "reduction" and end is not None:
             if end <= asked:
-                return  # They end in order.
-            yield end, other.hops[0].ranks
+                break  # They end in order.
+            found.append(_InFlight(end, other.hops))
+    return found[::-1]
 
 
 def _host_delay(record: Record, wait: Wait) -> float:
@@ -121,7 +131,7 @@ def _host_delay(record: Record, wait: Wait) -> float:
     job, asleep = record.jobs[wait.job], _overlap(record.silent, wait.begin, wait.end)
     if job.kind == "reduction":
         return asleep
-    could = max([job.asked_on_host, *(end for end, _ in _in_flight_before(record, wait.job))])
+    could = max([job.asked_on_host, *(each.ended for each in _in_flight_before(record, wait.job))])
     delay = silent = 0.0
     for hop in sorted(job.hops, key=lambda hop: hop.called):
         delay += max(hop.called - could, 0.0)

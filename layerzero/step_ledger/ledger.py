@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from weakref import WeakSet
 
 from torch import nn
@@ -11,9 +12,14 @@ from torch import nn
 from layerzero.core.groups import ShardGroup, own_rank
 from layerzero.runtime.root import RootState, ordered_units, root_of
 from layerzero.runtime.unit import get_unit
+from layerzero.step_ledger.advice import Settings, advise
 from layerzero.step_ledger.figures import Explained, GroupRow, RankRow, UnitRow
 from layerzero.step_ledger.merge import Merged, merge, read_clocks
+from layerzero.step_ledger.path import PathRow, critical_path
+from layerzero.step_ledger.plot import draw
 from layerzero.step_ledger.recorder import Recorder
+from layerzero.step_ledger.text import Figures, as_text
+from layerzero.step_ledger.trace import write_trace
 
 _open: WeakSet[RootState] = WeakSet()
 
@@ -37,9 +43,9 @@ class Ledger:
         self._units: list[tuple[str, str]] = []
         self._rank = own_rank()
 
-    def complete(self, merged: Merged, units: list[tuple[str, str]]) -> None:
+    def complete(self, merged: Merged, units: list[tuple[str, str]], settings: Settings) -> None:
         """The block has ended. `units`: label and FQN of each, in the order of `units`."""
-        self._merged, self._units = merged, units
+        self._merged, self._units, self._settings = merged, units, settings
         self._explained = Explained(merged.records)
 
     @property
@@ -50,6 +56,11 @@ class Ledger:
                 "the with statement"
             )
         return self._explained
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self._rank
 
     @property
     def num_steps(self) -> int:
@@ -66,7 +77,8 @@ class Ledger:
     @property
     def units(self) -> list[UnitRow]:
         """This rank's units, one row for each of `layerzero.units(model)`, in that order."""
-        return [self._all.unit_row(self._rank, *names) for names in self._units]
+        explained = self._all
+        return [explained.unit_row(self._rank, *names) for names in self._units]
 
     @property
     def parts(self) -> dict[str, float]:
@@ -87,8 +99,43 @@ class Ledger:
     @property
     def ranks(self) -> list[RankRow]:
         """One row for each rank."""
-        assert self._all is not None and self._merged is not None
-        return self._all.rank_rows(self._merged.clock_errors)
+        explained = self._all
+        assert self._merged is not None, "else `_all` raises"
+        return explained.rank_rows(self._merged.clock_errors)
+
+    @property
+    def critical_path(self) -> list[PathRow]:
+        """The chain of compute and waits, over all ranks, that the last rank's end waited for:
+        milliseconds of a step by rank and kind, longest first."""
+        return critical_path(self._all)
+
+    @property
+    def advice(self) -> str:
+        """One sentence: what to change for the reason that costs most, and what that costs."""
+        return advise(self._all, self._rank, self._settings)
+
+    def __str__(self) -> str:
+        if self._merged is None:
+            return "Ledger of a block that has not ended"
+        return as_text(Figures(*(getattr(self, name) for name in Figures._fields)))
+
+    def save(self, path: str | Path) -> None:
+        """Write all ranks' timelines as JSON, which <https://ui.perfetto.dev> opens.
+
+        One process for each rank, one track for each lane, and a flow from each gather to the
+        forward or backward that used it. Not collective: any rank can write all.
+        """
+        about = {"step_ms": self.step_ms, "num_steps": self.num_steps, "advice": self.advice}
+        write_trace(self._all, path, about)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw this rank's step of median length. Not collective.
+
+        Raises:
+            ImportError: matplotlib is not installed (`pip install 'layerzero[plots]'`).
+            RuntimeError: no step ran inside the block.
+        """
+        draw(self._all, self._rank, self.advice, path)
 
 
 @contextmanager
@@ -115,6 +162,12 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
     root = root_of(unit)
     _check(root)
     groups = _groups(root)
+    scheduler = root.scheduler
+    settings = Settings(
+        scheduler.forward_depth,
+        scheduler.backward_prefetch is not None,
+        root.context.limiter.budget,
+    )
     result = Ledger()
     before = read_clocks(groups, root.operations, root.device)
     recorder = Recorder(root, own_rank())
@@ -133,7 +186,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         )
     after = read_clocks(groups, root.operations, root.device)
     merged = merge(recorder.record, before, after, groups, root.operations, root.device)
-    result.complete(merged, [(unit.label, unit.fqn) for unit in ordered_units(model)])
+    result.complete(merged, [(unit.label, unit.fqn) for unit in ordered_units(model)], settings)
 
 
 def _check(root: RootState) -> None:

@@ -68,6 +68,10 @@ def test_a_gather_that_was_issued_late_keeps_that_reason(cause: str) -> None:
 def test_a_gather_that_is_queued_behind_a_reduction_waits_for_it() -> None:
     jobs = [_reduction(6, 1, 1, 6, 7), _gather(7, 2, 7, 9)]
     assert _causes(Record(0, 0, 100, jobs, [Wait(1, 1, 3, 9)])) == [(PREVIOUS, 4), (TRANSFER, 2)]
+    # The reduction itself waited for a peer, which came to it at 5.
+    peer = Record(1, 0, 100, [_reduction(6, 1, 5, 6, 7), _gather(7, 2, 7, 9)])
+    causes = _causes(Record(0, 0, 100, jobs, [Wait(1, 1, 3, 9)]), peer=peer)
+    assert causes == [(PEER_LATE, 2), (PREVIOUS, 2), (TRANSFER, 2)]
     # The host came to it a second late.
     jobs = [_reduction(6, 1, 1, 6, 7), _gather(7, 2, 8, 9.5)]
     causes = [(PREVIOUS, 4), (HOST_BOUND, 1), (TRANSFER, 1.5)]

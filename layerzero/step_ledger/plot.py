@@ -1,0 +1,102 @@
+"""A picture of one step: the lanes of a rank, and why compute stood still."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from layerzero.step_ledger.figures import Explained
+from layerzero.step_ledger.records import (
+    HOST_BOUND,
+    ISSUED_LATE,
+    LIMITER,
+    PEER_LATE,
+    PREVIOUS,
+    TRANSFER,
+    Record,
+)
+from layerzero.step_ledger.trace import on_lane
+
+_COLOURS = {
+    ISSUED_LATE: "#c44e52",
+    LIMITER: "#937860",
+    PREVIOUS: "#8172b3",
+    HOST_BOUND: "#222222",
+    PEER_LATE: "#ccb974",
+    TRANSFER: "#dd8452",
+}
+_GATHERS, _FORWARD, _BACKWARD, _REDUCTIONS = "#4c72b0", "#9ecae1", "#a1d99b", "#55a868"
+_ROOT = "the root unit"
+_LANES = {"gathers": 3.0, "compute": 2.0, "stood still": 1.0, "reductions": 0.0}
+
+
+def draw(explained: Explained, rank: int, title: str, path: str | Path) -> None:
+    """Draw the step of median length.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        RuntimeError: no step ran.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "ledger.plot: it needs matplotlib; pip install 'layerzero[plots]'"
+        ) from error
+    record = explained.records[rank]
+    steps = step_spans(record)
+    if not steps:
+        raise RuntimeError("ledger.plot: no step ran inside the block")
+    begin, end = sorted(steps, key=lambda span: span[1] - span[0])[len(steps) // 2]
+    figure = Figure(figsize=(11, 3.4), dpi=130, layout="constrained")
+    axes = figure.subplots()
+
+    def bar(lane: str, start: float, stop: float, colour: str, text: str = "") -> None:
+        start, stop = max(start, begin), min(stop, end)
+        if stop <= start:
+            return
+        left, width = (start - begin) * 1e3, (stop - start) * 1e3
+        axes.barh(_LANES[lane], width, 0.7, left, color=colour, edgecolor="white", linewidth=0.4)
+        # About 150 characters fit into the width of the picture.
+        if text and len(text) + 1 < 150 * (stop - start) / (end - begin):
+            axes.text(left + width / 2, _LANES[lane], text, ha="center", va="center", fontsize=7)
+
+    for index, start, stop in on_lane(record, "gather"):
+        bar("gathers", start, stop, _GATHERS, record.jobs[index].unit)
+    for index, start, stop in on_lane(record, "reduction"):
+        bar("reductions", start, stop, _REDUCTIONS, record.jobs[index].unit)
+    for span in sorted(record.slices, key=lambda span: span.begin - span.end):
+        colour = _FORWARD if span.phase == "forward" else _BACKWARD
+        # The root's slice is around those of other units.
+        text = "" if span.unit == _ROOT else span.unit
+        bar("compute", span.begin, span.end, colour, text)
+    shown: dict[str, Any] = {}
+    for segments in explained.segments[rank]:
+        for segment in segments:
+            if begin <= segment.begin < end:
+                bar("compute", segment.begin, segment.end, "white")
+                bar("stood still", segment.begin, segment.end, _COLOURS[segment.reason])
+                shown[segment.reason] = None
+    for reason, colour in _COLOURS.items():
+        if reason in shown:
+            axes.barh(0, 0, color=colour, label=reason)
+    if shown:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=6, frameon=False)
+    axes.set_yticks(list(_LANES.values()), list(_LANES))
+    axes.set_xlim(0, (end - begin) * 1e3)
+    axes.set_xlabel("ms")
+    axes.set_title(title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def step_spans(record: Record) -> list[tuple[float, float]]:
+    """Begin and end of each step: a step begins with the first forward after the last one."""
+    begins = sorted(s.begin for s in record.slices if s.phase == "forward" and not s.unit)
+    ends = record.step_ends or [s.end for s in record.slices if s.phase == "forward" and not s.unit]
+    spans, start = [], record.begin
+    for end in sorted(ends):
+        following = next((begin for begin in begins if begin >= end), record.end)
+        spans.append((start, following))
+        start = following
+    return spans

@@ -1,0 +1,105 @@
+"""Under a ledger the engine computes the same bits, in every mode, and its figures agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero
+from layerzero import ReductionPolicy, ZeRO3
+from layerzero.step_ledger import Ledger
+from layerzero.step_ledger.records import REASONS
+from tests.harness.models import Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.stream_uses import (
+    HOST_USES,
+    LAYERED,
+    OFFLOADED,
+    SETTINGS,
+    USES,
+    accumulation,
+    evaluation_between,
+)
+
+MORE: dict[str, dict[str, Any]] = {
+    "two lanes": {"reduction": ReductionPolicy(separate_groups=True, in_flight="1MB")},
+    "verified": {"verify": "always"},
+    "verified layers": {"verify": "always", "zero3_size": 2},
+    "optional modules": {"optional": (1,)},
+}
+FEW = ("default", "no prefetch", "sums in shards")
+
+
+def _wrapped(optional: tuple[int, ...] = (), **arguments: Any) -> ZeRO3:
+    torch.manual_seed(0)
+    module = Mlp(3)
+    if optional:
+        arguments["optional_modules"] = [module.blocks[index] for index in optional]
+    return ZeRO3(module, auto_wrap_policy={Block}, **arguments)
+
+
+def _parameters_after(settings: dict[str, Any], use: Callable[..., Any], ledger: bool) -> Any:
+    model = _wrapped(**settings)
+    if ledger:
+        with layerzero.ledger(model) as found:
+            use(model)
+        check(model, found)
+    else:
+        use(model)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def check(model: ZeRO3, ledger: Ledger) -> None:
+    rows = ledger.units
+    assert [row.fqn for row in rows] == [view.fqn for view in layerzero.units(model)]
+    for row in rows:
+        exposed = row.exposed_gather_ms + row.exposed_reduce_ms
+        assert list(row.reasons) == list(REASONS)
+        assert sum(row.reasons.values()) == pytest.approx(exposed, rel=1e-6, abs=1e-6)
+        assert min(row.reasons.values()) >= 0
+        assert row.exposed_gather_ms <= row.gather_ms + 1e-6
+        assert row.exposed_reduce_ms <= row.reduce_ms + 1e-6
+        assert row.gather_ms == 0 or row.gather_bytes > 0
+        assert row.reduce_ms == 0 or row.reduce_bytes > 0
+    assert ledger.num_steps > 0
+    assert sum(ledger.parts.values()) == pytest.approx(ledger.step_ms, rel=1e-6)
+    own = next(each for each in ledger.ranks if each.step_ms == pytest.approx(ledger.step_ms))
+    assert own.exposed_gather_ms == pytest.approx(sum(row.exposed_gather_ms for row in rows))
+    assert own.exposed_reduce_ms == pytest.approx(sum(row.exposed_reduce_ms for row in rows))
+
+
+def _same_bits(settings: dict[str, dict[str, Any]], uses: list[Callable[..., Any]]) -> None:
+    for name, arguments in settings.items():
+        for use in uses:
+            plain = _parameters_after(arguments, use, ledger=False)
+            recorded = _parameters_after(arguments, use, ledger=True)
+            for one, other in zip(plain, recorded, strict=True):
+                assert torch.equal(one, other), (name, use.__name__)
+
+
+def _few() -> None:
+    few = {"default": {}, "zero1": LAYERED["zero1"], "verified": MORE["verified"]}
+    _same_bits(few | {"optional modules": MORE["optional modules"]}, [accumulation])
+
+
+def test_a_ledger_changes_no_bits_with_one_hop_and_two() -> None:
+    run_ranks(4, _few, timeout=120)
+
+
+@pytest.mark.slow
+def test_a_ledger_changes_no_bits_in_any_use() -> None:
+    run_ranks(3, _same_bits, {name: SETTINGS[name] for name in FEW}, USES, timeout=240)
+
+
+@pytest.mark.slow
+def test_a_ledger_changes_no_bits_in_any_mode() -> None:
+    few = [accumulation, evaluation_between]
+    run_ranks(4, _same_bits, SETTINGS | LAYERED | MORE | OFFLOADED, few, timeout=240)
+
+
+@pytest.mark.slow
+def test_a_ledger_changes_no_bits_on_one_rank() -> None:
+    run_ranks(1, _same_bits, {"default": {}} | OFFLOADED, HOST_USES, timeout=240)
