@@ -41,6 +41,7 @@ TIMEOUT = timedelta(seconds=25)
 PLACES = ("0", "inside 0", "1")
 """One region each: before the text, in its first block, behind it."""
 REGIONS = ("slots.0.regions.0", "text.0.slot.regions.0", "slots.1.regions.0")
+NOBODY, EVERYBODY = (False,) * 3, (True,) * 3
 
 
 def three_regions() -> Model:
@@ -95,6 +96,16 @@ def test_every_pattern_of_three_regions_on_two_ranks_is_one_process_to_the_bit()
 @pytest.mark.parametrize(("world_size", "mean"), [(2, "participants"), (3, "all")])
 def test_every_pattern_is_one_process_to_the_bit(world_size: int, mean: str) -> None:
     run_ranks(world_size, _every_pattern, mean, timeout=300)
+
+
+def _returns_what_a_unit_inside_returned() -> None:
+    """A rank that enters nothing returns the head's output as the root unit's."""
+    model = three_regions()
+    model.units.update(model.module.end_in_slot() - {"stem"})
+    run, draw = Run(model, torch.float32, timeout=TIMEOUT), Draw()
+    for pattern in (NOBODY, EVERYBODY), (EVERYBODY, NOBODY), (NOBODY, NOBODY):
+        for _ in range(2):
+            run.step(SIMPLE, [[draw(enters) for enters in pattern]], exact=True)
 
 
 # What it costs ------------------------------------------------------------------------------------
@@ -157,7 +168,6 @@ def _regions(model: Model) -> list[nn.Module]:
     return [modules[name] for name in model.optional]
 
 
-NOBODY, EVERYBODY = (False,) * 3, (True,) * 3
 PRESENCE = ("gradient presence", "the model")
 EXCHANGE_NBYTES = 24
 """From one rank to another."""
@@ -385,6 +395,10 @@ def _fails_inside() -> None:
 
 def test_an_exception_in_a_region_is_one_on_every_rank_and_the_next_step_is_right() -> None:
     run_ranks(2, _fails_inside)
+
+
+def test_a_unit_may_return_what_a_unit_inside_it_returned() -> None:
+    run_ranks(2, _returns_what_a_unit_inside_returned)
 
 
 # Compiled units -----------------------------------------------------------------------------------

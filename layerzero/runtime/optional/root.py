@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from layerzero.comm.recovery import PeerRaised
 from layerzero.config import BackwardPrefetch, ReductionPolicy
@@ -14,7 +16,8 @@ from layerzero.runtime.optional.reducer import OptionalReducer, make_reducer
 from layerzero.runtime.optional.regions import OptionalRegions
 from layerzero.runtime.optional.scheduler import OptionalScheduler
 from layerzero.runtime.passes import ForwardCall
-from layerzero.runtime.root import RootState
+from layerzero.runtime.root import RootState, root_of
+from layerzero.runtime.tensors import find_tensors
 from layerzero.runtime.unit import Unit
 
 
@@ -82,6 +85,8 @@ class OptionalRoot(RootState):
     def end_call(self, call: ForwardCall, outputs: object) -> None:
         if call.unit.is_optional and not self.context.in_backward:
             self.scheduler.note_call(call, outputs)
+        if torch.is_grad_enabled():
+            self._watch_before_calls_inside(call, outputs)
         try:
             if self._call_depth == 1 and not self.context.in_backward:
                 self.scheduler.settle_forward()
@@ -90,6 +95,28 @@ class OptionalRoot(RootState):
             # Another rank raised: see `Agreement.report`.
             self.abort(error)
             raise
+
+    def _watch_before_calls_inside(self, call: ForwardCall, outputs: object) -> None:
+        """Have the backward of `call` begin before that of calls which returned the same tensors.
+
+        Where a rank enters no optional module a unit may return what a unit inside it returned, or
+        its own input. Hooks of one tensor run in order of registration, so on that rank the unit
+        would come last, and on the others, where it returns another tensor, first.
+        """
+        for tensor in find_tensors(outputs):
+            hooks = tensor._backward_hooks
+            if hooks and tensor.requires_grad:
+                earlier = dict(hooks)
+                hooks.clear()
+                tensor.register_hook(self._output_hook(call))
+                hooks.update(earlier)
+
+    @staticmethod
+    def _output_hook(call: ForwardCall) -> Callable[[torch.Tensor], None]:
+        def on_output_gradient(_: torch.Tensor) -> None:
+            root_of(call.unit).backward.on_output_gradient(call)
+
+        return on_output_gradient
 
     def _tell_others(self, error: BaseException | None) -> None:
         # Not for an interrupt, after which the others may be gone.
