@@ -1,4 +1,5 @@
-// The arithmetic of both ops on the CPU, in the best version that this processor can run.
+// The arithmetic of packing, ordered sums and checksums on the CPU, in the best version that this
+// processor can run.
 //
 //     value = cast(compute(source) * scale), one rounding
 //
@@ -27,11 +28,15 @@ using CopyTransposed = void (*)(const void* src, int64_t rows, int64_t cols, int
 using Sum = void (*)(const void* const* parts, int64_t num_parts, int64_t begin, int64_t n,
                      void* dst, double scale);
 
+// The sum of the bytes as 64-bit words, modulo 2^64; the end counts as a word that zeros complete.
+using SumWords = uint64_t (*)(const void* data, int64_t nbytes);
+
 struct Kernels {
   Copy copy[4][4];    // [source dtype][output dtype], numbered as in dtypes.h
   Copy stream[4][4];  // the same with stores past the cache
   CopyTransposed copy_transposed[4][4];
   Sum sum[4][4];
+  SumWords sum_words;
   bool avx2;  // whether this is the set for AVX2
 };
 

@@ -17,11 +17,15 @@
 // row is fetched by hand, a line at a time, while this one is converted: up to a sixth less time
 // for rows of 1 to 4 KB. Longer rows, wider outputs and plain copies gain nothing.
 // docs/internals/pad_copy.md.
+//
+// checked_pack_ also takes the checksum of each of k equal chunks of out, from blocks that it has
+// just written: they are still in the first cache. What goes past the cache is staged there first.
 #include <algorithm>
 
 #include "checks.h"
 #include "convert.h"
 #include "ops.h"
+#include "word_sums.h"
 
 namespace layerzero {
 
@@ -36,6 +40,10 @@ constexpr int64_t kUnit = 64;
 constexpr int64_t kAheadNbytes = 4096;
 // Rows that are looked at for the next one with a source: between two there is at most padding.
 constexpr int64_t kLookahead = 2;
+// Bytes of out between two looks at its checksum; more where a matrix is turned tile by tile.
+constexpr int64_t kBlockNbytes = 1 << 14;
+constexpr int64_t kTransposedNbytes = 1 << 22;
+constexpr int64_t kWord = 8;
 
 struct Job {
   const Source* sources;
@@ -63,7 +71,8 @@ const void* ahead_of(const Job& job, int64_t row, int64_t end) {
   return nullptr;
 }
 
-void pack_range(const Job& job, int64_t begin, int64_t end) {
+// Writes elements [begin, end) of out to `to`.
+void pack_range(const Job& job, int64_t begin, int64_t end, char* to) {
   // The last row that begins at or before `begin`.
   int64_t low = 0;
   int64_t high = job.num_segs;
@@ -79,7 +88,6 @@ void pack_range(const Job& job, int64_t begin, int64_t end) {
     const int64_t stop = std::min(end, seg[kRow + 2]);
     if (stop <= begin) continue;
     const int64_t count = stop - begin;
-    char* const to = job.out + begin * job.out_itemsize;
     const Source* const source = seg[0] < 0 ? nullptr : job.sources + seg[0];
     if (source == nullptr || source->numel == 0) {
       __builtin_memset(to, 0, count * job.out_itemsize);
@@ -94,6 +102,34 @@ void pack_range(const Job& job, int64_t begin, int64_t end) {
                  job.scale, fetches ? ahead_of(job, row, end) : nullptr);
       }
     }
+    begin = stop;
+    to += count * job.out_itemsize;
+  }
+}
+
+struct CheckedJob {
+  Job job;
+  uint64_t* sums;
+  int64_t num_chunks;
+  int64_t skip;  // the chunk that needs no checksum
+  int64_t block_numel;
+  Copy stream;  // from out's dtype to itself, past the cache; null: not past the cache
+};
+
+void pack_and_sum(const CheckedJob& work, int64_t begin, int64_t end) {
+  alignas(64) char staged[kBlockNbytes];
+  const Job& job = work.job;
+  const int64_t chunk_numel = job.out_numel / work.num_chunks;
+  const SumWords sum_words = kernels().sum_words;
+  while (begin < end) {
+    const int64_t chunk = begin / chunk_numel;
+    const int64_t stop = std::min({end, begin + work.block_numel, (chunk + 1) * chunk_numel});
+    char* const out = job.out + begin * job.out_itemsize;
+    char* const to = work.stream != nullptr ? staged : out;
+    pack_range(job, begin, stop, to);
+    if (chunk != work.skip)
+      add_to(work.sums + chunk, sum_words(to, (stop - begin) * job.out_itemsize));
+    if (work.stream != nullptr) work.stream(staged, out, stop - begin, 1.0, nullptr);
     begin = stop;
   }
 }
@@ -149,33 +185,94 @@ SegsShape check_segs_shape(const Handle& segs, const Output& out) {
   return {static_cast<const int64_t*>(data), sizes[0] - 1};
 }
 
+namespace {
+
+Job make_job(const Output& out, const SegsShape& segs, const Sources& sources, double scale,
+             bool past_cache) {
+  const Kernels& table = kernels();
+  return {sources.items.data(),
+          segs.rows,
+          segs.num_segs,
+          static_cast<char*>(out.data),
+          out.numel,
+          size_of(sources.dtype),
+          size_of(out.dtype),
+          scale,
+          (past_cache ? table.stream : table.copy)[sources.dtype][out.dtype],
+          table.copy_transposed[sources.dtype][out.dtype]};
+}
+
+void pack(const Job& job) {
+  parallel_units(job.out_numel, kUnit, kMinPerThread, &job,
+                 [](const void* context, int64_t begin, int64_t end) {
+                   const Job& work = *static_cast<const Job*>(context);
+                   pack_range(work, begin, end, work.out + begin * work.out_itemsize);
+                 });
+}
+
+// Where chunks do not begin at whole words, checksums are taken afterwards.
+void sum_chunks(const CheckedJob& work) {
+  const int64_t chunk_nbytes = work.job.out_numel / work.num_chunks * work.job.out_itemsize;
+  for (int64_t chunk = 0; chunk < work.num_chunks; ++chunk) {
+    if (chunk == work.skip) continue;
+    work.sums[chunk] = kernels().sum_words(work.job.out + chunk * chunk_nbytes, chunk_nbytes);
+  }
+}
+
+}  // namespace
+
 void pack_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const Handle out_tensor(unbox<AtenTensorHandle>(stack[0]));
   TensorList list(stack[1]);
   const Handle segs_tensor(unbox<AtenTensorHandle>(stack[2]));
-  const auto scale = unbox<double>(stack[3]);
-  const auto past_cache = unbox<bool>(stack[4]);
 
   const Output out = check_output(out_tensor, "pack_");
   const SegsShape segs = check_segs_shape(segs_tensor, out);
   const Sources sources = check_sources(list, out, {"pack_", "source", true, false, -1});
   check_segs(segs.rows, segs.num_segs, sources.items, out.numel);
   if (out.numel == 0) return;
+  pack(make_job(out, segs, sources, unbox<double>(stack[3]), unbox<bool>(stack[4])));
+}
 
-  const Kernels& table = kernels();
-  const Job job{sources.items.data(),
-                segs.rows,
-                segs.num_segs,
-                static_cast<char*>(out.data),
-                out.numel,
-                size_of(sources.dtype),
-                size_of(out.dtype),
-                scale,
-                (past_cache ? table.stream : table.copy)[sources.dtype][out.dtype],
-                table.copy_transposed[sources.dtype][out.dtype]};
-  parallel_units(out.numel, kUnit, kMinPerThread, &job,
+void checked_pack_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  const Handle out_tensor(unbox<AtenTensorHandle>(stack[0]));
+  const Handle sums_tensor(unbox<AtenTensorHandle>(stack[1]));
+  TensorList list(stack[2]);
+  const Handle segs_tensor(unbox<AtenTensorHandle>(stack[3]));
+  const auto past_cache = unbox<bool>(stack[6]);
+
+  const Output out = check_output(out_tensor, "pack_");
+  const SegsShape segs = check_segs_shape(segs_tensor, out);
+  const Sources sources = check_sources(list, out, {"pack_", "source", true, false, -1});
+  check_segs(segs.rows, segs.num_segs, sources.items, out.numel);
+  uint64_t* const sums = check_sums(sums_tensor, "checked_pack_", -1);
+  const int64_t num_chunks = numel_of(sums_tensor);
+  if (num_chunks < 1 || out.numel % num_chunks != 0)
+    refuse("checked_pack_: out has ", out.numel, " elements, which are no ", num_chunks,
+           " equal chunks");
+  std::fill_n(sums, num_chunks, 0);
+  if (out.numel == 0) return;
+
+  const bool transposes = std::any_of(sources.items.begin(), sources.items.end(),
+                                      [](const Source& source) { return source.rows != 0; });
+  const bool whole_words = out.nbytes() / num_chunks % kWord == 0;
+  const bool stages = past_cache && !transposes && whole_words;
+  const int64_t block_nbytes = transposes ? kTransposedNbytes : kBlockNbytes;
+  const CheckedJob checked{
+      make_job(out, segs, sources, unbox<double>(stack[4]), past_cache && !whole_words),
+      sums,
+      num_chunks,
+      unbox<int64_t>(stack[5]),
+      block_nbytes / size_of(out.dtype),
+      stages ? kernels().stream[out.dtype][out.dtype] : nullptr};
+  if (!whole_words) {
+    pack(checked.job);
+    sum_chunks(checked);
+    return;
+  }
+  parallel_units(out.numel, kUnit, kMinPerThread, &checked,
                  [](const void* context, int64_t begin, int64_t end) {
-                   pack_range(*static_cast<const Job*>(context), begin, end);
+                   pack_and_sum(*static_cast<const CheckedJob*>(context), begin, end);
                  });
 }
 

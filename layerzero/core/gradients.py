@@ -19,7 +19,7 @@ is written only when the pass has ended (runtime/delivery.py).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -227,7 +227,10 @@ class GradientBuffer:
             self._outgoing.allocate()
 
     def collect(
-        self, unsharded_params: Sequence[nn.Parameter], keep_accumulating: bool = False
+        self,
+        unsharded_params: Sequence[nn.Parameter],
+        keep_accumulating: bool = False,
+        pack: Callable[..., object] = pack_,
     ) -> None:
         """Move the leaves' gradients here, add them to those that wait unsharded, and free them.
 
@@ -236,15 +239,16 @@ class GradientBuffer:
         Args:
             keep_accumulating: leave the sum in `sum`, to which more gradients will be added; else
                 it ends in `buffer`, ready to be sent.
+            pack: what fills `buffer` if nothing waits; does what `pack_` does.
         """
         if self._placement.num_ranks == 1:
             self._collect_local(unsharded_params)
             return
         gradients = self._take(unsharded_params)
         if not self.holds_sum:
-            area = self._sum if keep_accumulating else self._outgoing
+            area, fill = (self._sum, pack_) if keep_accumulating else (self._outgoing, pack)
             area.allocate()
-            pack_(area.tensor, gradients, self._segments)
+            fill(area.tensor, gradients, self._segments)
             self.holds_sum = True
             return
         if self._sum is self._earlier.area:

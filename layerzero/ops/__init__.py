@@ -21,6 +21,8 @@ __all__ = [
     "ZEROS",
     "NativeStatus",
     "Segments",
+    "checked_pack_",
+    "checked_sum_",
     "crc32",
     "find_changed",
     "flat_step_",
@@ -116,6 +118,41 @@ def pack_(
     return out
 
 
+def checked_pack_(
+    out: torch.Tensor,
+    srcs: Sequence[torch.Tensor],
+    segs: Segments,
+    num_chunks: int,
+    skip: int = -1,
+) -> torch.Tensor:
+    """`pack_`, and in the same pass the checksum of each of the equal chunks of `out`.
+
+    Args:
+        num_chunks: of `out`, whose size is a multiple of it.
+        skip: the chunk that needs no checksum; -1: none.
+
+    Returns:
+        [num_chunks] int64 on out's device, as of `word_sums`; 0 for the chunk that is skipped.
+
+    Raises:
+        ValueError: the arguments do not fit together; nothing was written.
+    """
+    if out.dtype not in reference.DTYPES or out.numel() != segs.numel:
+        pack_(out, srcs, segs)
+        chunks = list(out.detach().view(num_chunks, -1).unbind())
+        if skip >= 0:
+            chunks[skip] = out.new_empty(0)
+        return word_sums(chunks)
+    if out.device.type != "cpu":
+        segs.check_sources([src.numel() for src in srcs])
+    table = segs.on(out.device) if has_kernel(out.device.type) else segs.table
+    sums = torch.empty(num_chunks, dtype=torch.int64, device=out.device)
+    past_cache = out.nbytes >= STREAMING_NBYTES
+    torch.ops.layerzero.checked_pack_.default(out, sums, srcs, table, 1.0, skip, past_cache)
+    _note_written(out)
+    return sums
+
+
 def ordered_sum_(
     out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float = 1.0
 ) -> torch.Tensor:
@@ -157,6 +194,31 @@ def ordered_sum_squares_(
     torch.ops.layerzero.ordered_sum_squares_.default(out, squares, list(parts), scale)
     _note_written(out)
     return squares[0]
+
+
+def checked_sum_(
+    out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float = 1.0, skip: int = -1
+) -> torch.Tensor:
+    """`ordered_sum_`, and in the same pass the checksum of each part, as it was before.
+
+    Args:
+        skip: the part that needs no checksum; -1: none.
+
+    Returns:
+        [number of parts] int64 on out's device, as of `word_sums`; 0 for the part that is skipped.
+
+    Raises:
+        ValueError: the arguments do not fit together; nothing was written.
+    """
+    if out.dtype.is_complex:
+        kept = [part if place != skip else part.new_empty(0) for place, part in enumerate(parts)]
+        sums = word_sums(kept)
+        reference.complex_sum_(out, parts, scale)
+        return sums
+    sums = torch.empty(len(parts), dtype=torch.int64, device=out.device)
+    torch.ops.layerzero.checked_sum_.default(out, sums, list(parts), scale, skip)
+    _note_written(out)
+    return sums
 
 
 def flat_step_(

@@ -18,7 +18,7 @@ from layerzero.comm import collectives
 from layerzero.comm.collectives import Add
 from layerzero.comm.streams import Event, Streams
 from layerzero.core.groups import ShardGroup
-from layerzero.ops import ordered_sum_
+from layerzero.ops import ordered_sum_, pack_
 from layerzero.runtime.chunk_squares import ChunkSquares
 from layerzero.runtime.operations import Operations
 from layerzero.runtime.rate_limiter import RateLimiter
@@ -105,6 +105,8 @@ class RuntimeContext:
 
     all_gather = staticmethod(collectives.all_gather)
     reduce_scatter = staticmethod(collectives.reduce_scatter)
+    pack: Callable[..., object] = staticmethod(pack_)
+    """What fills the buffer that a reduction sends."""
 
     def before_delivery(self) -> None:
         """All reductions of a backward are done, and no `.grad` is written yet."""

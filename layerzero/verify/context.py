@@ -25,13 +25,14 @@ from layerzero.comm.collectives import Add, Operation, Pending, gather_small
 from layerzero.comm.texts import gather_texts
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
-from layerzero.ops import ordered_sum_, word_sums
+from layerzero.ops import Segments, checked_sum_, ordered_sum_, pack_, word_sums
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.unit import Unit
 from layerzero.verify.errors import CorruptionError
+from layerzero.verify.packed import Packed
 from layerzero.verify.replicas import find_different
 from layerzero.verify.resting import Resting
-from layerzero.verify.wire import Wire
+from layerzero.verify.wire import Checksums, Wire, kept
 
 _REPLICAS_EVERY = 32
 """Steps between comparisons of replicas; at least `every`."""
@@ -63,7 +64,8 @@ class VerifiedContext(RuntimeContext):
         self._is_watching = False
         self._wire = Wire(self.device, self.operations)
         self._resting = Resting(self._units)
-        self._checksums: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        self._packed = Packed(self._units)
+        self._checksums: dict[int, tuple[weakref.ref[torch.Tensor], int, Checksums]] = {}
         """Of shards that were sent in this step, by id: the shard, its version, the checksum."""
         _contexts.add(self)
         if not _hooks:
@@ -99,20 +101,27 @@ class VerifiedContext(RuntimeContext):
         pending.then(functools.partial(self._gathered, operation, group, sent, full))
         return pending
 
-    def _checksum_of(self, shard: torch.Tensor) -> torch.Tensor:
+    def _checksum_of(self, shard: torch.Tensor) -> Checksums:
         version = self._resting.version_of(shard)
         known = self._checksums.get(id(shard))
         if known is not None and known[0]() is shard and known[1] == version:
             return known[2]
         noted = self._resting.checksum_of(shard)
-        checksum = word_sums([shard]) if noted is None else _tensor([noted], shard.device)
+        checksum = kept(word_sums([shard])) if noted is None else [noted]
         self._checksums[id(shard)] = weakref.ref(shard), version, checksum
         return checksum
 
     def _gathered(
-        self, operation: Operation, group: ShardGroup, sent: torch.Tensor, full: torch.Tensor
+        self, operation: Operation, group: ShardGroup, sent: Checksums, full: torch.Tensor
     ) -> None:
-        self._wire.note(operation, group, sent, word_sums(full.chunk(group.size)))
+        self._wire.note(operation, group, sent, kept(word_sums(full.chunk(group.size))))
+
+    def pack(self, out: torch.Tensor, srcs: Sequence[torch.Tensor], segs: Segments) -> None:
+        """`pack_`, with the checksums of what is sent."""
+        if self._records:
+            self._packed.pack(out, srcs, segs)
+        else:
+            pack_(out, srcs, segs)
 
     def reduce_scatter(  # type: ignore[no-redef]
         self,
@@ -130,12 +139,20 @@ class VerifiedContext(RuntimeContext):
             return collectives.reduce_scatter(
                 chunks, group, operation, scale, deterministic, order, out, add
             )
-        own = chunks.chunk(group.size)
-        sent = _of_peers(own if order is None else [own[place] for place in order], group)
+        packed = self._packed.take(chunks)
+        if packed is None:
+            own = chunks.chunk(group.size)
+            chosen = own if order is None else [own[place] for place in order]
+            packed = kept(_of_peers(chosen, group))
+        sent = packed
 
         def check_and_add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
-            self._wire.note(operation, group, sent, _of_peers(parts, group))
-            add(summed, parts, scale)
+            if add is ordered_sum_:
+                received = checked_sum_(summed, parts, scale, skip=group.rank)
+            else:
+                received = _of_peers(parts, group)
+                add(summed, parts, scale)
+            self._wire.note(operation, group, sent, kept(received))
 
         return collectives.reduce_in_order(
             chunks, group, operation, scale, order, out, check_and_add
@@ -252,6 +269,7 @@ class VerifiedContext(RuntimeContext):
     def after_abort(self) -> None:
         self._wire.clear(self._wire.used())
         self._checksums.clear()
+        self._packed.clear()
 
     def before_call(self, what: str) -> None:
         # Copies that a load has written are compared in the next step.

@@ -27,13 +27,26 @@ _MAX_KEPT = 4096
 _MODULUS = 1 << 64
 
 
+Checksums = torch.Tensor | list[int]
+"""[n] int64; on the CPU as numbers."""
+
+
+def kept(checksums: torch.Tensor) -> Checksums:
+    """Checksums, to be kept until the next check. Does not block the host.
+
+    Not as tensors of the CPU: memory of theirs between freed buffers keeps malloc from joining
+    these, and the next buffers are fresh memory, which costs more than all checksums.
+    """
+    return checksums.tolist() if checksums.device.type == "cpu" else checksums
+
+
 class Seen(NamedTuple):
-    """The checksums of one collective, int64."""
+    """The checksums of one collective."""
 
     operation: Operation
-    sent: torch.Tensor
+    sent: Checksums
     """[group_size], or [1] if every peer was sent the same."""
-    received: torch.Tensor
+    received: Checksums
     """[group_size]; of the own part, too."""
 
 
@@ -49,8 +62,8 @@ class Wire:
         self,
         operation: Operation,
         group: ShardGroup,
-        sent: torch.Tensor,
-        received: torch.Tensor,
+        sent: Checksums,
+        received: Checksums,
     ) -> None:
         """A collective is done. May be called from several threads."""
         lane = self._lanes.setdefault(group, {})
@@ -106,18 +119,11 @@ class Wire:
     def _rows(self, group: ShardGroup) -> list[tuple[int, list[int], list[int]]]:
         """For each collective: its number, the checksums sent to peers, those received."""
         lane = list(self._lanes.get(group, {}).values())
-        if not lane:
-            return []
-        sizes = [part.numel() for seen in lane for part in (seen.sent, seen.received)]
-        values = torch.cat([part for seen in lane for part in (seen.sent, seen.received)]).tolist()
-        rows, place = [], 0
-        for seen, sent_numel, received_numel in zip(lane, sizes[::2], sizes[1::2], strict=True):
-            sent = values[place : place + sent_numel]
-            place += sent_numel
-            received = values[place : place + received_numel]
-            place += received_numel
-            rows.append((seen.operation.number, sent * (group.size // sent_numel), received))
-        return rows
+        parts = _on_host([part for seen in lane for part in (seen.sent, seen.received)])
+        return [
+            (seen.operation.number, sent * (group.size // len(sent)), received)
+            for seen, sent, received in zip(lane, parts[::2], parts[1::2], strict=True)
+        ]
 
     def find(self, groups: Sequence[ShardGroup]) -> list[str]:
         """What was received otherwise than it was sent, in words; the same on all ranks of a group.
@@ -148,6 +154,18 @@ class Wire:
 
     def _gather(self, values: torch.Tensor, group: ShardGroup) -> torch.Tensor:
         return gather_small(values, group, self._operations.next("verification", _WHAT, group))
+
+
+def _on_host(parts: list[Checksums]) -> list[list[int]]:
+    """Numbers; what is on a device is copied at once, which blocks the host."""
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    if not tensors:
+        return [part for part in parts if isinstance(part, list)]
+    values = iter(torch.cat(tensors).tolist())
+    return [
+        part if isinstance(part, list) else [next(values) for _ in range(part.numel())]
+        for part in parts
+    ]
 
 
 def _text(operation: Operation, source: int, target: int) -> str:

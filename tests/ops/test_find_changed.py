@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero import ops
 from layerzero.ops import delta
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, _baseline
+from tests.ops.truth import DTYPES, IMPLEMENTATIONS, baseline
 
 
 def run(
@@ -29,7 +29,7 @@ def run(
     if implementation == "reference":
         count, stop = delta._find_changed(indices, values, main, snapshot, start, update)
     elif implementation == "baseline":
-        with _baseline():
+        with baseline(True):
             op = torch.ops.layerzero.find_changed_.default
             count, stop = op(indices, values, main, snapshot, start, update, nan)
     else:

@@ -26,7 +26,7 @@ FLAGS = (
     *("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 )
-OPS = ("crc32", "find_changed", "flat_step", "ordered_sum", "pack")
+OPS = ("checked", "crc32", "find_changed", "flat_step", "ordered_sum", "pack", "word_sums")
 
 
 def build(folder: Path, changed: tuple[str, str, str] | None = None) -> None:

@@ -27,12 +27,16 @@ def call(implementation: str, op: str, *args: Any) -> None:
     if implementation == "reference":
         getattr(reference if hasattr(reference, op) else step_reference, op)(*args)
         return
-    with _baseline() if implementation == "baseline" else contextlib.nullcontext():
+    with baseline(implementation == "baseline"):
         getattr(torch.ops.layerzero, op).default(*args)
 
 
 @contextlib.contextmanager
-def _baseline() -> Iterator[None]:
+def baseline(wanted: bool) -> Iterator[None]:
+    """If wanted, kernels run as on a processor without AVX2."""
+    if not wanted:
+        yield
+        return
     loaded = library()
     loaded.layerzero_force_baseline(1)
     try:
