@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,6 +39,7 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
     """
 
     _kind = step_reference.ADAMW
+    _fixed: ClassVar = {"differentiable": False, "decoupled_weight_decay": True}
     _all_keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def __init__(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import is_
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
@@ -16,11 +17,13 @@ from layerzero.optim import next_step
 from layerzero.optim.claims import claim, name_of, refuse_taken
 from layerzero.optim.clip import Clipped, clip_factor, clipped, grad_norm, refuse_used
 from layerzero.optim.edges import EdgeExchange, make_exchanges
+from layerzero.optim.flat_checks import check_loaded, check_options, check_parameters
 from layerzero.optim.flat_homes import homes_of
 from layerzero.optim.flat_state import FlatState, Pairs, Step
 from layerzero.optim.in_backward import wanted_of, whole_groups
 from layerzero.optim.norm import Part, global_power
 from layerzero.optim.quant_state import QuantState
+from layerzero.optim.scale import scale_of_gradients
 from layerzero.runtime.chunk_squares import ChunkSquares
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each
@@ -40,6 +43,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     _kind: int
     _all_keys: Sequence[str]
     """Names of the states, with those that only some options need last."""
+    _fixed: ClassVar[Mapping[str, Any]] = {"differentiable": False}
+    """Options of groups that have one value only."""
     _state_dtype: str
     _seed: int
     _states: dict[Any, Any]
@@ -95,42 +100,19 @@ class FlatOptimizer(torch.optim.Optimizer):
             ValueError: a parameter belongs to no ZeRO3 module or to another one than the others, is
                 in another optimizer, or is complex, or float64 with smaller states. The message
                 names it; the group is not added.
+            NotImplementedError: an option of the group is not supported.
         """
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1]["params"])
-        except ValueError:
+        except (ValueError, NotImplementedError):
             self.param_groups.pop()
             raise
 
     def _check(self, parameters: list[nn.Parameter]) -> None:
-        what = type(self).__name__
-        known = owner_of_each()
-        # Of the first sharded parameter; the one that belongs elsewhere is named by its own.
-        members = [each for group in self.param_groups for each in group["params"]]
-        root = next((known[id(each)].root for each in members if id(each) in known), None)
-        for parameter in parameters:
-            owner = known.get(id(parameter))
-            if owner is None and not (root is not None and _is_ignored(root, parameter)):
-                raise ValueError(
-                    f"{what}: parameter {name_of(parameter)} belongs to no ZeRO3 module"
-                    f"{' that the other parameters belong to' if root is not None else ''}; wrap "
-                    "the model first, pass model.parameters() of the wrapper, and give parameters "
-                    "of other models to torch's optimizer"
-                )
-            if owner is not None and owner.root is not root:
-                raise ValueError(
-                    f"{what}: parameter {name_of(parameter)} belongs to another ZeRO3 module than "
-                    f"{name_of(next(m for m in members if id(m) in known))}; build one optimizer "
-                    "for each model"
-                )
-            if not parameter.dtype.is_floating_point:
-                raise ValueError(f"{what}: parameter {name_of(parameter)} is {parameter.dtype}")
-            if parameter.dtype == torch.float64 and self._state_dtype != "float32":
-                raise ValueError(
-                    f"{what}: state={self._state_dtype!r} is for float32 and smaller parameters, "
-                    f"{name_of(parameter)} is float64"
-                )
+        what, groups = type(self).__name__, self.param_groups
+        check_parameters(what, groups, parameters, self._state_dtype != "float32")
+        check_options(what, groups[-1:], {"capturable": False, **self._fixed})
         refuse_taken(self, parameters)
         claim(self)
 
@@ -152,6 +134,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._is_seen = False  # By torch alone.
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, of an optimizer of the same parameters on the same ranks.
+
+        Raises:
+            ValueError: a state is not that of this rank's part of its parameter, such as one of a
+                model that is not sharded. Nothing is changed.
+        """
+        check_loaded(type(self).__name__, self.param_groups, state_dict, self._all_keys)
         super().load_state_dict(state_dict)
         self._flats = None
 
@@ -174,6 +163,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _shows_step(self) -> bool:
         return True
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. Not collective, except with 8-bit states.
@@ -187,6 +177,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: inside a backward pass of the model.
+            NotImplementedError: a group has an option that is not supported.
         """
         loss = None
         if closure is not None:
@@ -199,6 +190,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}.step() inside a backward pass: gradients are complete once "
                 "backward() returns. Call it then, or use model.step_in_backward(optimizer)"
             )
+        check_options(type(self).__name__, self.param_groups, self._fixed)
         found_inf = getattr(self, "found_inf", None)
         factor, self._factor = self._factor, None
         stops = None if found_inf is None else bool(found_inf.item())
@@ -398,7 +390,12 @@ class FlatOptimizer(torch.optim.Optimizer):
     # Clipping -------------------------------------------------------------------------------
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
         """Have the next `step` use gradients scaled down to a global norm of at most `max_norm`.
 
@@ -410,6 +407,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             norm_type: p > 0, or infinity.
             error_if_nonfinite: raise instead of clipping by an infinite or NaN norm; blocks the
                 host.
+            scaler: the gradient scaler whose `step` comes next: the norm is that of the unscaled
+                gradients, and `step` unscales, so that `scaler.unscale_`, a pass over the
+                gradients, is not needed. Allowed after `unscale_`, too.
 
         Returns:
             The norm before clipping, a scalar tensor, the same on all ranks. A norm of 2 is summed
@@ -428,6 +428,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             is_plain = norm_type == 2 and not root.tensor_parallel_groups
             norm = self._norm(of, flats) if is_plain else grad_norm(of, norm_type)
+            scale = None if scaler is None else scale_of_gradients(scaler, self)
+            if scale is not None:
+                norm = norm / scale.to(norm.device, norm.dtype)
             if error_if_nonfinite and not norm.isfinite():
                 raise RuntimeError(
                     f"{type(self).__name__}.clip_grad_norm_: the norm of the gradients is {norm}; "
@@ -504,17 +507,6 @@ def _are_same(groups: list[list[nn.Parameter]], known: list[list[nn.Parameter]])
         len(group) == len(former) and all(map(is_, group, former))
         for group, former in zip(groups, known, strict=True)
     )
-
-
-def _is_ignored(root: RootState, parameter: nn.Parameter) -> bool:
-    return any(parameter is each for each in _ignored_parameters(root))
-
-
-def _ignored_parameters(root: RootState) -> Iterator[nn.Parameter]:
-    ignored = root.structure.ignored_now()
-    yield from ignored.parameters
-    for module in ignored.modules:
-        yield from module.parameters()
 
 
 def _parts(flats: Sequence[FlatState]) -> list[Part]:

@@ -63,6 +63,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
+        _note_unscaled(optimizer)
         found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
             "found_inf_per_device"
         ]
@@ -126,6 +127,16 @@ class GradScaler(torch.amp.GradScaler):
         number = None if new_scale is None else float(new_scale)
         with scaler_call(self, "update", new_scale=number):
             super().update(new_scale)
+
+
+def _note_unscaled(optimizer: torch.optim.Optimizer) -> None:
+    """Give gradients new versions, by which a norm taken before is known to be stale.
+
+    The op of torch that unscales them does not.
+    """
+    members = [each for group in optimizer.param_groups for each in group["params"]]
+    grads = [each.grad for each in members if each.grad is not None]
+    torch.autograd.graph.increment_version([each for each in grads if not each.is_inference()])
 
 
 def _tensor_parallel_mesh(optimizer: torch.optim.Optimizer) -> DeviceMesh | None:

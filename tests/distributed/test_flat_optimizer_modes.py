@@ -213,6 +213,75 @@ def _scale_in_the_pass() -> None:
             optimizer.zero_grad()
 
 
+def _clip_scaled() -> None:
+    """A clip that is given the scaler has the bits of one after `unscale_`, and leaves `.grad`."""
+    ours, theirs = zero3(Mlp, Block), zero3(Mlp, Block)
+    optimizer, other = (AdamW(model.parameters(), lr=1e-2) for model in (ours, theirs))
+    scalers = [layerzero.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="has scaled no loss"):
+        optimizer.clip_grad_norm_(1.0, scaler=scalers[0])
+    for step in range(4):
+        bad = step == 2 and dist.get_rank() == 0
+        for model, scaler in zip((ours, theirs), scalers, strict=True):
+            loss = model(_batch(step)).square().mean() * (float("inf") if bad else 1.0)
+            scaler.scale(loss).backward()
+        before = [each.grad.clone() for each in ours.parameters()]
+        if step == 3:
+            scalers[0].unscale_(optimizer)  # Allowed, and then nothing is left to unscale.
+        norms = [optimizer.clip_grad_norm_(0.01, scaler=scalers[0])]
+        scalers[1].unscale_(other)
+        norms.append(other.clip_grad_norm_(0.01))
+        assert_bitwise(norms[0], norms[1], f"norm {step}")
+        if step < 3:
+            for parameter, grad in zip(ours.parameters(), before, strict=True):
+                assert_bitwise(parameter.grad, grad, "gradient")
+        for scaler, each in zip(scalers, (optimizer, other), strict=True):
+            scaler.step(each)
+            scaler.update()
+            each.zero_grad()
+        _same_weights(ours, theirs, f"step {step}")
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 512.0
+    forward_backward(ours, _batch(0))
+    disabled = layerzero.GradScaler("cpu", enabled=False)
+    assert_bitwise(
+        optimizer.clip_grad_norm_(1.0, scaler=disabled), optimizer.clip_grad_norm_(1.0), "disabled"
+    )
+
+
+def _refused_options() -> None:
+    """What groups and state dicts ask for and cannot have, in one line."""
+    model, plain = zero3(Mlp, Block), Mlp()
+    wrong: list[dict[str, Any]] = [
+        *({"capturable": True}, {"differentiable": True}, {"decoupled_weight_decay": False})
+    ]
+    for options in wrong:
+        with pytest.raises(NotImplementedError, match=f"AdamW: group 0 has {next(iter(options))}="):
+            AdamW([{"params": [*model.parameters()], **options}], lr=1e-2)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    forward_backward(model, _batch(0))
+    for options in wrong[1:]:
+        optimizer.param_groups[0].update(options)
+        with pytest.raises(NotImplementedError, match=f"group 0 has {next(iter(options))}="):
+            optimizer.step()
+        optimizer.param_groups[0].update({key: not value for key, value in options.items()})
+    torch.compile(optimizer.step, backend="eager")()
+    # Of a model that is not sharded.
+    whole = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    plain(_batch(0)).sum().backward()
+    whole.step()
+    before = [each.clone() for own in optimizer.state.values() for each in own.values()]
+    if dist.get_world_size() > 1:
+        with pytest.raises(ValueError, match=r"exp_avg of 'stem.weight' has shape \(5, 5\)"):
+            optimizer.load_state_dict(whole.state_dict())
+    else:
+        optimizer.load_state_dict(whole.state_dict())
+        return
+    after = [each for own in optimizer.state.values() for each in own.values()]
+    for old, new in zip(before, after, strict=True):
+        assert_bitwise(new, old, "state")
+    optimizer.step()
+
+
 def _copies() -> None:
     for make in (AdamW, SGD, Lion):
         model = zero3(Mlp, Block)
@@ -265,6 +334,8 @@ def _odd_uses() -> None:
     _scalers()
     _scale_in_the_pass()
     _turned_on()
+    _clip_scaled()
+    _refused_options()
     _copies()
     _ignored()
 

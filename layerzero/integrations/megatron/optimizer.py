@@ -299,6 +299,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
             here = torch.zeros(1, device=gradients[0].device)
             inverse = self.grad_scaler.inv_scale.to(here.device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
+            torch.autograd.graph.increment_version(gradients)  # The op does not.
             found += here.to(self._device)
         overflows = bool(self._totals.sum("overflow agreement", found).item() > 0)
         self.grad_scaler.update(overflows)
