@@ -79,7 +79,7 @@ class Backward:
             return  # The gradient of another output of the same call.
         call.unit.open_starts.discard(call.start)
         current = self._backward_pass(graph_task, call.forward_pass.order)
-        self._finish_done(current, call)
+        self._finish_done(current, call.end, call.forward_pass.shares_casts, call.unit)
         self._passes[0].forwards[call.forward_pass] = None
         unit = call.unit
         self._enter_backward(current, unit, call.forward_pass.first_start.get(unit, call.start))
@@ -155,8 +155,23 @@ class Backward:
         current.enter(unit, start)
         unit.set_training_state(TrainingState.BACKWARD)
 
-    def _finish_done(self, current: BackwardPass, call: ForwardCall) -> None:
-        """Free and reduce units that are done; see Note [When a unit is done in backward]."""
+    def finish_begun_after(self, time: int) -> None:
+        """Everything created after this time has run: finish units whose calls all began later."""
+        graph_task = torch._C._current_graph_task_id()
+        for current in self._passes:
+            if current.graph_task == graph_task and current.active:
+                shares_casts = any([each.shares_casts for each in self._passes[0].forwards])
+                self._finish_done(current, time, shares_casts, None)
+
+    def _finish_done(
+        self, current: BackwardPass, end: int, shares_casts: bool, caller: Unit | None
+    ) -> None:
+        """Free and reduce units that are done; see Note [When a unit is done in backward].
+
+        Args:
+            end: time when a call of `caller` ended, whose backward begins now.
+            shares_casts: of its forward.
+        """
         if self._scheduler.holds_for_graph:
             # Units are read again by the graph of a backward, at a time that no hook reports.
             # `_end_backward` finishes them.
@@ -164,18 +179,14 @@ class Backward:
         # Compared with the *first* call of each unit: until that has run backward, more gradients
         # can arrive. The calling unit begins its backward now.
         done = [
-            unit
-            for unit, start in current.active.items()
-            if start > call.end and unit is not call.unit
+            unit for unit, start in current.active.items() if start > end and unit is not caller
         ]
         # Latest start first: the same order, whether they are done at once or one after the other.
         # Ranks may differ in that, where they differ in optional units.
         if len(done) > 1:
             done.sort(key=current.active.__getitem__, reverse=True)
         for unit in done:
-            if call.forward_pass.shares_casts or any(
-                start < current.active[unit] for start in unit.open_starts
-            ):
+            if shares_casts or any(start < current.active[unit] for start in unit.open_starts):
                 # The gradients may be incomplete. Either an earlier forward has yet to run
                 # backward, and if it does in this pass, autograd delivers one sum at the end. Or
                 # they arrive through autocast's casts, made by an earlier forward. So free the

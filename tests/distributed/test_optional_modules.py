@@ -108,6 +108,25 @@ def _returns_what_a_unit_inside_returned() -> None:
             run.step(SIMPLE, [[draw(enters) for enters in pattern]], exact=True)
 
 
+def _recomputes_blocks_in_another_order() -> None:
+    """Only the second block of the region is a unit: where the first one runs last, the checkpoint
+    recomputes before the gradient of any unit's output."""
+    torch.manual_seed(0)
+    module = Backbone([Slot([Region(2)], recomputes=True), None], [TextBlock()])
+    unit = "slots.0.regions.0.blocks.1"
+    run = Run(Model(module, {"text.0", unit}, [unit]), torch.float32, timeout=TIMEOUT)
+    generator = torch.Generator().manual_seed(0)
+    for order in [(0, 1)] * 3 + [(1, 0)] * 3:
+        calls: list[dict[str, tuple[Call, ...]]] = [{}, {"0": (Call(0, order),)}]
+        samples = [Sample(torch.randn(2, WIDTH, generator=generator), each) for each in calls]
+        run.step(SIMPLE, [samples], exact=True)
+
+
+def _returns_and_recomputes() -> None:
+    _returns_what_a_unit_inside_returned()
+    _recomputes_blocks_in_another_order()
+
+
 # What it costs ------------------------------------------------------------------------------------
 
 
@@ -397,8 +416,8 @@ def test_an_exception_in_a_region_is_one_on_every_rank_and_the_next_step_is_righ
     run_ranks(2, _fails_inside)
 
 
-def test_a_unit_may_return_what_a_unit_inside_it_returned() -> None:
-    run_ranks(2, _returns_what_a_unit_inside_returned)
+def test_ranks_may_reach_units_in_backward_at_other_operations() -> None:
+    run_ranks(2, _returns_and_recomputes)
 
 
 # Compiled units -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
     places.py      where in a pass optional units came before; pure Python
     agreement.py   what all ranks do next; one small exchange on the host
     scheduler.py, reducer.py, root.py   the engine's classes, which ask the agreement first
+    creation_times.py   which units are done when a recomputation begins; pure Python
 
 Note [How ranks agree]
     Collectives of units that are not optional come in one order on every rank. Call them the

@@ -11,6 +11,7 @@ from layerzero.comm.recovery import PeerRaised
 from layerzero.config import BackwardPrefetch, ReductionPolicy
 from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.optional.agreement import Agreement
+from layerzero.runtime.optional.creation_times import CreationTimes
 from layerzero.runtime.optional.exchange import Exchange
 from layerzero.runtime.optional.reducer import OptionalReducer, make_reducer
 from layerzero.runtime.optional.regions import OptionalRegions
@@ -19,6 +20,9 @@ from layerzero.runtime.passes import ForwardCall
 from layerzero.runtime.root import RootState, root_of
 from layerzero.runtime.tensors import find_tensors
 from layerzero.runtime.unit import Unit
+
+_next_number = torch._C._autograd._get_sequence_nr
+"""The number that autograd gives to the next node of this thread."""
 
 
 class OptionalRoot(RootState):
@@ -45,6 +49,7 @@ class OptionalRoot(RootState):
     ) -> Agreement:
         """An agreement on the units of `regions`, which alone are optional from now on."""
         units, scheduler, reducer = self.units, self.scheduler, self.reducer
+        self._times = CreationTimes()
         for unit in units:
             unit.set_optional(unit.index in regions.region_of)
 
@@ -80,6 +85,22 @@ class OptionalRoot(RootState):
 
     def _make_reducer(self, policy: ReductionPolicy) -> OptionalReducer:
         return make_reducer(self.context, self.units, policy)
+
+    @remembers_failure
+    def begin_call(self, unit: Unit) -> ForwardCall:
+        if self.context.in_backward:
+            # A recomputation comes before the gradient of any output of the region, at a point
+            # that depends on the region's last operation. The required units that are done by then
+            # are reduced first, as on ranks that recompute nothing.
+            if (node := torch._C._current_autograd_node()) is not None:
+                time = self._times.before(node._sequence_nr())
+                if time is not None:
+                    self.backward.finish_begun_after(time)
+            return super().begin_call(unit)
+        number = _next_number()
+        call = super().begin_call(unit)
+        self._times.note(number, call.start)
+        return call
 
     @remembers_failure
     def end_call(self, call: ForwardCall, outputs: object) -> None:
