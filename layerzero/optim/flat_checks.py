@@ -74,25 +74,24 @@ def check_options(what: str, groups: _Groups, fixed: Mapping[str, Any]) -> None:
                 )
 
 
-def check_loaded(
-    what: str, groups: _Groups, state_dict: Mapping[str, Any], keys: Iterable[str]
-) -> None:
-    """Check what `load_state_dict` is given, as far as torch does not.
+def check_loaded(what: str, states: Mapping[Any, Any], keys: Iterable[str]) -> None:
+    """Check states that were loaded, as far as torch does not.
 
     Args:
+        states: by parameter.
         keys: names of the states that are as large as their parameter.
 
     Raises:
         ValueError: a state is not that of this rank's part of its parameter.
     """
     known = owner_of_each()
-    members = [each for group in groups for each in group["params"]]
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, members, strict=False):
+    for parameter, state in states.items():
+        if not (isinstance(parameter, nn.Parameter) and isinstance(state, Mapping)):
+            continue
         owner, info = known.get(id(parameter)), get_info(parameter)
         is_part = owner is not None and owner.placement.num_main_shards > 1
         for key in keys:
-            given = (state_dict["state"].get(number) or {}).get(key)
+            given = state.get(key)
             if not isinstance(given, torch.Tensor):
                 continue
             is_whole = info is not None and given.dim() > 1 and given.shape == info.shape

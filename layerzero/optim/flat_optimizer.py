@@ -11,23 +11,19 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from layerzero.core.parameter_info import get_info
-from layerzero.core.placement import Placement
 from layerzero.optim import next_step
 from layerzero.optim.claims import claim, name_of, refuse_taken
-from layerzero.optim.clip import Clipped, clip_factor, clipped, grad_norm, refuse_used
+from layerzero.optim.clip import clip_factor, refuse_used
 from layerzero.optim.edges import EdgeExchange, make_exchanges
 from layerzero.optim.flat_checks import check_loaded, check_options, check_parameters
 from layerzero.optim.flat_homes import homes_of
+from layerzero.optim.flat_norm import FlatNorm
 from layerzero.optim.flat_state import FlatState, Pairs, Step
 from layerzero.optim.in_backward import wanted_of, whole_groups
-from layerzero.optim.norm import Part, global_power
 from layerzero.optim.quant_state import QuantState
 from layerzero.optim.scale import scale_of_gradients
-from layerzero.runtime.chunk_squares import ChunkSquares
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each
-from layerzero.runtime.unit import Unit
 
 StateDtype = Literal["float32", "bfloat16", "8bit"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
@@ -84,12 +80,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._flat_of: dict[int, FlatState] = {}
         self._given: list[list[nn.Parameter]] = []
         self._factor: torch.Tensor | None = None
-        self._watched: RootState | None = None
-        self._reduced = ChunkSquares()
+        self._norm = FlatNorm()
         self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
         self._kept_states: list[Any] = []
         self._exchanges: dict[tuple[int, ...], list[EdgeExchange]] = {}
-        self._clipped: tuple[list[Any], Clipped] | None = None
 
     # Arguments ------------------------------------------------------------------------------
 
@@ -128,6 +122,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._state_dtype = given["_state_dtype"]
             self._step_supports_amp_scaling = True
             self._forget()
+        else:
+            check_loaded(type(self).__name__, given.get("state", {}), self._all_keys)
         # Not through `__dict__`, which a property of the class hides.
         self.state = given.pop("state", {})
         super().__setstate__(given)
@@ -140,7 +136,6 @@ class FlatOptimizer(torch.optim.Optimizer):
             ValueError: a state is not that of this rank's part of its parameter, such as one of a
                 model that is not sharded. Nothing is changed.
         """
-        check_loaded(type(self).__name__, self.param_groups, state_dict, self._all_keys)
         super().load_state_dict(state_dict)
         self._flats = None
 
@@ -357,6 +352,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             else FlatState(self._kind, home, keys, dtype, shows)
             for home in homes_of(groups, () if owner is None else owner.root.units)
         ]
+        self._norm.use(self._flats)
         for flat in self._flats:
             flat.take(old)
         self._flat_of = {id(each.parameter): f for f in self._flats for each in f.home.held}
@@ -423,11 +419,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         root = self._root()
         assert root is not None, "add_param_group wants parameters of a model"
         refuse_used(root)
-        flats = self._all_flats()
-        of = self._members_of(root, flats)
         with torch.no_grad():
-            is_plain = norm_type == 2 and not root.tensor_parallel_groups
-            norm = self._norm(of, flats) if is_plain else grad_norm(of, norm_type)
+            norm = self._norm.of(root, self.param_groups, self._all_flats(), norm_type)
             scale = None if scaler is None else scale_of_gradients(scaler, self)
             if scale is not None:
                 norm = norm / scale.to(norm.device, norm.dtype)
@@ -437,8 +430,6 @@ class FlatOptimizer(torch.optim.Optimizer):
                     "to clip by it all the same, pass error_if_nonfinite=False"
                 )
             self._factor = clip_factor(norm, max_norm).to(torch.float32).reshape(1)
-        if is_plain:
-            self._watch(root)
         return norm
 
     def overflow(self) -> torch.Tensor:
@@ -447,59 +438,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         From the second call on, from what was summed while gradients were delivered. Not
         collective; does not block the host.
         """
-        root = self._root()
-        found: list[torch.Tensor] = []
         with torch.no_grad():
-            for flat in self._all_flats():
-                squares = flat.squares()
-                if flat.home.main.dtype == torch.float64 and not squares.isfinite():
-                    squares = flat.largest()  # The square of a finite number may be infinite.
-                found.append(squares)
-        device = torch.device("cpu") if root is None else root.device
-        self._watch(root)
-        if not found:
-            return torch.zeros((), device=device)
-        return 1.0 - torch.stack([each.to(device) for each in found]).isfinite().all().float()
-
-    def _watch(self, root: RootState | None) -> None:
-        """Sum squares while gradients are delivered, from now on."""
-        if root is not None and self._watched is not root and not root.reducer.uses_up_gradients:
-            root.reducer.watch_delivered(self._on_delivered)
-            self._watched, self._reduced = root, root.context.chunk_squares()
-
-    def _members_of(self, root: RootState, flats: list[FlatState]) -> Clipped:
-        """The parameters to clip, looked for again where flat states or units are others."""
-        key = [flats, *(handle for unit in root.units for handle in unit.handles)]
-        known = self._clipped
-        if known is not None and len(known[0]) == len(key) and all(map(is_, known[0], key)):
-            return known[1]
-        members = [each for group in self.param_groups for each in group["params"]]
-        whole = [each for each in members if get_info(each) is None]
-        of = clipped(root, root.units, whole, only={id(each) for each in members})
-        self._clipped = key, of
-        return of
-
-    def _norm(self, of: Clipped, flats: list[FlatState]) -> torch.Tensor:
-        own: dict[int, list[FlatState]] = {}
-        whole: list[FlatState] = []
-        for flat in flats:
-            handle = flat.home.handle
-            (whole if handle is None else own.setdefault(id(handle.placement), [])).append(flat)
-        sharded: list[tuple[Placement, list[Part]]] = [
-            (placement, _parts(own.get(id(placement), ()))) for placement, _ in of.sharded
-        ]
-        given = of.root, sharded, _parts(whole), 2.0, torch.float64, "gradient norm"
-        power = global_power(*given)
-        is_wide = any(flat.home.main.dtype == torch.float64 for flat in flats)
-        return power.sqrt() if is_wide else power.sqrt().float()
-
-    def _on_delivered(self, unit: Unit | None) -> None:
-        if unit is None:
-            self._reduced.clear()
-            return
-        for flat in self._flats or ():
-            if flat.home.unit is unit:
-                flat.note_delivered(self._reduced)
+            return self._norm.overflow(self._root(), self._all_flats())
 
 
 def _are_same(groups: list[list[nn.Parameter]], known: list[list[nn.Parameter]]) -> bool:
@@ -507,11 +447,3 @@ def _are_same(groups: list[list[nn.Parameter]], known: list[list[nn.Parameter]])
         len(group) == len(former) and all(map(is_, group, former))
         for group, former in zip(groups, known, strict=True)
     )
-
-
-def _parts(flats: Sequence[FlatState]) -> list[Part]:
-    """One tensor whose norm is that of all their gradients."""
-    if not flats:
-        return []
-    squares = [flat.squares().to(flats[0].home.main.device) for flat in flats]
-    return [Part(flats[0].home.held[0].parameter, torch.stack(squares).sqrt())]

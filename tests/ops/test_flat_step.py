@@ -269,3 +269,8 @@ def test_the_ops_pass_opcheck() -> None:
     torch.library.opcheck(torch.ops.layerzero.flat_step_.default, arguments)
     squares = (torch.zeros(1, dtype=torch.float64), torch.ones(5))
     torch.library.opcheck(torch.ops.layerzero.sum_squares_.default, squares)
+
+
+def test_the_tensors_are_named_as_in_the_schema() -> None:
+    names = [each.name for each in torch.ops.layerzero.flat_step_.default._schema.arguments]
+    assert names == ["kind", *R.StepTensors._fields, "grad_scale", "seed", "phase"]
