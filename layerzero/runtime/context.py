@@ -117,9 +117,6 @@ class RuntimeContext:
     def after_abort(self) -> None:
         """The model has returned to the state between steps, after an error."""
 
-    def before_call(self, what: str) -> None:
-        """A collective call begins that is no part of a step."""
-
     # Events: each is recorded after an access; the next conflicting access waits for it ----
 
     def note_weights(self) -> None:

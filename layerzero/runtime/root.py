@@ -232,7 +232,6 @@ class RootState:
 
     def before_call(self, what: str) -> None:
         """A collective call begins that is no part of a step; see `JoinedRoot`."""
-        self.context.before_call(what)
 
     def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
         """`clip_grad_norm_` begins, of the module of `unit`; see `JoinedRoot`."""

@@ -34,8 +34,6 @@ from layerzero.verify.replicas import find_different
 from layerzero.verify.resting import Resting
 from layerzero.verify.wire import Checksums, Wire, kept
 
-_REPLICAS_EVERY = 32
-"""Steps between comparisons of replicas; at least `every`."""
 _WHAT = "the model"
 _LASTS = "load a checkpoint"
 
@@ -60,7 +58,6 @@ class VerifiedContext(RuntimeContext):
         super().__init__(*args, **kwargs)
         self._every = every
         self._num_passes = 0
-        self._compares_replicas = True
         self._is_watching = False
         self._wire = Wire(self.device, self.operations)
         self._resting = Resting(self._units)
@@ -175,10 +172,8 @@ class VerifiedContext(RuntimeContext):
         """
         is_due = self._records
         self._num_passes += 1
-        compares = self._compares_replicas or self._num_passes % _REPLICAS_EVERY == 0
         if not is_due:
             return
-        self._compares_replicas = False
         units = self._units()
         self._wait_for_streams()
         rank = _placement(units).rank
@@ -187,10 +182,13 @@ class VerifiedContext(RuntimeContext):
             f"a bit flipped in memory: {_LASTS}"
             for label in self._resting.changed()
         ]
-        if compares:
-            findings += find_different(
-                units, self.tensor_parallel_groups, self.operations, self.device
-            )
+        findings += find_different(
+            units,
+            self.tensor_parallel_groups,
+            self.operations,
+            self.device,
+            self._resting.checksum_of,
+        )
         placement = _placement(units)
         axes = (placement.data_parallel or placement).groups
         self._settle(_groups(units), axes, self.tensor_parallel_groups, findings, rank)
@@ -270,10 +268,6 @@ class VerifiedContext(RuntimeContext):
         self._wire.clear(self._wire.used())
         self._checksums.clear()
         self._packed.clear()
-
-    def before_call(self, what: str) -> None:
-        # Copies that a load has written are compared in the next step.
-        self._compares_replicas |= "load" in what or "set" in what
 
 
 def _of_peers(parts: Sequence[torch.Tensor], group: ShardGroup) -> torch.Tensor:
