@@ -97,7 +97,7 @@ class InlineStream:
         return _DONE
 
     def come_to_rest(self) -> None:
-        """Block the host until a thread of the stream has nothing to do, whatever becomes of it."""
+        """Block the host until a thread of the stream has nothing to do, and forget its work."""
 
 
 class ChainingStream(InlineStream):
@@ -118,8 +118,10 @@ class ChainingStream(InlineStream):
         return self._enqueue(chained)
 
     def come_to_rest(self) -> None:
-        if self._last is not None:
-            self._last.come_to_rest()
+        # Forgotten: its error would keep the frames of all callers of `wait` alive.
+        last, self._last = self._last, None
+        if last is not None:
+            last.come_to_rest()
 
     def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
         if self._thread is None:
