@@ -114,6 +114,9 @@ class RuntimeContext:
     def after_forward(self, grad_enabled: bool) -> None:
         """The outermost forward has ended."""
 
+    def after_micro_batch(self) -> None:
+        """A backward is complete, and its gradients wait for a later one."""
+
     def after_abort(self) -> None:
         """The model has returned to the state between steps, after an error."""
 

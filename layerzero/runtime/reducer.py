@@ -320,6 +320,7 @@ class GradientReducer:
             torch._foreach_add_(targets, [source for _, each in held for source in each])
         for buffer in buffers:
             buffer.keep()
+        self._context.after_micro_batch()
 
     def drop(self) -> None:
         """Drop what the pass that failed brought, after waiting for reductions that read it. Sums

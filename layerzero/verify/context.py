@@ -231,6 +231,10 @@ class VerifiedContext(RuntimeContext):
         # What lasts comes first: a main shard that changed is also sent otherwise than it was.
         different = sorted(set(texts.values()), key=lambda text: (_LASTS not in text, text))
         if different:
+            # What waits may be of bytes that were compared only now.
+            self._wire.clear(self._wire.used())
+            root: Any = self.owner()
+            root.reducer.forget_sums()
             raise CorruptionError(
                 f"{different[0]}. No rank finishes this step: weights and optimizer state are as "
                 "before it" + "".join(f"\n  also: {text}" for text in different[1:5])
@@ -264,8 +268,11 @@ class VerifiedContext(RuntimeContext):
             for stream in (self.streams.unshard, self.streams.reduce):
                 stream.wait(compute)
 
+    def after_micro_batch(self) -> None:
+        self._wire.keep()
+
     def after_abort(self) -> None:
-        self._wire.clear(self._wire.used())
+        self._wire.undo()
         self._checksums.clear()
         self._packed.clear()
 

@@ -57,6 +57,7 @@ class Wire:
         self._device = device
         self._operations = operations
         self._lanes: dict[ShardGroup, dict[int, Seen]] = {}
+        self._last_kept = 0
 
     def note(
         self,
@@ -70,6 +71,17 @@ class Wire:
         lane[operation.number] = Seen(operation, sent, received)
         if len(lane) > _MAX_KEPT:
             lane.pop(next(iter(lane)), None)
+
+    def keep(self) -> None:
+        """What came so far belongs to gradients that wait: `undo` leaves it."""
+        self._last_kept = self._operations.count
+
+    def undo(self) -> None:
+        """Forget the collectives of a pass that failed."""
+        for lane in self._lanes.values():
+            for number in [*lane]:
+                if number > self._last_kept:
+                    del lane[number]
 
     def clear(self, groups: Iterable[ShardGroup]) -> None:
         """Forget the collectives of these groups."""

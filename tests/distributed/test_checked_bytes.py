@@ -108,6 +108,7 @@ def _flip_under(names: dict[str, int], seed: int) -> Counter[str]:
 
 def _on_two_ranks() -> Counter[str]:
     _what_users_write()
+    _micro_batches()
     _what_is_evaluated()
     _off()
     return _flip_under(dict.fromkeys(TWO_RANKS, 12), 0)
@@ -205,6 +206,35 @@ def _what_users_write() -> None:
                 step()
         told = [str(each.message) for each in caught if ".data" in str(each.message)]
         assert len(told) == (3 if dist.get_rank() == 0 and make is _adamw else 0), told
+
+
+def _micro_batches() -> None:
+    """The bytes of a micro-batch are compared with the last one, also if a pass fails in between;
+    then all of its micro-batches are dropped, as their sum is not right."""
+    model, optimizer, step = _model()
+    clean, clean_optimizer, _ = _model(verify=None)
+    step()
+    clean(torch.ones(4, 5)).float().square().mean().backward()
+    clean_optimizer.step()
+    clean_optimizer.zero_grad()
+    for fails in (False, True):
+        corrupted = mock.patch.object(VerifiedContext, "_gathered", _flips_the_second())
+        with corrupted, model.no_sync():
+            model(torch.ones(4, 5)).square().mean().backward()
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                loss = model(torch.ones(4, 5)).mean()
+                loss.register_hook(lambda _: 1 // 0)  # type: ignore[arg-type]
+                loss.backward()
+        with pytest.raises(CorruptionError, match="all-gather of"):
+            model(torch.ones(4, 5)).square().mean().backward()
+        for each, its in ((model, optimizer), (clean, clean_optimizer)):
+            with each.no_sync():
+                each(torch.ones(4, 5)).square().mean().backward()
+            each(torch.ones(4, 5)).square().mean().backward()
+            its.step()
+            its.zero_grad()
+        assert all(map(torch.equal, model.parameters(), clean.parameters()))
 
 
 def _what_is_evaluated() -> None:
