@@ -30,14 +30,19 @@ class LaneClock(Protocol):
 
     def now(self) -> Stamp: ...
 
+    def finish(self) -> None:
+        """Block the host until the device has come here."""
+
     def seconds(self, stamp: Stamp) -> float:
-        """The stamp on the host's clock, once the device has come to all of them."""
+        """The stamp on the host's clock, after `finish`."""
 
 
 class HostClock:
     """On the CPU a lane is the thread that runs."""
 
     now = staticmethod(host_s)
+
+    def finish(self) -> None: ...
 
     def seconds(self, stamp: Stamp) -> float:
         return float(stamp)
@@ -61,8 +66,10 @@ class DeviceClock:
         event.record(self._module.current_stream(self._device))
         return event
 
+    def finish(self) -> None:
+        self.now().synchronize()
+
     def seconds(self, stamp: Stamp) -> float:
-        stamp.synchronize()
         return float(self._base_s + self._base.elapsed_time(stamp) / 1e3)
 
 

@@ -114,6 +114,7 @@ class Recorder:
         if self._on_device:
             for stream in (self._root.streams.unshard, self._root.streams.reduce):
                 stream.drain_handle().wait()
+            self.clock.finish()
         self.record.num_optimizer_steps = max(self._steps.values(), default=0)
         self.record.resolve(self.clock.seconds)
 

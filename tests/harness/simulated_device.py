@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -202,7 +203,7 @@ class SimulatedDevice(TorchDispatchMode):
         return stream
 
     def Event(self, *args: object, **kwargs: object) -> Event:
-        return _RecordedAnywhere(self)
+        return _RecordedAnywhere(self, bool(kwargs.get("enable_timing")))
 
     def is_available(self) -> bool:
         """For others than the engine who ask: torch's checkpoint does in builds for a device."""
@@ -489,11 +490,21 @@ class SimulatedDevice(TorchDispatchMode):
 class _RecordedAnywhere(Event):
     """Made by itself, as the device module's `Event()`: recorded on the current stream."""
 
-    def __init__(self, device: SimulatedDevice) -> None:
+    def __init__(self, device: SimulatedDevice, is_timed: bool) -> None:
         super().__init__(device.host)
         self._device = device
+        self._is_timed = is_timed
+        self._recorded_s: float | None = None
+
+    def elapsed_time(self, end: _RecordedAnywhere) -> float:
+        """Milliseconds between both records, of the host, as operations run at once."""
+        if not (self._is_timed and end._is_timed and self.query() and end.query()):
+            raise RuntimeError("an event has no time, or the device has not come to it")
+        assert self._recorded_s is not None and end._recorded_s is not None, "else query is False"
+        return 1e3 * (end._recorded_s - self._recorded_s)
 
     def record(self, stream: Stream | None = None) -> None:
+        self._recorded_s = time.perf_counter()
         super().record(self._device.current_stream() if stream is None else stream)
 
     def wait(self, stream: Stream | None = None) -> None:
