@@ -110,6 +110,7 @@ $(DOCS_VENV)/.installed: constraints.txt
 # From runs on this machine, which should have nothing else to do.
 docs-figures: $(INSTALLED)
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python docs/figures/overlap.py
+	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python docs/figures/ledger.py
 	$(BIN)/python docs/figures/measured.py
 
 # One wheel serves every Python from 3.10 and every torch from 2.11 (stable ABIs on both sides).

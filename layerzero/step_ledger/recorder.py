@@ -8,7 +8,8 @@ operations  next             which job a collective belongs to, by its number: o
                              thread may issue it
 scheduler   ensure_unsharded, unshard_for_call, free_after_forward, free_in_backward,
             begin_forward, end_forward: units on the compute lane
-reducer     reduce, deliver  a reduction is asked for; the pass waits for the last ones
+reducer     reduce, deliver  a reduction is asked for; the pass waits for the last ones, and for
+                             the exchange of gradient presence
 streams     reduce           handles of reductions
 """
 
@@ -45,6 +46,8 @@ from layerzero.step_ledger.records import (
 from layerzero.step_ledger.taps import Taps
 
 _BEAT_S = 0.005
+_PRESENCE = "gradient presence"
+"""Verb of the exchange that ends a backward: which parameters had a gradient on any rank."""
 
 
 class Recorder:
@@ -100,6 +103,7 @@ class Recorder:
         put(scheduler, "free_in_backward", self._free_in_backward)
         put(reducer, "reduce", self._reduce)
         put(reducer, "deliver", self._deliver)
+        put(reducer, "_exchange_presence", self._exchange_presence)
         put(root.streams.reduce, "enqueue_wait", self._handle_of)
         put(root.streams.reduce, "run", self._handle_of)
         self._step_hook = register_optimizer_step_post_hook(self._after_step)
@@ -150,8 +154,13 @@ class Recorder:
     def _next(self, method: Callable[..., Operation]) -> Callable[..., Operation]:
         def next_operation(verb: str, unit: str, group: ShardGroup) -> Operation:
             operation = method(verb, unit, group)
-            if self._open is not None:
+            if self._open is not None and verb != _PRESENCE:
                 self._job_of[operation.number] = self._open
+            elif self._open is not None:
+                now = host_s()
+                issued = self.clock.now() if self._on_device else now
+                hop = Hop(operation.number, verb, group.ranks, 0, now, issued)
+                self.record.jobs[self._open].hops.append(hop)
             return operation
 
         return next_operation
@@ -272,6 +281,37 @@ class Recorder:
         work.wait()
         held = job if self._reducing is None else self._reducing
         self.record.waits.append(Wait(held, job, begin, self.clock.now(), on_host))
+
+    def _exchange_presence(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The exchange that ends a backward counts for the unit that was reduced last."""
+
+        def exchange_presence(reductions: Any) -> Callable[[], Any]:
+            unit = reductions[-1].unit.label
+            job = Job("reduction", unit, "backward", self.clock.now(), TRANSFER, host_s())
+            index = self._add_job(job)
+
+            def named(function: Callable[..., Any], *args: Any) -> Any:
+                before, self._open = self._open, index
+                try:
+                    return function(*args)
+                finally:
+                    self._open = before
+
+            answer = named(method, reductions)
+
+            def timed_answer() -> Any:
+                begin, on_host = self.clock.now(), host_s()
+                found = named(answer)
+                end = self.clock.now()
+                for hop in job.hops:
+                    hop.arrived = end
+                if job.hops:
+                    self.record.waits.append(Wait(index, index, begin, end, on_host))
+                return found
+
+            return timed_answer
+
+        return exchange_presence
 
     def _deliver(self, method: Callable[..., None]) -> Callable[..., None]:
         def deliver() -> None:

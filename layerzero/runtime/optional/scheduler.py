@@ -302,7 +302,8 @@ class OptionalScheduler(UnshardScheduler):
             if other.state is not ShardState.SHARDED:
                 continue
             if not self._room.has_space(other.nbytes):
-                return
+                with self._context.profile("budget_full", other.label):
+                    return
             with self._context.profile("prefetch", other.label):
                 other.unshard(behind_reductions=behind)
             self._room.add(other)
