@@ -33,6 +33,7 @@ from layerzero.construct.topology import agree_on_topology, plan_on_every_rank
 from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
 from layerzero.log import log_units
+from layerzero.memory_budget import MemoryChoice, learn
 from layerzero.optim import attach, next_step, nonfinite
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.earlier import replace_in_optimizers
@@ -130,6 +131,12 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             state against flipped bits: "always", or "sampled" in one step of eight. A mismatch
             raises `layerzero.errors.CorruptionError` on every rank, before weights or optimizer
             state change (docs/howto/verify.md).
+        memory_budget: the most that a rank may hold, optimizer state and activations included:
+            bytes (an int) or a string such as "40GB". After five steps, in which nothing stays
+            full, the engine chooses for it which units stay full between forward and backward,
+            what is prefetched, and where micro-batches add up: `memory_choice`
+            (docs/howto/memory.md). It takes the place of `reshard_after_forward`,
+            `forward_prefetch`, `backward_prefetch` and `limit_all_gathers`.
 
     Raises:
         ValueError, TypeError: an argument is wrong, ranks have different parameters, or a meta
@@ -167,9 +174,11 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         optional_mean: OptionalMean = "all",
         verify: Verify | None = None,
         on_nonfinite: OnNonFinite | None = None,
+        memory_budget: int | str | None = None,
         **unknown: NoReturn,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}
+        _refuse_inner_budget(module)
         if "_wrapped" not in self.__dict__:  # Otherwise `rewrap` runs this again.
             super().__init__()
         plan, arguments = plan_on_every_rank(module, given, unknown)
@@ -190,6 +199,9 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         replace_in_optimizers(root.units)
         patch_torch()
         surroundings.install(module)
+        self.__dict__["_learner"] = None
+        if arguments.memory_budget is not None:
+            self.__dict__["_learner"] = learn(root, topology.placement, arguments.memory_budget)
 
     def _become(self, module: nn.Module, root: RootState) -> None:
         # Only the outermost module holds root state; drop those of ZeRO3 modules inside it.
@@ -253,6 +265,15 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         """The units of this module and of modules inside it, in the order of the root's list."""
         inside = {id(unit) for m in self.module.modules() if (unit := get_unit(m)) is not None}
         return [unit for unit in self._root_state.units if id(unit) in inside]
+
+    @property
+    def memory_choice(self) -> MemoryChoice | None:
+        """What was chosen for `memory_budget`, the same on every rank; None: nothing, or not yet.
+
+        `print` shows it. It is made in the first forward after the fifth step, and logged once.
+        """
+        learner = self.__dict__["_learner"]
+        return None if learner is None else learner.choice
 
     # Around the step ------------------------------------------------------------------------
 
@@ -436,6 +457,15 @@ class ZeRO3(JoinableModel, ModuleWrapper):
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's backward begins, instead of those recorded next."""
         UnitView(self._unit).set_modules_to_backward_prefetch(modules)
+
+
+def _refuse_inner_budget(module: nn.Module) -> None:
+    for inner in module.modules() if isinstance(module, nn.Module) else ():
+        if isinstance(inner, ZeRO3) and inner.__dict__.get("_learner") is not None:
+            raise ValueError(
+                "memory_budget: was given to a ZeRO3 module inside, but it is the whole model's; "
+                "give it to the outermost one alone"
+            )
 
 
 def gradients_to_clip(model: ZeRO3) -> Clipped:

@@ -104,8 +104,8 @@ class ChainingStream(InlineStream):
     """An inline stream with a thread, which starts a collective once another is done."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_OnThread | None] = queue.SimpleQueue()
-        self._last: _OnThread | None = None
+        self._queue: queue.SimpleQueue[OnThread | None] = queue.SimpleQueue()
+        self._last: OnThread | None = None
         self._thread: threading.Thread | None = None
 
     def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
@@ -131,7 +131,7 @@ class ChainingStream(InlineStream):
             )
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
-        self._last = _OnThread(work, self._thread)
+        self._last = OnThread(work, self._thread)
         self._queue.put(self._last)
         return self._last
 
@@ -160,7 +160,7 @@ class FinishingStream(ChainingStream):
         return self._enqueue(lambda: collectives(input_done))
 
 
-class _OnThread:
+class OnThread:
     """Work for the stream's thread; may start a collective, which `wait` then waits for as well."""
 
     def __init__(self, work: Callable[[], Waitable | None], thread: threading.Thread) -> None:
@@ -202,7 +202,7 @@ class _OnThread:
             self._started.wait()
 
 
-def _run_all(work: queue.SimpleQueue[_OnThread | None]) -> None:
+def _run_all(work: queue.SimpleQueue[OnThread | None]) -> None:
     while (item := work.get()) is not None:
         item.run()
         del item  # Else the loop variable keeps its result alive until the next item comes.
@@ -337,6 +337,12 @@ class Streams:
             self.unshard = DeviceStream(device, is_urgent=True)
             self.reduce = DeviceStream(device, is_urgent=True)
             self.offload = DeviceStream(device)
+        self._usual = self.reduce
+
+    def finish_late(self, stream: CommStream | None) -> None:
+        """Let `stream` stand for a reduce stream with a thread; None: no longer. Between passes."""
+        if isinstance(self._usual, FinishingStream):
+            self.reduce = self._usual if stream is None else stream
 
     @property
     def are_apart(self) -> bool:

@@ -20,6 +20,7 @@ from layerzero.config import (
     OptionalMean,
     ReshardAfterForward,
     Verify,
+    parse_nbytes,
 )
 from layerzero.construct.device import check_device_type
 from layerzero.core.groups import resolve_process_groups
@@ -205,6 +206,30 @@ def check_accumulation(accumulation: str) -> None:
 def check_verify(verify: object) -> None:
     if verify is not None and verify not in get_args(Verify):
         raise ValueError(f"verify: expected 'sampled', 'always' or None, got {verify!r}")
+
+
+def check_memory_budget(value: object, reshards: object, prefetch_is_default: bool) -> int | None:
+    """The budget in bytes.
+
+    Raises:
+        TypeError, ValueError: it is none; or an argument is given whose value it chooses.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(
+            f"memory_budget: expected a size such as '40GB', bytes (an int) or None, got {value!r}"
+        )
+    nbytes = parse_nbytes(value, "memory_budget") if isinstance(value, str) else value
+    if nbytes < 1:
+        raise ValueError(f"memory_budget: expected at least 1 byte, got {nbytes}")
+    if reshards is not True or not prefetch_is_default:
+        raise ValueError(
+            "memory_budget: chooses what stays full and what is prefetched; leave out "
+            "reshard_after_forward, forward_prefetch, backward_prefetch, limit_all_gathers and "
+            "prefetch"
+        )
+    return nbytes
 
 
 def check_reshard_after_forward(value: object) -> ReshardAfterForward:

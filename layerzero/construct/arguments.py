@@ -30,6 +30,7 @@ from layerzero.construct.argument_types import (
     check_gradient_reduction,
     check_group,
     check_ignored,
+    check_memory_budget,
     check_mixed_precision,
     check_module,
     check_on_nonfinite,
@@ -90,6 +91,8 @@ class Arguments:
     """Checked by `construct.optional.find_optional`, as is `optional_mean`."""
     optional_mean: object
     verify: Verify | None
+    memory_budget: int | None
+    """In bytes."""
 
 
 def check_arguments(
@@ -137,6 +140,10 @@ def check_arguments(
     group = find_group(given["process_group"], given["zero3_size"], given["outer"])
     check_accumulation(given["accumulation"])
     flat = {**given, "backward_prefetch": backward_prefetch}
+    prefetch = _policy(PrefetchPolicy, "prefetch", flat, _PREFETCH)
+    budget = check_memory_budget(
+        given["memory_budget"], given["reshard_after_forward"], prefetch == PrefetchPolicy()
+    )
     return Arguments(
         process_group=given["process_group"],
         group=group,
@@ -144,7 +151,7 @@ def check_arguments(
         outer=given["outer"],
         auto_wrap_policy=given["auto_wrap_policy"],
         precision=precision,
-        prefetch=_policy(PrefetchPolicy, "prefetch", flat, _PREFETCH),
+        prefetch=prefetch,
         reduction=_policy(ReductionPolicy, "reduction", flat, _REDUCTION),
         reshard_after_forward=given["reshard_after_forward"],
         offload=to_offload(given["offload"]),
@@ -158,6 +165,7 @@ def check_arguments(
         optional_modules=given["optional_modules"],
         optional_mean=given["optional_mean"],
         verify=given["verify"],
+        memory_budget=budget,
     )
 
 

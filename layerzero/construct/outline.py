@@ -125,6 +125,7 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
         "timeout": given.timeout,
         "verify": given.verify,
         "on_nonfinite": given.on_nonfinite,
+        "memory_budget": given.memory_budget,
         "device": plan.device.type,
     }
     yield from (f"{name}={plain(value)}" for name, value in values.items())

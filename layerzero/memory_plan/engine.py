@@ -21,7 +21,7 @@ from layerzero.construct.plan import WrapPlan
 from layerzero.construct.same_start import Digests
 from layerzero.construct.topology import Topology
 from layerzero.core.groups import ShardGroup
-from layerzero.memory_plan.storages import StorageCount
+from layerzero.memory_budget.storages import StorageCount
 from layerzero.memory_plan.transport import Pace, PlannedOperations, PlannedStreams
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.operations import Operations

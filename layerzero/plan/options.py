@@ -27,6 +27,7 @@ from layerzero.construct.argument_types import (
     check_accumulation,
     check_backward_prefetch,
     check_gradient_reduction,
+    check_memory_budget,
     check_on_nonfinite,
     check_optional_mean,
     check_outer,
@@ -167,6 +168,8 @@ def _read_value(name: str, value: Any) -> Any:
         check_verify(value)
     if name == "on_nonfinite":
         check_on_nonfinite(value)
+    if name == "memory_budget":
+        check_memory_budget(value, reshards=True, prefetch_is_default=True)
     if name in ("deterministic", "sync_module_states"):
         read_bool(name, value)
     return value

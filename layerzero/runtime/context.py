@@ -7,8 +7,10 @@ it depends neither on the root nor on other units.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -25,6 +27,8 @@ from layerzero.runtime.rate_limiter import RateLimiter
 
 _logger = logging.getLogger(__name__)
 _NOTHING: AbstractContextManager[object] = nullcontext()
+Ranges = Callable[[str, str, AbstractContextManager[object]], AbstractContextManager[object]]
+"""From an action, the label of a unit, and what `RuntimeContext.profile` returns for them."""
 
 
 class RuntimeContext:
@@ -160,6 +164,14 @@ class RuntimeContext:
         written."""
         self.streams.wait_on_host(self.shard_uploaded)
         self.shard_uploaded = None
+
+    def watch_actions(self, ranges: Ranges | None) -> None:
+        """Have `ranges` replace what `profile` returns, which it is given last; None: no longer."""
+        self.__dict__.pop("profile", None)
+        if ranges is not None:
+            own = functools.partial(type(self).profile, weakref.proxy(self))
+            watched = lambda action, unit: ranges(action, unit, own(action, unit))  # noqa: E731
+            self.__dict__["profile"] = watched
 
     # Profiling ------------------------------------------------------------------------------
 

@@ -92,6 +92,10 @@ class ExecOrderRecorder:
         self._candidates = []
         self._is_first = False
 
+    def forget(self) -> None:
+        """Drop all recorded orders. Between passes."""
+        self._known.clear()
+
     def orders(self, kind: Hashable) -> list[Order]:
         """The orders recorded for a kind."""
         return list(self._known[kind].last_seen) if kind in self._known else []

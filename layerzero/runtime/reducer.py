@@ -58,7 +58,7 @@ class GradientReducer:
         self._units = units
         self.requires_sync = True
         self.sums_sharded = accumulation == "sharded"
-        self._is_auto = accumulation == "auto"
+        self._is_auto = self._may_decide = accumulation == "auto"
         self.num_waiting = self.num_delivered = 0
         self._num_micro_batches = 2
         self._reason = ""
@@ -83,6 +83,20 @@ class GradientReducer:
     def set_requires_sync(self, requires_sync: bool) -> None:
         """False: gradients accumulate from now on."""
         self.requires_sync = requires_sync
+
+    @property
+    def may_decide_sums(self) -> bool:
+        """Whether it was left to the engine where micro-batches add up."""
+        return self._may_decide
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of the last step that had several; 2 before."""
+        return self._num_micro_batches
+
+    def decide_sums(self, sharded: bool) -> None:
+        """Decide for "auto" where micro-batches add up from now on. Between steps."""
+        self.sums_sharded, self._is_auto = sharded, False
 
     def call_on_delivered(self, function: Callable[[Unit | None], None] | None) -> None:
         """Have `function` use up gradients as they are delivered; None: nobody does."""

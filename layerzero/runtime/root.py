@@ -72,7 +72,7 @@ class RootState:
     structure: Structure
     """The module tree as it was wrapped."""
     looks_first: bool
-    """Whether the next forward calls `check_first_forward`."""
+    """Whether the next forward calls `check_first_forward`, and who watches forwards."""
     wrapper_ref: Callable[[], nn.Module | None]
     """Weak reference to the wrapper around the outermost module."""
 
@@ -127,6 +127,7 @@ class RootState:
         )
         self.operations.compare_with(weakref.ref(self.reducer), weakref.ref(self))
         self.looks_first = any(unit.awaits_values for unit in self.units)
+        self._watcher: Callable[[], bool] | None = None
         self._join_units()
 
     def _make_streams(self, finishing_thread: bool) -> Streams:
@@ -168,6 +169,11 @@ class RootState:
         """
         self.looks_first = True
         self.scheduler.make_room_for(depth)
+
+    def watch_forwards(self, watcher: Callable[[], bool]) -> None:
+        """Call `watcher` before each forward of the model, until it returns False."""
+        self._watcher = watcher
+        self.looks_first = True
 
     # Small services -------------------------------------------------------------------------
 
@@ -352,9 +358,10 @@ class RootState:
         self.backward.clear_abandoned()
         if self.operations.failure is not None:
             self.operations.refuse()
-        if self.looks_first:
+        if self.looks_first and not self.context.in_backward:
             check_first_forward(self.units, self.device)
-            self.looks_first = False
+            watcher = self._watcher
+            self.looks_first = watcher is not None and watcher()
         self._forward_pass = ForwardPass(self._clock)
         if self.context.in_backward:
             return  # A recomputation: its visits belong to the backward pass.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -237,6 +237,9 @@ class Unit:
             tuple(forward),
             tuple(backward),
         )
+
+    def set_reshard_after_forward(self, value: ReshardAfterForward) -> None:
+        self.options = replace(self.options, reshard_after_forward=value)
 
     def set_optional(self, is_optional: bool) -> None:
         self.is_optional = is_optional

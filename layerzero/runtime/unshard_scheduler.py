@@ -90,6 +90,12 @@ class UnshardScheduler:
         if self._budget_is_default and budget.max_units is not None:
             self._limiter.set_budget(GatherBudget(max_units=max(budget.max_units, depth + 2)))
 
+    def set_prefetch(self, forward_depth: int, backward: BackwardPrefetch | None) -> None:
+        """Set how far to prefetch from now on; orders are recorded anew, for units may stay full
+        that did not. Between passes, and the same on every rank."""
+        self.forward_depth, self.backward_prefetch = forward_depth, backward
+        self.recorder.forget()
+
     def set_static_prefetch(
         self, forward: Mapping[Unit, Sequence[Unit]], backward: Mapping[Unit, Sequence[Unit]]
     ) -> None:

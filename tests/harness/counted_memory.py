@@ -16,7 +16,7 @@ from torch import nn
 import layerzero.comm.collectives as collectives
 import layerzero.comm.streams as streams
 from layerzero import ZeRO3
-from layerzero.memory_plan.storages import CountingMode, StorageCount
+from layerzero.memory_budget.storages import CountingMode, StorageCount
 from tests.harness.models import tensors_of
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {

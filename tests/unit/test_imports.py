@@ -26,6 +26,7 @@ LAYERS = [
     "construct",
     "model_functions",
     "log",
+    "memory_budget",
     "wrapper",
     "zero3",
     "rewrap",

@@ -18,6 +18,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_resize = torch.UntypedStorage.resize_
+_told: list[StorageCount] = []
+"""Who is told of resizes; there may be several, which end in any order."""
+
 
 class Counted:
     """One storage: its bytes now, and the kind of memory it is."""
@@ -55,19 +59,12 @@ class StorageCount:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count what this thread's operations allocate, and what any thread resizes."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            result = resize(storage, nbytes)
-            self._resized(storage)
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        begin_resizes(self)
         try:
             with CountingMode(self):
                 yield
         finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            end_resizes(self)
 
     @contextmanager
     def of_kind(self, kind: str) -> Iterator[None]:
@@ -136,7 +133,7 @@ class StorageCount:
 
         return died
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def resized(self, storage: torch.UntypedStorage) -> None:
         with self._lock:
             counted = self._counted.get(storage._cdata)
             if counted is not None and counted.alive() is storage:
@@ -179,6 +176,27 @@ class CountingMode(TorchDispatchMode):
                 if isinstance(each, torch.Tensor):
                     self._count.note(each)
         return result
+
+
+def begin_resizes(count: StorageCount) -> None:
+    """Tell `count` from now on of every storage that is resized, on any thread."""
+    if not _told:
+        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign,assignment]
+    _told.append(count)
+
+
+def end_resizes(count: StorageCount) -> None:
+    """Tell it no more."""
+    _told.remove(count)
+    if not _told:
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+
+
+def _resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    result = _resize(storage, nbytes)
+    for count in tuple(_told):
+        count.resized(storage)
+    return result
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

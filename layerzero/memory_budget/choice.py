@@ -1,0 +1,140 @@
+"""What a memory budget buys: `choose` climbs a ladder of settings as far as the bytes reach.
+
+Each rung adds to the one below, and the ladder is the same for every budget. So a larger budget
+never gathers more bytes, and never prefetches less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from layerzero.config import BackwardPrefetch
+from layerzero.memory_budget.timeline import Settings, Timeline
+
+_SHOWN = 12
+"""Number of names that are listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryChoice:
+    """What was chosen for a budget; the same on every rank."""
+
+    budget_bytes: int
+    bound_bytes: int
+    """The most that a step like the learned ones can hold with this choice, on the fullest rank."""
+    least_bytes: int
+    """The most that the learned steps held, which kept nothing full."""
+    most_bytes: int
+    """From this budget on, a larger one changes nothing."""
+    kept: tuple[str, ...]
+    """Names of the units that stay full between forward and backward; the root is ""."""
+    forward_prefetch: int
+    """Number of units that forward gathers ahead."""
+    backward_prefetch: BackwardPrefetch | None
+    accumulation: str
+    """Where micro-batches without gradient synchronization add up."""
+    saved_bytes: int
+    """Bytes of full buffers that a step gathers less than one that keeps nothing full."""
+    saved_seconds: float
+    """What these gathers took, each alone."""
+
+    def __str__(self) -> str:
+        names = [name or "the root unit" for name in self.kept]
+        shown = ", ".join(names[:_SHOWN])
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        listed = f" ({shown}{more})" if names else ""
+        ahead = 0 if self.backward_prefetch is None else 1
+        return (
+            f"memory_budget: of {self.budget_bytes:,} bytes a step holds at most "
+            f"{self.bound_bytes:,} (with nothing full {self.least_bytes:,}, with everything "
+            f"{self.most_bytes:,}). {len(names)} units stay full between forward and backward"
+            f"{listed}, which saves gathers of {self.saved_bytes:,} bytes in each step; units "
+            f"gathered ahead: {self.forward_prefetch} in forward, {ahead} in backward; "
+            f"micro-batches add up {self.accumulation}"
+        )
+
+
+class Costs:
+    """What each unit takes and saves; the same numbers on every rank."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        seconds: Sequence[float],
+        never_kept: frozenset[int],
+        sum_nbytes: int,
+        sum_seconds: float,
+    ) -> None:
+        """
+        Args:
+            sizes: bytes of each unit's full buffers.
+            seconds: of one gather of each unit.
+            never_kept: units that must be freed after forward.
+            sum_nbytes: what unreduced sums of micro-batches hold more, if they are not sharded; 0
+                where there is no such choice.
+            sum_seconds: what they save in a step.
+        """
+        self.sizes = sizes
+        self.seconds = seconds
+        self.never_kept = never_kept
+        self.sum_nbytes = sum_nbytes
+        self.sum_seconds = sum_seconds
+
+
+def choose(timeline: Timeline, costs: Costs, budget: int) -> Settings:
+    """The highest rung whose bound fits the budget."""
+    best = Settings()
+    for settings in ladder(timeline, costs):
+        if timeline.bound(settings, costs.sizes, costs.sum_nbytes) > budget:
+            break
+        best = settings
+    return best
+
+
+def ladder(timeline: Timeline, costs: Costs) -> Iterator[Settings]:
+    """Settings, each of which holds more bytes than the one before and takes less time.
+
+    Prefetches first: they hide all gathers for the bytes of one unit. Then what saves most seconds
+    for each byte; of equal units the one that runs last in forward, which is kept for the shortest
+    time.
+    """
+    settings = Settings(prefetches_in_backward=True)
+    yield settings
+    settings = settings._replace(forward_depth=1)
+    yield settings
+    rungs: list[tuple[float, int, int]] = [
+        (costs.seconds[unit] * gathers / costs.sizes[unit], _last_use(timeline, unit), unit)
+        for unit, gathers in timeline.gathers.items()
+        if costs.sizes[unit] and unit not in costs.never_kept
+    ]
+    if costs.sum_nbytes:
+        rungs.append((costs.sum_seconds / costs.sum_nbytes, -1, -1))
+    for _, _, unit in sorted(rungs, reverse=True):
+        if unit < 0:
+            settings = settings._replace(sums_unsharded=True)
+        else:
+            settings = settings._replace(kept=settings.kept | {unit})
+        yield settings
+
+
+def _last_use(timeline: Timeline, unit: int) -> int:
+    events = enumerate(timeline.events)
+    return max((i for i, e in events if e.unit == unit and not e.in_backward), default=0)
+
+
+def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """Seconds by the line `latency + size / bandwidth` closest to those measured.
+
+    Single measurements of a few milliseconds would put equal units in an order of chance.
+    """
+    if not sizes:
+        return []
+    count, mean_size = len(sizes), sum(sizes) / len(sizes)
+    mean = sum(seconds) / count
+    spread = sum((size - mean_size) ** 2 for size in sizes)
+    products = zip(sizes, seconds, strict=True)
+    covariance = sum((size - mean_size) * (each - mean) for size, each in products)
+    slope = covariance / spread if spread else mean / mean_size
+    slope = min(max(slope, 0.0), mean / mean_size)  # Neither part may be below zero.
+    return [mean + slope * (size - mean_size) for size in sizes]

@@ -1,0 +1,399 @@
+"""Learner: measures the first steps of a model, and chooses what its memory budget buys.
+
+    step 1          nothing full: optimizer state is made
+    steps 2 to 5    nothing full: the most bytes between any two gathers or frees are noted
+    step 6          ranks agree on the highest of them, time each gather alone, and choose
+
+A step ends with the first forward after a backward that reduced gradients and an optimizer that
+changed weights on any rank. Until the choice is made a forward costs an exchange of two numbers,
+and on the CPU every operation runs under a dispatch mode. Afterwards nothing is left of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from layerzero.comm.collectives import gather_small
+from layerzero.config import BackwardPrefetch, GatherBudget
+from layerzero.core.placement import Placement
+from layerzero.memory_budget.choice import Costs, MemoryChoice, choose, fitted, ladder
+from layerzero.memory_budget.late import LateStream
+from layerzero.memory_budget.meter import Meter, make_meter
+from layerzero.memory_budget.timeline import Event, Settings, Timeline
+from layerzero.notices import outside, warn_once
+from layerzero.ops import Segments
+from layerzero.runtime.accumulation import AccumulationCosts
+from layerzero.runtime.root import RootState
+from layerzero.runtime.unit import Unit
+from layerzero.verify.context import VerifiedContext
+
+_logger = logging.getLogger(__name__)
+_STEPS = 5
+_TIMES = 2
+"""How often each gather is timed; the fastest counts."""
+_CHECKSUMS = 4
+"""A gather in forward and in backward, a reduction, and a comparison of what rests."""
+_ACTIONS = frozenset({"unshard", "reshard", "reduce"})
+
+
+def learn(root: RootState, placement: Placement, budget: int) -> Learner:
+    """Begin to hold a budget of so many bytes. Not collective; see `Learner.before_forward`.
+
+    Raises:
+        ValueError: the shards alone need more.
+        NotImplementedError: nobody knows what lives on the device.
+    """
+    learner = Learner(root, placement, budget)
+    root.watch_forwards(learner.before_forward)
+    return learner
+
+
+class Learner:
+    """Holds the memory budget of one model."""
+
+    choice: MemoryChoice | None
+    """None while it learns."""
+
+    def __init__(self, root: RootState, placement: Placement, budget: int) -> None:
+        self.choice = None
+        self._root_ref = weakref.ref(root)
+        self._placement = placement
+        self._budget = budget
+        self._meter: Meter = make_meter(root.device)
+        self._record: _Record | None = None
+        self._steps: list[Timeline] = []
+        self._num_steps = 0
+        self._saw_micro_batches = False
+        self._versions: list[int] = []
+        self._refusal = ""
+        self._slack = _checksums(root)
+        self._refuse_without_steps(root)
+        _apply(root, Settings(), decides_sums=True)
+
+    @property
+    def _root(self) -> RootState:
+        root = self._root_ref()
+        assert root is not None, "it calls this"
+        return root
+
+    def before_forward(self) -> bool:
+        """A forward of the model begins. Collective; the choice blocks the host.
+
+        Returns:
+            Whether to be called before the next one, too.
+
+        Raises:
+            RuntimeError: on every rank: the budget is less than a step needs.
+        """
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+        root = self._root
+        if root.is_joined:
+            warn_once(
+                "memory_budget: joined",
+                "memory_budget: it learns outside of layerzero.join only; until then nothing stays "
+                "full between forward and backward",
+                is_first=self._placement.is_first,
+                stacklevel=outside(),
+            )
+            return True
+        if self._record is None:
+            if torch.is_grad_enabled():
+                self._start()
+            return True
+        if root.reducer.adds_up:
+            self._saw_micro_batches = True
+            return True
+        if not self._record.has_reduced:
+            return True
+        peak = self._record.look() + self._slack
+        changed, peak = self._highest([int(self._weights_changed()), peak])
+        if changed:
+            self._end_step(peak)
+        if self._num_steps < _STEPS:
+            return True
+        self._stop()
+        self._choose()
+        return False
+
+    # Measuring --------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        root = self._root
+        if root.device.type == "cpu" and any(_is_compiled(unit) for unit in root.units):
+            self._refuse(
+                "memory_budget: a compiled module allocates on the CPU what nobody sees; leave "
+                "memory_budget or torch.compile out"
+            )
+        self._meter.start(_held_by_engine(root))
+        # The model may go while it learns.
+        self._stops = weakref.finalize(root, self._meter.stop)
+        numbers = {unit.label: unit.index for unit in root.units}
+        self._record = _Record(self._meter, numbers, root)
+        root.context.watch_actions(self._record.range_of)
+        root.streams.finish_late(LateStream())
+        self._versions = _versions(root)
+
+    def _stop(self) -> None:
+        root = self._root
+        self._stops()
+        root.context.watch_actions(None)
+        root.streams.finish_late(None)
+        self._record = None
+
+    def _weights_changed(self) -> bool:
+        before, self._versions = self._versions, _versions(self._root)
+        return before != self._versions
+
+    def _end_step(self, peak: int) -> None:
+        assert self._record is not None, "called after a step"
+        timeline = self._record.take()
+        self._num_steps += 1
+        if self._num_steps == 1:
+            return  # It made the optimizer's state, and found batches that no step had touched.
+        self._steps.append(timeline)
+        if peak > self._budget:
+            self._stop()
+            self._refuse(_too_small(self._budget, peak))
+
+    def _refuse(self, text: str) -> None:
+        self._refusal = text
+        raise RuntimeError(text)
+
+    def _refuse_without_steps(self, root: RootState) -> None:
+        for unit in root.units:
+            if unit.options.reshard_after_forward is not True:
+                raise ValueError(
+                    f"{unit.label}: has a reshard_after_forward of its own, which memory_budget "
+                    "chooses; leave one of them out"
+                )
+        least = sum(h.main_shard.nbytes for unit in root.units for h in unit.handles)
+        least += max(unit.nbytes for unit in root.units)
+        if least > self._budget:
+            raise ValueError(
+                f"{_too_small(self._budget, least)} for the shards and its largest unit alone"
+            )
+
+    # Choosing ---------------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        root = self._root
+        for unit in root.units:
+            if unit.forward_prefetch is not None or unit.backward_prefetch is not None:
+                self._refuse(
+                    f"{unit.label}: memory_budget chooses what is prefetched; set no list of "
+                    "modules to prefetch"
+                )
+        timeline = self._agreed(Timeline.highest(self._steps))
+        self._steps = []
+        costs = self._costs(timeline)
+        settings = choose(timeline, costs, self._budget)
+        decides = _decides_sums(root)
+        _apply(root, settings, decides)
+        self.choice = self._described(timeline, costs, settings)
+        if self._placement.is_first:
+            _logger.info("%s", self.choice)
+
+    def _agreed(self, timeline: Timeline) -> Timeline:
+        """The highest bytes of all ranks; in one segment if their steps differ."""
+        text = repr((timeline.events, timeline.is_whole)).encode()
+        digest = hashlib.blake2b(text, digest_size=7).digest()
+        number = int.from_bytes(digest, "big")
+        highest, lowest = self._highest([number, -number])
+        if highest != -lowest:
+            timeline = timeline.in_one_segment()
+        return timeline.with_peaks(self._highest([each + self._slack for each in timeline.peaks]))
+
+    def _highest(self, numbers: Sequence[int]) -> list[int]:
+        """The highest of all ranks, for each number. Collective; blocks the host."""
+        root = self._root
+        table = torch.tensor(numbers, dtype=torch.int64, device=root.device)
+        named = [(group, root.operations.next) for group in self._placement.groups]
+        named += [
+            (group, root.operations.next_tensor_parallel)
+            for group in root.tensor_parallel_groups
+            if group.size > 1
+        ]
+        for group, name in named:
+            table = gather_small(table, group, name("memory budget", "the model", group)).amax(0)
+        return [int(number) for number in table.tolist()]
+
+    def _costs(self, timeline: Timeline) -> Costs:
+        root = self._root
+        sizes = [unit.nbytes for unit in root.units]
+        timed = [unit for unit in root.units if unit.nbytes and not unit.is_optional]
+        fastest = self._highest([round(1e9 * _seconds(root, unit)) for unit in timed])
+        seconds = [0.0] * len(sizes)
+        groups = {id(unit.handles[0].placement.shard_group) for unit in timed}
+        for group in groups:
+            inside = [
+                (unit, each / 1e9)
+                for unit, each in zip(timed, fastest, strict=True)
+                if id(unit.handles[0].placement.shard_group) == group
+            ]
+            line = fitted([unit.nbytes for unit, _ in inside], [each for _, each in inside])
+            for (unit, _), each in zip(inside, line, strict=True):
+                seconds[unit.index] = each
+        # A unit that only some ranks run has another place in the step of each rank.
+        never = frozenset(unit.index for unit in root.units if unit.is_optional)
+        saved = sum(seconds) * (root.reducer.num_micro_batches - 1)
+        return Costs(
+            sizes, seconds, never, _more_unsharded(root) if self._chooses_sums else 0, saved
+        )
+
+    @property
+    def _chooses_sums(self) -> bool:
+        return self._saw_micro_batches and _decides_sums(self._root)
+
+    def _described(self, timeline: Timeline, costs: Costs, settings: Settings) -> MemoryChoice:
+        root = self._root
+        *_, last = ladder(timeline, costs)
+        gathers = {unit: timeline.gathers[unit] for unit in settings.kept}
+        return MemoryChoice(
+            budget_bytes=self._budget,
+            bound_bytes=timeline.bound(settings, costs.sizes, costs.sum_nbytes),
+            least_bytes=timeline.peak,
+            most_bytes=timeline.bound(last, costs.sizes, costs.sum_nbytes),
+            kept=tuple(root.units[index].fqn for index in sorted(settings.kept)),
+            forward_prefetch=settings.forward_depth,
+            backward_prefetch=root.scheduler.backward_prefetch,
+            accumulation="sharded" if root.reducer.sums_sharded else "unsharded",
+            saved_bytes=sum(costs.sizes[unit] * number for unit, number in gathers.items()),
+            saved_seconds=sum(costs.seconds[unit] * number for unit, number in gathers.items()),
+        )
+
+
+class _Record:
+    """The events of the step that runs, and the most bytes before each."""
+
+    def __init__(self, meter: Meter, numbers: dict[str, int], root: RootState) -> None:
+        self._meter = meter
+        self._numbers = numbers
+        self._context = weakref.proxy(root.context)
+        self._events: list[Event] = []
+        self._peaks: list[int] = [0]
+
+    @property
+    def has_reduced(self) -> bool:
+        return any(event.action == "reduce" for event in self._events)
+
+    def range_of(
+        self, action: str, label: str, inner: AbstractContextManager[object]
+    ) -> AbstractContextManager[object]:
+        """`inner`, the profiler's range of an action; its begin or end is an event."""
+        return _Range(self, action, label, inner) if action in _ACTIONS else inner
+
+    def note(self, action: str, label: str) -> None:
+        self.look()
+        self._events.append(Event(action, self._numbers[label], self._context.in_backward))
+        self._peaks.append(0)
+
+    def look(self) -> int:
+        """The most bytes since the step began."""
+        self._peaks[-1] = max(self._peaks[-1], self._meter.look())
+        return max(self._peaks)
+
+    def take(self) -> Timeline:
+        """The step that has ended; the next one begins."""
+        taken = Timeline.of(self._events, self._peaks)
+        self._events, self._peaks = [], [0]
+        return taken
+
+
+class _Range:
+    """What is freed is noted when that is done, all else when it begins."""
+
+    def __init__(
+        self, record: _Record, action: str, label: str, inner: AbstractContextManager[object]
+    ) -> None:
+        self._note: Callable[[], None] = lambda: record.note(action, label)
+        self._at_end = action == "reshard"
+        self._inner = inner
+
+    def __enter__(self) -> object:
+        if not self._at_end:
+            self._note()
+        return self._inner.__enter__()
+
+    def __exit__(self, *error: object) -> bool | None:
+        if self._at_end:
+            self._note()
+        return self._inner.__exit__(*error)  # type: ignore[arg-type]
+
+
+def _apply(root: RootState, settings: Settings, decides_sums: bool) -> None:
+    for unit in root.units:
+        unit.set_reshard_after_forward(unit.index not in settings.kept)
+    in_backward = BackwardPrefetch.BACKWARD_PRE if settings.prefetches_in_backward else None
+    root.scheduler.set_prefetch(settings.forward_depth, in_backward)
+    # It would count units that are kept; the choice bounds what is ahead.
+    root.context.limiter.set_budget(GatherBudget())
+    if decides_sums:
+        root.reducer.decide_sums(sharded=not settings.sums_unsharded)
+
+
+def _more_unsharded(root: RootState) -> int:
+    """What sums of micro-batches hold more if they are not sharded; 0 if nothing shards them."""
+    handles = [handle for unit in root.units for handle in unit.handles]
+    sums = AccumulationCosts.of(handles)
+    if sums.unsharded_nbytes == sums.sharded_nbytes:
+        return 0
+    # Until a pass has ended, its gradients are beside the sums, and a sum that is sent is a copy.
+    gradients = sum(h.gradients.layout.numel * h.full.itemsize for h in handles)
+    copy = max(handle.gradients.sum_nbytes for handle in handles)
+    return sums.unsharded_nbytes - sums.sharded_nbytes + gradients + copy
+
+
+def _decides_sums(root: RootState) -> bool:
+    return root.reducer.may_decide_sums
+
+
+def _seconds(root: RootState, unit: Unit) -> float:
+    """How long a gather of the unit takes, alone. Collective; blocks the host."""
+    fastest = float("inf")
+    for _ in range(_TIMES):
+        begin = time.perf_counter()
+        root.pregather([unit], waits=True)
+        fastest = min(fastest, time.perf_counter() - begin)
+        unit.reshard()
+    return fastest
+
+
+def _versions(root: RootState) -> list[int]:
+    return [handle.main_version for unit in root.units for handle in unit.handles]
+
+
+def _held_by_engine(root: RootState) -> Iterator[torch.Tensor]:
+    for unit in root.units:
+        for handle in unit.handles:
+            gradients = handle.gradients
+            yield from (handle.main_shard, handle.compute_shard, handle.full)
+            yield from (gradients.buffer, gradients.sum)
+            fields = (*vars(handle).values(), *vars(gradients).values())
+            yield from (each.table for each in fields if isinstance(each, Segments))
+    yield from root.units[0].module.buffers()
+    yield from root.units[0].module.parameters()
+
+
+def _checksums(root: RootState) -> int:
+    """Bytes of checksums that `verify` may hold: those of a learned step are not those of all."""
+    if not isinstance(root.context, VerifiedContext):
+        return 0
+    groups = [g for unit in root.units for h in unit.handles for g in h.placement.all_groups]
+    return sum(_CHECKSUMS * 8 * (group.size + 2) for group in groups)
+
+
+def _is_compiled(unit: Unit) -> bool:
+    inside: Iterable[torch.nn.Module] = unit.module.modules()
+    return any(inner._compiled_call_impl is not None for inner in inside)
+
+
+def _too_small(budget: int, least: int) -> str:
+    return f"memory_budget: {budget:,} bytes are too few: a step needs at least {least:,} bytes"

@@ -1,0 +1,133 @@
+"""What lives on a device at most, from one look to the next.
+
+On an accelerator its allocator knows. On the CPU nobody does: there, while an engine learns, every
+operation of the thread that trains is seen, and with it every storage that the steps make or touch.
+Resizes are seen on any thread. Tensors that no step touches do not count.
+
+Note [Below all other modes]
+    Learning begins in one forward and ends in another, so it is no block of code; a mode that is
+    entered in between would be left in the wrong order. So ours lies below all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._pytree import tree_leaves
+
+from layerzero.memory_budget.storages import CountingMode, StorageCount, begin_resizes, end_resizes
+
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+class Meter(Protocol):
+    """Measures while it runs. `stop` may be called twice, and after the model is gone."""
+
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        """`tensors`: what the engine holds."""
+
+    def look(self) -> int:
+        """The most bytes that lived since the last look."""
+
+    def stop(self) -> None: ...
+
+
+def make_meter(device: torch.device) -> Meter:
+    """Raises NotImplementedError if the device's module has no statistics of its memory."""
+    if device.type == "cpu":
+        return HostMeter()
+    module = torch.get_device_module(device)
+    names = ("max_memory_allocated", "reset_peak_memory_stats")
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        raise NotImplementedError(
+            f"memory_budget: torch.{device.type} has no {' and no '.join(missing)}, so nobody "
+            "knows what lives there; leave memory_budget out"
+        )
+    return DeviceMeter(module, device)
+
+
+class DeviceMeter:
+    """What the caching allocator has given out."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.look()
+
+    def look(self) -> int:
+        peak = int(self._module.max_memory_allocated(self._device))
+        self._module.reset_peak_memory_stats(self._device)
+        return peak
+
+    def stop(self) -> None:
+        return None
+
+
+class HostMeter:
+    """What the steps of this thread hold in memory of the CPU."""
+
+    def __init__(self) -> None:
+        self._count = _PeakOnly()
+        self._mode: _TouchingMode | None = None
+
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._mode = _TouchingMode(self._count)
+        begin_resizes(self._count)
+        for tensor in tensors:
+            self._count.note(tensor)
+        _insert(self._mode)
+        self.look()
+
+    def look(self) -> int:
+        peak = self._count.peak
+        self._count.restart()
+        return peak
+
+    def stop(self) -> None:
+        if self._mode is not None:
+            end_resizes(self._count)
+            _remove(self._mode)
+            self._mode = None
+
+
+class _PeakOnly(StorageCount):
+    """Does not note what lived at the peak."""
+
+    def _note_peak(self) -> None:
+        return None
+
+
+class _TouchingMode(CountingMode):
+    """Counts what operations are given, too: it may be older than the count."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
+            return NotImplemented  # Let a subclass unwrap what it holds; that is counted then.
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+                self._count.note(each)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _insert(mode: _TouchingMode) -> None:
+    """See Note [Below all other modes]."""
+    above = [dispatch._pop_mode() for _ in dispatch._get_current_dispatch_mode_stack()]
+    for each in (mode, *reversed(above)):
+        dispatch._push_mode(each)
+
+
+def _remove(mode: _TouchingMode) -> None:
+    stack = dispatch._get_current_dispatch_mode_stack()
+    if not any(each is mode for each in stack):
+        return  # On another thread.
+    for _ in stack:
+        dispatch._pop_mode()
+    for each in stack:
+        if each is not mode:
+            dispatch._push_mode(each)

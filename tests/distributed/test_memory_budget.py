@@ -1,0 +1,270 @@
+"""`ZeRO3(memory_budget=...)`: what is chosen holds the budget, and a larger one gathers less."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from layerzero import MixedPrecision, ReductionPolicy, ZeRO3, optim
+from layerzero.memory_budget import MemoryChoice
+from layerzero.memory_budget.storages import StorageCount
+from tests.harness.counted_memory import _threads_counted
+from tests.harness.models import tensors_of
+from tests.harness.planned_models import CASES, Block, Tower
+from tests.harness.ranks import run_ranks
+from tests.harness.traffic import SentBytes
+
+HUGE = "1TB"
+LEARNED = 5
+BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
+    "2 ranks": (2, {}),
+    "bfloat16": (2, {"mixed_precision": BFLOAT16}),
+    "several": (2, {"reduction": ReductionPolicy(in_flight="1MB"), "verify": "always"}),
+    "layered": (4, {"zero3_size": 2, "mixed_precision": BFLOAT16}),
+    "replicated": (4, {"zero3_size": 2, "outer": "replicate", "deterministic": True}),
+    "one hop": (4, {"zero3_size": 2, "outer": "shard"}),
+}
+
+
+class Outcome(NamedTuple):
+    learned: int
+    """The most bytes in a step of those that are learned from."""
+    held: int
+    """The most bytes in a step after the choice."""
+    sent: int
+    """Bytes that this rank sends in the last step."""
+    choice: MemoryChoice | None
+    error: str
+
+
+def _train(
+    case: str,
+    budget: int | str,
+    arguments: dict[str, Any],
+    micro_batches: int = 1,
+    make_optimizer: Callable[..., Any] = torch.optim.AdamW,
+    steps: int = 4,
+    repeats_batch: int = 1,
+) -> Outcome:
+    """Train on this rank, and count all storages as `plan_memory` does. Collective."""
+    of_case = CASES[case]
+    count = StorageCount()
+    torch.manual_seed(0)
+    peaks = []
+    with count.watching(), _threads_counted(count):
+        args, kwargs = of_case.batch()
+        args = tuple(each.repeat(repeats_batch, *[1] * (each.ndim - 1)) for each in args)
+        try:
+            given = {"auto_wrap_policy": of_case.units, **arguments}
+            model = ZeRO3(of_case.make(), memory_budget=budget, **given)
+            optimizer = make_optimizer(model.parameters(), lr=1e-4)
+            for _ in range(LEARNED + steps):
+                gc.collect()
+                count.restart()
+                with SentBytes() as sent:
+                    for number in range(micro_batches):
+                        model.set_requires_gradient_sync(number == micro_batches - 1)
+                        _backward(model, args, kwargs)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                peaks.append(count.peak)
+        except (RuntimeError, ValueError) as error:
+            return Outcome(0, 0, 0, None, str(error))
+    return Outcome(
+        max(peaks[1:LEARNED]), max(peaks[LEARNED:]), sent.nbytes, model.memory_choice, ""
+    )
+
+
+def _backward(model: nn.Module, args: Any, kwargs: Any) -> None:
+    parts = [part for part in tensors_of(model(*args, **kwargs)) if part.requires_grad]
+    torch.stack([part.float().sum() for part in parts]).sum().backward()
+
+
+def _climb(
+    case: str, arguments: dict[str, Any], shares: list[float], micro_batches: int = 1
+) -> list[Outcome]:
+    """With all memory; then with the least and these shares of what is above it."""
+    free = _train(case, HUGE, arguments, micro_batches)
+    assert free.choice is not None, free.error
+    least, most = free.choice.least_bytes, free.choice.most_bytes
+    budgets = [round(least + share * (most - least)) for share in shares]
+    return [free, *(_train(case, budget, arguments, micro_batches) for budget in budgets)]
+
+
+def _check(name: str, ranks: list[list[Outcome]]) -> None:
+    for outcomes in ranks:
+        for own, first in zip(outcomes, ranks[0], strict=True):
+            assert own.choice is not None, (name, own.error)
+            assert own.choice == first.choice, name
+            budget = own.choice.budget_bytes
+            assert own.held <= own.choice.bound_bytes <= budget, (name, own)
+            assert own.learned <= own.choice.least_bytes <= budget, (name, own)
+        free, *climbed = outcomes
+        sent = [each.sent for each in (*climbed, free)]
+        assert sent == sorted(sent, reverse=True), (name, sent)
+        kept = [set(each.choice.kept) for each in (*climbed, free) if each.choice]
+        assert all(below <= above for below, above in itertools.pairwise(kept)), name
+
+
+def _of_rank(cases: list[str], modes: list[str], shares: list[float]) -> dict[str, list[Outcome]]:
+    return {
+        f"{case}, {mode}": _climb(case, MODES[mode][1], shares)
+        for mode in modes
+        for case in cases
+        if not (CASES[case].float32_only and "mixed_precision" in MODES[mode][1])
+    }
+
+
+def _sweep(cases: list[str], modes: list[str], shares: list[float], timeout: float) -> int:
+    count = 0
+    for size in (2, 4):
+        chosen = [mode for mode in modes if MODES[mode][0] == size]
+        ranks = run_ranks(size, _of_rank, cases, chosen, shares, timeout=timeout)
+        for name in ranks[0]:
+            _check(name, [of[name] for of in ranks])
+            full = max((of[name][0] for of in ranks), key=lambda own: own.held)
+            assert full.choice is not None
+            print(f"{name}: {full.held / full.choice.bound_bytes:.4f} of the bound is held")
+            count += 1
+    return count
+
+
+def test_the_budget_is_held_and_a_larger_one_gathers_less() -> None:
+    ranks = run_ranks(2, _of_rank, ["tower", "tied gpt"], ["2 ranks"], [0.0, 0.7, 1.0], timeout=60)
+    for name in ranks[0]:
+        _check(name, [of[name] for of in ranks])
+        least, some, most = ranks[0][name][1:]
+        assert least.choice is not None and not least.choice.kept
+        assert some.choice is not None and some.choice.kept
+        assert least.sent > some.sent > most.sent
+
+
+@pytest.mark.slow
+def test_the_budget_is_held_by_many_models_in_many_modes() -> None:
+    cases = ["many tokens", "odd", "recomputed", "gpt", "adapted", "words", "nested units"]
+    assert _sweep(cases, list(MODES), [0.4], 300) == len(cases) * len(MODES)
+
+
+# Loops -----------------------------------------------------------------------------------------
+
+
+def _accumulating(_: None) -> tuple[list[Outcome], dict[str, Outcome]]:
+    climbed = _climb("tower", {}, [0.0, 0.6, 1.0], micro_batches=3)
+    native = {
+        make.__name__: _train("tower", HUGE, {}, make_optimizer=make)
+        for make in (optim.AdamW, torch.optim.SGD)
+    }
+    return climbed, native
+
+
+def test_micro_batches_add_up_where_the_budget_allows_it() -> None:
+    ranks = run_ranks(2, _accumulating, None, timeout=60)
+    _check("micro-batches", [climbed for climbed, _ in ranks])
+    free, least, *_ = ranks[0][0]
+    assert least.choice is not None and least.choice.accumulation == "sharded"
+    assert free.choice is not None and free.choice.accumulation == "unsharded"
+    for _, native in ranks:
+        for name, own in native.items():
+            assert own.choice is not None, own.error
+            assert own.held <= own.choice.bound_bytes, name
+
+
+def _uneven(_: None) -> tuple[Outcome, Outcome]:
+    """The second rank has a batch eight times as large."""
+    repeats = 1 + 7 * dist.get_rank()
+    free = _train("many tokens", HUGE, {}, repeats_batch=repeats)
+    assert free.choice is not None, free.error
+    middle = (free.choice.least_bytes + free.choice.most_bytes) // 2
+    return free, _train("many tokens", middle, {}, repeats_batch=repeats)
+
+
+def test_ranks_with_batches_of_other_sizes_choose_alike() -> None:
+    (free, middle), (larger_free, larger) = run_ranks(2, _uneven, None, timeout=60)
+    assert free.choice == larger_free.choice and middle.choice == larger.choice
+    assert middle.choice is not None and middle.choice.kept
+    assert free.learned < larger_free.learned <= larger.choice.least_bytes  # type: ignore[union-attr]
+    assert larger.held <= middle.choice.budget_bytes
+
+
+# Refusals --------------------------------------------------------------------------------------
+
+
+def _kept_blocks(module: nn.Module, fqn: str) -> Any:
+    return isinstance(module, Block) and {"reshard_after_forward": False}
+
+
+def _refused(_: None) -> dict[str, str]:
+    free = _train("tower", HUGE, {})
+    assert free.choice is not None
+    found = {
+        "one byte less": _train("tower", free.choice.least_bytes - 1, {}).error,
+        "shards": _train("tower", "1kB", {}).error,
+        "reshard": _train("tower", HUGE, {"reshard_after_forward": False}).error,
+        "prefetch": _train("tower", HUGE, {"forward_prefetch": 2}).error,
+        "unit": _train("tower", HUGE, {"auto_wrap_policy": _kept_blocks}).error,
+        "ranks differ": _train("tower", 10**9 + dist.get_rank(), {}).error,
+        "least": str(free.choice.least_bytes),
+    }
+    for value in ("forty", "0GB", 0, -1, True, 4.5e9):
+        with pytest.raises((TypeError, ValueError), match="memory_budget"):
+            ZeRO3(Tower(), memory_budget=value)  # type: ignore[arg-type]
+    return found
+
+
+def test_what_cannot_be_held_is_refused_on_every_rank() -> None:
+    for found in run_ranks(2, _refused, None, timeout=60):
+        least = f"{int(found['least']):,}"
+        assert f"a step needs at least {least} bytes" in found["one byte less"]
+        assert "for the shards and its largest unit alone" in found["shards"]
+        assert "leave out reshard_after_forward" in found["reshard"]
+        assert "leave out reshard_after_forward" in found["prefetch"]
+        assert "reshard_after_forward" in found["unit"]
+        assert "memory_budget" in found["ranks differ"]
+
+
+def _leaves_nothing(_: None) -> None:
+    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+    resize = torch.UntypedStorage.resize_
+    batch = (torch.randn(8, 96),)
+
+    def train(model: nn.Module, steps: int) -> Tensor:
+        for _ in range(steps):
+            loss: Tensor = model(*batch).sum()
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.data.add_(0) if parameter.grad is None else parameter.detach().add_(1e-3)
+                parameter.grad = None
+        return loss.detach()
+
+    torch.manual_seed(0)
+    models = [ZeRO3(Tower(), auto_wrap_policy={Block}, memory_budget=HUGE) for _ in range(2)]
+    plain = ZeRO3(Tower(), auto_wrap_policy={Block})
+    assert plain.memory_choice is None and not plain._root_state.looks_first
+    # Two models learn at once, and the first one ends first.
+    train(models[0], 2), train(models[1], 2)
+    assert len(stack()) == 2
+    with torch.no_grad():
+        models[1](*batch)
+    train(models[0], 4)
+    assert models[0].memory_choice is not None and models[1].memory_choice is None
+    assert len(stack()) == 1
+    # A model goes while it learns.
+    del models[1]
+    gc.collect()
+    assert not stack() and torch.UntypedStorage.resize_ is resize
+    root = models[0]._root_state
+    assert not root.looks_first and "profile" not in root.context.__dict__
+    text = str(models[0].memory_choice)
+    assert "stay full between forward and backward" in text and "blocks.0" in text
+
+
+def test_nothing_is_left_once_the_choice_is_made() -> None:
+    run_ranks(2, _leaves_nothing, None, timeout=60)
