@@ -12,7 +12,7 @@ _A_GROUP = 16
 
 def test_random_actions_leave_the_state_of_an_unsharded_model(pytestconfig: pytest.Config) -> None:
     num_runs = pytestconfig.getoption("--seeds")
-    if num_runs is None:
+    if not num_runs:
         run_ranks(2, run_machines, range(2), 12)
         return
     for first in range(0, num_runs, _A_GROUP):
