@@ -85,7 +85,7 @@ class JoinedRoot(ShadowingRoot):
         self.scheduler.sit(seat)
         self.reducer.sit(seat)
         self._meeting = Meeting(
-            seat, self.operations, exchange, self.scheduler, agreement, 2 + len(self.units)
+            seat, self.operations, exchange, self.scheduler, agreement, 3 + len(self.units)
         )
         agreement.sit(self._meeting.inside_forward, self.reducer.exchanges_at_end)
         for loan in loans:

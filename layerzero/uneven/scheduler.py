@@ -26,8 +26,8 @@ class JoinedScheduler(OptionalScheduler):
     def _reached(self) -> list[bool]:
         return self._was_reached if self.agreement.is_unsettled else super()._reached()
 
-    def _keeps_last(self) -> bool:
-        return False  # Ranks without batches gather no unit for a use of their own.
+    def _keeps_last(self) -> tuple[bool, bool]:
+        return False, False  # Ranks without batches gather no unit for a use of their own.
 
     def settle_forward(self) -> None:
         self._was_reached = super()._reached()

@@ -119,6 +119,74 @@ def test_a_reentrant_checkpoint_may_recompute_a_tower_frozen_or_not() -> None:
         assert found["without gradients, True"] == found["without gradients, False"] == 2
 
 
+# A tower at the end -------------------------------------------------------------------------------
+
+
+class Wrap(nn.Module):
+    """A unit that every rank calls, with a tower inside. Without an image it returns its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.scale = Block(), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, enters: bool) -> Tensor:
+        return x + self.tower(x) * self.scale if enters else x
+
+
+class Ends(nn.Module):
+    """Its last unit is that of a tower, or one that every rank calls, as each rank has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.wrap = Block(), Wrap()
+        self.tail = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor, inside: bool, tail: bool) -> Tensor:
+        x = self.wrap(self.stem(x), inside)
+        return self.tail(x) if tail else x
+
+
+def _losses(model: nn.Module, step: int, rank: int) -> list[Tensor]:
+    """In the order of their backwards: of one forward that ranks end in different towers, or of two
+    forwards in flight, of which both ranks enter the tail in one."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    rows = torch.randn(2, 3, WIDTH, generator=generator)
+    if step < 8:
+        inside, tail = ((0, 0), (1, 0), (0, 1), (1, 1))[step % 4], ((1, 1), (1, 0))[step // 4]
+        return [model(rows[0], bool(inside[rank]), bool(tail[rank])).square().mean()]
+    some = ((1, 1), (1, 0), (0, 1), (0, 0))[step // 2 % 4][rank]
+    enters = (True, bool(some)) if step % 2 else (bool(some), True)
+    losses = [model(x, False, tail).square().mean() for x, tail in zip(rows, enters, strict=True)]
+    return losses if step % 2 else losses[::-1]
+
+
+def _ends_in_a_tower() -> None:
+    torch.manual_seed(0)
+    module = Ends()
+    twin = copy.deepcopy(module)
+    model = ZeRO3(
+        module,
+        auto_wrap_policy={Block, Wrap},
+        optional_modules=[module.wrap.tower, module.tail],
+        timeout=TIMEOUT,
+    )
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, twin)]
+    for step in range(24):
+        for loss in _losses(model, step, dist.get_rank()):
+            loss.backward()
+        for rank in range(2):
+            for loss in _losses(twin, step, rank):
+                (loss / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(model, twin)
+
+
+def test_ranks_may_end_a_forward_in_different_units() -> None:
+    run_ranks(2, _ends_in_a_tower)
+
+
 # Called by itself ---------------------------------------------------------------------------------
 
 

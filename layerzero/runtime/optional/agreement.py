@@ -101,13 +101,19 @@ class Agreement:
         the whole model is."""
         self._exchange.name(f" in a call of {part!r} outside the model's forward" if part else "")
 
-    def required(self, collective: int) -> None:
-        """This rank comes to a required collective: first settle what others want before it."""
+    def required(self, collective: int) -> bool:
+        """This rank comes to a required collective: first settle what others want before it.
+
+        Returns:
+            Whether there was any optional event since the required collective before.
+        """
         if not self.needed:
-            return
+            return False
         self.settle(collective)
+        had_events = self._places.has_events
         self._places.required(collective)
         self._may_expect = not self._exchanges
+        return had_events
 
     def want(self, event: int) -> bool:
         """This rank wants an optional event now; take part in what comes before it.
@@ -168,6 +174,16 @@ class Agreement:
     def last_event(self) -> int | None:
         """The latest event of the open pass."""
         return self._places.last_event
+
+    @property
+    def last_required(self) -> int | None:
+        """The latest required collective of the open pass."""
+        return self._places.last_required
+
+    @property
+    def has_events(self) -> bool:
+        """Whether there was any event since then."""
+        return self._places.has_events
 
     def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """The pass ends: settle what others want. Returns what happened: (place, events)."""

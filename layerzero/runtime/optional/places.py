@@ -152,6 +152,16 @@ class Places:
         return collective in self._node.following
 
     @property
+    def has_events(self) -> bool:
+        """Whether an optional event has happened here."""
+        return self.place in self._events
+
+    @property
+    def last_required(self) -> int | None:
+        """The latest required collective."""
+        return self._trace[-1] if self._trace else None
+
+    @property
     def is_recorded(self) -> bool:
         """Whether a recorded pass began like the open one."""
         return bool(self._node.scripts)

@@ -3,9 +3,9 @@
 Note [Ranks hold the same]
     Whether a required unit is resident when a pass comes to it decides whether it is gathered, so
     it must be the same on every rank, whatever optional units ran there. So what an optional unit
-    makes a rank free (the unit whose forward ended last), every rank frees; and optional units are
-    left out of the budget for prefetching. The one that ran last stays for the backward only if
-    it ran last on every rank, and every rank's backward may reach it (`_keeps_last`).
+    makes a rank free (the unit whose forward ended last), every rank frees, also where that forward
+    was still running; and optional units are left out of the budget for prefetching. Behind
+    optional units a unit stays for the backward only if it ran last on every rank (`_keeps_last`).
     And whether a freed unit leaves a shard for its next gather (`reshard_after_forward=
     "compute_shard"`) depends on the pass, not on what this rank ran of it (`_is_regathered`).
 """
@@ -90,6 +90,9 @@ class OptionalScheduler(UnshardScheduler):
         self._optional: tuple[Unit, ...] = ()
         self._kept: Unit | None = None
         """The optional unit that stayed when the latest forward ended, on every rank."""
+        self._last_inside: Unit | None = None
+        """The unit that ran last in the latest forward before its outermost call ended, if optional
+        units came since the last required gather."""
         self._is_ending = False
         """Whether the open forward is about to end."""
         self._makes_graph = False
@@ -129,7 +132,7 @@ class OptionalScheduler(UnshardScheduler):
         self._makes_graph = torch.is_grad_enabled()
         self._called, self._recomputes = set(), False
         mode = torch.is_grad_enabled(), self._is_training(unit)
-        self._kept, self._is_ending = None, False
+        self._kept, self._last_inside, self._is_ending = None, None, False
         kind = ("forward", unit.index, *mode, self.resident())
         self.agreement.begin_call(unit.label if unit.index else "")
         self.agreement.begin(kind, self._may_come, self._reached, exchanges=True)
@@ -164,37 +167,42 @@ class OptionalScheduler(UnshardScheduler):
         what ranks want in the last place."""
         self._is_ending = True
         self._events = self.agreement.finish()
+        self._last_inside = self._last if self.agreement.has_events else None
 
     def _reached(self) -> list[bool]:
         """For each optional unit, whether this rank's backward may reach it; then whether it may
         run any of them forward again, and `_keeps_last`."""
         called = self._called
-        return [*[u in called for u in self._optional], self._recomputes, self._keeps_last()]
+        return [*[u in called for u in self._optional], self._recomputes, *self._keeps_last()]
 
-    def _keeps_last(self) -> bool:
-        """Whether the optional unit that was gathered last in the forward, which is about to end,
-        ran last on this rank, and its backward may reach it."""
-        last = self._last
-        if last is None or not self._is_ending or last not in self._called:
-            return False
-        return self.agreement.last_event == 2 * last.index
+    def _keeps_last(self) -> tuple[bool, bool]:
+        """Which unit ran last on this rank in a forward that is about to end: the optional one that
+        was gathered last, and its backward may reach it; the required one gathered last."""
+        last, agreement = self._last, self.agreement
+        if last is None or not self._is_ending:
+            return False, False
+        if last.is_optional:
+            return last in self._called and agreement.last_event == 2 * last.index, False
+        return False, agreement.last_required == 2 * last.index
 
     def end_forward(self, grad_enabled: bool) -> Order:
         own = [unit.index for unit in self._optional if unit in self._called]
         answers = self.agreement.answers
         reached = [any(bits) for bits in zip(*answers, strict=True)]
         needed = [u.index for u, bit in zip(self._optional, reached, strict=False) if bit]
-        if self._last is not None and self._last.is_optional:
-            if answers and all([bits[-1] for bits in answers]):
-                self._kept = self._last
-            else:
+        last = self._last
+        if last is not None and (last.is_optional or last is self._last_inside):
+            place = -2 if last.is_optional else -1
+            if not (answers and all([bits[place] for bits in answers])):
                 self._release_last()
+            elif last.is_optional:
+                self._kept = last
         order = AgreedOrder(super().end_forward(grad_enabled))
         self._called, self._recomputes = set(), False
         self._is_ending = False
         order.key = self._events, tuple(sorted(needed))
         gathers = [event for _, found in self._events for event in found]
-        order.repeats = len(set(gathers)) < len(gathers) or any(reached[-2:-1])
+        order.repeats = len(set(gathers)) < len(gathers) or any(reached[-3:-2])
         order.needed = frozenset(needed if grad_enabled else ())
         order.own = frozenset(own if grad_enabled else ())
         if order.needed:
@@ -207,6 +215,11 @@ class OptionalScheduler(UnshardScheduler):
         others = [other for other in self._open if other is not order]
         key = order.key if isinstance(order, AgreedOrder) else None
         keys = tuple(other.key for other in others)
+        if others and self._kept is not None:
+            # It may be needed by several forwards, so ranks are done with it at different events.
+            if self._last is self._kept:
+                self._release_last()
+            self._kept = None
         kind = ("backward", tuple(order), key, keys, self._reduces(), self.resident())
         needed = own.union(*(other.needed for other in others))
         in_flight = [*others, *([order] if isinstance(order, AgreedOrder) else ())]
@@ -238,6 +251,11 @@ class OptionalScheduler(UnshardScheduler):
         in_forward = unit.is_optional and not self._context.in_backward
         super().free_after_forward(unit, self._makes_graph if in_forward else grad_enabled)
 
+    def free_in_backward(self, unit: Unit, regathered_this_step: bool = False) -> None:
+        # What was prefetched is for an event to come.
+        if unit not in self._ahead:
+            super().free_in_backward(unit, regathered_this_step)
+
     def _is_regathered(self) -> bool:
         """Whether an optional unit that is freed now is gathered again with the same weights."""
         return not self._reduces()[0] if self._context.in_backward else self._makes_graph
@@ -251,7 +269,8 @@ class OptionalScheduler(UnshardScheduler):
         elif not unit.is_optional:
             # In a pass without optional units there is nothing to agree on.
             if agreement.needed and (unit.state is not ShardState.UNSHARDED or self._last is unit):
-                agreement.required(2 * unit.index)
+                if agreement.required(2 * unit.index) and not self._is_backward:
+                    self._release_last()
                 self._came_to = unit
         elif unit.state is ShardState.SHARDED or unit in self._ahead:
             agreement.want(2 * unit.index)
@@ -349,7 +368,7 @@ class OptionalScheduler(UnshardScheduler):
     def abort(self) -> None:
         super().abort()
         self._ahead.clear()
-        self._kept, self._is_ending = None, False
+        self._kept, self._last_inside, self._is_ending = None, None, False
 
     def before_event(self) -> None:
         """All ranks take part in an event of an optional unit; see Note [Ranks hold the same]."""
