@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ import layerzero
 from layerzero import ZeRO3
 from layerzero.comm.collectives import Pending
 from layerzero.step_ledger import Ledger
+from layerzero.step_ledger.clocks import measure_offset
 from layerzero.step_ledger.records import REASONS
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
@@ -297,9 +299,13 @@ def _figures_of_a_step(folder: str) -> None:
     own = ledger.ranks[dist.get_rank()]
     assert own.step_ms == pytest.approx(ledger.step_ms)
     assert own.exposed_gather_ms == pytest.approx(sum(r.exposed_gather_ms for r in ledger.units))
+    assert ledger.ranks[1].clock_error_ms > 0 == ledger.ranks[0].clock_error_ms
+    root = root_state(model)
+    (shard_group,) = root.units[0].handles[0].placement.groups
+    offset = measure_offset(shard_group, root.operations, root.device)
     # Both ranks are on one machine, with one clock.
-    offsets = [ledger.ranks[1].clock_error_ms, ledger.ranks[0].clock_error_ms]
-    assert offsets[0] > 0 == offsets[1]
+    assert abs(offset.value) <= offset.error < 1
+    assert str(pickle.loads(pickle.dumps(ledger))) == str(ledger)
     _check_trace(ledger, Path(folder) / f"{own.rank}.json")
     slowest = max(ledger.ranks, key=lambda rank: rank.step_ms).step_ms
     assert sum(row.ms for row in ledger.critical_path) == pytest.approx(slowest, rel=0.03)
