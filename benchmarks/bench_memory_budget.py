@@ -1,0 +1,155 @@
+"""What does a larger memory budget buy? Step time and gathered bytes by `memory_budget`.
+
+A transformer on gloo ranks of this machine, AdamW included. The least and the most bytes of the
+model are learned first; then models with budgets in between, and one without a budget, take turns
+in each round, and the slowest rank counts. Bytes are those that a rank sends in a step, which noise
+does not touch. With --out, a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import (
+    Spread,
+    environment,
+    interleave,
+    max_over_ranks,
+    print_json,
+    print_table,
+    ratio,
+    run_on_ranks,
+)
+from engines import Transformer, TransformerBlock
+
+from layerzero import ZeRO3
+
+LEARNED = 6
+NONE = "no budget"
+LEAST = "0 %"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=1, help="sequences a rank")
+    parser.add_argument("--length", type=int, default=64, help="bytes in a sequence")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--shares", type=int, nargs="+", default=[0, 25, 50, 75, 100])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=4, help="of each in a round")
+    parser.add_argument("--out", type=Path, help="of the picture; needs matplotlib")
+    args = parser.parse_args()
+    times, sent, choices = run_on_ranks(args.world_size, measure, args)[0]
+    rows, result = [], {}
+    for name, values in times.items():
+        part, choice = ratio(values, times[LEAST]), choices[name]
+        result[name] = {"ms": Spread.of(values).as_dict(), "ratio": part.as_dict()}
+        result[name] |= {"sent_bytes": sent[name], **choice}
+        rows.append(
+            [
+                *(name, f"{choice['budget_bytes'] / 1e6:.2f}" if choice else "-"),
+                *(str(choice["kept"]) if choice else "0", f"{sent[name] / 1e6:.2f}"),
+                *(Spread.of(values).text(1), part.text(3)),
+            ]
+        )
+    print_table(["share", "budget MB", "units full", "sent MB", "step ms", "ratio"], rows)
+    if args.out is not None:
+        draw(result, args.out)
+    print_json(
+        {
+            "benchmark": "memory_budget",
+            "results": result,
+            "config": {**vars(args), "out": str(args.out)},
+            "environment": environment(),
+        }
+    )
+
+
+def measure(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Run on each rank: milliseconds a step, bytes that a step sends, and choices, by name."""
+    from tests.harness.traffic import SentBytes
+
+    free, step = make_step("1TB", args)
+    for _ in range(LEARNED):
+        step()
+    choice = free.memory_choice
+    assert choice is not None, "made in the sixth forward"
+    least, most = choice.least_bytes, choice.most_bytes
+    budgets = {f"{share} %": least + (most - least) * share // 100 for share in args.shares}
+    del free, step
+    made = {name: make_step(budget, args) for name, budget in [*budgets.items(), (NONE, None)]}
+    sent = {}
+    for name, (_, step) in made.items():
+        for _ in range(LEARNED + 1):
+            step()
+        with SentBytes() as count:
+            step()
+        sent[name] = count.nbytes
+
+    def step_ms(name: str) -> float:
+        gc.collect()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(args.steps):
+            made[name][1]()
+        return max_over_ranks((time.perf_counter() - start) / args.steps * 1e3)
+
+    times = interleave(list(made), step_ms, args.rounds)
+    chosen = {
+        name: {"budget_bytes": c.budget_bytes, "bound_bytes": c.bound_bytes, "kept": len(c.kept)}
+        if (c := model.memory_choice)
+        else {}
+        for name, (model, _) in made.items()
+    }
+    return times, sent, chosen
+
+
+def make_step(
+    budget: int | str | None, args: argparse.Namespace
+) -> tuple[ZeRO3, Callable[[], None]]:
+    torch.manual_seed(0)
+    module = Transformer(args.width, args.layers, 8, args.length)
+    model = ZeRO3(module, auto_wrap_policy={TransformerBlock}, memory_budget=budget)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+
+    def step() -> None:
+        batch = torch.randint(256, (args.batch, args.length + 1), generator=generator)
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    rows = [row for name, row in result.items() if name != NONE]
+    budgets = [row["budget_bytes"] / 1e6 for row in rows]
+    figure, left = plt.subplots(figsize=(6, 3.5))
+    low = [row["ms"]["median"] - row["ms"]["low"] for row in rows]
+    high = [row["ms"]["high"] - row["ms"]["median"] for row in rows]
+    medians = [row["ms"]["median"] for row in rows]
+    left.errorbar(budgets, medians, yerr=[low, high], marker="o", capsize=3, label="step")
+    left.set(xlabel="memory_budget, MB", ylabel="step, ms (median, quartiles)", ylim=(0, None))
+    right = left.twinx()
+    right.plot(budgets, [row["sent_bytes"] / 1e6 for row in rows], "s--", color="gray")
+    right.set(ylabel="sent by a rank in a step, MB (dashed)", ylim=(0, None))
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
