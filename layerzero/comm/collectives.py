@@ -117,7 +117,7 @@ class Pending:
 
     @property
     def sizes(self) -> list[tuple[int, int, int, int]]:
-        """See `recovery.Message`."""
+        """See `recovery.Message`; empty once it has been waited for."""
         tag, own = self.operation.tag, self.group.rank
         return [
             (0, 0, 0, 0)
@@ -158,7 +158,7 @@ class Pending:
 
     @property
     def is_posted(self) -> bool:
-        return bool(self._posted)
+        return self.works is not None or bool(self._posted)
 
     @property
     def is_reached(self) -> bool:
@@ -245,14 +245,14 @@ class Pending:
         finally:
             if lookout is not None:
                 lookout.waiting.discard(self)
-        if self._posted:
-            self.works, self._posted, self._messages = (), [], ((), ())
         recovery = None if self.operation.lookout is None else self.operation.lookout.recovery
         if recovery is not None:
             recovery.in_flight.discard(self)
-            if recovery.reason is not None:
-                # What has arrived may be an answer without meaning.
-                raise recovery.error(self.name)
+        if self._posted:
+            self.works, self._posted, self._messages = (), [], ((), ())
+        if recovery is not None and recovery.reason is not None:
+            # What has arrived may be an answer without meaning.
+            raise recovery.error(self.name)
 
     def diagnose(self, error: RuntimeError) -> CollectiveError:
         """Make the error for a failed exchange with `peer`. Blocks the host for some seconds."""

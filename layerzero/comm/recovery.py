@@ -60,7 +60,8 @@ class Message(Protocol):
         """Name of the operation; the same on every rank."""
 
     @property
-    def is_posted(self) -> bool: ...
+    def is_posted(self) -> bool:
+        """Stays so once it has been waited for, which another thread may do at any time."""
 
     @property
     def sizes(self) -> Sequence[tuple[int, int, int, int]]:
@@ -163,16 +164,17 @@ class Recovery:
             if not self._has_listed:
                 with self.lock:
                     # An interrupt may have come between `begin` and the first message.
-                    never = {message for message in self.in_flight if not message.is_posted}
-                    self.in_flight -= never
-                    for message in never:
+                    known = [*self.in_flight]
+                    for message in [each for each in known if not each.is_posted]:
+                        self.in_flight.discard(message)
                         self._posted.remove(message.number)
-                    messages, posted = [*self.in_flight], [*self._posted][-_NOTED:]
+                    posted = [*self._posted][-_NOTED:]
+                messages = [(each, each.sizes) for each in known if each.is_posted]
                 for place, group in self._groups:
                     waits = {
-                        message.number: dict(zip(group.ranks, message.sizes, strict=True))
-                        for message in messages
-                        if message.group.process_group is group.process_group
+                        message.number: dict(zip(group.ranks, sizes, strict=True))
+                        for message, sizes in messages
+                        if sizes and message.group.process_group is group.process_group
                     }
                     note = {"reason": self.reason, "posted": posted, "waits": waits}
                     store.set(self._key(place, "stopped", own), json.dumps(note))
