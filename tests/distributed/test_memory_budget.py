@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero import MixedPrecision, ReductionPolicy, ZeRO3, optim
+from layerzero import MixedPrecision, ReductionPolicy, ZeRO3, join, optim, rewrap
 from layerzero.memory_budget import MemoryChoice
 from layerzero.memory_budget.storages import StorageCount
 from tests.harness.counted_memory import _threads_counted
@@ -268,3 +268,80 @@ def _leaves_nothing(_: None) -> None:
 
 def test_nothing_is_left_once_the_choice_is_made() -> None:
     run_ranks(2, _leaves_nothing, None, timeout=60)
+
+
+# Odd uses --------------------------------------------------------------------------------------
+
+
+def _steps(model: nn.Module, count: int) -> None:
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    for _ in range(count):
+        model(torch.randn(8, 96)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _odd_uses(_: None) -> None:
+    def make(tower: Tower | None = None, **given: Any) -> ZeRO3:
+        tower = tower or Tower()
+        return ZeRO3(tower, auto_wrap_policy={Block}, memory_budget=HUGE, **given)
+
+    def kept(model: ZeRO3) -> int:
+        assert model.memory_choice is not None
+        return len(model.memory_choice.kept)
+
+    everything = 4 if dist.get_world_size() > 1 else 0
+    # Passes that fail, and evaluation.
+    model = make()
+    _steps(model, 2)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(8, 95))
+    with torch.no_grad():
+        model.eval()(torch.randn(8, 96))
+    model.train()
+    _steps(model, 5)
+    assert kept(model) == everything
+    # A second wrapping learns again; an outer model refuses a budget inside.
+    rewrap(model)
+    assert model.memory_choice is None
+    _steps(model, 7)
+    assert kept(model) == everything
+    outer = nn.Sequential(model)
+    with pytest.raises(ValueError, match="the outermost one alone"):
+        ZeRO3(outer)
+    # Units that ranks may skip are never kept; frozen ones are, where gradients pass them.
+    tower = Tower()
+    model = make(tower, optional_modules=[tower.blocks[1]])
+    _steps(model, 7)
+    assert kept(model) == max(everything - 1, 0)
+    tower = Tower()
+    tower.blocks[:2].requires_grad_(False)
+    model = make(tower)
+    _steps(model, 7)
+    assert kept(model) == everything
+    # Several backward passes before the optimizer steps are one step.
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(6):
+        assert model.memory_choice is None, step
+        for _ in range(3):
+            model(torch.randn(8, 96)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Inside a join it does not learn.
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with join(model, optimizer):
+        for _ in range(7 + dist.get_rank()):
+            model(torch.randn(8, 96)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.memory_choice is None
+    _steps(model, 7)
+    assert kept(model) == everything
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_odd_uses(num_ranks: int) -> None:
+    run_ranks(num_ranks, _odd_uses, None, timeout=120)
