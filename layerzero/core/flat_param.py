@@ -350,7 +350,7 @@ class FlatParam:
         for parameter in self.sharded_params:
             watch_data(parameter, self._note_data_taken)
 
-    def _note_data_taken(self) -> None:
+    def _note_data_taken(self, _: object) -> None:
         self._may_change_unseen = True
         self._slice_version = -1
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from layerzero.core.data_watch import grad_of
 from layerzero.core.placement import Placement
 from layerzero.core.sum_dtype import sum_dtype
 from layerzero.optim.norm import Part, checked_norm_type, global_power, root_of_power
@@ -81,7 +82,7 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
         NotImplementedError: an ignored parameter is a DTensor with a gradient.
     """
     norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
-    if any(isinstance(parameter.grad, DTensor) for parameter in of.replicated):
+    if any(isinstance(grad_of(parameter), DTensor) for parameter in of.replicated):
         raise NotImplementedError(
             "clip_grad_norm_: an ignored parameter is a DTensor with a gradient, whose share of "
             "the norm is unknown; do not ignore it, or remove its .grad and scale it yourself"
@@ -127,7 +128,7 @@ def clip_grad_norm_(of: Clipped, max_norm: float, norm_type: float) -> torch.Ten
 
 def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[Part]:
     return [
-        Part(parameter, parameter.grad)
+        Part(parameter, gradient)
         for parameter in parameters
-        if parameter.grad is not None and parameter.grad.numel()
+        if (gradient := grad_of(parameter)) is not None and gradient.numel()
     ]

@@ -73,6 +73,8 @@ class FlatNorm:
         if root is not None and self._watched is not root and not root.reducer.uses_up_gradients:
             root.reducer.watch_delivered(self._on_delivered)
             self._watched, self._reduced = root, root.context.chunk_squares()
+            for flat in self._flats:
+                flat.watch_gradients()
 
     def _on_delivered(self, unit: Unit | None) -> None:
         if unit is None:

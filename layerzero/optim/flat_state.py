@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from layerzero.core.data_watch import grad_of, watch_grad
 from layerzero.ops import flat_step_, step_reference, sum_squares
 from layerzero.ops.step_reference import StepTensors
 from layerzero.optim.flat_gradient import Gradient, copy_of, find_buffer
@@ -27,7 +29,6 @@ from layerzero.optim.flat_homes import Held, Home
 from layerzero.optim.huge_pages import prefer_huge_pages
 from layerzero.runtime.chunk_squares import ChunkSquares
 
-_grad_of: Callable[[Any], Any] = vars(torch._C.TensorBase)["grad"].__get__
 _ALIGNMENT = 16
 """Elements: the first state of each parameter lies at a multiple of this."""
 _NONE = torch.empty(0)
@@ -73,6 +74,9 @@ class FlatState:
         self._members: list[int] = []
         self._known: tuple[Gradient, int, torch.Tensor] | None = None
         self._filling: tuple[list[int], bool] | None = None
+        self._taken: dict[int, StorageWeakRef] | None = None
+        """Of gradients that somebody has taken from `.grad`, and may write through `.data`; None:
+        nobody watches yet."""
         self._make([], {})
 
     # Memory ---------------------------------------------------------------------------------
@@ -171,24 +175,24 @@ class FlatState:
 
         Parameters that have a gradient for the first time become members.
         """
-        parts = [*map(_grad_of, self._params)]
+        parts: list[Any] = [*map(grad_of, self._params)]
         if (
             wanted is None
-            and all(map(is_, map(_grad_of, self._others), repeat(None)))
+            and all(map(is_, map(grad_of, self._others), repeat(None)))
             and not any(map(is_, parts, repeat(None)))
         ):
             return None, parts
         have = [
             i
             for i, each in enumerate(self._all)
-            if each.grad is not None and (wanted is None or each in wanted)
+            if grad_of(each) is not None and (wanted is None or each in wanted)
         ]
         if not set(have) <= set(self._members):
             self._make(sorted({*have, *self._members}), self.shown)
         number_of = {i: number for number, i in enumerate(self._members)}
         numbers = [number_of[i] for i in have]
         is_all = len(numbers) == len(self._members)
-        parts = [parameter.grad for i in have if (parameter := self._all[i]).grad is not None]
+        parts = [each for i in have if (each := grad_of(self._all[i])) is not None]
         return None if is_all else numbers, parts
 
     def _buffer_of(self, numbers: list[int] | None, parts: list[torch.Tensor]) -> Gradient | None:
@@ -198,23 +202,49 @@ class FlatState:
             return known[0]
         return find_buffer(numbers, parts, self.home.main.dtype)
 
+    def watch_gradients(self) -> None:
+        """From now on, notice what is taken from `.grad`; what is there may have been taken."""
+        if self._taken is None:
+            self._taken = {}
+            for parameter in self._all:
+                watch_grad(parameter, self._note_taken)
+                self._note_taken(grad_of(parameter))
+
     def note_delivered(self, reduced: ChunkSquares) -> None:
         """Remember the gradients as they are, and the sum of their squares: that of the reduction
         if they are what it left."""
         self._known = None
+        self.watch_gradients()
         gradient = self._buffer_of(*self._collect())
-        if gradient is None or gradient.base is None:
+        if gradient is None or gradient.base is None or self._was_taken(gradient):
             return
         squares = reduced.of(gradient.base) if self._fills(gradient) else None
         if squares is None:
             squares = self._squares(gradient.parts, gradient)
         self._known = gradient, gradient.flat._version, squares
 
+    def _note_taken(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and self._taken is not None:
+            taken = StorageWeakRef(gradient.untyped_storage())
+            self._taken[taken.cdata] = taken
+
+    def _was_taken(self, gradient: Gradient) -> bool:
+        if not self._taken:
+            return False
+        # Storages that are gone cannot be written; a new one may be where they were.
+        self._taken = {key: each for key, each in self._taken.items() if not each.expired()}
+        return gradient.flat.untyped_storage()._cdata in self._taken
+
     def squares(self) -> torch.Tensor:
         """The sum of squares of the gradients, a float64 scalar."""
         numbers, parts = self._collect()
         gradient, known = self._buffer_of(numbers, parts), self._known
-        if known is not None and known[0] is gradient and known[1] == gradient.flat._version:
+        if (
+            known is not None
+            and known[0] is gradient
+            and known[1] == gradient.flat._version
+            and not self._was_taken(gradient)
+        ):
             return known[2]
         return self._squares(parts, gradient)
 

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from layerzero.core.data_watch import grad_of
 from layerzero.core.gradients import Gradient
 from layerzero.core.parameter_hooks import accumulate_with_hooks
 
 _logger = logging.getLogger(__name__)
 
 
-def _set_grad(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-    parameter.grad = gradient
+_set_grad = vars(torch._C.TensorBase)["grad"].__set__
+"""Sets `parameter.grad`; nobody is told (core/data_watch.py)."""
 
 
 def note_steps(error: BaseException, units: Sequence[str]) -> None:
@@ -48,7 +49,7 @@ class Delivery:
         Hooks see all gradients, and may raise. So what is written first is copied, for `undo`.
         """
         for parameter, _ in (*self.plain, *hooked):
-            before = parameter.grad
+            before = grad_of(parameter)
             copied = None if before is None else before.detach().clone()
             self._written.append((parameter, before, copied))
         self._write()
@@ -70,10 +71,10 @@ class Delivery:
         plain, self.plain = self.plain, []
         with torch.no_grad():
             for parameter, gradient in plain:
-                if parameter.grad is None:
-                    parameter.grad = gradient
+                if (before := grad_of(parameter)) is None:
+                    _set_grad(parameter, gradient)
                 else:
-                    parameter.grad.add_(gradient)
+                    before.add_(gradient)
 
     def undo(self) -> None:
         """Return `.grad` to what it was, unless `commit` was called."""

@@ -204,3 +204,37 @@ def _stale() -> None:
 )
 def test_a_norm_is_never_that_of_other_gradients(world_size: int) -> None:
     run_ranks(world_size, _stale)
+
+
+def _written_through_data() -> list[tuple[float, float]]:
+    """Norms of gradients after writes through `.data`, and the right ones, step by step."""
+    torch.manual_seed(0)
+    model = ZeRO3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), auto_wrap_policy={nn.Linear})
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    kept: list[torch.Tensor] = []
+    found = []
+    for step in range(7):
+        model(torch.full((2, 8), float(step + 1))).sum().backward()
+        if step == 2:
+            for parameter in model.parameters():
+                parameter.grad.data.mul_(3)
+        if step >= 4:  # Taken once, written in every later step as well.
+            kept = kept or [parameter.grad for parameter in model.parameters()]
+            for gradient in kept:
+                gradient.data.mul_(2)
+        norm = optimizer.clip_grad_norm_(1.0).item()
+        squares = sum(p.grad.double().square().sum() for p in model.parameters())
+        dist.all_reduce(squares)
+        found.append((norm, squares.sqrt().item()))
+        optimizer.step()
+        if step >= 4:
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            optimizer.zero_grad()
+    return found
+
+
+def test_gradients_written_through_data_have_their_own_norm() -> None:
+    for steps in run_ranks(2, _written_through_data):
+        for norm, expected in steps:
+            assert norm == pytest.approx(expected, rel=1e-6)
