@@ -36,16 +36,18 @@ def measure(
     optimizer: str,
     arguments: dict[str, Any],
     steps: int = 10,
+    in_order: bool = False,
 ) -> Measured:
     """The most that lives in any of `steps` steps after a first one. Collective.
 
     How late a thread of gloo frees what a reduction held differs from step to step, and so does
     the peak: a plan has the highest, which few steps may miss. `resting` is without the batch.
     A thread that does not run although the data of its reduction is there, as on a machine with
-    too few cores, is in no plan: who waits for a later gather waits for the thread, too.
+    too few cores, is in no plan: `in_order`, who waits for a later gather waits for it, too.
     """
     count = StorageCount()
-    with count.watching(), _threads_counted(count), _threads_keep_up():
+    keeps_up = _threads_keep_up() if in_order else contextlib.nullcontext()
+    with count.watching(), _threads_counted(count), keeps_up:
         model = ZeRO3(make(), **arguments)
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, batch)
         stepper = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
@@ -93,7 +95,7 @@ def _threads_keep_up() -> Iterator[None]:
 
     Their data came first: that of one pair of ranks arrives in order.
     """
-    last: list[streams._OnThread | None] = [None]
+    last: list[streams.OnThread | None] = [None]
 
     class Stream(streams.FinishingStream):
         def _enqueue(self, work: Callable[[], Any]) -> Any:

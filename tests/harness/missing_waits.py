@@ -419,7 +419,7 @@ def packing_by_a_table_on_the_device() -> AbstractContextManager[object]:
         torch.zeros(3, dtype=torch.int64, device=out.device).tolist()
         return pack(out, srcs, segs, *args, **kwargs)
 
-    return mock.patch("layerzero.core.gradients.pack_", packing)
+    return mock.patch.object(RuntimeContext, "pack", staticmethod(packing))
 
 
 def reading_a_list() -> AbstractContextManager[object]:
