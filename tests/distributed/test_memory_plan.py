@@ -58,8 +58,9 @@ def _of_rank(cases: list[str], settings: list[str]) -> dict[Any, tuple[Measured,
                 of_case.batch(),
                 SETTINGS[setting][1],
                 _arguments(case, setting),
-                # With several reductions in flight, all of them are seldom late at once.
-                steps=100 if setting == "several" else 10,
+                # With several reductions in flight, or units of very different sizes, it is
+                # seldom that all of what the peak needs is late at once.
+                steps=100 if setting == "several" else 40 if case == "odd" else 10,
                 in_order=setting == "on demand",  # Without prefetch nothing else waits for it.
             ),
             None,
