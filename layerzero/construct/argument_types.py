@@ -23,7 +23,7 @@ from layerzero.config import (
     parse_nbytes,
 )
 from layerzero.construct.device import check_device_type
-from layerzero.core.groups import resolve_process_groups
+from layerzero.core.groups import require_timeout, resolve_process_groups
 from layerzero.core.placement import Outer
 from layerzero.runtime.root import root_if_alive
 from layerzero.runtime.unit import get_unit
@@ -44,8 +44,8 @@ def check_timeout(timeout: object) -> None:
             f"timeout: expected a datetime.timedelta or None, got {timeout!r}"
             + (f"; for seconds timedelta(seconds={timeout})" if is_number else "")
         )
-    if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"timeout: expected a positive timedelta, got {timeout!r}")
+    if timeout is not None:
+        require_timeout(timeout)
 
 
 def check_param_init_fn(value: object) -> None:

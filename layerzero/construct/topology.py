@@ -24,6 +24,7 @@ from layerzero.construct.outline import Outline
 from layerzero.construct.plan import WrapPlan, plan_wrapping
 from layerzero.core.groups import (
     ShardGroup,
+    is_timeout,
     make_shard_groups,
     mesh_groups,
     resolve_process_groups,
@@ -132,7 +133,7 @@ def plan_on_every_rank(
 def _refuse(given: Mapping[str, Any], error: Exception) -> None:
     """Let the other ranks raise as well. Collective, if this rank has its group."""
     timeout = given["timeout"]
-    is_usable = isinstance(timeout, timedelta) and timeout > timedelta(0)
+    is_usable = isinstance(timeout, timedelta) and is_timeout(timeout)
     try:
         exchange = Exchange(given["process_group"], timeout if is_usable else None, None)
         exchange(_Row(dist.get_rank(), is_refused=True))

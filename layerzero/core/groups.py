@@ -19,6 +19,21 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 BACKEND_GRACE = timedelta(seconds=15)
 """Added to a backend's own timeout, so that the engine's error, which names the unit, comes before
 the backend's watchdog ends the process."""
+LONGEST_TIMEOUT = timedelta(days=36500)
+"""Backends count nanoseconds in 64 bits, 292 years; what is longer becomes negative there."""
+
+
+def is_timeout(timeout: timedelta) -> bool:
+    """Whether a backend can wait so long."""
+    return timedelta(0) < timeout <= LONGEST_TIMEOUT
+
+
+def require_timeout(timeout: timedelta) -> None:
+    """Raises ValueError if no backend can wait so long."""
+    if not is_timeout(timeout):
+        raise ValueError(
+            f"timeout: expected a positive timedelta of at most 100 years, got {timeout!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -171,8 +186,8 @@ def describe_group(
         )
     if timeout is None:
         timeout = chosen_timeout(process_group, device) or DEFAULT_TIMEOUT
-    elif timeout <= timedelta(0):
-        raise ValueError(f"timeout: expected a positive timedelta, got {timeout!r}")
+    else:
+        require_timeout(timeout)
     return ShardGroup(
         process_group=process_group,
         rank=dist.get_rank(process_group),

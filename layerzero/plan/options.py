@@ -36,6 +36,7 @@ from layerzero.construct.argument_types import (
     check_zero3_size,
 )
 from layerzero.construct.torch_arguments import to_offload, to_precision
+from layerzero.core.groups import LONGEST_TIMEOUT
 from layerzero.plan.checkpointing import read_act_ckpt
 from layerzero.zero3 import ZeRO3
 
@@ -272,6 +273,8 @@ def _read_timeout(value: Any) -> timedelta | None:
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
         raise ValueError(f"timeout: expected seconds > 0, a timedelta or None, got {value!r}")
+    if not value <= LONGEST_TIMEOUT.total_seconds():  # Not so of NaN, too.
+        raise ValueError(f"timeout: expected seconds of at most 100 years, got {value!r}")
     return timedelta(seconds=value)
 
 

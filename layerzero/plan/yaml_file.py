@@ -6,6 +6,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+_DEEPEST = 64
+"""Lists and mappings inside each other."""
+
 
 def load(path: Path) -> Any:
     """The content of a YAML file as plain data; no other objects are constructed.
@@ -24,6 +27,12 @@ def load(path: Path) -> Any:
 
     class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
         """A loader that raises for duplicate keys."""
+
+        def fetch_flow_collection_start(self, token_class: Any) -> None:
+            # PyYAML's time grows with the square of the depth.
+            if self.flow_level == _DEEPEST:
+                raise RecursionError
+            super().fetch_flow_collection_start(token_class)
 
     def construct_mapping(loader: Any, node: Any) -> dict[Any, Any]:
         # Keys that a merge key (<<) brings in may be overridden, so they do not count.

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from layerzero.core.groups import ShardGroup, let_backend_wait
+from layerzero.core.groups import ShardGroup, is_timeout, let_backend_wait
 
 _HOST = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def duration(**keywords: float) -> timedelta:
 
     Raises:
         TypeError: a keyword or value that `timedelta` does not take.
-        ValueError: it is not positive, or longer than a `timedelta` can be.
+        ValueError: it is not positive, or longer than `LONGEST_TIMEOUT`.
     """
     try:
         limit = timedelta(**keywords)
@@ -28,10 +28,11 @@ def duration(**keywords: float) -> timedelta:
         raise kind(
             f"timeout: {error}; expected keywords of datetime.timedelta, such as minutes=30"
         ) from None
-    if limit <= timedelta(0):
+    if not is_timeout(limit):
         given = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
         raise ValueError(
-            f"timeout: expected a positive duration, such as minutes=30, got ({given})"
+            "timeout: expected a positive duration, such as minutes=30, of at most 100 years, "
+            f"got ({given})"
         )
     return limit
 

@@ -38,7 +38,8 @@ def _arguments() -> None:
     refuses(ValueError, "outer: expected", outer="zero2")
     refuses(ValueError, "accumulation: expected", accumulation="host")
     refuses(ValueError, "zero3_size: expected a divisor of the group size 2", zero3_size=3)
-    refuses(ValueError, "timeout: expected a positive", timeout=timedelta(0))
+    for timeout in (timedelta(0), timedelta.max):
+        refuses(ValueError, "timeout: expected a positive", timeout=timeout)
     refuses(TypeError, "expected a ProcessGroup", process_group="world")
     with pytest.raises(ValueError, match="floating-point"):
         MixedPrecision(param_dtype=torch.int32)

@@ -240,6 +240,7 @@ def _refusals() -> None:
         ({"seconds": 0}, ValueError),
         ({"minutes": -1}, ValueError),
         ({"days": 10**12}, ValueError),
+        ({"days": 999_999_999}, ValueError),
         ({"seconds": float("nan")}, ValueError),
         ({"years": 1}, TypeError),
         ({"minutes": "30"}, TypeError),
