@@ -29,6 +29,7 @@ class Exchange:
         """Collective over each group of the placement if `on_device`, which makes new groups."""
         self.rank = placement.rank
         self._operations = operations
+        self.is_apart = on_device
         self._groups = [_on_host(g) for g in placement.groups] if on_device else placement.groups
         self._subject = _SUBJECT
 

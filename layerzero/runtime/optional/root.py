@@ -140,6 +140,10 @@ class OptionalRoot(RootState):
         return on_output_gradient
 
     def _tell_others(self, error: BaseException | None) -> None:
+        if self.operations.recovery is not None and not self.agreement.is_apart:
+            # Whatever the others wait for, an exchange or a gather: recovery.py ends it.
+            super()._tell_others(error)
+            return
         # Not for an interrupt, after which the others may be gone.
         is_own = error is None or isinstance(error, Exception)
         if self.operations.failure is None and isinstance(error, PeerRaised):
