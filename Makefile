@@ -67,7 +67,7 @@ soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_state_machine.py \
 		tests/distributed/test_no_growth.py tests/distributed/test_transactional_steps.py \
 		tests/distributed/test_nonfinite.py tests/distributed/test_memory_budget.py \
-		tests/distributed/test_ledger_on_a_device.py --slow --seeds $(SEEDS) $(ARGS)
+		tests/distributed/test_ledger_on_a_device.py tests/distributed/test_ledger_modes.py --slow --seeds $(SEEDS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --kills $(KILLS)
 
 # Also writes the matrix into docs/reference/reliability.md, if all of its cells pass.

@@ -140,7 +140,7 @@ def test_flipped_bits_are_found_on_other_numbers_of_ranks(ranks: int) -> None:
 @pytest.mark.slow
 def test_ten_thousand_flipped_bits(request: pytest.FixtureRequest) -> None:
     """With `--seeds 200` (make soak); without, a few hundred."""
-    scale = max(4, request.config.getoption("seeds") // 2)
+    scale = max(2, request.config.getoption("seeds") // 2)
     two = dict.fromkeys(TWO_RANKS, 15 * scale)
     four = dict.fromkeys(FOUR_RANKS, 8 * scale)
     found = run_ranks(2, _flip_under, two, 3, timeout=7200.0)[0]

@@ -45,10 +45,13 @@ def _arguments(case: str, setting: str) -> dict[str, Any]:
     return arguments
 
 
-def _of_rank(cases: list[str], settings: list[str]) -> dict[Any, tuple[Measured, Any]]:
-    """What each case takes on this rank; and its plan, if it is this rank's turn to make it."""
-    found: dict[Any, tuple[Measured, Any]] = {}
-    keys = [(case, setting) for case in cases for setting in settings]
+Key = tuple[str, str]
+"""A model and a setting."""
+
+
+def _of_rank(keys: list[Key], steps: int) -> dict[Key, tuple[Measured, Any]]:
+    """What each takes on this rank; and its plan, if it is this rank's turn to make it."""
+    found: dict[Key, tuple[Measured, Any]] = {}
     for case, setting in keys:
         torch.manual_seed(0)
         of_case = CASES[case]
@@ -58,9 +61,7 @@ def _of_rank(cases: list[str], settings: list[str]) -> dict[Any, tuple[Measured,
                 of_case.batch(),
                 SETTINGS[setting][1],
                 _arguments(case, setting),
-                # With several reductions in flight, or units of very different sizes, it is
-                # seldom that all of what the peak needs is late at once.
-                steps=100 if setting == "several" else 40 if case == "odd" else 10,
+                steps=steps,
                 in_order=setting == "on demand",  # Without prefetch nothing else waits for it.
             ),
             None,
@@ -78,24 +79,32 @@ def _of_rank(cases: list[str], settings: list[str]) -> dict[Any, tuple[Measured,
     return found
 
 
-def _compare(cases: list[str], settings: list[str], timeout: float) -> list[str]:
-    """The ratios of planned to measured bytes that are off by more than 5 %."""
-    wrong, total = [], 0
+def _ratios(keys: list[Key], steps: int, timeout: float) -> dict[Key, tuple[float, float]]:
+    """Planned over measured bytes: at the peak, and between steps."""
+    found = {}
     for num_ranks in (2, 4):
-        chosen = [name for name in settings if SETTINGS[name][0] == num_ranks]
-        if not chosen:
-            continue
-        ranks = run_ranks(num_ranks, _of_rank, cases, chosen, timeout=timeout)
-        for key in ranks[0]:
+        chosen = [key for key in keys if SETTINGS[key[1]][0] == num_ranks]
+        ranks = run_ranks(num_ranks, _of_rank, chosen, steps, timeout=timeout) if chosen else []
+        for key in chosen:
             plan = next(of[key][1] for of in ranks if of[key][1] is not None)
             peak = plan.peak_bytes / max(of[key][0].peak for of in ranks)
-            resting = plan.resting_bytes / max(of[key][0].resting for of in ranks)
-            total += 1
-            print(f"{key}: peak {peak:.3f}, resting {resting:.3f} of the measured bytes")
-            if abs(peak - 1) > 0.05 or abs(resting - 1) > 0.05:
-                wrong.append(f"{key}: peak {peak:.3f}, resting {resting:.3f}")
-    assert total == len(cases) * len(settings)
-    return wrong
+            found[key] = peak, plan.resting_bytes / max(of[key][0].resting for of in ranks)
+            print(f"{key}: peak {peak:.3f}, resting {found[key][1]:.3f} of the measured bytes")
+    return found
+
+
+def _compare(cases: list[str], settings: list[str], timeout: float) -> list[str]:
+    """The ratios of planned to measured bytes that are off by more than 5 %."""
+    keys = [(case, setting) for case in cases for setting in settings]
+    found = _ratios(keys, 10, timeout)
+    # The peak needs several threads to be late at once, which some models seldom have: what was
+    # not reached may be in more steps. What was exceeded stays exceeded.
+    found |= _ratios([key for key in keys if found[key][0] > 1.05], 150, timeout)
+    return [
+        f"{key}: peak {peak:.3f}, resting {resting:.3f}"
+        for key, (peak, resting) in found.items()
+        if abs(peak - 1) > 0.05 or abs(resting - 1) > 0.05
+    ]
 
 
 def test_the_planned_peak_is_the_measured_one() -> None:
