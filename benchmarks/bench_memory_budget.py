@@ -28,6 +28,7 @@ from common import (
     run_on_ranks,
 )
 from engines import Transformer, TransformerBlock
+from traffic import SentBytes
 
 from layerzero import ZeRO3
 
@@ -78,8 +79,6 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Run on each rank: milliseconds a step, bytes that a step sends, and choices, by name."""
-    from tests.harness.traffic import SentBytes
-
     free, step = make_step("1TB", args)
     for _ in range(LEARNED):
         step()
@@ -95,7 +94,7 @@ def measure(args: argparse.Namespace) -> tuple[Any, Any, Any]:
             step()
         with SentBytes() as count:
             step()
-        sent[name] = count.nbytes
+        sent[name] = sum(count.by_group.values())
 
     def step_ms(name: str) -> float:
         gc.collect()

@@ -131,9 +131,11 @@ def _backward(model: nn.Module) -> None:
 def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
     model = _sharded(units, count, per_rank)
     optimizer = AdamW(model.parameters(), lr=1e-3, state=state)
-    optimizer.clip_grad_norm_(1.0)  # From now on the norm is summed inside backward.
     _backward(model)
+    optimizer.clip_grad_norm_(1.0)  # From now on the norm is summed inside backward.
     optimizer.step()
+    optimizer.zero_grad()
+    _backward(model)
     flats = optimizer._flats or []
     handles = _handles(model)
 
@@ -201,12 +203,25 @@ def _on_dtensors(units: int, count: int, per_rank: int, options: dict[str, bool]
 
 def _keeping_gradients(model: nn.Module) -> Callable[[], None]:
     """A function that puts back what zero_grad dropped: parts of one buffer, as delivered."""
+    # As autograd reads and writes them: a norm summed in backward counts for a gradient that the
+    # program has not taken from `.grad`.
+    grad = vars(torch._C.TensorBase)["grad"]
     parameters = [*model.parameters()]
-    kept = [parameter.grad for parameter in parameters]
+    kept = [grad.__get__(parameter) for parameter in parameters]
 
     def between() -> None:
+        buffers: dict[int, Tensor] = {}
         for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
+            base = gradient._base
+            if base is not None:
+                # In a buffer of its own: zero_grad has taken the one before from `.grad`.
+                if id(base) not in buffers:
+                    buffers[id(base)] = base.detach().clone()
+                buffer = buffers[id(base)]
+                gradient = buffer.as_strided(
+                    gradient.shape, gradient.stride(), gradient.storage_offset()
+                )
+            grad.__set__(parameter, gradient)
 
     return between
 
