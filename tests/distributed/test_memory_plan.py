@@ -96,7 +96,7 @@ def _ratios(keys: list[Key], steps: int, timeout: float) -> dict[Key, tuple[floa
 def _compare(cases: list[str], settings: list[str], timeout: float) -> list[str]:
     """The ratios of planned to measured bytes that are off by more than 5 %."""
     keys = [(case, setting) for case in cases for setting in settings]
-    found = _ratios(keys, 10, timeout)
+    found = _ratios(keys, 5, timeout)
     # The peak needs several threads to be late at once, which some models seldom have: what was
     # not reached may be in more steps. What was exceeded stays exceeded.
     found |= _ratios([key for key in keys if found[key][0] > 1.05], 150, timeout)
