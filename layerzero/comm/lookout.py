@@ -72,10 +72,6 @@ class Lookout:
         self._thread: threading.Thread | None = None
         self._slow = SlowWaits()
 
-    def watch(self, places: Mapping[dist.ProcessGroup, str]) -> None:
-        """Watch waits on more groups, before the first of them."""
-        self._places.update(places)
-
     def begin_wait(self, collective: Waiting) -> None:
         """Register a wait that is about to begin. Cheap: the lookout's thread does the rest."""
         self.waiting.add(collective)

@@ -97,10 +97,6 @@ class Recovery:
         """Ranks, by place, whose list was answered."""
         self._answers: list[tuple[dist.Work, torch.Tensor]] = []
 
-    def watch(self, places: Mapping[dist.ProcessGroup, str], groups: Sequence[ShardGroup]) -> None:
-        """Recover messages on more groups, before the first of them. As for `__init__`."""
-        self._groups += [(places[group.process_group], group) for group in groups]
-
     # A pass fails -------------------------------------------------------------------------------
 
     def error(self, operation: str) -> PeerRaised:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -126,21 +126,6 @@ class Operations:
         self._groups = groups
         self._counts: Callable[[], CountsPasses | None] = lambda: None
         self._judge: Callable[[], ComparesPasses | None] = lambda: None
-
-    def watch(self, groups: Sequence[ShardGroup]) -> None:
-        """Let phases, the lookout and recovery see the waits on these groups of gloo, too.
-
-        Collective over groups seen the first time.
-        """
-        for group in groups:
-            self.phases.cover(group)
-        numbers = number_model(groups, torch.device("cpu"))
-        self._numbers.update(numbers)
-        places = {group: number.place for group, number in numbers.items()}
-        if self._lookout is not None:
-            self._lookout.watch(places)
-        if self.recovery is not None:
-            self.recovery.watch(places, [g for g in groups if g.process_group in places])
 
     def set_prefix(self, prefix: str) -> None:
         """Set `prefix` for the collectives that follow."""

@@ -220,7 +220,7 @@ def test_several_optimizers_resume_bitwise_at_any_number_of_ranks(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("written_by", [3])
+@pytest.mark.parametrize("written_by", [1, 3])
 def test_all_kinds_resume_bitwise(tmp_path: Path, written_by: int) -> None:
     expected = run_ranks(written_by, _write, str(tmp_path), KINDS)[0]
     for world_size in (1, 2, 4):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from layerzero import CollectiveError, ZeRO3
 from layerzero.comm import lookout
 from layerzero.runtime.optional.exchange import Exchange
-from tests.harness.internals import root_state
 from tests.harness.optional_models import (
     WIDTH,
     Backbone,
@@ -417,25 +416,6 @@ def test_an_exception_in_a_region_is_one_on_every_rank_and_the_next_step_is_righ
     has_names: bool,
 ) -> None:
     run_ranks(2, _fails_inside, has_names)
-
-
-def _exchange_apart() -> None:
-    """Not in the connections of gathers, behind which an exchange would wait; one for all models,
-    and as patient as the model."""
-    roots = []
-    for _ in range(2):
-        model = Run(three_regions(), torch.float32, timeout=TIMEOUT).model
-        roots.append((model, root_state(model)))
-    one, other = (root.agreement._exchange._groups[0] for _, root in roots)
-    placement = roots[0][1].units[0].handles[0].placement
-    assert one.process_group is other.process_group
-    assert one.process_group is not placement.groups[0].process_group
-    with roots[0][0].timeout(minutes=3):
-        assert one.limit == timedelta(minutes=3) and other.limit == TIMEOUT
-
-
-def test_exchanges_have_a_group_of_their_own() -> None:
-    run_ranks(2, _exchange_apart)
 
 
 def test_ranks_may_reach_units_in_backward_at_other_operations() -> None:

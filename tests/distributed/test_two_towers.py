@@ -30,7 +30,7 @@ def _losses(output: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_two_towers_train_like_one_process(num_ranks: int, tmp_path: Path) -> None:
     picture = tmp_path / "losses.png"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]

@@ -226,6 +226,11 @@ class Agreement:
         self.is_open = False
         self.needed = frozenset()
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether exchanges have process groups of their own."""
+        return self._exchange.is_apart
+
     def report(self, error: BaseException) -> bool:
         """This rank leaves the pass with an error: raise on ranks that exchange here, too.
 

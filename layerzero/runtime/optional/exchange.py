@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.new_groups import new_group
@@ -23,16 +21,16 @@ class Exchange:
     """Exchanges integers between the ranks of one placement.
 
     The answers decide what the host does next, so they must not come from the device: reading them
-    would block the host until the device has come to it. Nor may they wait behind a gather in the
-    same connection. So exchanges have gloo groups of their own, which models share.
+    would block the host until the device has come to it. Where the model is on one, the exchange
+    has gloo groups of its own.
     """
 
-    def __init__(self, placement: Placement, operations: Operations) -> None:
-        """Collective over each group of the placement seen the first time: makes a new one."""
+    def __init__(self, placement: Placement, operations: Operations, on_device: bool) -> None:
+        """Collective over each group of the placement if `on_device`, which makes new groups."""
         self.rank = placement.rank
         self._operations = operations
-        self._groups = [_on_host(group) for group in placement.groups]
-        operations.watch(self._groups)
+        self.is_apart = on_device
+        self._groups = [_on_host(g) for g in placement.groups] if on_device else placement.groups
         self._subject = _SUBJECT
 
     def name(self, addition: str) -> None:
@@ -60,14 +58,8 @@ class Exchange:
         return gather_texts(text, self.rank, self._groups, _HOST, _SUBJECT)
 
 
-_made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""The group for exchanges of each group of a placement."""
-
-
 def _on_host(group: ShardGroup) -> ShardGroup:
-    process_group = _made.get(group.process_group)
-    if process_group is None:
-        process_group = _made[group.process_group] = new_group(
-            group.ranks, "gloo", group.timeout, description="layerzero optional modules"
-        )
+    process_group = new_group(
+        group.ranks, "gloo", group.timeout, description="layerzero optional modules"
+    )
     return ShardGroup(process_group, group.rank, group.ranks, "gloo", group.timeout)

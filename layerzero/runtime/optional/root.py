@@ -41,7 +41,8 @@ class OptionalRoot(RootState):
     def _make_exchange(self) -> Exchange:
         """An exchange between the ranks of the model. Collective where it makes new groups."""
         placement = next(h.placement for unit in self.units for h in unit.handles)
-        return Exchange(placement, self.operations)
+        on_device = self.streams.are_apart or self.device.type != "cpu"
+        return Exchange(placement, self.operations, on_device)
 
     def _agree_on(
         self, regions: OptionalRegions, exchange: Exchange, make: type[Agreement] = Agreement
@@ -139,7 +140,7 @@ class OptionalRoot(RootState):
         return on_output_gradient
 
     def _tell_others(self, error: BaseException | None) -> None:
-        if self.operations.recovery is not None:
+        if self.operations.recovery is not None and not self.agreement.is_apart:
             # Whatever the others wait for, an exchange or a gather: recovery.py ends it.
             super()._tell_others(error)
             return
