@@ -150,7 +150,7 @@ def _refuse_unplanned(wish: Wish) -> None:
             "plan_memory: DTensor parameters cannot be planned yet; plan the module of one "
             "tensor-parallel rank, with its local shapes"
         )
-    for name in ("optional_modules", "verify", "memory_budget"):
+    for name in ("optional_modules", "memory_budget"):
         if wish.given[name]:
             raise NotImplementedError(
                 f"plan_memory: {name} cannot be planned yet; plan the model without"

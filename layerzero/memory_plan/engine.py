@@ -23,6 +23,8 @@ from layerzero.construct.topology import Topology
 from layerzero.core.groups import ShardGroup
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.memory_plan.transport import Pace, PlannedOperations, PlannedStreams
+from layerzero.memory_plan.verified import PlannedVerifiedContext
+from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.operations import Operations
 from layerzero.runtime.optional.regions import OptionalRegions
@@ -100,6 +102,10 @@ class _PlannedRoot(RootState):
         self._pace = pace
         self._storages = count
         self._on_accelerator = on_accelerator
+        if named["make_context"] is not RuntimeContext:
+            named["make_context"] = functools.partial(
+                PlannedVerifiedContext, count=count, on_accelerator=on_accelerator
+            )
         super().__init__(*arguments, **named)
         self._unsharded_checks.leave_out_first_forward()
 

@@ -61,12 +61,19 @@ class VerifiedContext(RuntimeContext):
         self._is_watching = False
         self._wire = Wire(self.device, self.operations)
         self._resting = Resting(self._units)
-        self._packed = Packed(self._units)
+        self._packed = Packed(self._units, self._keep)
         self._checksums: dict[int, tuple[weakref.ref[torch.Tensor], int, Checksums]] = {}
         """Of shards that were sent in this step, by id: the shard, its version, the checksum."""
+        self._watch_steps()
+
+    def _watch_steps(self) -> None:
+        """Have `after_step` called."""
         _contexts.add(self)
         if not _hooks:
             _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+    def _keep(self, checksums: torch.Tensor) -> Checksums:
+        return kept(checksums)
 
     def _units(self) -> Sequence[Unit]:
         root: Any = self.owner()
@@ -104,14 +111,14 @@ class VerifiedContext(RuntimeContext):
         if known is not None and known[0]() is shard and known[1] == version:
             return known[2]
         noted = self._resting.checksum_of(shard)
-        checksum = kept(word_sums([shard])) if noted is None else [noted]
+        checksum = self._keep(word_sums([shard])) if noted is None else [noted]
         self._checksums[id(shard)] = weakref.ref(shard), version, checksum
         return checksum
 
     def _gathered(
         self, operation: Operation, group: ShardGroup, sent: Checksums, full: torch.Tensor
     ) -> None:
-        self._wire.note(operation, group, sent, kept(word_sums(full.chunk(group.size))))
+        self._wire.note(operation, group, sent, self._keep(word_sums(full.chunk(group.size))))
 
     def pack(self, out: torch.Tensor, srcs: Sequence[torch.Tensor], segs: Segments) -> None:
         """`pack_`, with the checksums of what is sent."""
@@ -140,7 +147,7 @@ class VerifiedContext(RuntimeContext):
         if packed is None:
             own = chunks.chunk(group.size)
             chosen = own if order is None else [own[place] for place in order]
-            packed = kept(_of_peers(chosen, group))
+            packed = self._keep(_of_peers(chosen, group))
         sent = packed
 
         def check_and_add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
@@ -149,7 +156,7 @@ class VerifiedContext(RuntimeContext):
             else:
                 received = _of_peers(parts, group)
                 add(summed, parts, scale)
-            self._wire.note(operation, group, sent, kept(received))
+            self._wire.note(operation, group, sent, self._keep(received))
 
         return collectives.reduce_in_order(
             chunks, group, operation, scale, order, out, check_and_add

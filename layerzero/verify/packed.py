@@ -10,7 +10,7 @@ import torch
 
 from layerzero.ops import Segments, checked_pack_, pack_
 from layerzero.runtime.unit import Unit
-from layerzero.verify.wire import Checksums, kept
+from layerzero.verify.wire import Checksums
 
 
 class _Sending(NamedTuple):
@@ -26,9 +26,16 @@ class _Sending(NamedTuple):
 class Packed:
     """The checksums of gradient buffers that are packed and not sent yet."""
 
-    def __init__(self, units: Callable[[], Sequence[Unit]]) -> None:
-        """`units`: returns those of the model; must not keep it alive."""
+    def __init__(
+        self, units: Callable[[], Sequence[Unit]], keep: Callable[[torch.Tensor], Checksums]
+    ) -> None:
+        """
+        Args:
+            units: returns those of the model. Neither function may keep it alive.
+            keep: as `wire.kept`.
+        """
         self._units = units
+        self._keep = keep
         self._buffers: dict[int, _Sending] = {}
         """By id of the buffer."""
         self._checksums: dict[int, tuple[int, Checksums]] = {}
@@ -45,7 +52,7 @@ class Packed:
         order, own = sending.order, sending.own
         sums = checked_pack_(out, srcs, segs, len(order), skip=order[own])
         in_order = order == sorted(order)
-        self._checksums[id(out)] = out._version, kept(sums if in_order else sums[order])
+        self._checksums[id(out)] = out._version, self._keep(sums if in_order else sums[order])
 
     def take(self, buffer: torch.Tensor) -> Checksums | None:
         """The checksums of what each rank receives of `buffer`, 0 for this rank itself.

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import optimizer
 
 import layerzero
 from layerzero import OffloadPolicy, ZeRO3, plan_memory
@@ -78,6 +79,14 @@ def test_an_accelerator_that_is_not_here_is_planned(plan: Any) -> None:
     assert there.device.type == "cuda" and there.resting_bytes == plan.resting_bytes
     # A reduction there needs its result beside its input; on gloo, all received parts.
     assert there.resting_bytes < there.peak_bytes < plan.peak_bytes
+
+
+def test_verification_on_an_accelerator_sums_what_the_backend_would_and_keeps_checksums() -> None:
+    of: dict[str, Any] = {"world_size": 4, "batch": BATCH, "optimizer": "sgd", "device": "cuda"}
+    plain = plan_memory(_tower(), **of, **UNITS)
+    checked = plan_memory(_tower(), **of, verify="always", **UNITS)
+    assert checked.peak_bytes > plain.peak_bytes and checked.resting_bytes > plain.resting_bytes
+    assert checked.by_kind["other"][1] > plain.by_kind["other"][1]
 
 
 def test_ignored_and_frozen_parts_are_counted_as_such() -> None:
@@ -147,7 +156,7 @@ class _Reads(nn.Module):
         ({"module": nn.LSTM(4, 4)}, NotImplementedError, "LSTM"),
         ({"module": _Reads(), "batch": torch.empty(2, 4)}, ValueError, "depends on values"),
         ({"module": nn.Linear(4, 4).requires_grad_(False)}, ValueError, "requires grad"),
-        ({"verify": "always"}, NotImplementedError, "verify cannot be planned yet"),
+        ({"verify": "often"}, ValueError, "verify: expected"),
         ({"module": "tower"}, TypeError, "expected an nn.Module"),
         ({"device": "cuda", "offload": OffloadPolicy(params=True)}, NotImplementedError, "offload"),
     ],
@@ -181,7 +190,11 @@ def test_nothing_is_left_changed(default_group: None) -> None:
     dicts = {name: sorted(inner.__dict__) for name, inner in tower.named_modules()}
     resize, random = torch.UntypedStorage.resize_, torch.get_rng_state()
     group, threads = dist.group.WORLD, threading.active_count()
-    plan_memory(tower, world_size=8, zero3_size=4, batch=BATCH, device="cpu", **UNITS)
+    after_steps = dict(optimizer._global_optimizer_post_hooks)
+    plan_memory(
+        tower, world_size=8, zero3_size=4, batch=BATCH, device="cpu", verify="always", **UNITS
+    )
+    assert optimizer._global_optimizer_post_hooks == after_steps
     assert dist.group.WORLD is group and dist.get_world_size() == 1
     assert len(dist.distributed_c10d._world.pg_names) == 1
     assert threading.active_count() == threads
