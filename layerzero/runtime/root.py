@@ -499,10 +499,18 @@ class RootState:
         self.reducer.forget_sums()
 
     def _is_alone(self) -> bool:
-        """Whether the pass had no collective, and needs none: then it concerns this rank only."""
+        """Whether the pass had no collective, and needs none: then it concerns this rank only.
+
+        Not where units are gathered, also before the first gather: a unit that stayed from an
+        earlier micro-batch is freed here alone, and gathered once more when the pass is run again.
+        """
         operations = self.operations
         no_collective = operations.count == self._count_before and not operations.is_stopped
-        return no_collective and not self.reducer.requires_sync
+        return (
+            no_collective
+            and not self.reducer.requires_sync
+            and all(h.placement.shard_group.size == 1 for unit in self.units for h in unit.handles)
+        )
 
     def _end_pass(self) -> None:
         self.backward.forget_passes()

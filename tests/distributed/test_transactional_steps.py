@@ -215,13 +215,17 @@ def _fails_on_one(places: list[int], settings: list[Settings], parts: tuple[int,
 
 
 def test_a_rank_that_runs_out_of_memory_ends_the_pass_of_all_and_all_retry() -> None:
-    texts = run_ranks(2, _fails_on_one, [70], SETTINGS[:1], (2,))
+    """Rank 0 before its first gather, when a unit is full from the micro-batch before; rank 1 in
+    backward."""
+    texts = run_ranks(2, _fails_on_one, [2, 70], SETTINGS[:1], (1,))
+    assert len(texts[0]) == 2
     for own, other in zip(*texts, strict=True):
         assert {each.partition(":")[0] for each in (own, other)} == {
             "OutOfMemoryError",
             "PeerRaised",
         }
-    assert any("rank 0 raised an exception in backward" in text for text in texts[1])
+    assert "rank 0 raised OutOfMemoryError" in texts[1][0]
+    assert "rank 1 raised an exception in backward" in texts[0][1]
 
 
 @pytest.mark.slow
