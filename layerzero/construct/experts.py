@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -47,21 +47,26 @@ def _key(group: Group | None) -> object:
     return (ranks_of(group), shape if len(shape) == 2 else ())
 
 
-def find_experts(plans: Sequence[UnitPlan], process_group: Group | None) -> dict[int, Group]:
+def find_experts(
+    plans: Sequence[UnitPlan], everyone_of_model: Callable[[], tuple[int, ...]]
+) -> dict[int, Group]:
     """The expert-data group of each expert unit, keyed by id(plan). Not collective.
 
-    Units inside an expert unit are experts as well. A unit whose group has all ranks of
-    `process_group` is not an expert.
+    Units inside an expert unit are experts as well. A unit whose group has all ranks of the model
+    is not an expert.
+
+    Args:
+        everyone_of_model: returns the ranks that share the model.
 
     Raises:
-        ValueError, TypeError: a group is invalid or has ranks outside `process_group`; an expert's
+        ValueError, TypeError: a group is invalid or has ranks outside the model's; an expert's
             parameter is tied to one of another group; an expert's DTensor is not sharded over
             ranks outside its group.
         NotImplementedError: both experts and other units have DTensors.
     """
     if all(plan.existing is not None or _own_group(plan) is None for plan in plans):
         return {}
-    everyone = ranks_of(process_group)
+    everyone = everyone_of_model()
     found: dict[int, Group] = {}
     for plan in plans:
         group = None if plan.existing is not None else _own_group(plan)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -98,7 +98,7 @@ def find_optional(
     mean: object,
     plans: Sequence[UnitPlan],
     experts: Mapping[int, Group],
-    process_group: Group | None,
+    everyone: Callable[[], tuple[int, ...]],
 ) -> OptionalModules:
     """Find and check the optional modules of `root`. Not collective; raises nothing.
 
@@ -106,7 +106,7 @@ def find_optional(
         given: the `optional_modules` argument of `ZeRO3`.
         mean: its `optional_mean`.
         experts: the expert-data group of each expert unit, keyed by id(plan).
-        process_group: the ranks that share the model.
+        everyone: returns the ranks that share the model.
 
     Returns:
         What was found; its `failure` is a ValueError or TypeError if an argument is refused.
@@ -122,7 +122,7 @@ def find_optional(
         modules.update((name, names.module_of[name]) for kept in nested for name in kept.names)
         chosen = _common_mean(mean, bool(listed), [kept.mean for kept in nested])
         for name, module in modules.items():
-            _check_units(name, module, plans, experts, ranks_of(process_group))
+            _check_units(name, module, plans, experts, everyone())
             _warn_of_own_collectives(name, module)
         if not modules and chosen != "all":
             text = f"optional_mean={chosen!r} has no effect: no optional_modules were given"

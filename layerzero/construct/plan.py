@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,7 @@ from layerzero.construct.arguments import Arguments
 from layerzero.construct.device import resolve_device
 from layerzero.construct.dtensor_mesh import tensor_parallel_mesh
 from layerzero.construct.expert_numbers import ExpertLists
-from layerzero.construct.experts import Group, find_experts
+from layerzero.construct.experts import Group, find_experts, ranks_of
 from layerzero.construct.optional import OptionalModules, find_optional
 from layerzero.construct.unit_arguments import UnitArguments, effective_offload
 from layerzero.construct.wrap import UnitPlan, Visit, has_forward, plan_units
@@ -50,10 +51,15 @@ class WrapPlan:
         return max(len(list(unit.ancestors())) for unit in self.units)
 
 
-def plan_wrapping(module: nn.Module, given: Arguments) -> WrapPlan:
+def plan_wrapping(
+    module: nn.Module, given: Arguments, everyone: Callable[[], tuple[int, ...]] | None = None
+) -> WrapPlan:
     """Find the units of `module`. Changes nothing and is not collective, with one exception.
 
     A module whose wrapper is gone is unwrapped first, which is collective.
+
+    Args:
+        everyone: returns the ranks that share the model; None: those of `given.process_group`.
 
     Raises:
         ValueError, TypeError: a bad policy or argument of one unit, or a parameter that cannot be
@@ -69,11 +75,12 @@ def plan_wrapping(module: nn.Module, given: Arguments) -> WrapPlan:
     ignored = nested_ignored(module).and_also(given.ignored_modules, ignored_parameters)
     units, visits = plan_units(module, given.auto_wrap_policy, ignored.modules, ignored.parameters)
     _check_containers(units)
-    experts = find_experts(units, given.process_group)
+    everyone = everyone or functools.partial(ranks_of, given.process_group)
+    experts = find_experts(units, everyone)
     expert_lists = ExpertLists(module, units)
     dense = [unit for unit in units if id(unit) not in experts]
     optional = find_optional(
-        module, given.optional_modules, given.optional_mean, units, experts, given.process_group
+        module, given.optional_modules, given.optional_mean, units, experts, everyone
     )
     mesh = tensor_parallel_mesh(dense, given.process_group)
     device = resolve_device(given.device, units, given.group, mesh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from layerzero.memory_plan.transport import Pace, PlannedGroups
 from layerzero.runtime.unit import get_unit
 
 _CPU = torch.device("cpu")
+_MODULES = ("ignored_modules", "ignored_parameters", "optional_modules")
+"""Arguments that list modules or parameters."""
 
 
 class Wish(NamedTuple):
@@ -65,12 +67,16 @@ def check_wish(given: dict[str, Any], unknown: Mapping[str, Any], world_size: in
     check_outer(given["outer"])
     check_zero3_size(given["zero3_size"])
     device = _device(given["device"])
+    # They are read several times.
+    given = {**given, **{k: tuple(given[k]) for k in _MODULES if isinstance(given[k], Iterator)}}
     module = given["module"]
     wish = Wish(module, {**given, "process_group": None, "device": _CPU}, world_size, device)
     everyone = PlannedGroups(0, "gloo", Pace())(range(world_size))
     arguments = _checked(wish.given, unknown, everyone)
     _refuse_unplanned(wish)
-    plan = plan_wrapping(module, arguments)
+    plan = plan_wrapping(module, arguments, lambda: everyone.ranks)
+    if plan.optional.failure is not None:
+        raise plan.optional.failure
     if plan.experts:
         raise NotImplementedError(
             "plan_memory: units with a process_group of their own (experts) cannot be planned yet"
@@ -93,7 +99,7 @@ def prepare(wish: Wish, rank: int) -> Prepared:
         "sync_module_states": False,
     }
     arguments = _checked(given, {}, everyone)
-    plan = plan_wrapping(copied, arguments)
+    plan = plan_wrapping(copied, arguments, lambda: everyone.ranks)
     size = arguments.zero3_size or wish.world_size
     table = [list(range(at, at + size)) for at in range(0, wish.world_size, size)]
 
@@ -150,7 +156,7 @@ def _refuse_unplanned(wish: Wish) -> None:
             "plan_memory: DTensor parameters cannot be planned yet; plan the module of one "
             "tensor-parallel rank, with its local shapes"
         )
-    for name in ("optional_modules", "memory_budget"):
+    for name in ("memory_budget",):
         if wish.given[name]:
             raise NotImplementedError(
                 f"plan_memory: {name} cannot be planned yet; plan the model without"
@@ -181,7 +187,7 @@ def _of_copy(wish: Wish, copied: nn.Module, copies: Mapping[int, Any]) -> dict[s
         return ask
 
     result = {**given}
-    for name in ("ignored_modules", "ignored_parameters"):
+    for name in _MODULES:
         result[name] = tuple(copy_of(each) for each in given[name])
     policy = given["auto_wrap_policy"]
     if policy is not None:

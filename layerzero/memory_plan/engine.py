@@ -22,12 +22,21 @@ from layerzero.construct.same_start import Digests
 from layerzero.construct.topology import Topology
 from layerzero.core.groups import ShardGroup
 from layerzero.memory_budget.storages import StorageCount
-from layerzero.memory_plan.transport import Pace, PlannedOperations, PlannedStreams
+from layerzero.memory_plan.transport import (
+    Pace,
+    PlannedExchange,
+    PlannedOperations,
+    PlannedStreams,
+)
 from layerzero.memory_plan.verified import PlannedVerifiedContext
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.operations import Operations
-from layerzero.runtime.optional.regions import OptionalRegions
+from layerzero.runtime.optional.exchange import Exchange
+from layerzero.runtime.optional.make_root import make_root
+from layerzero.runtime.optional.reducer import OptionalReducer, OptionalSeveralInFlight
+from layerzero.runtime.optional.root import OptionalRoot
+from layerzero.runtime.optional.scheduler import OptionalScheduler
 from layerzero.runtime.passes import ForwardCall
 from layerzero.runtime.reducer import GradientReducer
 from layerzero.runtime.reduction import Reduction
@@ -58,13 +67,27 @@ class PlannedModel(ZeRO3):
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
         units = build_units(plan, topology, arguments, materializer, digests)
+        of: dict[str, Any] = {"count": count, "pace": pace, "on_accelerator": on_accelerator}
         make = functools.partial(
-            _PlannedRoot, count=count, pace=pace, on_accelerator=on_accelerator
+            make_root,
+            plain=functools.partial(_PlannedRoot, **of),
+            optional=functools.partial(_PlannedOptionalRoot, **of),
         )
         root = join_units(units, plan, topology, arguments, make)
         self.__dict__["prefetch_limit"] = root.context.limiter.budget
         materializer.fill_the_rest(module)
         self._become(module, root)
+
+    def refuse_skipped(self) -> None:
+        """Raise ValueError if the forward has entered not all optional modules."""
+        scheduler = self._root_state.scheduler
+        assert isinstance(scheduler, _PlannedScheduler), "made by a planned root"
+        for unit in self._root_state.units:
+            if unit.is_optional and unit.handles and unit not in scheduler.used:
+                raise ValueError(
+                    f"plan_memory: this batch does not enter {unit.fqn!r} of optional_modules; "
+                    "the fullest rank enters all of them: plan with a batch that does"
+                )
 
     @property
     def handles(self) -> Iterator[FlatParamHandle]:
@@ -96,7 +119,6 @@ class _PlannedRoot(RootState):
         count: StorageCount,
         pace: Pace,
         on_accelerator: bool,
-        regions: OptionalRegions | None,
         **named: Any,
     ) -> None:
         self._pace = pace
@@ -123,14 +145,14 @@ class _PlannedRoot(RootState):
         forward_depth: int,
         backward_prefetch: BackwardPrefetch | None,
         budget_is_default: bool,
-    ) -> UnshardScheduler:
+    ) -> _PlannedScheduler:
         scheduler = _PlannedScheduler(
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
         )
         scheduler.count_in(self._storages)
         return scheduler
 
-    def _make_reducer(self, policy: ReductionPolicy) -> GradientReducer:
+    def _make_reducer(self, policy: ReductionPolicy) -> _CountedReducer:
         reducer = make_reducer(self.context, self.units, policy, _Planned, _PlannedSeveral)
         assert isinstance(reducer, _CountedReducer)
         reducer.count_in(self._storages)
@@ -148,14 +170,16 @@ class _PlannedRoot(RootState):
 
 
 class _PlannedScheduler(UnshardScheduler):
-    """Notes whose backward begins."""
+    """Notes which units are used, and whose backward begins."""
 
     def count_in(self, count: StorageCount) -> None:
         self._storages = count
+        self.used: set[Unit] = set()
 
     def ensure_unsharded(self, unit: Unit, prefetches: bool, in_backward: bool) -> None:
         if in_backward:
             self._storages.now_at(name_of(unit), "backward")
+        self.used.add(unit)
         super().ensure_unsharded(unit, prefetches, in_backward)
 
 
@@ -186,6 +210,40 @@ class _Planned(_CountedReducer):
 
 class _PlannedSeveral(_CountedReducer, SeveralInFlight):
     """Several in flight."""
+
+
+class _PlannedOptionalScheduler(_PlannedScheduler, OptionalScheduler):
+    """With optional units."""
+
+
+class _PlannedOptional(_CountedReducer, OptionalReducer):
+    """With optional units."""
+
+
+class _PlannedOptionalSeveral(_PlannedOptional, OptionalSeveralInFlight):
+    """With optional units, several in flight."""
+
+
+class _PlannedOptionalRoot(_PlannedRoot, OptionalRoot):
+    """With optional units; every rank enters those that this one enters."""
+
+    scheduler: _PlannedOptionalScheduler
+    reducer: _PlannedOptional
+
+    def _make_scheduler(self, *arguments: Any, **named: Any) -> _PlannedOptionalScheduler:
+        scheduler = _PlannedOptionalScheduler(self.context, self.units, *arguments, **named)
+        scheduler.count_in(self._storages)
+        return scheduler
+
+    def _make_reducer(self, policy: ReductionPolicy) -> _PlannedOptional:
+        classes = _PlannedOptional, _PlannedOptionalSeveral
+        reducer = make_reducer(self.context, self.units, policy, *classes)
+        assert isinstance(reducer, _PlannedOptional), "one of the two"
+        reducer.count_in(self._storages)
+        return reducer
+
+    def _make_exchange(self) -> Exchange:
+        return PlannedExchange(next(h.placement for u in self.units for h in u.handles).rank)
 
 
 def name_of(unit: Unit) -> str:

@@ -64,12 +64,14 @@ class PlannedRank:
         """Run a first step, then the one that is planned, in both orders of what is concurrent.
 
         Raises:
-            ValueError: the model reads values, or no output requires grad.
+            ValueError: the model reads values, no output requires grad, or the batch enters not all
+                optional modules.
         """
         with self._hollow():
             args, kwargs = allocated(batch)
             step = _Step(self.model, self._count, self._optimizer, self._on_accelerator)
             step(args, kwargs)
+            self.model.refuse_skipped()
             peaks = []
             for is_late in (True,) if self._on_accelerator else (True, False):
                 gc.collect(_YOUNG)

@@ -26,6 +26,7 @@ from layerzero.comm.streams import (
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import DEFAULT_TIMEOUT, ShardGroup
 from layerzero.runtime.operations import Operations
+from layerzero.runtime.optional.exchange import Exchange
 from layerzero.runtime.phases import Phases
 
 
@@ -108,6 +109,20 @@ class PlannedOperations(Operations):
 
     def next_on_host(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         return self.next(verb, unit, group)
+
+
+class PlannedExchange(Exchange):
+    """Every rank does what this one does."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.is_apart = False
+
+    def name(self, addition: str) -> None:
+        pass
+
+    def __call__(self, row: Sequence[int]) -> list[list[int]]:
+        return [list(row)]
 
 
 class Pace:

@@ -115,6 +115,25 @@ def test_ignored_and_frozen_parts_are_counted_as_such() -> None:
     assert plan.by_kind["optimizer state"][0] == pytest.approx(of_state, rel=0.01)
 
 
+def test_a_plan_with_optional_modules_needs_a_batch_that_enters_them() -> None:
+    class Skips(Tower):
+        def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
+            return self.head(x if skips else self.blocks[0](x))
+
+    module = Skips(depth=1)
+
+    def planned(batch: Any, **of: Any) -> Any:
+        # An iterator is read once.
+        of = {"optional_modules": iter(module.blocks), **of}
+        return plan_memory(module, world_size=2, batch=batch, device="cpu", **of, **UNITS)
+
+    with pytest.raises(ValueError, match=r"does not enter 'blocks\.0' of optional_modules"):
+        planned(((BATCH,), {"skips": True}))
+    plan = planned(BATCH)
+    assert plan.peak_bytes == planned(BATCH, optional_modules=()).peak_bytes
+    assert plan.peak_unit == "blocks.0"
+
+
 @pytest.mark.slow
 def test_batches_are_args_and_kwargs_a_tensor_or_a_dict() -> None:
     gpt, tokens = Gpt(32, 1), torch.empty(2, 9, dtype=torch.int64)
@@ -157,6 +176,8 @@ class _Reads(nn.Module):
         ({"module": _Reads(), "batch": torch.empty(2, 4)}, ValueError, "depends on values"),
         ({"module": nn.Linear(4, 4).requires_grad_(False)}, ValueError, "requires grad"),
         ({"verify": "often"}, ValueError, "verify: expected"),
+        ({"optional_modules": [nn.Linear(4, 4)]}, ValueError, "not inside the wrapped Linear"),
+        ({"optional_modules": [4]}, TypeError, "optional_modules"),
         ({"module": "tower"}, TypeError, "expected an nn.Module"),
         ({"device": "cuda", "offload": OffloadPolicy(params=True)}, NotImplementedError, "offload"),
     ],

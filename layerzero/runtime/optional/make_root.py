@@ -29,14 +29,19 @@ def make_root(
     ignored: Ignored,
     regions: OptionalRegions | None,
     make_context: Callable[..., RuntimeContext],
+    plain: Callable[..., RootState] = RootState,
+    optional: Callable[..., RootState] = OptionalRoot,
 ) -> RootState:
-    """The root of `units`; without `regions` (None) no unit is optional. Not collective."""
-    make: Callable[..., RootState] = RootState
+    """The root of `units`; without `regions` (None) no unit is optional. Not collective.
+
+    `plain` makes a root without optional units, `optional` one with them.
+    """
+    make = plain
     if regions is not None:
         handles = [handle for index in regions.region_of for handle in units[index].handles]
         # Otherwise there is nothing to gather, or nobody to agree with.
         if any(handle.placement.num_ranks > 1 for handle in handles):
-            make = functools.partial(OptionalRoot, regions=regions)
+            make = functools.partial(optional, regions=regions)
     return make(
         units,
         device,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from layerzero.config import ReductionPolicy, parse_nbytes
-from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.optional.agreement import Agreement
 from layerzero.runtime.optional.regions import OptionalRegions
 from layerzero.runtime.reducer import GradientReducer
@@ -202,14 +200,5 @@ def _counts(reductions: list[Reduction], table: list[list[bool]]) -> dict[int, d
     return counts
 
 
-class _OptionalSeveralInFlight(OptionalReducer, SeveralInFlight):
+class OptionalSeveralInFlight(OptionalReducer, SeveralInFlight):
     """The same, with several units' reductions in flight."""
-
-
-def make_reducer(
-    context: RuntimeContext, units: Sequence[Unit], policy: ReductionPolicy
-) -> OptionalReducer:
-    if policy.in_flight is None:
-        return OptionalReducer(context, units, policy.accumulation)
-    nbytes = parse_nbytes(policy.in_flight)
-    return _OptionalSeveralInFlight(context, units, policy.accumulation, nbytes)

@@ -13,11 +13,12 @@ from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.optional.agreement import Agreement
 from layerzero.runtime.optional.creation_times import CreationTimes
 from layerzero.runtime.optional.exchange import Exchange
-from layerzero.runtime.optional.reducer import OptionalReducer, make_reducer
+from layerzero.runtime.optional.reducer import OptionalReducer, OptionalSeveralInFlight
 from layerzero.runtime.optional.regions import OptionalRegions
 from layerzero.runtime.optional.scheduler import OptionalScheduler
 from layerzero.runtime.passes import ForwardCall
 from layerzero.runtime.root import RootState, root_of
+from layerzero.runtime.several_reductions import make_reducer
 from layerzero.runtime.tensors import find_tensors
 from layerzero.runtime.unit import Unit
 
@@ -84,7 +85,11 @@ class OptionalRoot(RootState):
         )
 
     def _make_reducer(self, policy: ReductionPolicy) -> OptionalReducer:
-        return make_reducer(self.context, self.units, policy)
+        reducer = make_reducer(
+            self.context, self.units, policy, OptionalReducer, OptionalSeveralInFlight
+        )
+        assert isinstance(reducer, OptionalReducer), "one of the two"
+        return reducer
 
     @remembers_failure
     def begin_call(self, unit: Unit) -> ForwardCall:
