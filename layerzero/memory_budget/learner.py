@@ -66,7 +66,7 @@ class Learner:
         self._root_ref = weakref.ref(root)
         self._placement = placement
         self._budget = budget
-        self._meter: Meter = make_meter(root.device)
+        self._meter = self._make_meter(root.device)
         self._record: _Record | None = None
         self._steps: list[Timeline] = []
         self._num_steps = 0
@@ -76,6 +76,9 @@ class Learner:
         self._slack = _checksums(root)
         self._refuse_without_steps(root)
         _apply(root, Settings(), decides_sums=True)
+
+    def _make_meter(self, device: torch.device) -> Meter:
+        return make_meter(device)
 
     @property
     def _root(self) -> RootState:
@@ -229,7 +232,7 @@ class Learner:
         root = self._root
         sizes = [unit.nbytes for unit in root.units]
         timed = [unit for unit in root.units if unit.nbytes and not unit.is_optional]
-        fastest = self._highest([round(1e9 * _seconds(root, unit)) for unit in timed])
+        fastest = self._highest([round(1e9 * self._seconds(unit)) for unit in timed])
         seconds = [0.0] * len(sizes)
         groups = {id(unit.handles[0].placement.shard_group) for unit in timed}
         for group in groups:
@@ -247,6 +250,16 @@ class Learner:
         return Costs(
             sizes, seconds, never, _more_unsharded(root) if self._chooses_sums else 0, saved
         )
+
+    def _seconds(self, unit: Unit) -> float:
+        """How long a gather of the unit takes, alone. Collective; blocks the host."""
+        fastest = float("inf")
+        for _ in range(_TIMES):
+            begin = time.perf_counter()
+            self._root.pregather([unit], waits=True)
+            fastest = min(fastest, time.perf_counter() - begin)
+            unit.reshard()
+        return fastest
 
     @property
     def _chooses_sums(self) -> bool:
@@ -353,17 +366,6 @@ def _more_unsharded(root: RootState) -> int:
 
 def _decides_sums(root: RootState) -> bool:
     return root.reducer.may_decide_sums
-
-
-def _seconds(root: RootState, unit: Unit) -> float:
-    """How long a gather of the unit takes, alone. Collective; blocks the host."""
-    fastest = float("inf")
-    for _ in range(_TIMES):
-        begin = time.perf_counter()
-        root.pregather([unit], waits=True)
-        fastest = min(fastest, time.perf_counter() - begin)
-        unit.reshard()
-    return fastest
 
 
 def _versions(root: RootState) -> list[int]:

@@ -156,11 +156,6 @@ def _refuse_unplanned(wish: Wish) -> None:
             "plan_memory: DTensor parameters cannot be planned yet; plan the module of one "
             "tensor-parallel rank, with its local shapes"
         )
-    for name in ("memory_budget",):
-        if wish.given[name]:
-            raise NotImplementedError(
-                f"plan_memory: {name} cannot be planned yet; plan the model without"
-            )
     offload = wish.given["offload"]
     if wish.on_accelerator and offload is not None:
         raise NotImplementedError(

@@ -22,6 +22,7 @@ from layerzero.construct.same_start import Digests
 from layerzero.construct.topology import Topology
 from layerzero.core.groups import ShardGroup
 from layerzero.memory_budget.storages import StorageCount
+from layerzero.memory_plan.budget import PlannedLearner
 from layerzero.memory_plan.transport import (
     Pace,
     PlannedExchange,
@@ -77,6 +78,17 @@ class PlannedModel(ZeRO3):
         self.__dict__["prefetch_limit"] = root.context.limiter.budget
         materializer.fill_the_rest(module)
         self._become(module, root)
+        self.__dict__["_learner"] = None
+        if arguments.memory_budget is not None:
+            learner = PlannedLearner(root, topology.placement, arguments.memory_budget, count)
+            root.watch_forwards(learner.before_forward)
+            self.__dict__["_learner"] = learner
+
+    @property
+    def learns(self) -> bool:
+        """Whether the next step is one from which the memory budget is learned."""
+        learner = self.__dict__["_learner"]
+        return learner is not None and learner.choice is None
 
     def refuse_skipped(self) -> None:
         """Raise ValueError if the forward has entered not all optional modules."""

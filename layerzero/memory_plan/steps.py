@@ -72,6 +72,8 @@ class PlannedRank:
             step = _Step(self.model, self._count, self._optimizer, self._on_accelerator)
             step(args, kwargs)
             self.model.refuse_skipped()
+            while self.model.learns:
+                step(args, kwargs)
             peaks = []
             for is_late in (True,) if self._on_accelerator else (True, False):
                 gc.collect(_YOUNG)

@@ -18,6 +18,7 @@ from layerzero.comm.collectives import Operation
 from layerzero.comm.streams import (
     ChainedCollectives,
     ChainingStream,
+    CommStream,
     FinishingStream,
     InlineStream,
     Streams,
@@ -34,7 +35,7 @@ class _Sent:
     """A `dist.Work` that is over once it is waited for; then all sent before it is over as well."""
 
     def __init__(self, pace: Pace) -> None:
-        self._before = pace.running or pace.last
+        self._before = pace.before_arrival()
 
     def wait(self, *_: object) -> bool:
         if self._before is not None:
@@ -138,7 +139,7 @@ class Pace:
     """The work that runs now; what was queued after it is not sent yet."""
 
     def __init__(self) -> None:
-        self.is_late = False
+        self.is_late, self._in_order = False, True
         self.last = self.running = None
 
     @contextmanager
@@ -153,8 +154,13 @@ class Pace:
     def queued(self, work: _Later) -> None:
         self.last = work
 
-    def set_late(self, is_late: bool) -> None:
-        self.is_late = is_late
+    def set_late(self, is_late: bool, in_order: bool = True) -> None:
+        """`in_order`: who waits for a gather finds earlier reductions done."""
+        self.is_late, self._in_order = is_late, in_order
+
+    def before_arrival(self) -> _Later | None:
+        """The work that is over once what is sent now has arrived."""
+        return self.running or (self.last if self._in_order else None)
 
 
 class _Later:
@@ -255,11 +261,16 @@ class PlannedStreams(Streams):
         """
         super().__init__(device, finishing_thread=False)
         self._is_apart = on_accelerator
+        self._pace = pace
         if on_accelerator:
             self.pre_unshard = self.unshard = self.reduce = self.offload = _OnDevice()
         elif finishing_thread:
             self.unshard = _Chaining(pace, of_reductions)
             self.reduce = _Finishing(pace, of_reductions)
+
+    def finish_late(self, stream: CommStream | None) -> None:
+        is_late = stream is not None  # A `LateStream`: only who waits for a reduction finishes it.
+        self._pace.set_late(is_late, in_order=not is_late)
 
     @property
     def are_apart(self) -> bool:

@@ -31,6 +31,7 @@ class Wish(NamedTuple):
     """Of `ZeRO3`, for the module that `make` has returned."""
     planned: Callable[[nn.Module], dict[str, Any]] | None = None
     """Of `plan_memory`, where they differ."""
+    steps: int = 8
 
 
 def _of_rank(names: list[str]) -> dict[str, tuple[int, int, Any]]:
@@ -42,7 +43,9 @@ def _of_rank(names: list[str]) -> dict[str, tuple[int, int, Any]]:
         torch.manual_seed(0)
         module = wish.make()
         arguments = wish.arguments(module)
-        measured = measure(partial(_given, module), wish.batch(rank), wish.optimizer, arguments, 8)
+        measured = measure(
+            partial(_given, module), wish.batch(rank), wish.optimizer, arguments, wish.steps
+        )
         plan = None
         if place % dist.get_world_size() == rank:
             module = wish.make()
@@ -76,7 +79,7 @@ def _compare(num_ranks: int, names: list[str]) -> list[str]:
     return bad
 
 
-def _verified(case: str, optimizer: str, **of: Any) -> Wish:
+def _of_case(case: str, optimizer: str, **of: Any) -> Wish:
     arguments = {**of, "auto_wrap_policy": CASES[case].units}
     return Wish(CASES[case].make, lambda _: CASES[case].batch(), optimizer, lambda _: arguments)
 
@@ -118,9 +121,12 @@ def _optional(
 
 
 WISHES = {
-    "verified": _verified("tower", "adamw", verify="always"),
-    "sampled": _verified("tied gpt", "sgd", verify="sampled", mixed_precision=BFLOAT16),
-    "replicated": _verified("odd", "sgd", verify="always", zero3_size=1, outer="replicate"),
+    "verified": _of_case("tower", "adamw", verify="always"),
+    "sampled": _of_case("tied gpt", "sgd", verify="sampled", mixed_precision=BFLOAT16),
+    "replicated": _of_case("odd", "sgd", verify="always", zero3_size=1, outer="replicate"),
+    "budget gpt": _of_case("gpt", "adamw", memory_budget=2_800_000)._replace(steps=12),
+    "budget deep": _of_case("deep", "adamw", memory_budget=860_000)._replace(steps=12),
+    "budget huge": _of_case("odd", "adamw", memory_budget="1GB")._replace(steps=12),
     "optional": _optional(False, optimizer="sgd"),
     "optional, large": _optional(
         False, rows=64, model={"hidden": 1024}, mixed_precision=BFLOAT16, reduction=SEVERAL
@@ -130,7 +136,10 @@ WISHES = {
     ),
 }
 FAST = ["sampled", "optional"]
-SLOW = {2: ["verified", "replicated", "optional, kept"], 3: ["sampled", "optional, large"]}
+SLOW = {
+    2: ["verified", "replicated", "optional, kept", "budget gpt", "budget deep"],
+    3: ["sampled", "optional, large", "budget huge"],
+}
 
 
 def test_the_planned_peak_is_the_measured_one() -> None:

@@ -89,6 +89,19 @@ def test_verification_on_an_accelerator_sums_what_the_backend_would_and_keeps_ch
     assert checked.by_kind["other"][1] > plain.by_kind["other"][1]
 
 
+def test_a_memory_budget_is_held_or_refused() -> None:
+    def peak(budget: int | None) -> int:
+        of: Any = {"world_size": 2, "batch": BATCH, "device": "cpu", "memory_budget": budget}
+        plan = plan_memory(Tower(64, 64, 6), **{**of, "batch": BATCH[:, :64]}, **UNITS)
+        return plan.peak_bytes
+
+    most = peak(10**9)
+    budget = int(0.95 * most)
+    assert peak(budget) <= budget < most
+    with pytest.raises(RuntimeError, match=r"memory_budget: .* a step needs at least"):
+        peak(most // 2)
+
+
 def test_ignored_and_frozen_parts_are_counted_as_such() -> None:
     tower = _tower()
     tower.blocks[0].requires_grad_(False)
