@@ -1,13 +1,16 @@
 """What do checked bytes cost? One model with verification "sampled", "always" and turned off.
 
-A transformer on gloo ranks of this machine, AdamW included. The settings take turns in each round,
-so a ratio is within one round; the slowest rank counts. A round of steps is a multiple of 8, of
-which "sampled" checks one. Elapsed time, and processor time of a rank, which waits and other
-processes disturb least.
+A transformer on gloo ranks of this machine, AdamW included. One model takes single steps, of each
+kind once in a round, in changing order: "off", as without verification; "again", the same once
+more; "checked", a step of "always"; "unchecked", one of the seven of eight that "sampled" does not
+check. A ratio is within one round, to the mean of "off" and "again"; that of "sampled" is made of
+one checked and seven unchecked steps. Given are the median of the rounds and the interval that
+holds it with 95 % (bootstrap). "again" to "off" is the control: its interval must hold 1, and is
+what a bar has to be compared with.
 
-It is one model that changes its setting, because two equal models differ by more than the checks
-cost: by where their memory lies. "another" is such a model, without verification. For the same
-reason malloc is told to keep freed memory.
+It is one model, and malloc keeps freed memory, because two equal models differ by more than the
+checks cost: by where their memory lies. Time is that of the slowest rank; processor time, user and
+system, is that of all ranks, which waits and other processes disturb least.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import random
+import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,19 +34,40 @@ from common import (
     max_over_ranks,
     print_json,
     print_table,
-    ratio,
     run_on_ranks,
 )
 from engines import Transformer, TransformerBlock
 
 from layerzero import ZeRO3
+from layerzero.runtime.context import RuntimeContext
+from layerzero.verify import context as verification
 
 SIZES = {"tiny": (64, 2), "6m": (256, 8), "25m": (512, 8)}  # width, layers
-EVERY = {"off": sys.maxsize, "sampled": 8, "always": 1}
+KINDS = ("off", "again", "unchecked", "checked")
 BARS = {"sampled": 1.01, "always": 1.05}
-BASE = "off"
-ANOTHER = "another"
-WARMUP_ROUNDS = 1
+EVERY = 8  # "sampled" checks one step of so many
+WARMUP_ROUNDS = 2
+RESAMPLES = 2000
+
+
+class Interval(NamedTuple):
+    """A median, and bounds between which it lies with 95 %."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        generator = random.Random(0)
+        medians = sorted(
+            statistics.median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES)
+        )
+        low, high = medians[RESAMPLES // 40], medians[-RESAMPLES // 40]
+        return cls(statistics.median(values), low, high)
+
+    def text(self) -> str:
+        return f"{self.median:.4f} ({self.low:.4f}-{self.high:.4f})"
 
 
 def main() -> None:
@@ -52,67 +78,95 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
     parser.add_argument("--length", type=int, default=128, help="bytes in a sequence")
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=8, help="of each in a round; a multiple of 8")
+    parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
     # Else malloc gives freed memory back, and fresh pages cost 0 to 80 ms a step of any model, by
-    # where its buffers happen to lie. The ranks read these when they start.
+    # where its buffers happen to lie. Arenas of other threads than the main one give it back
+    # whatever the thresholds. The ranks read these when they start.
+    os.environ["MALLOC_ARENA_MAX"] = "1"
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
         os.environ[name] = "2000000000"
     times = run_on_ranks(args.world_size, measure, args)[0]
-    rows, result = [], {}
-    for name in (*EVERY, ANOTHER):
-        row = [name]
-        for kind, values in times.items():
-            part = ratio(values[name], values[BASE])
-            result[f"{name}, {kind}"] = part.as_dict()
-            row += [Spread.of(values[name]).text(1), part.text(4)]
-        rows.append([*row, str(BARS.get(name, ""))])
-    print_table(["verify", "step ms", "ratio", "processor ms", "ratio", "bar"], rows)
+    columns = {kind: ratios(values) for kind, values in times.items()}
+    rows = []
+    for name in columns["elapsed"]:
+        cells = [Interval.of(column[name]).text() for column in columns.values()]
+        rows.append([name, *cells, str(BARS.get(name, ""))])
+    print_table(["verify", *(f"{kind}, ratio" for kind in columns), "bar"], rows)
+    for kind, values in times.items():
+        print(f"a step without verification, {kind}: {Spread.of(values['off']).text(1)} ms")
     print_json(
         {
             "benchmark": "verify",
-            "ratios": result,
+            "ratios": {
+                f"{name}, {kind}": Interval.of(values)._asdict()
+                for kind, column in columns.items()
+                for name, values in column.items()
+            },
+            "off_ms": {kind: Spread.of(values["off"]).as_dict() for kind, values in times.items()},
             "config": vars(args),
             "environment": environment(),
         }
     )
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Run on each rank: milliseconds a step by name, of the slowest rank."""
-    model, verified = make_step("always", args)
-    _, another = make_step(None, args)
-    names = (*EVERY, ANOTHER)
-    processor: dict[str, list[float]] = {name: [] for name in names}
+def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Of each round, to steps without verification; and the control."""
+    result: dict[str, list[float]] = {"sampled": [], "always": [], "control": []}
+    for off, again, unchecked, checked in zip(*(times[kind] for kind in KINDS), strict=True):
+        base = (off + again) / 2
+        result["sampled"].append((checked + (EVERY - 1) * unchecked) / EVERY / base)
+        result["always"].append(checked / base)
+        result["control"].append(again / off)
+    return result
 
-    def step_ms(name: str) -> float:
-        step = another if name == ANOTHER else verified
-        if name != ANOTHER:
-            context: Any = model._root_state.context
-            context._every, context._num_passes = EVERY[name], 0
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Run on each rank: milliseconds of the slowest rank and of all ranks' processors, by kind."""
+    model, optimizer, step = make_step(args)
+    processor: dict[str, list[float]] = {kind: [] for kind in KINDS}
+
+    def step_ms(kind: str) -> float:
+        # What the step before a checked one does; before the others, too, for an equal cache.
+        verify(model, "checked")
+        root: Any = model._root_state
+        root.context.after_step(optimizer)
+        verify(model, kind)
         gc.collect()
         dist.barrier()
         start, cpu_start = time.perf_counter(), time.process_time()
-        for _ in range(args.steps):
-            step()
-        cpu_ms = (time.process_time() - cpu_start) / args.steps * 1e3
-        elapsed_ms = (time.perf_counter() - start) / args.steps * 1e3
-        processor[name].append(max_over_ranks(cpu_ms))
+        step()
+        cpu_ms, elapsed_ms = (
+            (time.process_time() - cpu_start) * 1e3,
+            (time.perf_counter() - start) * 1e3,
+        )
+        total = torch.tensor([cpu_ms], dtype=torch.float64)
+        dist.all_reduce(total)
+        processor[kind].append(total.item())
         return max_over_ranks(elapsed_ms)
 
-    elapsed = interleave(list(names), step_ms, args.rounds, warmup=WARMUP_ROUNDS)
-    return {
-        "elapsed": elapsed,
-        "processor": {name: values[WARMUP_ROUNDS:] for name, values in processor.items()},
-    }
+    gc.disable()
+    elapsed = interleave(list(KINDS), step_ms, args.rounds, warmup=WARMUP_ROUNDS)
+    kept = {kind: values[WARMUP_ROUNDS:] for kind, values in processor.items()}
+    return {"elapsed": elapsed, "processor": kept}
 
 
-def make_step(verify: Any, args: argparse.Namespace) -> tuple[ZeRO3, Callable[[], None]]:
+def verify(model: ZeRO3, kind: str) -> None:
+    """Have the next step be of this kind; between steps."""
+    root: Any = model._root_state
+    context = root.context
+    is_off = kind in ("off", "again")
+    context.__class__ = RuntimeContext if is_off else verification.VerifiedContext
+    (verification._contexts.discard if is_off else verification._contexts.add)(context)
+    context._every = 1 if kind == "checked" else sys.maxsize
+    context._num_passes, context._records = 0, kind == "checked"
+
+
+def make_step(args: argparse.Namespace) -> tuple[ZeRO3, torch.optim.Optimizer, Callable[[], None]]:
     torch.manual_seed(0)
     width, layers = SIZES[args.size]
     module = Transformer(width, layers, 8, args.length)
-    model = ZeRO3(module, auto_wrap_policy={TransformerBlock}, verify=verify)
+    model = ZeRO3(module, auto_wrap_policy={TransformerBlock}, verify="always")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
 
@@ -122,7 +176,7 @@ def make_step(verify: Any, args: argparse.Namespace) -> tuple[ZeRO3, Callable[[]
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, step
+    return model, optimizer, step
 
 
 if __name__ == "__main__":

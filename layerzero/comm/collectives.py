@@ -271,14 +271,24 @@ def all_gather(
         shard: [shard_numel] in the same dtype; may be this rank's slice of `full`. Must not
             change before `wait()` of the returned handle.
     """
-    numel = shard.numel()
     if not messages_carry_names(group, shard.device):
         return _start(operation, full, group, lambda: _issue_all_gather(full, shard, group))
-    rank = group.rank
-    own = full[rank * numel : (rank + 1) * numel]
-    if own.data_ptr() != shard.data_ptr():
-        own.copy_(shard)
-    slices = [full[peer * numel : (peer + 1) * numel] for peer in range(group.size)]
+    slices = slices_of(full, group)
+    if slices[group.rank].data_ptr() != shard.data_ptr():
+        slices[group.rank].copy_(shard)
+    return gather_from_peers(slices, shard, group, operation)
+
+
+def slices_of(full: torch.Tensor, group: ShardGroup) -> list[torch.Tensor]:
+    """Views of `full`, the part of each rank."""
+    numel = full.numel() // group.size
+    return [full[peer * numel : (peer + 1) * numel] for peer in range(group.size)]
+
+
+def gather_from_peers(
+    slices: Sequence[torch.Tensor], shard: torch.Tensor, group: ShardGroup, operation: Operation
+) -> Pending:
+    """`all_gather` without the copy of this rank's own part; only where messages carry names."""
     return _exchange(slices, [shard] * group.size, group, operation)
 
 

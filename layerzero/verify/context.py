@@ -21,11 +21,26 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.comm import collectives
-from layerzero.comm.collectives import Add, Operation, Pending, gather_small
+from layerzero.comm.collectives import (
+    Add,
+    Operation,
+    Pending,
+    gather_from_peers,
+    gather_small,
+    messages_carry_names,
+    slices_of,
+)
 from layerzero.comm.texts import gather_texts
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
-from layerzero.ops import Segments, checked_sum_, ordered_sum_, pack_, word_sums
+from layerzero.ops import (
+    Segments,
+    checked_pack_,
+    checked_sum_,
+    ordered_sum_,
+    pack_,
+    word_sums,
+)
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.unit import Unit
 from layerzero.verify.errors import CorruptionError
@@ -58,12 +73,16 @@ class VerifiedContext(RuntimeContext):
         super().__init__(*args, **kwargs)
         self._every = every
         self._num_passes = 0
+        self._records = every == 1
+        """Whether the backward that comes next is checked."""
         self._is_watching = False
         self._wire = Wire(self.device, self.operations)
         self._resting = Resting(self._units)
         self._packed = Packed(self._units, self._keep)
         self._checksums: dict[int, tuple[weakref.ref[torch.Tensor], int, Checksums]] = {}
         """Of shards that were sent in this step, by id: the shard, its version, the checksum."""
+        self._copies: dict[int, Segments] = {}
+        """Layouts of copies, by number of elements."""
         self._watch_steps()
 
     def _watch_steps(self) -> None:
@@ -79,17 +98,13 @@ class VerifiedContext(RuntimeContext):
         root: Any = self.owner()
         return () if root is None else root.units
 
-    @property
-    def _records(self) -> bool:
-        """Whether the backward that comes next is checked."""
-        return (self._num_passes + 1) % self._every == 0
-
     # What is sent and received ------------------------------------------------------------
 
     def note_weights(self) -> None:
         super().note_weights()
         self._checksums.clear()
-        self._resting.forget_unseen()
+        if self._records:
+            self._resting.forget_unseen()
         if not self._is_watching and self._units():
             self._is_watching = True
             self._resting.watch()
@@ -100,9 +115,15 @@ class VerifiedContext(RuntimeContext):
         """`collectives.all_gather`, checked."""
         if not self._records:
             return collectives.all_gather(full, shard, group, operation)
-        sent = self._checksum_of(shard)
-        pending = collectives.all_gather(full, shard, group, operation)
-        pending.then(functools.partial(self._gathered, operation, group, sent, full))
+        sent, slices = self._checksum_of(shard), slices_of(full, group)
+        copies_own = messages_carry_names(group, shard.device)
+        if copies_own and slices[group.rank].data_ptr() != shard.data_ptr():
+            # The own part is copied when the peers' have come, so that one pass also sums it.
+            pending = gather_from_peers(slices, shard, group, operation)
+            pending.then(functools.partial(self._gathered, operation, group, sent, slices, shard))
+        else:
+            pending = collectives.all_gather(full, shard, group, operation)
+            pending.then(functools.partial(self._gathered, operation, group, sent, slices))
         return pending
 
     def _checksum_of(self, shard: torch.Tensor) -> Checksums:
@@ -116,9 +137,30 @@ class VerifiedContext(RuntimeContext):
         return checksum
 
     def _gathered(
-        self, operation: Operation, group: ShardGroup, sent: Checksums, full: torch.Tensor
+        self,
+        operation: Operation,
+        group: ShardGroup,
+        sent: Checksums,
+        slices: list[torch.Tensor],
+        own: torch.Tensor | None = None,
     ) -> None:
-        self._wire.note(operation, group, sent, self._keep(word_sums(full.chunk(group.size))))
+        """What peers sent is in `slices`. `own` goes there now, summed in the same pass."""
+        rank = group.rank
+        received = word_sums(
+            each[:0] if own is not None and place == rank else each
+            for place, each in enumerate(slices)
+        )
+        if own is not None:
+            received[rank : rank + 1] = checked_pack_(slices[rank], [own], self._whole(own), 1)
+        self._wire.note(operation, group, sent, self._keep(received))
+
+    def _whole(self, shard: torch.Tensor) -> Segments:
+        """The layout of a copy."""
+        numel = shard.numel()
+        found = self._copies.get(numel)
+        if found is None:
+            found = self._copies[numel] = Segments.concatenate([numel])
+        return found
 
     def pack(self, out: torch.Tensor, srcs: Sequence[torch.Tensor], segs: Segments) -> None:
         """`pack_`, with the checksums of what is sent."""
@@ -179,6 +221,7 @@ class VerifiedContext(RuntimeContext):
         """
         is_due = self._records
         self._num_passes += 1
+        self._records = (self._num_passes + 1) % self._every == 0
         if not is_due:
             return
         units = self._units()

@@ -332,12 +332,12 @@ def _flips_the_second() -> Callable[..., None]:
     """`VerifiedContext._gathered` that flips a bit of the second gather on one rank."""
     real, number = VerifiedContext._gathered, dist.get_rank()
 
-    def gathered(self: Any, operation: Any, group: Any, sent: Any, full: Any) -> None:
+    def gathered(self: Any, operation: Any, group: Any, sent: Any, slices: Any, *own: Any) -> None:
         nonlocal number
         number += 1
         if number == 2:
-            flip(full, 9)
-        real(self, operation, group, sent, full)
+            flip(slices[1 - group.rank], 9)
+        real(self, operation, group, sent, slices, *own)
 
     return gathered
 

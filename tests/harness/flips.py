@@ -69,29 +69,45 @@ class Transport:
             if operation.verb in _CHECKED and self._skip >= 0:
                 self._skip -= 1
                 if self._skip < 0:
-                    self._corrupt(pending, incoming, group)
+                    self._corrupt(pending, incoming, outgoing, group)
             return pending
 
         with mock.patch.object(collectives, "_exchange", exchange):
             yield
 
     def _corrupt(
-        self, pending: Pending, incoming: Sequence[torch.Tensor], group: ShardGroup
+        self,
+        pending: Pending,
+        incoming: Sequence[torch.Tensor],
+        outgoing: Sequence[torch.Tensor],
+        group: ShardGroup,
     ) -> None:
         verb = pending.operation.verb
         ranks = range(group.size)
         if not (self._own and "gather" in verb):
             ranks = [rank for rank in ranks if rank != group.rank]
         source = self._rng.choice(ranks)
-        arrives = pending._await
+        arrives, waits = pending._await, pending.wait
+        # The own part is copied after the others have arrived: its copy gets the flipped bit.
+        is_copied = source == group.rank
+        target = (outgoing if is_copied else incoming)[source]
+        bit = self._rng.randrange(8 * target.nbytes) if target.nbytes else None
 
         def arrive() -> None:
             arrives()
-            if self.flipped is None and incoming[source].nbytes:
+            if self.flipped is None and bit is not None:
                 self.flipped = f"{verb} of {pending.operation.unit}\0rank {group.ranks[source]}"
-                flip(incoming[source], self._rng.randrange(8 * incoming[source].nbytes))
+                flip(target, bit)
+
+        def wait() -> None:
+            before = self.flipped
+            waits()
+            if self.flipped != before and target.data_ptr() != incoming[source].data_ptr():
+                assert bit is not None
+                flip(target, bit)
 
         pending._await = arrive  # type: ignore[method-assign]
+        pending.wait = wait  # type: ignore[method-assign]
 
 
 class Trials:
