@@ -27,29 +27,44 @@ from torch.distributed.tensor import DTensor, Shard
 from layerzero.comm.collectives import Operation, gather_small
 from layerzero.construct.make_placement import make_placement
 from layerzero.construct.wrap import UnitPlan
-from layerzero.core.groups import resolve_process_groups
+from layerzero.core.groups import own_rank, resolve_process_groups
 from layerzero.core.placement import Outer, Placement
 from layerzero.core.tensor_parallel import local_of, split_of
 
 Group = dist.ProcessGroup | DeviceMesh
 
 
-def ranks_of(group: Group | None) -> tuple[int, ...]:
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Stands for a process group where there is none: in a plan of memory."""
+
+    table: tuple[tuple[int, ...], ...]
+    """Global ranks, one row for each shard group."""
+
+
+AnyGroup = Group | Ranks
+
+
+def ranks_of(group: AnyGroup | None) -> tuple[int, ...]:
     """Global ranks in ascending order."""
+    if isinstance(group, Ranks):
+        return tuple(sorted(rank for row in group.table for rank in row))
     if isinstance(group, DeviceMesh):
         return tuple(sorted(group.mesh.flatten().tolist()))
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
-def _key(group: Group | None) -> object:
+def _key(group: AnyGroup | None) -> object:
     """A key that compares equal for equal groups; each `mesh["edp"]` is a new object."""
+    if isinstance(group, Ranks):
+        return group
     shape = tuple(group.mesh.shape) if isinstance(group, DeviceMesh) else ()
     return (ranks_of(group), shape if len(shape) == 2 else ())
 
 
 def find_experts(
     plans: Sequence[UnitPlan], everyone_of_model: Callable[[], tuple[int, ...]]
-) -> dict[int, Group]:
+) -> dict[int, AnyGroup]:
     """The expert-data group of each expert unit, keyed by id(plan). Not collective.
 
     Units inside an expert unit are experts as well. A unit whose group has all ranks of the model
@@ -67,19 +82,20 @@ def find_experts(
     if all(plan.existing is not None or _own_group(plan) is None for plan in plans):
         return {}
     everyone = everyone_of_model()
-    found: dict[int, Group] = {}
+    found: dict[int, AnyGroup] = {}
     for plan in plans:
         group = None if plan.existing is not None else _own_group(plan)
         if group is None:
             continue
         try:
-            resolve_process_groups(group)
+            if not isinstance(group, Ranks):
+                resolve_process_groups(group)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{plan.label}: {error}") from None
         ranks = ranks_of(group)
         if not set(ranks) <= set(everyone):
             raise ValueError(
-                f"{plan.label} (rank {dist.get_rank()}): its process_group has ranks "
+                f"{plan.label} (rank {own_rank()}): its process_group has ranks "
                 f"{list(ranks)}; expected a subset of the ranks that share the model, "
                 f"{list(everyone)}"
             )
@@ -90,7 +106,7 @@ def find_experts(
             of_plan, of_owner = found.get(id(plan)), found.get(id(owner))
             if _key(of_plan) != _key(of_owner):
                 raise ValueError(
-                    f"{plan.label} (rank {dist.get_rank()}): one of its parameters is tied to a "
+                    f"{plan.label} (rank {own_rank()}): one of its parameters is tied to a "
                     f"parameter outside, and would belong to {owner.label}, which has another "
                     "process_group; do not tie parameters of experts, or make one unit around all "
                     "uses"
@@ -102,13 +118,13 @@ def find_experts(
     return found
 
 
-def _own_group(plan: UnitPlan) -> Group | None:
+def _own_group(plan: UnitPlan) -> AnyGroup | None:
     groups = (around.arguments.get("process_group") for around in plan.ancestors())
     return next((group for group in groups if group is not None), None)
 
 
 def _check_dtensors(plan: UnitPlan, ranks: Sequence[int]) -> None:
-    rank = dist.get_rank()
+    rank = own_rank()
     for original in plan.originals:
         parameter = original.parameter
         if not isinstance(parameter, DTensor):
@@ -124,7 +140,7 @@ def _check_dtensors(plan: UnitPlan, ranks: Sequence[int]) -> None:
             )
 
 
-def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> None:
+def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> None:
     dtensors = [
         (id(plan) in experts, original.fqn)
         for plan in plans
@@ -135,13 +151,13 @@ def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> Non
     of_others = [fqn for is_expert, fqn in dtensors if not is_expert]
     if of_experts and of_others:
         raise NotImplementedError(
-            f"rank {dist.get_rank()}: {of_experts[0]!r} of an expert and {of_others[0]!r} outside "
+            f"rank {own_rank()}: {of_experts[0]!r} of an expert and {of_others[0]!r} outside "
             "of experts are both DTensors; if the rest of the model is tensor-parallel, make each "
             "expert a module whose name contains its global number"
         )
 
 
-def structure_of(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> int:
+def structure_of(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> int:
     """A checksum of the sizes of units and of which are experts, compared over ranks.
 
     0 without experts. With units of unequal sizes, ranks would prefetch different numbers of
@@ -162,7 +178,7 @@ def structure_of(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> int
 
 def check_experts(
     plans: Sequence[UnitPlan],
-    experts: Mapping[int, Group],
+    experts: Mapping[int, AnyGroup],
     placement: Placement,
     device: torch.device,
 ) -> None:
@@ -209,7 +225,9 @@ def check_experts(
         )
 
 
-def _blocks(plans: Sequence[UnitPlan], experts: Mapping[int, Group]) -> Iterator[tuple[int, int]]:
+def _blocks(
+    plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]
+) -> Iterator[tuple[int, int]]:
     """Hashes of each expert parameter's group, and of its name and offset; equal on all ranks."""
     for plan in plans:
         if id(plan) not in experts:
@@ -227,7 +245,7 @@ def _number(text: str) -> int:
 
 def place_units(
     plans: Sequence[UnitPlan],
-    experts: Mapping[int, Group],
+    experts: Mapping[int, AnyGroup],
     placement: Placement,
     device: torch.device,
     outer: Outer,
@@ -243,6 +261,7 @@ def place_units(
     """
     made: dict[object, Placement] = {}
     for group in experts.values():
+        assert not isinstance(group, Ranks), "these are only planned"
         if _key(group) not in made:
             own = make_placement(
                 group, device, None, outer, deterministic, timeout, separate_groups

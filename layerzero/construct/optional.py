@@ -26,7 +26,7 @@ from layerzero.comm.collectives import Operation
 from layerzero.comm.texts import gather_texts
 from layerzero.config import OptionalMean
 from layerzero.construct.argument_types import check_optional_mean, check_optional_modules
-from layerzero.construct.experts import Group, ranks_of
+from layerzero.construct.experts import AnyGroup, ranks_of
 from layerzero.construct.same_start import broadcast_text
 from layerzero.construct.wrap import UnitPlan, has_forward
 from layerzero.core.groups import ShardGroup
@@ -97,7 +97,7 @@ def find_optional(
     given: object,
     mean: object,
     plans: Sequence[UnitPlan],
-    experts: Mapping[int, Group],
+    experts: Mapping[int, AnyGroup],
     everyone: Callable[[], tuple[int, ...]],
 ) -> OptionalModules:
     """Find and check the optional modules of `root`. Not collective; raises nothing.
@@ -302,7 +302,7 @@ def _check_units(
     name: str,
     module: nn.Module,
     plans: Sequence[UnitPlan],
-    experts: Mapping[int, Group],
+    experts: Mapping[int, AnyGroup],
     everyone: Sequence[int],
 ) -> None:
     """Raise ValueError unless `module` has units, and all of them are on all of the model's ranks.
@@ -329,7 +329,7 @@ def _has_handles(plan: UnitPlan) -> bool:
     return plan.existing is not None and bool(plan.existing.handles)
 
 
-def _own_ranks(plan: UnitPlan, experts: Mapping[int, Group]) -> tuple[int, ...] | None:
+def _own_ranks(plan: UnitPlan, experts: Mapping[int, AnyGroup]) -> tuple[int, ...] | None:
     if id(plan) in experts:
         return ranks_of(experts[id(plan)])
     if plan.existing is None or not plan.existing.handles:

@@ -15,7 +15,7 @@ from layerzero.construct.arguments import Arguments
 from layerzero.construct.device import resolve_device
 from layerzero.construct.dtensor_mesh import tensor_parallel_mesh
 from layerzero.construct.expert_numbers import ExpertLists
-from layerzero.construct.experts import Group, find_experts, ranks_of
+from layerzero.construct.experts import AnyGroup, find_experts, ranks_of
 from layerzero.construct.optional import OptionalModules, find_optional
 from layerzero.construct.unit_arguments import UnitArguments, effective_offload
 from layerzero.construct.wrap import UnitPlan, Visit, has_forward, plan_units
@@ -35,7 +35,7 @@ class WrapPlan:
     device: torch.device
     arguments: Mapping[int, UnitArguments]
     """Arguments of each unit, keyed by id(plan)."""
-    experts: Mapping[int, Group]
+    experts: Mapping[int, AnyGroup]
     """The expert-data group of each expert unit, keyed by id(plan)."""
     expert_lists: ExpertLists
     mesh: DeviceMesh | None

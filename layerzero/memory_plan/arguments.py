@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from layerzero.construct.plan import WrapPlan, plan_wrapping
 from layerzero.construct.topology import Topology, check_sizes
 from layerzero.construct.wrap import make_chooser
 from layerzero.core.groups import ShardGroup
+from layerzero.memory_plan.experts import Policy, placements_of, with_all_experts, with_ranks
 from layerzero.memory_plan.hollow import hollow_copy
 from layerzero.memory_plan.transport import Pace, PlannedGroups
 from layerzero.runtime.unit import get_unit
@@ -35,6 +36,8 @@ class Wish(NamedTuple):
     """The arguments of `ZeRO3` by name."""
     world_size: int
     device: torch.device
+    ranks: Collection[int]
+    """Those that have all of the module: its experts, too."""
 
     @property
     def on_accelerator(self) -> bool:
@@ -70,19 +73,24 @@ def check_wish(given: dict[str, Any], unknown: Mapping[str, Any], world_size: in
     # They are read several times.
     given = {**given, **{k: tuple(given[k]) for k in _MODULES if isinstance(given[k], Iterator)}}
     module = given["module"]
-    wish = Wish(module, {**given, "process_group": None, "device": _CPU}, world_size, device)
+    given = {**given, "process_group": None, "device": _CPU}
+    wish = Wish(module, given, world_size, device, range(world_size))
     everyone = PlannedGroups(0, "gloo", Pace())(range(world_size))
-    arguments = _checked(wish.given, unknown, everyone)
+    arguments = _checked(given, unknown, everyone)
     _refuse_unplanned(wish)
+    if given["auto_wrap_policy"] is not None:
+        given["auto_wrap_policy"] = with_ranks(_chooser(given))
+        arguments = replace(arguments, auto_wrap_policy=given["auto_wrap_policy"])
     plan = plan_wrapping(module, arguments, lambda: everyone.ranks)
     if plan.optional.failure is not None:
         raise plan.optional.failure
-    if plan.experts:
-        raise NotImplementedError(
-            "plan_memory: units with a process_group of their own (experts) cannot be planned yet"
-        )
     check_sizes([everyone], arguments, is_first=True)
-    return wish
+    return wish._replace(ranks=with_all_experts(plan.experts, world_size))
+
+
+def _chooser(given: Mapping[str, Any]) -> Policy:
+    ignored = tuple(given["ignored_modules"]), tuple(given["ignored_parameters"])
+    return make_chooser(given["auto_wrap_policy"], given["module"], *ignored)
 
 
 def prepare(wish: Wish, rank: int) -> Prepared:
@@ -112,7 +120,7 @@ def prepare(wish: Wish, rank: int) -> Prepared:
         placement = replace(placement, reduce_lane=placement.reduce_groups)
     topology = Topology(
         placement=placement,
-        placements={id(unit): placement for unit in plan.units},
+        placements=placements_of(plan, placement, rank, arguments.outer, in_order, group_of),
         tensor_parallel_groups=(),
     )
     return Prepared(copied, plan, topology, arguments, pace)
@@ -184,10 +192,8 @@ def _of_copy(wish: Wish, copied: nn.Module, copies: Mapping[int, Any]) -> dict[s
     result = {**given}
     for name in _MODULES:
         result[name] = tuple(copy_of(each) for each in given[name])
-    policy = given["auto_wrap_policy"]
-    if policy is not None:
-        ignored = tuple(given["ignored_modules"]), tuple(given["ignored_parameters"])
-        result["auto_wrap_policy"] = on_original(make_chooser(policy, wish.module, *ignored))
+    if given["auto_wrap_policy"] is not None:
+        result["auto_wrap_policy"] = on_original(given["auto_wrap_policy"])
     if callable(given["reshard_after_forward"]):
         result["reshard_after_forward"] = on_original(given["reshard_after_forward"])
     return result

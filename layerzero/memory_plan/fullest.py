@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from layerzero.core.flat_param import FlatParam
 
 
-def fullest_ranks(handles: Iterable[FlatParam], world_size: int) -> list[int]:
+def fullest_ranks(handles: Iterable[FlatParam], candidates: Collection[int]) -> list[int]:
     """The rank with the most elements, and the one with the largest piece of a parameter.
 
     Optimizer state has the size of the pieces; temporaries of `optimizer.step()` that of one piece.
+
+    Args:
+        candidates: the ranks to choose from; rising.
     """
     totals: dict[int, int] = {}
     largest: dict[int, int] = {}
-    placement = None
     for handle in handles:
-        placement, itemsize = handle.placement, handle.main_shard.itemsize
+        itemsize, holders = handle.main_shard.itemsize, handle.placement.holders()
         for shard, numel in _pieces(handle):
-            totals[shard] = totals.get(shard, 0) + numel * itemsize
-            largest[shard] = max(largest.get(shard, 0), numel * itemsize)
-    if placement is None or not totals:
-        return [0]
-    rank_of = {shard: ranks[0] for shard, ranks in enumerate(placement.holders())}
-    found = {
-        rank_of[max(nbytes, key=lambda shard: (nbytes[shard], -rank_of[shard]))]
-        for nbytes in (totals, largest)
-    }
+            rank = next((each for each in holders[shard] if each in candidates), None)
+            if rank is not None:
+                totals[rank] = totals.get(rank, 0) + numel * itemsize
+                largest[rank] = max(largest.get(rank, 0), numel * itemsize)
+    if not totals:
+        return [min(candidates)]
+    found = {max(of, key=lambda rank: (of[rank], -rank)) for of in (totals, largest)}
     return sorted(found)
 
 

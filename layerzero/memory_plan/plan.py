@@ -98,7 +98,8 @@ def plan_memory(
         optimizer: "adamw" (torch's), "sgd" (without momentum), or bytes of state for each element.
         arguments: the other arguments of `ZeRO3`, by name. `device=None` is the accelerator if
             there is one, else the CPU, with what reductions on gloo hold; it may be one that is not
-            here.
+            here. Where `auto_wrap_policy` returns a `process_group` (experts), that may be the
+            global ranks that have the same experts.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `ZeRO3`; or `batch` or `optimizer` is none of these;
@@ -109,10 +110,12 @@ def plan_memory(
     wish = check_wish(given, unknown, world_size)
     checked, planned = _batch(batch), _check_optimizer(optimizer)
     usages: dict[int, Usage] = {}
-    first = PlannedRank(prepare(wish, 0), planned, wish.on_accelerator)
-    for rank in fullest_ranks(first.model.handles, world_size):
+    start = min(wish.ranks)
+    first = PlannedRank(prepare(wish, start), planned, wish.on_accelerator)
+    for rank in fullest_ranks(first.model.handles, wish.ranks):
+        is_first = rank == start
         of_rank = (
-            first if not rank else PlannedRank(prepare(wish, rank), planned, wish.on_accelerator)
+            first if is_first else PlannedRank(prepare(wish, rank), planned, wish.on_accelerator)
         )
         usages[rank] = of_rank.run(checked)
     return _fullest(usages, wish)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from layerzero import MixedPrecision, ReductionPolicy, plan_memory
 from tests.harness.counted_memory import measure
@@ -106,6 +107,65 @@ class Senses(nn.Module):
         return self.head(x)
 
 
+class Experts(nn.ModuleList):
+    """Those of this rank, each for a part of the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([e(part) for e, part in zip(self, x.chunk(len(self)), strict=True)])
+
+
+class Mixture(nn.Module):
+    """Layers of a dense block and experts."""
+
+    def __init__(self, depth: int = 2, hidden: int = 128) -> None:
+        super().__init__()
+        self.stem = nn.Linear(96, 96)
+        self.dense = nn.ModuleList(Block(96, 192) for _ in range(depth))
+        self.experts = nn.ModuleList(
+            Experts(Block(96, hidden) for _ in range(2)) for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for dense, experts in zip(self.dense, self.experts, strict=True):
+            x = experts(dense(x))
+        return x
+
+
+@cache
+def _grid(shape: tuple[int, int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "edp", "ep"))
+
+
+def _with_experts(
+    ep: int, num_outer: int = 1, rows: int = 16, hidden: int = 128, **of: Any
+) -> Wish:
+    """Expert-parallel groups of `ep` neighbours."""
+
+    def choose(**of_experts: Any) -> dict[str, Any]:
+        def policy(module: nn.Module, fqn: str) -> Any:
+            return of_experts if isinstance(module, Experts) else fqn[:6] == "dense."
+
+        return {**of, "auto_wrap_policy": policy}
+
+    def arguments(_: nn.Module) -> dict[str, Any]:
+        shape = num_outer, dist.get_world_size() // ep // num_outer, ep
+        mesh = _grid(shape)
+        same = mesh["outer", "edp"] if num_outer > 1 else mesh["edp"]
+        return choose(process_group=same, expert_numbers=mesh["ep"])
+
+    def planned(_: nn.Module) -> dict[str, Any]:
+        return choose(process_group=range(dist.get_rank() % ep, dist.get_world_size(), ep))
+
+    return Wish(
+        partial(Mixture, hidden=hidden),
+        lambda _: ((torch.randn(rows, 96),), {}),
+        "adamw",
+        arguments,
+        arguments if num_outer > 1 else planned,
+    )
+
+
 def _optional(
     others_enter: bool, rows: int = 8, optimizer: str = "adamw", model: Any = None, **of: Any
 ) -> Wish:
@@ -127,6 +187,10 @@ WISHES = {
     "budget gpt": _of_case("gpt", "adamw", memory_budget=2_800_000)._replace(steps=12),
     "budget deep": _of_case("deep", "adamw", memory_budget=860_000)._replace(steps=12),
     "budget huge": _of_case("odd", "adamw", memory_budget="1GB")._replace(steps=12),
+    "experts": _with_experts(2, mixed_precision=BFLOAT16),
+    "experts 3": _with_experts(3, rows=256, verify="always"),
+    "experts, large": _with_experts(2, hidden=1024, reshard_after_forward=False),
+    "experts, mesh": _with_experts(2, 2, outer="replicate", zero3_size=1),
     "optional": _optional(False, optimizer="sgd"),
     "optional, large": _optional(
         False, rows=64, model={"hidden": 1024}, mixed_precision=BFLOAT16, reduction=SEVERAL
@@ -137,8 +201,9 @@ WISHES = {
 }
 FAST = ["sampled", "optional"]
 SLOW = {
-    2: ["verified", "replicated", "optional, kept", "budget gpt", "budget deep"],
-    3: ["sampled", "optional, large", "budget huge"],
+    2: ["verified", "replicated", "optional, kept", "budget gpt", "budget deep", "experts, large"],
+    3: ["sampled", "optional, large", "budget huge", "experts 3"],
+    4: ["experts", "experts, mesh"],
 }
 
 

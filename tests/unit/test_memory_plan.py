@@ -89,6 +89,42 @@ def test_verification_on_an_accelerator_sums_what_the_backend_would_and_keeps_ch
     assert checked.by_kind["other"][1] > plain.by_kind["other"][1]
 
 
+def _with_experts(ranks: Any, world_size: int = 4) -> Any:
+    """The second block is experts of these ranks."""
+
+    def policy(module: nn.Module, fqn: str) -> Any:
+        return {"process_group": ranks} if fqn == "blocks.1" else fqn == "blocks.0"
+
+    return plan_memory(
+        _tower(), world_size=world_size, batch=BATCH, device="cpu", auto_wrap_policy=policy
+    )
+
+
+def test_experts_are_sharded_over_the_ranks_that_have_them(plan: Any) -> None:
+    block = sum(each.numel() for each in Block(96, 192).parameters())
+    experts = _with_experts([1, 3])
+    added = experts.by_kind["shards"][0] - plan.by_kind["shards"][0]
+    assert added == pytest.approx(4 * (block / 2 - block / 4), rel=0.01)
+    assert experts.rank in (1, 3) and plan.rank == 0
+    assert _with_experts(range(4)).by_kind == plan.by_kind
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "text"),
+    [
+        ([0, 4], ValueError, r"has ranks \[0, 4\]; expected a subset"),
+        ([], ValueError, "at least one"),
+        ([1, 1], ValueError, "expected different ranks"),
+        ("01", TypeError, "process_group of 'blocks.1': expected the global ranks"),
+        (2, TypeError, "process_group of 'blocks.1': expected the global ranks"),
+    ],
+)
+def test_bad_ranks_of_experts_are_refused(ranks: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text) as raised:
+        _with_experts(ranks)
+    assert "\n" not in str(raised.value)
+
+
 def test_a_memory_budget_is_held_or_refused() -> None:
     def peak(budget: int | None) -> int:
         of: Any = {"world_size": 2, "batch": BATCH, "device": "cpu", "memory_budget": budget}
