@@ -10,7 +10,10 @@ VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h tests/ops/*.cpp tests/openreg/*.cpp)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
+
+# Tests start Python by the hundred: none is to compile again what it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 # Half of the cores, at least one: two ranks share the machine.
@@ -127,6 +130,8 @@ $(INSTALLED): constraints.txt setup.py pyproject.toml $(wildcard csrc/*.cpp csrc
 	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
 	$(PIP_INSTALL) torch setuptools
 	$(PIP_INSTALL) --no-build-isolation --use-pep517 --editable '.[examples,dev]'
+	@# On all cores, as pip does not; some packages come with files that are templates, not Python.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@$(BIN)/python -c 'import layerzero; s = layerzero.native_status(); s.native or print("layerzero runs plain torch, slower:", s.reason)'
 	@touch $@
 

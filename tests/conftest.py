@@ -48,9 +48,12 @@ def seeds_or(pytestconfig: pytest.Config) -> Callable[[int], range]:
     return lambda few: range(pytestconfig.getoption("cases") or few)
 
 
-LONGEST = ("test_several_machines.py", "test_cuda_build.py", "test_wheel.py")
-"""Begun first, while other workers have something to do: each of their tests takes up to a minute
-or two, and mostly waits."""
+LONGEST = (
+    *("test_several_machines.py", "test_cuda_build.py", "test_wheel.py"),
+    *("test_memory_plan.py", "test_sanitizers.py", "test_restarts.py", "test_memory_budget.py"),
+)
+"""Begun first, while other workers have something to do: each has a test that takes up to a minute
+or two, and some mostly wait."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -158,7 +158,7 @@ def _children(methods: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "methods", [["fork"], pytest.param(["fork", "spawn"], marks=pytest.mark.slow)], ids=str
+    "methods", [["fork"], pytest.param(["spawn"], marks=pytest.mark.slow)], ids=str
 )
 def test_processes_that_a_rank_starts_leave_the_engine_alone(methods: list[str]) -> None:
     run_ranks(2, _children, methods, timeout=300.0)
