@@ -122,6 +122,8 @@ class FlatParam:
         )
         self.version = self._slice_version = -1
         self._may_change_unseen = False
+        self.num_data_taken = 0
+        """How often somebody took or set `.data` of a sharded parameter, after `watch_data`."""
         self._apart: list[nn.Parameter] = []
         """Sharded parameters whose `.data` was assigned, here or by a user: they count their own
         versions, and writes into them leave the main shard's as it is."""
@@ -351,6 +353,7 @@ class FlatParam:
             watch_data(parameter, self._note_data_taken)
 
     def _note_data_taken(self, _: object) -> None:
+        self.num_data_taken += 1
         self._may_change_unseen = True
         self._slice_version = -1
 

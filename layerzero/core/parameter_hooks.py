@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,19 @@ def kind_of_hooks(parameter: nn.Parameter) -> str | None:
     if parameter._post_accumulate_grad_hooks:
         return "register_post_accumulate_grad_hook"
     return "_apply_optimizer_in_backward" if parameter in stepped_by_torch() else None
+
+
+def accumulator_of(parameter: nn.Parameter) -> Any:
+    """Autograd's node that adds to `.grad` of a parameter that requires grad.
+
+    To be kept as long as hooks on it are to run: autograd holds it only weakly.
+    """
+    with torch.enable_grad(), torch.inference_mode(False):
+        view = parameter.view_as(parameter)
+    assert view.grad_fn is not None, "the parameter requires grad"
+    accumulator = view.grad_fn.next_functions[0][0]
+    assert accumulator is not None
+    return accumulator
 
 
 class _Running:

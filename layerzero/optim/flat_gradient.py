@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 _base_of: Callable[[Any], Any] = vars(torch._C.TensorBase)["_base"].__get__
-_offset_of: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset
+_address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class Gradient(NamedTuple):
@@ -28,14 +28,6 @@ class Gradient(NamedTuple):
     def is_copy(self) -> bool:
         return self.base is None
 
-    def is_of(self, numbers: list[int] | None, parts: list[torch.Tensor]) -> bool:
-        """Whether it is made of these tensors."""
-        return (
-            self.numbers == numbers
-            and len(self.parts) == len(parts)
-            and all(map(is_, self.parts, parts))
-        )
-
 
 def find_buffer(
     numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype
@@ -50,10 +42,12 @@ def find_buffer(
         and all(map(torch.Tensor.is_contiguous, parts))
     ):
         return None
-    start = base.storage_offset()
-    offsets = [*map(_offset_of, parts)]
-    if start:
-        offsets = [offset - start for offset in offsets]
+    # By address: a view stays one of its base where somebody has assigned its `.data`.
+    start, end, itemsize = base.data_ptr(), base.data_ptr() + base.nbytes, base.itemsize
+    addresses = [address or start for address in map(_address_of, parts)]  # Of no elements: 0.
+    if min(addresses) < start or max(addresses) > end:
+        return None
+    offsets = [(address - start) // itemsize for address in addresses]
     return Gradient(numbers, parts, base.detach().view(-1), offsets, base)
 
 

@@ -45,11 +45,13 @@ class Home:
             self.main = held[0].parameter.detach().view(-1)
         else:
             self.main = handle.main_shard
+            handle.watch_data()
             if handle.slice_beside_main is not None:
-                handle.watch_data()
                 prefer_huge_pages(handle.slice_beside_main)
         prefer_huge_pages(self.main)
         self._addresses = [*map(_address_of, self.parameters)]
+        self._seen: tuple[int, int] | None = None
+        """What had been written and taken when the parameters were last found where they were."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -64,8 +66,21 @@ class Home:
         return None if self._unit is None else self._unit()
 
     def is_where_it_was(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether its parameters still are views of `main`."""
-        return [*map(_address_of, parameters)] == self._addresses
+        """Whether its parameters, which these are, still are views of `main`."""
+        handle = self.handle
+        now = None if handle is None else (handle.main_version, handle.num_data_taken)
+        # To move a parameter takes its `.data`, or `set_`, which torch counts as a write.
+        if now is not None and now == self._seen:
+            return True
+        is_there = [*map(_address_of, parameters)] == self._addresses
+        self._seen = now if is_there else None
+        return is_there
+
+    def note_stepped(self) -> None:
+        """The optimizer itself has written `main`, and nobody else since `is_where_it_was`."""
+        handle = self.handle
+        if self._seen is not None and handle is not None:
+            self._seen = handle.main_version, self._seen[1]
 
     def copy(self, covers_all: bool) -> torch.Tensor:
         """The compute shard's slice to write with the main shard; without elements: none.

@@ -1,4 +1,5 @@
-"""FlatNorm: the norm of the gradients of flat states, summed inside backward where it can be."""
+"""FlatNorm: tells flat states which gradients a backward pass has delivered, and takes their norm,
+summed inside backward where it can be."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from layerzero.runtime.unit import Unit
 
 
 class FlatNorm:
-    """From the first norm or overflow on, watches what backward passes deliver."""
+    """Sums squares inside backward passes from the first norm or overflow on."""
 
     def __init__(self) -> None:
         self._flats: list[FlatState] = []
         self._watched: RootState | None = None
-        self._reduced = ChunkSquares()
+        self._reduced: ChunkSquares | None = None
         self._clipped: tuple[list[Any], Clipped] | None = None
 
     def use(self, flats: list[FlatState]) -> None:
@@ -51,7 +52,7 @@ class FlatNorm:
         if norm_type != 2 or root.tensor_parallel_groups:
             return grad_norm(members, norm_type)
         norm = _norm(members, flats)
-        self._watch(root)
+        self.watch(root, sums=True)
         return norm
 
     def overflow(self, root: RootState | None, flats: list[FlatState]) -> torch.Tensor:
@@ -63,25 +64,40 @@ class FlatNorm:
                 squares = flat.largest()  # The square of a finite number may be infinite.
             found.append(squares)
         device = torch.device("cpu") if root is None else root.device
-        self._watch(root)
+        self.watch(root, sums=True)
         if not found:
             return torch.zeros((), device=device)
         return 1.0 - torch.stack([each.to(device) for each in found]).isfinite().all().float()
 
-    def _watch(self, root: RootState | None) -> None:
-        """Sum squares while gradients are delivered, from now on."""
-        if root is not None and self._watched is not root and not root.reducer.uses_up_gradients:
+    def watch(self, root: RootState | None, sums: bool) -> None:
+        """From now on, tell the flat states what is delivered.
+
+        Args:
+            sums: also sum squares meanwhile.
+        """
+        if root is None or root.reducer.uses_up_gradients:
+            return
+        if self._watched is not root:
             root.reducer.watch_delivered(self._on_delivered)
-            self._watched, self._reduced = root, root.context.chunk_squares()
+            self._watched, self._reduced = root, None
             for flat in self._flats:
                 flat.watch_gradients()
+        if sums and self._reduced is None:
+            self._reduced = root.context.chunk_squares()
 
     def _on_delivered(self, unit: Unit | None) -> None:
         if unit is None:
-            self._reduced.clear()
+            if self._reduced is not None:
+                self._reduced.clear()
             return
+        assert self._watched is not None, "it delivers"
+        is_used_up = self._watched.reducer.uses_up_gradients
         for flat in self._flats:
-            if flat.home.unit is unit:
+            if flat.home.unit is not unit:
+                continue
+            if is_used_up:
+                flat.forget_gradients()
+            else:
                 flat.note_delivered(self._reduced)
 
     def _members_of(

@@ -212,6 +212,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for flat, step in taken:
             flat.note_taken(step)
         self._show()
+        self._norm.watch(root, sums=False)
         return loss
 
     def _agree(

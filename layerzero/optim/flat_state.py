@@ -4,10 +4,12 @@
     gradient      | a     | b            | c   |      range for each parameter that has a gradient;
     states        | a     |    | c   |                parameters of other optimizers have no state
 
-The host's work for a step does not grow with the number of parameters but for a few passes in C
-over lists (`map` over a slot of Tensor), which look whether everything is where it was: gradients
-in one buffer, parameters in the main shard, state in the memory made here. What is elsewhere, for
-whatever reason, is found again or copied.
+The host's work for a step does not grow with the number of parameters. Where gradients lie is noted
+when they are delivered, and stays known until somebody touches a `.grad` (core/data_watch.py);
+where parameters lie, until somebody other than the optimizer writes one. Then a step looks at each,
+by a few passes in C over lists (`map` over a slot of Tensor): gradients in one buffer, parameters
+in the main shard, state in the memory made here. What is elsewhere, for whatever reason, is found
+again or copied.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from layerzero.core.data_watch import grad_of, watch_grad
+from layerzero.core.data_watch import grad_of, watch_autograd, watch_grad
 from layerzero.ops import flat_step_, step_reference, sum_squares
 from layerzero.ops.step_reference import StepTensors
 from layerzero.optim.flat_gradient import Gradient, copy_of, find_buffer
@@ -49,6 +51,16 @@ class Step(NamedTuple):
     seed: int
 
 
+class _Known(NamedTuple):
+    """Gradients that nobody has touched since they were delivered."""
+
+    gradient: Gradient
+    version: int
+    """Of their buffer when `squares` was summed."""
+    squares: torch.Tensor | None
+    """The sum of their squares, a float64 scalar; None: not summed yet."""
+
+
 class FlatState:
     """States of one home's parameters in flat memory, shown parameter by parameter in `shown`."""
 
@@ -72,11 +84,13 @@ class FlatState:
         self._shows_step = shows_step
         self._all = home.parameters
         self._members: list[int] = []
-        self._known: tuple[Gradient, int, torch.Tensor] | None = None
+        self._known: _Known | None = None
         self._filling: tuple[list[int], bool] | None = None
         self._taken: dict[int, StorageWeakRef] | None = None
         """Of gradients that somebody has taken from `.grad`, and may write through `.data`; None:
         nobody watches yet."""
+        self._accumulators: dict[nn.Parameter, Any] = {}
+        """What `watch_autograd` returned."""
         self._make([], {})
 
     # Memory ---------------------------------------------------------------------------------
@@ -84,6 +98,7 @@ class FlatState:
     def _make(self, members: list[int], old: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Make states for these of the home's parameters, with the values that `old` has."""
         held = self.home.held
+        self._known = None
         self._members = members
         self._params = [held[i].parameter for i in members]
         inside = set(members)
@@ -195,35 +210,41 @@ class FlatState:
         parts = [each for i in have if (each := grad_of(self._all[i])) is not None]
         return None if is_all else numbers, parts
 
-    def _buffer_of(self, numbers: list[int] | None, parts: list[torch.Tensor]) -> Gradient | None:
-        """The buffer that gradients are views of, if there is one."""
-        known = self._known
-        if known is not None and known[0].is_of(numbers, parts):
-            return known[0]
-        return find_buffer(numbers, parts, self.home.main.dtype)
-
     def watch_gradients(self) -> None:
-        """From now on, notice what is taken from `.grad`; what is there may have been taken."""
+        """From now on, notice what is taken from `.grad` or put there; what is there may have been
+        taken."""
         if self._taken is None:
             self._taken = {}
             for parameter in self._all:
                 watch_grad(parameter, self._note_taken)
                 self._note_taken(grad_of(parameter))
+        if len(self._accumulators) < len(self._all):
+            for parameter in self._all:
+                if parameter.requires_grad and parameter not in self._accumulators:
+                    self._accumulators[parameter] = watch_autograd(parameter)
 
-    def note_delivered(self, reduced: ChunkSquares) -> None:
-        """Remember the gradients as they are, and the sum of their squares: that of the reduction
-        if they are what it left."""
+    def note_delivered(self, reduced: ChunkSquares | None) -> None:
+        """Remember the gradients as they are.
+
+        Args:
+            reduced: also remember the sum of their squares: the reduction's if the gradients are
+                what it left; None: nobody is going to ask for it.
+        """
         self._known = None
         self.watch_gradients()
-        gradient = self._buffer_of(*self._collect())
+        numbers, parts = self._collect()
+        gradient = find_buffer(numbers, parts, self.home.main.dtype)
         if gradient is None or gradient.base is None or self._was_taken(gradient):
             return
-        squares = reduced.of(gradient.base) if self._fills(gradient) else None
-        if squares is None:
-            squares = self._squares(gradient.parts, gradient)
-        self._known = gradient, gradient.flat._version, squares
+        squares = None
+        if reduced is not None:
+            squares = reduced.of(gradient.base) if self._fills(gradient) else None
+            if squares is None:
+                squares = self._squares(parts, gradient)
+        self._known = _Known(gradient, gradient.flat._version, squares)
 
     def _note_taken(self, gradient: torch.Tensor | None) -> None:
+        self._known = None  # Another one may be there now, or what is there be put elsewhere.
         if gradient is not None and self._taken is not None:
             taken = StorageWeakRef(gradient.untyped_storage())
             self._taken[taken.cdata] = taken
@@ -237,16 +258,16 @@ class FlatState:
 
     def squares(self) -> torch.Tensor:
         """The sum of squares of the gradients, a float64 scalar."""
-        numbers, parts = self._collect()
-        gradient, known = self._buffer_of(numbers, parts), self._known
-        if (
-            known is not None
-            and known[0] is gradient
-            and known[1] == gradient.flat._version
-            and not self._was_taken(gradient)
-        ):
-            return known[2]
-        return self._squares(parts, gradient)
+        known = self._known
+        if known is None:
+            numbers, parts = self._collect()
+            return self._squares(parts, find_buffer(numbers, parts, self.home.main.dtype))
+        version = known.gradient.flat._version
+        if known.squares is not None and known.version == version:
+            return known.squares
+        squares = self._squares(known.gradient.parts, known.gradient)
+        self._known = _Known(known.gradient, version, squares)
+        return squares
 
     def _squares(self, parts: list[torch.Tensor], gradient: Gradient | None) -> torch.Tensor:
         if gradient is not None and self._fills(gradient):
@@ -300,12 +321,9 @@ class FlatState:
             factor: a float32 scalar by which gradients are multiplied.
             wanted: the parameters to step; None: all.
         """
-        numbers, parts = self._collect(wanted)
-        if not parts:
-            return None
-        gradient = self._buffer_of(numbers, parts)
+        gradient = self._gradient(wanted)
         if gradient is None:
-            gradient = copy_of(numbers, parts, self.home.main.dtype)
+            return None
         if self.steps._version != self._steps_version:
             self._read_steps()
         table, keys = self._table_for(gradient)
@@ -318,6 +336,17 @@ class FlatState:
             *(table, rows_of(pairs), factors),
         )
         return Step(gradient, tensors, grad_scale, seed)
+
+    def _gradient(self, wanted: Container[nn.Parameter] | None) -> Gradient | None:
+        """The gradients of its parameters, of those only if they are given, in one buffer; None:
+        there is none."""
+        if self._known is not None and wanted is None:
+            return self._known.gradient
+        numbers, parts = self._collect(wanted)
+        if not parts:
+            return None
+        dtype = self.home.main.dtype
+        return find_buffer(numbers, parts, dtype) or copy_of(numbers, parts, dtype)
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The states to step, and their scales."""
@@ -340,6 +369,7 @@ class FlatState:
         """To be called after `launch`."""
         if step.tensors.copy.numel():
             self.home.note_copied()
+        self.home.note_stepped()
         self._count(step.gradient.numbers)
 
     def _count(self, numbers: list[int] | None) -> None:

@@ -65,7 +65,7 @@ class Delivery:
         self._written = []
         cleared, self._cleared = self._cleared, []
         for parameter in cleared:
-            _set_grad(parameter, None)
+            parameter.grad = None  # Whoever remembers what was delivered is told.
 
     def _write(self) -> None:
         plain, self.plain = self.plain, []

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
-from layerzero.core.parameter_hooks import is_accumulating
+from layerzero.core.parameter_hooks import accumulator_of, is_accumulating
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 
@@ -27,11 +26,7 @@ def watch(sharded_params: Iterable[nn.Parameter], is_first: bool) -> dict[nn.Par
 
 
 def _watch(sharded_param: nn.Parameter, is_first: bool) -> Any:
-    with torch.enable_grad(), torch.inference_mode(False):
-        view = sharded_param.view_as(sharded_param)
-    assert view.grad_fn is not None, "the sharded parameter requires grad"
-    accumulator = view.grad_fn.next_functions[0][0]
-    assert accumulator is not None
+    accumulator = accumulator_of(sharded_param)
     info = get_info(sharded_param)
     assert info is not None, "sharded parameters have ParameterInfo"
     fqn = info.fqn

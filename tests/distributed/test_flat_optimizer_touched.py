@@ -1,0 +1,234 @@
+"""Whatever a program does to gradients and parameters between backward, clip and step counts, and a
+step of a program that does nothing looks at none of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero import ZeRO3
+from layerzero.optim import AdamW, flat_homes, flat_state
+from tests.distributed.test_flat_optimizer import needs_fma
+from tests.harness.checks import assert_bitwise
+from tests.harness.compare import zero3
+from tests.harness.models import Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import forward_backward
+
+_HUGE = 1e30
+"""A norm that clips nothing."""
+
+
+def _trained(model: ZeRO3) -> list[Any]:
+    return [each for each in model.parameters() if each.grad is not None]
+
+
+def _assign(model: ZeRO3) -> None:
+    for each in _trained(model):
+        each.grad = each.grad * 2
+
+
+def _assign_data(model: ZeRO3) -> None:
+    for each in _trained(model):
+        each.grad.data = each.grad.data * 3
+
+
+def _assign_one(model: ZeRO3) -> None:
+    model.head.weight.grad = model.head.weight.grad.clone() * 0.5
+
+
+def _write(model: ZeRO3) -> None:
+    with torch.no_grad():
+        for each in _trained(model):
+            each.grad.mul_(0.5)
+
+
+def _write_data(model: ZeRO3) -> None:
+    for each in _trained(model):
+        each.grad.data.mul_(0.25)
+
+
+def _underscore(model: ZeRO3) -> None:
+    for each in _trained(model):
+        each._grad = each._grad * 4
+
+
+def _drop(model: ZeRO3) -> None:
+    model.blocks[0].zero_grad()
+    del model.stem.bias.grad
+
+
+def _zeros(model: ZeRO3) -> None:
+    model.head.zero_grad(set_to_none=False)
+
+
+def _penalty(model: ZeRO3) -> None:
+    sum(each.square().sum() for each in model.parameters()).backward()
+
+
+def _penalty_alone(model: ZeRO3) -> None:
+    model.zero_grad()
+    _penalty(model)
+
+
+def _clip_value(model: ZeRO3) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def _clip_otherwise(model: ZeRO3) -> None:
+    model.clip_grad_norm_(1e-2)
+
+
+def _replace(model: ZeRO3) -> None:
+    for each in model.parameters():
+        each.data = each.data * 0.5
+
+
+def _set(model: ZeRO3) -> None:
+    with torch.no_grad():
+        for each in model.parameters():
+            each.set_(each.detach() * 0.75)
+
+
+def _write_weights(model: ZeRO3) -> None:
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(0.5)
+
+
+def _vector(model: ZeRO3) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+
+
+def _frozen(model: ZeRO3) -> None:
+    model.head.requires_grad_(False)
+
+
+def _unfrozen(model: ZeRO3) -> None:
+    model.head.requires_grad_(True)
+    _penalty(model)
+
+
+def _summon(model: ZeRO3) -> None:
+    with model.summon_full_params(with_grads=True):
+        for each in model.parameters():
+            if each.grad is not None:
+                each.grad.mul_(2)
+
+
+_held: dict[int, list[torch.Tensor]] = {}
+
+
+def _hold(model: ZeRO3) -> None:
+    _held[id(model)] = [each.grad for each in _trained(model)]
+
+
+def _use_held(model: ZeRO3) -> None:
+    """Gradients that were taken a step ago, and are still there if they add up."""
+    for each in _held.pop(id(model)):
+        each.data = each.data * 2
+
+
+def _nothing(model: ZeRO3) -> None:
+    """Between two that do something."""
+
+
+_TOUCHES = (
+    *(_assign, _nothing, _assign_data, _assign_data, _assign_one, _write, _nothing, _write_data),
+    *(_underscore, _drop, _zeros, _penalty, _nothing, _penalty_alone, _clip_value),
+    *(_clip_otherwise, _replace, _nothing, _set, _write_weights, _vector, _frozen, _nothing),
+    *(_unfrozen, _penalty, _summon, _hold, _use_held, _nothing),
+)
+
+
+def _batch(step: int) -> torch.Tensor:
+    seed = 10 * step + dist.get_rank()
+    return torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def _same(ours: nn.Module, theirs: nn.Module, what: str) -> None:
+    pairs = zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
+    for (name, own), (_, other) in pairs:
+        assert_bitwise(own.detach(), other.detach(), f"{what}: {name}")
+
+
+def _touch_all(clips: bool, accumulates: bool) -> None:
+    """Each way before the clip, and after it."""
+    for late in (False, True):
+        ours, theirs = zero3(Mlp, Block), zero3(Mlp, Block)
+        optimizer = AdamW(ours.parameters(), lr=1e-2)
+        other = torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
+        for step, touch in enumerate(_TOUCHES):
+            what = f"{touch.__name__} late={late} clips={clips} accumulates={accumulates}"
+            norms = []
+            for model, own in ((ours, optimizer), (theirs, other)):
+                forward_backward(model, _batch(step))
+                if not late:
+                    touch(model)
+                if clips:
+                    norms.append((own if own is optimizer else model).clip_grad_norm_(_HUGE))
+                if late:
+                    touch(model)
+                own.step()
+                if not accumulates or step % 3 == 2:
+                    own.zero_grad()
+            if clips:
+                torch.testing.assert_close(*norms, msg=lambda text, what=what: f"{what}: {text}")
+            _same(ours, theirs, what)
+
+
+def _touch(every_use: bool) -> None:
+    for clips in (False, True) if every_use else (True,):
+        for accumulates in (False, True):
+            _touch_all(clips, accumulates)
+
+
+@needs_fma
+@pytest.mark.parametrize(
+    ("world_size", "every_use"),
+    [
+        (2, False),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_whatever_is_done_between_counts(world_size: int, every_use: bool) -> None:
+    run_ranks(world_size, _touch, every_use)
+
+
+def _look_at_nothing() -> None:
+    model = zero3(Mlp, Block)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    looks: list[str] = []
+
+    def counting(module: Any, name: str) -> None:
+        plain = getattr(module, name)
+        setattr(module, name, lambda each: looks.append(name) or plain(each))
+
+    for step in range(4):
+        forward_backward(model, _batch(step))
+        if step == 2:
+            counting(flat_state, "grad_of")
+            counting(flat_homes, "_address_of")
+        delivered = len(looks)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        assert len(looks) == delivered, looks[delivered:]
+        optimizer.zero_grad()
+    assert "grad_of" in looks, "deliveries look"
+    looks.clear()
+    forward_backward(model, _batch(4))
+    model.head.weight.data.mul_(2)
+    assert model.stem.weight.grad is not None
+    looks.clear()
+    optimizer.step()
+    assert {"grad_of", "_address_of"} <= {*looks}
+
+
+def test_a_step_looks_at_no_parameter_that_nobody_touched() -> None:
+    run_ranks(2, _look_at_nothing)
