@@ -148,6 +148,12 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
     def add(op: Callable[..., Any]) -> Callable[[], None]:
         return lambda: [op(parts[0], parts, 0.5) for parts in chunks][-1]
 
+    put_back = _keeping_gradients(model)
+
+    def deliver() -> None:
+        put_back()
+        norm()  # What a backward pass tells the optimizer.
+
     return Contender(
         {
             "sum": add(ordered_sum_),
@@ -158,7 +164,7 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
             "cast": lambda: _cast(handles),
             "zero_grad": optimizer.zero_grad,
         },
-        _keeping_gradients(model),
+        deliver,
     )
 
 

@@ -241,6 +241,9 @@ class FlatState:
             squares = reduced.of(gradient.base) if self._fills(gradient) else None
             if squares is None:
                 squares = self._squares(parts, gradient)
+        if self._usual is not None and self._usual[0] == gradient.offsets:
+            # The same object: the step then finds it so without a look at each number.
+            gradient = gradient._replace(offsets=self._usual[0])
         self._known = _Known(gradient, gradient.flat._version, squares)
 
     def _note_taken(self, gradient: torch.Tensor | None) -> None:
