@@ -30,10 +30,16 @@ class ExecOrderRecorder:
         self._max_kinds = max_kinds
         self._max_age = max_age
         self._known: OrderedDict[Hashable, _Orders] = OrderedDict()
+        self._before: tuple[Hashable, _Orders | None, tuple[Hashable, _Orders] | None] | None = None
+        """What `take_back` restores: a kind, its orders, and what was dropped for it."""
+        self.num_recorded = 0
         self._kind: Hashable | None = None
         self._trace: list[int] = []
         self._candidates: list[Order] = []
         self._is_first = False
+
+    num_recorded: int
+    """Passes recorded and not taken back."""
 
     @property
     def is_recording(self) -> bool:
@@ -50,6 +56,8 @@ class ExecOrderRecorder:
         self._kind = kind
         self._trace = []
         self._candidates = self.orders(kind)
+        if self._candidates:
+            self._known.move_to_end(kind)
         self._is_first = not self._candidates
 
     def visit(self, unit: int) -> None:
@@ -74,16 +82,38 @@ class ExecOrderRecorder:
             predicted.append(unit)
         return predicted
 
-    def end(self) -> Order:
-        """Finish the pass, record its order and return it."""
+    def end(self, is_final: bool = True) -> Order:
+        """Finish the pass, record its order and return it.
+
+        Args:
+            is_final: whether `take_back` leaves the record.
+        """
         assert self._kind is not None, "no pass is open"
         order = tuple(self._trace)
-        self._known.setdefault(self._kind, _Orders()).note(order, self._max_age)
-        self._known.move_to_end(self._kind)
+        before, dropped = self._known.get(self._kind), None
+        self._known[self._kind] = (before or _Orders()).with_pass(order, self._max_age)
         if len(self._known) > self._max_kinds:
-            self._known.popitem(last=False)
+            dropped = self._known.popitem(last=False)
+        self._before = None if is_final else (self._kind, before, dropped)
+        self.num_recorded += 1
         self.abort()
         return order
+
+    def take_back(self) -> bool:
+        """Drop the record of the latest pass that ended, unless that is final. Returns whether it
+        did."""
+        if self._before is None:
+            return False
+        (kind, before, dropped), self._before = self._before, None
+        if before is None:
+            del self._known[kind]
+        else:
+            self._known[kind] = before
+        if dropped is not None:
+            self._known[dropped[0]] = dropped[1]
+            self._known.move_to_end(dropped[0], last=False)
+        self.num_recorded -= 1
+        return True
 
     def abort(self) -> None:
         """Drop the open pass, if any; recorded orders stay."""
@@ -95,6 +125,8 @@ class ExecOrderRecorder:
     def forget(self) -> None:
         """Drop all recorded orders. Between passes."""
         self._known.clear()
+        self._before = None
+        self.num_recorded = 0
 
     def orders(self, kind: Hashable) -> list[Order]:
         """The orders recorded for a kind."""
@@ -102,15 +134,17 @@ class ExecOrderRecorder:
 
 
 class _Orders:
-    """The orders of one kind, each with the number of the pass that last followed it."""
+    """The orders of one kind, each with the number of the pass that last followed it; never
+    changed."""
 
-    def __init__(self) -> None:
-        self.num_passes = 0
-        self.last_seen: dict[Order, int] = {}
+    def __init__(self, num_passes: int = 0, last_seen: dict[Order, int] | None = None) -> None:
+        self.num_passes = num_passes
+        self.last_seen = last_seen or {}
 
-    def note(self, order: Order, max_age: int) -> None:
-        self.num_passes += 1
-        self.last_seen[order] = self.num_passes
-        if len(self.last_seen) > 1:
-            oldest = self.num_passes - max_age
-            self.last_seen = {o: seen for o, seen in self.last_seen.items() if seen > oldest}
+    def with_pass(self, order: Order, max_age: int) -> _Orders:
+        number = self.num_passes + 1
+        last_seen = {**self.last_seen, order: number}
+        if len(last_seen) > 1:
+            oldest = number - max_age
+            last_seen = {o: seen for o, seen in last_seen.items() if seen > oldest}
+        return _Orders(number, last_seen)

@@ -46,15 +46,10 @@ class HasOperations(Protocol):
     def operations(self) -> Operations: ...
 
 
-class CountsPasses(Protocol):
-    """The reducer of a model."""
-
-    num_delivered: int
-    num_waiting: int
-
-
 class ComparesPasses(Protocol):
     """The root of a model."""
+
+    def count_passes(self) -> list[int]: ...
 
     def compare_passes(self, counts: list[list[int]]) -> None: ...
 
@@ -124,7 +119,6 @@ class Operations:
             self.recovery = Recovery(places, [*one_of_each.values()])
         self._lookout = Lookout(places, self.recovery) if places else None
         self._groups = groups
-        self._counts: Callable[[], CountsPasses | None] = lambda: None
         self._judge: Callable[[], ComparesPasses | None] = lambda: None
 
     def set_prefix(self, prefix: str) -> None:
@@ -201,11 +195,9 @@ class Operations:
         """Whether a pass has failed on some rank, and the ranks have not met since."""
         return self.recovery is not None and self.recovery.reason is not None
 
-    def compare_with(
-        self, counts: Callable[[], CountsPasses | None], judge: Callable[[], ComparesPasses | None]
-    ) -> None:
-        """Weak references to who is asked when ranks meet after a pass that failed."""
-        self._counts, self._judge = counts, judge
+    def compare_with(self, judge: Callable[[], ComparesPasses | None]) -> None:
+        """Weak reference to who is asked when ranks meet after a pass that failed."""
+        self._judge = judge
 
     def stop(self, text: str) -> None:
         """A pass has failed on this rank: have the others end it, too."""
@@ -229,16 +221,14 @@ class Operations:
     def _go_on(self, recovery: Recovery) -> None:
         """Meet all ranks after a pass that failed. Collective; blocks the host."""
         try:
-            counts = self._counts()
-            own = (0, 0) if counts is None else (counts.num_delivered, counts.num_waiting)
-            known = recovery.go_on([self.count, *own])
+            judge = self._judge()
+            known = recovery.go_on([self.count, *([] if judge is None else judge.count_passes())])
         except CollectiveError as error:
             raise self.remember(error) from None
         self.failure = None
         self.count = max(row[0] for row in known)
         if self._lookout is not None:
             self._lookout.forget_issued()
-        judge = self._judge()
         if judge is not None:
             judge.compare_passes([row[1:] for row in known])
 

@@ -116,6 +116,8 @@ class RootState:
         self._call_depth = 0
         self._count_before = -1
         """`Operations.count` before the last forward."""
+        self._start = 0
+        """When the last forward began that was no recomputation."""
         self._forward_pass = ForwardPass(0)
         abort = weakref.WeakMethod(self.abort)
         self.backward = Backward(
@@ -125,7 +127,7 @@ class RootState:
             self.reducer,
             abort=lambda error: None if (method := abort()) is None else method(error),
         )
-        self.operations.compare_with(weakref.ref(self.reducer), weakref.ref(self))
+        self.operations.compare_with(weakref.ref(self))
         self.looks_first = any(unit.awaits_values for unit in self.units)
         self._watcher: Callable[[], bool] | None = None
         self._join_units()
@@ -366,6 +368,7 @@ class RootState:
         if self.context.in_backward:
             return  # A recomputation: its visits belong to the backward pass.
         self._count_before = self.operations.count
+        self._start = self._clock
         self.structure.check("forward")
         check_surroundings(
             sharded_param for each in self.units for sharded_param in each.sharded_params
@@ -513,6 +516,8 @@ class RootState:
         )
 
     def _end_pass(self) -> None:
+        if self.backward.is_recorded:
+            self.scheduler.take_back_forward()
         self.backward.forget_passes()
         self._call_depth = 0
         self.scheduler.abort()
@@ -528,7 +533,7 @@ class RootState:
             leftovers.note(self)
         for unit in self.units:
             unit.reset()
-            unit.forget_starts_after(self._forward_pass.start)
+            unit.forget_starts_after(self._start)
         if self.operations.is_stopped:
             # What was gathered into a compute shard may be an answer without meaning.
             self.scheduler.mark_stale()
@@ -537,11 +542,19 @@ class RootState:
         self.context.after_abort()
         self.operations.stopped()
 
+    def count_passes(self) -> list[int]:
+        """How far this rank is: passes that have delivered gradients, micro-batches that wait,
+        recorded orders, calls whose backward may come."""
+        reducer, units = self.reducer, self.units
+        num_calls = sum(len(unit.open_starts) for unit in units if not unit.is_optional)
+        num_recorded = self.scheduler.recorder.num_recorded
+        return [reducer.num_delivered, reducer.num_waiting, num_recorded, num_calls]
+
     def compare_passes(self, counts: list[list[int]]) -> None:
         """All ranks go on after a pass that failed on some; they must be equally far.
 
         Args:
-            counts: (`num_delivered`, micro-batches that wait) of each rank.
+            counts: `count_passes` of each rank.
 
         Raises:
             CollectiveError: some ranks had delivered gradients that others have not.
@@ -554,6 +567,11 @@ class RootState:
                     "differ between ranks: restart the ranks from the last checkpoint"
                 )
             )
+        if len({tuple(row) for row in counts}) > 1:
+            # Some completed a pass without meeting the rank that raised in it.
+            self.scheduler.forget_orders()
+            for unit in self.units:
+                unit.forget_starts_after(-1)
         if len({row[1] for row in counts}) > 1:
             self.reducer.forget_sums()
             raise RuntimeError(

@@ -60,11 +60,11 @@ class JoinedAgreement(Agreement):
                 self._finish_contract()
         return self._places.events
 
-    def end(self) -> None:
+    def end(self, is_final: bool = True) -> None:
         if self.is_unsettled:
             self._stays_open = True
         else:
-            super().end()
+            super().end(is_final)
 
     def abort(self) -> None:
         if self._stays_open:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, ReductionPolicy, ZeRO3
 from layerzero.comm.recovery import PeerRaised
-from tests.harness.fault_at import FaultAt, differences, snapshot
+from tests.harness.fault_at import FaultAt, differences, recorded_orders, snapshot
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
@@ -107,10 +108,11 @@ def _sweep(settings: Settings, reentrant: bool, starts: tuple[int, ...], stride:
                 if calls - 1 == which:
                     root_state(model).backward.clear_abandoned()
                     before = snapshot(model, optimizer)
-                    forwards: list[None] = []
+                    forwards: list[int] = []
                     try:
-                        with FaultAt(at):
-                            micro_batch(model, number, syncs, lambda: forwards.append(None))
+                        with FaultAt(at) as fault:
+                            after_forward = partial(_append_count, forwards, fault)
+                            micro_batch(model, number, syncs, after_forward)
                         return
                     except torch.OutOfMemoryError:
                         reached = True
@@ -121,7 +123,7 @@ def _sweep(settings: Settings, reentrant: bool, starts: tuple[int, ...], stride:
                         reached = True
                     root_state(model).backward.clear_abandoned()
                     wrong = differences(before, snapshot(model, optimizer))
-                    if forwards:  # Its order has been recorded, only the backward failed.
+                    if forwards == [at - 1]:  # Between the two: no pass of the model's failed.
                         wrong = [each for each in wrong if not isinstance(before[each], dict)]
                     assert not wrong, f"operation {at} of micro-batch {which} changed {wrong}"
                 micro_batch(model, number, syncs)
@@ -175,9 +177,22 @@ def _kept_errors() -> list[RuntimeError]:
     return [each for each in found if each.__traceback__ is not None]
 
 
+def _append_count(counts: list[int], mode: FaultAt) -> None:
+    counts.append(mode.count)
+
+
 def _fails_on_one(places: list[int], settings: list[Settings], parts: tuple[int, ...]) -> list[str]:
-    """One rank fails in one micro-batch of a step, at each of these operations; both retry."""
+    """One rank fails in one micro-batch of a step, at each of these operations; all retry.
+
+    Negative numbers count from the end of the forward.
+    """
     texts: list[str] = []
+    counts: list[int] = []
+
+    def count(model: ZeRO3, number: int, syncs: bool) -> None:
+        with FaultAt(0) as mode:
+            micro_batch(model, number, syncs, partial(_append_count, counts, mode))
+
     for arguments in settings:
         before = len(texts)
         clean, clean_optimizer = build(arguments)
@@ -193,7 +208,9 @@ def _fails_on_one(places: list[int], settings: list[Settings], parts: tuple[int,
                     nonlocal calls
                     calls += 1
                     if calls - 1 == which:
-                        fault = at if victim == dist.get_rank() else 0  # noqa: B023
+                        place = at if at > 0 else counts[which - 3] + 1 + at
+                        fault = place if victim == dist.get_rank() else 0  # noqa: B023
+                        orders = recorded_orders(model)
                         try:
                             with FaultAt(fault):
                                 micro_batch(model, number, syncs)
@@ -202,13 +219,17 @@ def _fails_on_one(places: list[int], settings: list[Settings], parts: tuple[int,
                         else:
                             return  # It has fewer operations; a rank that is alone in this hangs.
                         root_state(model).backward.clear_abandoned()
+                        assert recorded_orders(model) == orders, f"{arguments}, {at}"  # noqa: B023
                         assert not _kept_errors(), arguments  # noqa: B023
                     micro_batch(model, number, syncs)
 
-                step_of(clean, clean_optimizer, number, micro_batch)
+                step_of(clean, clean_optimizer, number, count)
                 step_of(model, optimizer, number, run)
                 for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
                     assert torch.equal(mine, theirs), f"{arguments}: operation {at} of {which}"
+                of_ranks: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(of_ranks, recorded_orders(model))
+                assert all(each == of_ranks[0] for each in of_ranks), arguments
                 number += 1
         assert len(texts) > before, f"nothing was raised with {arguments}"
     return texts
@@ -216,9 +237,9 @@ def _fails_on_one(places: list[int], settings: list[Settings], parts: tuple[int,
 
 def test_a_rank_that_runs_out_of_memory_ends_the_pass_of_all_and_all_retry() -> None:
     """Rank 0 before its first gather, when a unit is full from the micro-batch before; rank 1 in
-    backward."""
-    texts = run_ranks(2, _fails_on_one, [2, 70], SETTINGS[:1], (1,))
-    assert len(texts[0]) == 2
+    backward; then rank 1 at the end of a forward, when rank 0 is in backward."""
+    texts = run_ranks(2, _fails_in_three_places)
+    assert len(texts[0]) == 3
     for own, other in zip(*texts, strict=True):
         assert {each.partition(":")[0] for each in (own, other)} == {
             "OutOfMemoryError",
@@ -228,11 +249,16 @@ def test_a_rank_that_runs_out_of_memory_ends_the_pass_of_all_and_all_retry() -> 
     assert "rank 1 raised an exception in backward" in texts[0][1]
 
 
+def _fails_in_three_places() -> list[str]:
+    texts = _fails_on_one([2, 70], SETTINGS[:1], (1,))
+    return texts + _fails_on_one([-1], SETTINGS[-1:], (1,))
+
+
 @pytest.mark.slow
 def test_one_rank_may_fail_anywhere(pytestconfig: pytest.Config) -> None:
     """Where micro-batches of `no_sync` have no collective, it concerns that rank alone."""
     in_full = pytestconfig.getoption("--seeds") > 0
-    places, parts = ([9, 20, 70, 110], (0, 1, 2)) if in_full else ([70], (1,))
+    places, parts = ([-1, 2, 9, 20, 70, 110], (0, 1, 2)) if in_full else ([-1, 70], (1,))
     # Where micro-batches of `no_sync` gather nothing, others may have completed one that fails
     # here, and all drop their sums (docs/reference/errors.md): there only the last one fails.
     alone = [

@@ -37,9 +37,7 @@ def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
     found += [_copy(each.grad) for each in model.parameters()]
     for parameter in model.parameters():
         found += [(key, _copy(value)) for key, value in optimizer.state.get(parameter, {}).items()]
-    recorder = root.scheduler.recorder
-    orders = {kind: (o.num_passes, dict(o.last_seen)) for kind, o in recorder._known.items()}
-    found.append({**orders, "longest": root.scheduler.last_order})
+    found.append(recorded_orders(model))
     found.append(root.reducer.adds_up)
     for handle in (handle for unit in root.units for handle in unit.handles):
         sums = handle.gradients
@@ -48,6 +46,21 @@ def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
         found += [(index, _copy(each)) for index, each in sums._local.items()]
         if sums.holds_sum and handle.placement.num_ranks > 1:
             found.append(_copy(sums.sum))
+    return found
+
+
+def recorded_orders(model: ZeRO3) -> dict[Any, Any]:
+    """What passes leave behind: orders of units, calls whose backward may come; with optional
+    modules also where these came, and the forwards whose backward may come."""
+    root = root_state(model)
+    scheduler, found = root.scheduler, {"longest": root.scheduler.last_order}
+    found["calls"] = [len(unit.open_starts) for unit in root.units]
+    for kind, orders in scheduler.recorder._known.items():
+        found[kind] = orders.num_passes, orders.last_seen
+    if hasattr(root, "agreement"):
+        found["open"] = [order.key for order in scheduler._open]
+        for kind, node in root.agreement._places._known.items():
+            found["places", kind] = {path: each.events for path, each in node.scripts.items()}
     return found
 
 

@@ -210,10 +210,22 @@ class Agreement:
         self._say(_GO_ON)
         return self.answers
 
-    def end(self) -> None:
-        """The pass has ended on every rank: learn from it."""
-        self._places.end()
+    def end(self, is_final: bool = True) -> None:
+        """The pass has ended: learn from it.
+
+        Args:
+            is_final: whether every rank has ended it, or `take_back` may follow.
+        """
+        self._places.end(is_final)
         self.abort()
+
+    def take_back(self) -> None:
+        """Forget what the latest pass has taught, unless that is final."""
+        self._places.take_back()
+
+    def forget(self) -> None:
+        """Forget what passes have taught. Between passes."""
+        self._places.forget()
 
     def abort(self) -> None:
         """Drop the open pass, if any."""

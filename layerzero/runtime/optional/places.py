@@ -21,19 +21,26 @@ class _Script:
         self.places_of: dict[int, set[int]] = {}
         """Optional unit -> places where one of its events was seen."""
 
-    def note(self, events: Mapping[int, Sequence[int]]) -> bool:
-        """Returns whether any of it is new."""
-        is_new = False
+    def with_pass(self, events: Mapping[int, Sequence[int]]) -> _Script:
+        """The script that also has these events; itself if none is new."""
+        script = self
         for place, found in events.items():
             before = self.events.get(place, [])
             if found == before or Counter(found) <= Counter(before):
                 continue
+            if script is self:
+                script = self._copy()
             # New ones come in the order just seen; those that did not come stay behind them.
-            self.events[place] = [*found, *(event for event in before if event not in found)]
+            script.events[place] = [*found, *(event for event in before if event not in found)]
             for event in found:
-                self.places_of.setdefault(event // 2, set()).add(place)
-            is_new = True
-        return is_new
+                script.places_of.setdefault(event // 2, set()).add(place)
+        return script
+
+    def _copy(self) -> _Script:
+        copy = _Script()
+        copy.events = dict(self.events)
+        copy.places_of = {unit: set(places) for unit, places in self.places_of.items()}
+        return copy
 
 
 class _Node:
@@ -115,6 +122,8 @@ class Places:
         self._known: dict[Hashable, _Node] = {}
         """Kind -> the place where passes of this kind begin."""
         self._nothing = _Node({})
+        self._before: tuple[Hashable, _Node | None, dict[Hashable, _Node]] | None = None
+        """What `take_back` restores: a kind, what was known of it, and what was dropped for it."""
         self._trace: list[int] = []
         self._events: dict[int, list[int]] = {}
         self._kind: Hashable = None
@@ -133,7 +142,10 @@ class Places:
         self.is_open = True
         self._kind = kind
         self._key = frozenset(needed), roam
-        self._come_to(self._known.get(kind, self._nothing))
+        node = self._known.pop(kind, None)
+        if node is not None:
+            self._known[kind] = node  # The latest kind is last.
+        self._come_to(node or self._nothing)
 
     def _come_to(self, node: _Node) -> None:
         self._node = node
@@ -188,20 +200,45 @@ class Places:
         """What has happened in the open pass: (place, events)."""
         return tuple((place, tuple(found)) for place, found in sorted(self._events.items()))
 
-    def end(self) -> None:
-        """The pass has ended: learn from it."""
+    def end(self, is_final: bool = True) -> None:
+        """The pass has ended: learn from it.
+
+        Args:
+            is_final: whether `take_back` leaves what was learned.
+        """
+        self._before = None
         if not self.is_open:
             return
-        begin = self._known.pop(self._kind, self._nothing)
+        before = self._known.get(self._kind)
+        begin = before or self._nothing
         path = tuple(self._trace)
-        is_new = path not in begin.scripts
-        script = _Script() if is_new else begin.scripts[path]
-        if script.note(self._events) or is_new:
-            begin = _Node({**begin.scripts, path: script})
-        self._known[self._kind] = begin  # The latest kind is last.
+        script = begin.scripts.get(path)
+        noted = (script or _Script()).with_pass(self._events)
+        if noted is not script:
+            begin = _Node({**begin.scripts, path: noted})
+        self._known[self._kind] = begin
+        dropped = {}
         if len(self._known) > self._max_kinds:
-            del self._known[next(iter(self._known))]
+            oldest = next(iter(self._known))
+            dropped[oldest] = self._known.pop(oldest)
+        if not is_final:
+            self._before = self._kind, before, dropped
         self.abort()
+
+    def take_back(self) -> None:
+        """Forget what the latest pass that ended has taught, unless that is final."""
+        if self._before is None:
+            return
+        (kind, before, dropped), self._before = self._before, None
+        if before is None:
+            del self._known[kind]
+        else:
+            self._known[kind] = before
+        self._known = {**dropped, **self._known}
+
+    def forget(self) -> None:
+        """Forget everything. Between passes."""
+        self._known, self._before = {}, None
 
     def abort(self) -> None:
         """Drop the open pass, if any."""

@@ -87,6 +87,8 @@ class OptionalScheduler(UnshardScheduler):
         self._own: frozenset[int] = frozenset()
         """Optional units that the open backward may reach on this rank."""
         self._open: deque[AgreedOrder] = deque(maxlen=_MAX_OPEN)
+        self._ended: AgreedOrder | None = None
+        """The order of the latest forward that has ended."""
         self._optional: tuple[Unit, ...] = ()
         self._kept: Unit | None = None
         """The optional unit that stayed when the latest forward ended, on every rank."""
@@ -207,7 +209,21 @@ class OptionalScheduler(UnshardScheduler):
         order.own = frozenset(own if grad_enabled else ())
         if order.needed:
             self._open.append(order)
+        self._ended = order
         return order
+
+    def take_back_forward(self) -> bool:
+        if not super().take_back_forward():
+            return False
+        self.agreement.take_back()
+        if self._open and self._open[-1] is self._ended:
+            self._open.pop()
+        return True
+
+    def forget_orders(self) -> None:
+        super().forget_orders()
+        self.agreement.forget()
+        self._open.clear()
 
     def begin_backward(self, order: Order) -> None:
         """A backward begins, at a forward of this order."""
@@ -419,9 +435,9 @@ class _Recorder(ExecOrderRecorder):
         super().begin((*kind, scheduler.resident()))
         scheduler.begin_backward(kind[1])
 
-    def end(self) -> Order:
-        self._scheduler.agreement.end()
-        return super().end()
+    def end(self, is_final: bool = True) -> Order:
+        self._scheduler.agreement.end(is_final)
+        return super().end(is_final)
 
     def abort(self) -> None:
         super().abort()
