@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,9 +13,12 @@ from layerzero.core.tensor_parallel import is_supported
 
 
 def tensor_parallel_mesh(
-    plans: list[UnitPlan], process_group: dist.ProcessGroup | DeviceMesh | None
+    plans: list[UnitPlan], everyone: Callable[[], tuple[int, ...]] | None
 ) -> DeviceMesh | None:
     """The mesh of the DTensor parameters; None if there are none. Not collective.
+
+    Args:
+        everyone: returns the ranks that share the model; None: these are only planned.
 
     Raises:
         ValueError: a DTensor has placements other than Shard and Replicate, DTensors are on
@@ -33,7 +36,7 @@ def tensor_parallel_mesh(
         if mesh is None:
             mesh, first = parameter_mesh, fqn
     if mesh is not None:
-        _check_crossing(mesh, first, process_group)
+        _check_crossing(mesh, first, everyone)
     return mesh
 
 
@@ -57,7 +60,7 @@ def _meshes(plans: list[UnitPlan]) -> Iterator[tuple[str, DeviceMesh]]:
 
 
 def _check_crossing(
-    mesh: DeviceMesh, fqn: str, process_group: dist.ProcessGroup | DeviceMesh | None
+    mesh: DeviceMesh, fqn: str, everyone: Callable[[], tuple[int, ...]] | None
 ) -> None:
     rank = dist.get_rank()
     if mesh.get_coordinate() is None:
@@ -65,11 +68,9 @@ def _check_crossing(
             f"rank {rank} is not in the mesh {mesh.mesh.tolist()} of DTensor parameter {fqn!r}; "
             "parallelize and wrap the model only on ranks of the mesh"
         )
-    shared = set(mesh.mesh.flatten().tolist())
-    if isinstance(process_group, DeviceMesh):
-        shared &= set(process_group.mesh.flatten().tolist())
-    else:
-        shared &= set(dist.get_process_group_ranks(process_group))
+    if everyone is None:
+        return
+    shared = set(mesh.mesh.flatten().tolist()) & set(everyone())
     if shared != {rank}:
         raise ValueError(
             f"process_group: on rank {rank} it shares ranks {sorted(shared)} with the mesh "

@@ -59,7 +59,8 @@ def plan_wrapping(
     A module whose wrapper is gone is unwrapped first, which is collective.
 
     Args:
-        everyone: returns the ranks that share the model; None: those of `given.process_group`.
+        everyone: returns the ranks that share a model that is only planned; None: those of
+            `given.process_group`.
 
     Raises:
         ValueError, TypeError: a bad policy or argument of one unit, or a parameter that cannot be
@@ -75,14 +76,16 @@ def plan_wrapping(
     ignored = nested_ignored(module).and_also(given.ignored_modules, ignored_parameters)
     units, visits = plan_units(module, given.auto_wrap_policy, ignored.modules, ignored.parameters)
     _check_containers(units)
-    everyone = everyone or functools.partial(ranks_of, given.process_group)
-    experts = find_experts(units, everyone)
+    real = None if everyone else functools.partial(ranks_of, given.process_group)
+    ranks = real or everyone
+    assert ranks is not None, "one of them is"
+    experts = find_experts(units, ranks)
     expert_lists = ExpertLists(module, units)
     dense = [unit for unit in units if id(unit) not in experts]
     optional = find_optional(
-        module, given.optional_modules, given.optional_mean, units, experts, everyone
+        module, given.optional_modules, given.optional_mean, units, experts, ranks
     )
-    mesh = tensor_parallel_mesh(dense, given.process_group)
+    mesh = tensor_parallel_mesh(dense, real)
     device = resolve_device(given.device, units, given.group, mesh)
     check_compiled(((visit.fqn, visit.module) for visit in visits), device)
     return WrapPlan(

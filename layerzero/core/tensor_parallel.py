@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def split_of(tensor: torch.Tensor) -> TensorParallelSplit | None:
     if not isinstance(tensor, DTensor):
         return None
     placements, mesh = tensor.placements, tensor.device_mesh
-    local_shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    with _disable_current_modes():  # It reads tensors of its own, which may be made without values.
+        local_shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     return TensorParallelSplit(
         mesh, placements, tensor.shape, torch.Size(local_shape), tuple(offset)
     )

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 _resize = torch.UntypedStorage.resize_
 _told: list[StorageCount] = []
@@ -168,6 +168,8 @@ class CountingMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # A DTensor, say: what it does with the tensors inside is seen.
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self._count.note(result)
@@ -200,6 +202,10 @@ def _resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        inner = (getattr(tensor, name) for name in names)
+        return tuple(p for part in inner if isinstance(part, torch.Tensor) for p in _parts(part))
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from layerzero.construct.argument_types import check_outer, check_zero3_size, named_device
 from layerzero.construct.arguments import Arguments, check_arguments
@@ -20,7 +19,7 @@ from layerzero.construct.wrap import make_chooser
 from layerzero.core.groups import ShardGroup
 from layerzero.memory_plan.experts import Policy, placements_of, with_all_experts, with_ranks
 from layerzero.memory_plan.hollow import hollow_copy
-from layerzero.memory_plan.transport import Pace, PlannedGroups
+from layerzero.memory_plan.transport import Pace, PlannedGroups, planned_axes
 from layerzero.runtime.unit import get_unit
 
 _CPU = torch.device("cpu")
@@ -121,7 +120,7 @@ def prepare(wish: Wish, rank: int) -> Prepared:
     topology = Topology(
         placement=placement,
         placements=placements_of(plan, placement, rank, arguments.outer, in_order, group_of),
-        tensor_parallel_groups=(),
+        tensor_parallel_groups=planned_axes(plan.mesh, everyone.backend),
     )
     return Prepared(copied, plan, topology, arguments, pace)
 
@@ -159,11 +158,6 @@ def _refuse_unplanned(wish: Wish) -> None:
                 f"plan_memory: {name} on {wish.device.type}: the workspace that its library keeps "
                 "for backward is not known without running it"
             )
-    if any(isinstance(each, DTensor) for each in wish.module.parameters()):
-        raise NotImplementedError(
-            "plan_memory: DTensor parameters cannot be planned yet; plan the module of one "
-            "tensor-parallel rank, with its local shapes"
-        )
     offload = wish.given["offload"]
     if wish.on_accelerator and offload is not None:
         raise NotImplementedError(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from layerzero.core.parameter_info import copy_attributes
+from layerzero.core.tensor_parallel import local_of, split_of
 
 
 def hollow_copy(module: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
@@ -38,7 +39,11 @@ def hollow_copy(module: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
 
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    local = local_of(tensor)
+    made = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device="meta")
+    split = split_of(tensor)
+    if split is not None:
+        made = split.wrap(made)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
     copy_attributes(tensor, made)

@@ -92,7 +92,8 @@ def plan_memory(
 
     Args:
         module: as for `ZeRO3`; not wrapped.
-        world_size: number of ranks, instead of a process group.
+        world_size: number of ranks, instead of a process group; with DTensor parameters, of
+            data-parallel ones.
         batch: (args, kwargs) of a forward, a tuple and a dict; or a tensor, for one argument; or a
             dict, for keyword arguments. Only shapes and dtypes are read.
         optimizer: "adamw" (torch's), "sgd" (without momentum), or bytes of state for each element.

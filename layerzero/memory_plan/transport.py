@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Operation
 from layerzero.comm.streams import (
@@ -75,6 +76,22 @@ class PlannedGroups:
             backend=self._backend,
             timeout=DEFAULT_TIMEOUT,
         )
+
+
+def planned_axes(mesh: DeviceMesh | None, backend: str) -> tuple[ShardGroup, ...]:
+    """A group for each axis of the mesh of DTensor parameters."""
+    if mesh is None:
+        return ()
+    return tuple(
+        ShardGroup(
+            process_group=cast("dist.ProcessGroup", _Nowhere(Pace())),
+            rank=mesh.get_local_rank(axis),
+            ranks=tuple(dist.get_process_group_ranks(mesh.get_group(axis))),
+            backend=backend,
+            timeout=DEFAULT_TIMEOUT,
+        )
+        for axis in range(mesh.ndim)
+    )
 
 
 class _Unwatched:

@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from layerzero import MixedPrecision, ReductionPolicy, plan_memory
+from layerzero.core.tensor_parallel import local_of
 from tests.harness.counted_memory import measure
-from tests.harness.planned_models import CASES, Batch, Block
+from tests.harness.fake_ranks import run_fake_ranks
+from tests.harness.planned_models import CASES, Batch, Block, Tower
 from tests.harness.ranks import run_ranks
 
 BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -47,17 +50,11 @@ def _of_rank(names: list[str]) -> dict[str, tuple[int, int, Any]]:
         measured = measure(
             partial(_given, module), wish.batch(rank), wish.optimizer, arguments, wish.steps
         )
-        plan = None
+        plan, module = None, wish.make()
         if place % dist.get_world_size() == rank:
-            module = wish.make()
-            plan = plan_memory(
-                module,
-                world_size=dist.get_world_size(),
-                batch=wish.batch(0),
-                optimizer=wish.optimizer,
-                device="cpu",
-                **(wish.planned or wish.arguments)(module),
-            )
+            of: dict[str, Any] = {"world_size": dist.get_world_size(), "device": "cpu"}
+            of |= (wish.planned or wish.arguments)(module)
+            plan = plan_memory(module, batch=wish.batch(0), optimizer=wish.optimizer, **of)
         found[name] = (*measured, plan)
     return found
 
@@ -180,17 +177,38 @@ def _optional(
     return Wish(partial(Senses, **(model or {})), batch, optimizer, arguments)
 
 
+def _tensor_parallel(size: int, rows: int = 16, case: str = "tower", **of: Any) -> Wish:
+    """Blocks over `size` neighbours."""
+
+    def mesh() -> DeviceMesh:
+        return _grid((1, dist.get_world_size() // size, size))
+
+    def make() -> nn.Module:
+        styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        return parallelize_module(CASES[case].make(), mesh()["ep"], styles)
+
+    of["auto_wrap_policy"] = CASES[case].units
+    return Wish(
+        make,
+        lambda _: ((torch.randn(rows, 96),), {}) if case == "tower" else CASES[case].batch(),
+        "adamw",
+        lambda _: {**of, "process_group": mesh()["edp"]},
+        lambda _: {**of, "world_size": mesh()["edp"].size()},
+    )
+
+
 WISHES = {
-    "verified": _of_case("tower", "adamw", verify="always"),
     "sampled": _of_case("tied gpt", "sgd", verify="sampled", mixed_precision=BFLOAT16),
     "replicated": _of_case("odd", "sgd", verify="always", zero3_size=1, outer="replicate"),
     "budget gpt": _of_case("gpt", "adamw", memory_budget=2_800_000)._replace(steps=12),
     "budget deep": _of_case("deep", "adamw", memory_budget=860_000)._replace(steps=12),
-    "budget huge": _of_case("odd", "adamw", memory_budget="1GB")._replace(steps=12),
     "experts": _with_experts(2, mixed_precision=BFLOAT16),
     "experts 3": _with_experts(3, rows=256, verify="always"),
     "experts, large": _with_experts(2, hidden=1024, reshard_after_forward=False),
     "experts, mesh": _with_experts(2, 2, outer="replicate", zero3_size=1),
+    "tensor parallel": _tensor_parallel(2, 256, mixed_precision=BFLOAT16),
+    "tensor parallel 3": _tensor_parallel(3, reshard_after_forward=False),
+    "tensor parallel gpt": _tensor_parallel(2, case="gpt", verify="always"),
     "optional": _optional(False, optimizer="sgd"),
     "optional, large": _optional(
         False, rows=64, model={"hidden": 1024}, mixed_precision=BFLOAT16, reduction=SEVERAL
@@ -201,9 +219,9 @@ WISHES = {
 }
 FAST = ["sampled", "optional"]
 SLOW = {
-    2: ["verified", "replicated", "optional, kept", "budget gpt", "budget deep", "experts, large"],
-    3: ["sampled", "optional, large", "budget huge", "experts 3"],
-    4: ["experts", "experts, mesh"],
+    2: ["replicated", "optional, kept", "budget gpt", "budget deep", "experts, large"],
+    3: ["sampled", "optional, large", "experts 3", "tensor parallel 3"],
+    4: ["experts", "experts, mesh", "tensor parallel", "tensor parallel gpt"],
 }
 
 
@@ -215,3 +233,20 @@ def test_the_planned_peak_is_the_measured_one() -> None:
 @pytest.mark.parametrize("num_ranks", SLOW)
 def test_the_planned_peak_is_the_measured_one_in_more_shapes(num_ranks: int) -> None:
     assert _compare(num_ranks, SLOW[num_ranks]) == []
+
+
+def _shard_bytes(size: int) -> tuple[int, int]:
+    """Of the tower on 8 ranks with `size` of them in each tensor-parallel group; and of one such
+    group's local tensors."""
+    grid = init_device_mesh("cpu", (8 // size, size), mesh_dim_names=("dp", "tp"))
+    styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    module = parallelize_module(Tower(), grid["tp"], styles)
+    of: dict[str, Any] = {"world_size": 8 // size, "device": "cpu", "auto_wrap_policy": {Block}}
+    plan = plan_memory(module, batch=torch.empty(4, 96), **of)
+    local = sum(local_of(each).nbytes for each in module.parameters())
+    return plan.by_kind["shards"][0] - plan.padding_bytes, local * size
+
+
+def test_local_parts_of_tensor_parallel_parameters_are_planned() -> None:
+    [(planned, local)] = run_fake_ranks([0], 8, _shard_bytes, 4)
+    assert 0.99 < 8 * planned / local <= 1
