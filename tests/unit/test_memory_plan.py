@@ -125,6 +125,7 @@ def test_bad_ranks_of_experts_are_refused(ranks: Any, error: type[Exception], te
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_memory_budget_is_held_or_refused() -> None:
     def peak(budget: int | None) -> int:
         of: Any = {"world_size": 2, "batch": BATCH, "device": "cpu", "memory_budget": budget}
@@ -224,6 +225,7 @@ class _Reads(nn.Module):
         ({"module": nn.LSTM(4, 4)}, NotImplementedError, "LSTM"),
         ({"module": _Reads(), "batch": torch.empty(2, 4)}, ValueError, "depends on values"),
         ({"module": nn.Linear(4, 4).requires_grad_(False)}, ValueError, "requires grad"),
+        ({"memory_budget": 10}, ValueError, "memory_budget: 10 bytes are too few"),
         ({"verify": "often"}, ValueError, "verify: expected"),
         ({"optional_modules": [nn.Linear(4, 4)]}, ValueError, "not inside the wrapped Linear"),
         ({"optional_modules": [4]}, TypeError, "optional_modules"),
