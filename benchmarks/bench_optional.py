@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -150,6 +151,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=2, help="of each model in a round")
     args = parser.parse_args()
+    # Else malloc gives freed memory back, and a step of any model takes up to thousands of fresh
+    # pages, by where its buffers happen to lie. The ranks read these when they start.
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+        os.environ[name] = "2000000000"
     times = run_on_ranks(args.ranks, measure, args)[0]
     result: dict[str, Any] = {}
     rows = []

@@ -134,7 +134,7 @@ class PlannedExchange(Exchange):
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.is_apart = False
+        self.is_apart = self.can_announce = False
 
     def name(self, addition: str) -> None:
         pass

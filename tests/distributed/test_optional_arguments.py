@@ -20,8 +20,8 @@ from layerzero import ShardingPlan, ZeRO3, shard_with_plan
 from layerzero.construct import topology
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
 from layerzero.plan.optional_names import optional_by_name
-from layerzero.runtime.optional.exchange import Exchange
 from layerzero.runtime.root import RootState
+from tests.distributed.test_optional_modules import counted_exchanges
 from tests.harness.checks import warns_on_first_rank
 from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import root_state
@@ -585,33 +585,26 @@ def test_every_way_in_trains_like_one_process() -> None:
 
 def _costs() -> None:
     rank = dist.get_rank()
-    rows: list[list[int]] = []
-    exchange = Exchange.__call__
-
-    def spy(self: Exchange, row: list[int]) -> list[list[int]]:
-        rows.append(row)
-        return exchange(self, row)
-
     model = seeded(Sees)
     model = ZeRO3(
         model, auto_wrap_policy={Tower, Block}, optional_modules=[model.vision, model.audio]
     )
     counts = {}
-    with mock.patch.object(Exchange, "__call__", spy):
+    with counted_exchanges() as sizes:
         for _ in range(2):  # The first steps teach.
             for by_rank in (([1, 1], [1, 1]), ([0, 0], [0, 0]), ([1, 0], [1, 0]), ([1, 0], [0, 1])):
-                rows.clear()
+                sizes.clear()
                 output = model((torch.ones(3, WIDTH), by_rank[rank]))
-                forward = len(rows)
+                forward = len(sizes)
                 output.sum().backward()
-                counts[str(by_rank)] = forward, len(rows) - forward
+                counts[str(by_rank)] = forward, len(sizes) - forward
     assert counts == {
         "([1, 1], [1, 1])": (3, 1),  # One for each region, and one to go on.
         "([0, 0], [0, 0])": (1, 0),
         "([1, 0], [1, 0])": (2, 1),
         "([1, 0], [0, 1])": (3, 1),
     }
-    assert {8 * len(row) for row in rows} == {24}
+    assert {8 * size for size in sizes} == {24}
 
 
 def test_known_steps_cost_the_exchanges_that_the_page_says() -> None:

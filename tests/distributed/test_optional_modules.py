@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -131,16 +131,20 @@ def _returns_and_recomputes() -> None:
 
 
 @contextmanager
-def counted_exchanges() -> Iterator[list[int]]:
-    """Integers that this rank brings to each exchange."""
+def counted_exchanges(*, only_waits: bool = False) -> Iterator[list[int]]:
+    """Integers that this rank brings to each exchange, or to those for whose answer it waits."""
     sizes: list[int] = []
-    original = Exchange.__call__
 
-    def counting(exchange: Exchange, row: Sequence[int]) -> list[list[int]]:
-        sizes.append(len(row))
-        return original(exchange, row)
+    def counted(verb: str) -> Any:
+        original = getattr(Exchange, verb)
 
-    with mock.patch.object(Exchange, "__call__", counting):
+        def counting(exchange: Exchange, row: Sequence[int]) -> Any:
+            sizes.append(len(row))
+            return original(exchange, row)
+
+        return mock.patch.object(Exchange, verb, counting)
+
+    with counted("__call__"), nullcontext() if only_waits else counted("announce"):
         yield sizes
 
 
@@ -151,12 +155,14 @@ class Cost:
         self.num_exchanges: list[int] = []
         """Of forward, of backward."""
         with recorded_operations(model) as operations, SentBytes() as sent:
-            with counted_exchanges() as in_forward:
+            with counted_exchanges() as in_forward, counted_exchanges(only_waits=True) as waits:
                 loss = loss_of(model(sample))
             num_in_forward = len(operations)
             with counted_exchanges() as in_backward:
                 loss.backward()
         self.num_exchanges = [len(in_forward), len(in_backward)]
+        self.num_waits = len(waits)
+        """In forward."""
         self.exchanged = 8 * sum(in_forward + in_backward)
         """Bytes that the rank sends in them."""
         self.nbytes = sent.nbytes
@@ -221,6 +227,10 @@ def _costs() -> None:
         # Forward: one exchange for the regions between two required units (the last two are
         # neighbours), and one to leave each region. Backward: one, at its end.
         assert cost.num_exchanges == [2 + sum(enters), int(any(enters))], place
+        # Who enters what comes next does not wait for the others. To enter the last region alone
+        # is to pass its neighbour, which they might enter first.
+        num_decided = sum(own) - (own[2] and not own[1])
+        assert cost.num_waits == cost.num_exchanges[0] - num_decided, place
         assert cost.exchanged == EXCHANGE_NBYTES * sum(cost.num_exchanges), place
         apart = presence_nbytes(plain.module, REGIONS, enters) if any(enters) else 0
         assert cost.nbytes - truth.nbytes == cost.exchanged - apart, place

@@ -13,6 +13,7 @@ from collections.abc import (
     Sequence,
 )
 
+from layerzero.comm.collectives import Pending
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.comm.recovery import PeerRaised
 from layerzero.runtime.optional.exchange import Exchange
@@ -64,6 +65,8 @@ class Agreement:
         self._rows: list[list[int]] = []
         self._num_bits = 0
         self._answers: list[list[bool]] | None = None
+        self._announced: Pending | None = None
+        """The exchange whose answer this rank has no use for."""
         self.abort()
 
     # Passes -----------------------------------------------------------------------------------
@@ -130,7 +133,10 @@ class Agreement:
         while event not in self._contract:
             self._finish_contract()
             if self._may_exchange:
-                self._meet(event)
+                if self._decides(event):
+                    self._announce(event)
+                else:
+                    self._meet(event)
             elif event % 2:
                 return False
             else:
@@ -232,7 +238,7 @@ class Agreement:
         self._places.abort()
         self._contract.clear()
         self._rows, self._num_bits = [], 0
-        self._answers = None
+        self._answers = self._announced = None
         self._may_expect = False
         self._exchanges = self._repeats = True
         self.is_open = False
@@ -315,23 +321,55 @@ class Agreement:
         wanted = {wish for wish in wishes if wish >= 0}
         if not wanted:
             return False
+        order = {event: place for place, event in enumerate(self._candidates())}
+        self._follow(min(wanted, key=lambda event: (order.get(event, len(order)), event)))
+        return True
+
+    def _candidates(self) -> list[int]:
+        """What came here before; of several wishes the first of these is followed. In forward that
+        is what came behind the latest event here: a rank that goes on as before need not ask."""
         expected = list(dict.fromkeys(self._places.expected))
-        order = {event: place for place, event in enumerate(expected)}
-        first = min(wanted, key=lambda event: (order.get(event, len(order)), event))
+        last = self._places.last_event
+        if self._exchanges and self._places.has_events and last in expected:
+            begin = expected.index(last) + 1
+            return expected[begin:] + expected[:begin]
+        return expected
+
+    def _follow(self, first: int) -> None:
+        """All ranks take part in this event next, and in what followed it."""
         self._contract.append(first)
         # In backward, what came before has come already: nothing more follows from one wish.
-        follow = expected[order.get(first, len(order)) + 1 :] if self._exchanges else []
-        for event in follow:
+        expected = list(dict.fromkeys(self._places.expected)) if self._exchanges else []
+        begin = expected.index(first) + 1 if first in expected else len(expected)
+        for event in expected[begin:]:
             if self._region_of[event // 2] != self._region_of[first // 2]:
                 break
             self._contract.append(event)
-        return True
+
+    def _decides(self, event: int) -> bool:
+        """Whether all ranks take part in this event next, whatever the others want."""
+        return self._exchange.can_announce and self._candidates()[:1] == [event]
+
+    def _announce(self, event: int) -> None:
+        """Exchange wishes like `_meet`, without waiting for others: this rank decides."""
+        self._end_announced()
+        self._announced = self._exchange.announce(self._row(event, self._bits()))
+        self._follow(event)
+
+    def _end_announced(self) -> None:
+        if self._announced is not None:
+            announced, self._announced = self._announced, None
+            announced.wait()
 
     def _say(self, wish: int) -> list[int]:
+        self._end_announced()
         bits = self._bits()
-        self._rows = self._exchange([self._exchange.rank, wish, *_pack(bits)])
+        self._rows = self._exchange(self._row(wish, bits))
         self._num_bits, self._answers = len(bits), None
         return [row[1] for row in self._rows]
+
+    def _row(self, wish: int, bits: Sequence[bool]) -> list[int]:
+        return [self._exchange.rank, wish, *_pack(bits)]
 
     @property
     def answers(self) -> list[list[bool]]:
