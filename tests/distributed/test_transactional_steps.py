@@ -249,6 +249,39 @@ def test_a_rank_that_runs_out_of_memory_ends_the_pass_of_all_and_all_retry() -> 
     assert "rank 1 raised an exception in backward" in texts[0][1]
 
 
+def _evaluates(model: ZeRO3, at: int) -> int:
+    """Returns the number of operations, `at` of which raises."""
+    with torch.no_grad(), FaultAt(at) as mode:
+        model(batch(7))
+    return mode.count
+
+
+def _fails_in_evaluation() -> None:
+    """Rank 1 fails at the end of a forward, when rank 0 goes on to the next one."""
+    clean, clean_optimizer = build(SETTINGS[-1])
+    model, optimizer = build(SETTINGS[-1])
+    _evaluates(model, 0)
+    at = _evaluates(model, 0) * dist.get_rank()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        for _ in range(2):
+            _evaluates(model, at)
+    if dist.get_rank() == 0:
+        assert root_state(model).scheduler.recorder.num_recorded == 3
+    for number in range(2):
+        step_of(clean, clean_optimizer, number, micro_batch)
+        step_of(model, optimizer, number, micro_batch)
+    for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, recorded_orders(model))
+    assert of_ranks[0] == of_ranks[1]
+
+
+@pytest.mark.slow
+def test_a_rank_may_fail_in_a_forward_that_others_have_ended() -> None:
+    run_ranks(2, _fails_in_evaluation)
+
+
 def _fails_in_three_places() -> list[str]:
     texts = _fails_on_one([2, 70], SETTINGS[:1], (1,))
     return texts + _fails_on_one([-1], SETTINGS[-1:], (1,))
