@@ -341,17 +341,17 @@ class RootState:
         self._call_depth += 1
         self._clock += 1
         call = ForwardCall(unit, self._forward_pass, self._clock, in_autocast())
-        if call.in_autocast:
-            self._note_casts(call)
         unit.enter_forward()
         try:
+            if call.in_autocast:
+                self._note_casts(call)
             self.scheduler.unshard_for_call(unit, in_backward=self.context.in_backward)
+            first_forward = self._unsharded_checks.first_forward
+            if first_forward is not None and unit.depth == 1 and not self.context.in_backward:
+                first_forward.begin_call(unit)
         except BaseException as error:
             self.abandon_call(call, error)
             raise
-        first_forward = self._unsharded_checks.first_forward
-        if first_forward is not None and unit.depth == 1 and not self.context.in_backward:
-            first_forward.begin_call(unit)
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
@@ -394,10 +394,23 @@ class RootState:
     def end_call(self, call: ForwardCall, outputs: object) -> None:
         """The forward of `call` has returned `outputs` (which concern optional/root.py only)."""
         grad_enabled = torch.is_grad_enabled()
-        first_forward = self._unsharded_checks.first_forward
-        if first_forward is not None and call.unit.depth == 1 and not self.context.in_backward:
-            first_forward.end_call(call.unit)
-        self._leave(call)
+        is_outermost = self._call_depth <= 1 and not self.context.in_backward
+        try:
+            self._end_call(call, grad_enabled, is_outermost)
+        except BaseException as error:
+            if is_outermost:
+                self.abort(error)
+            raise
+        if is_outermost:
+            self.context.after_forward(grad_enabled)
+
+    def _end_call(self, call: ForwardCall, grad_enabled: bool, is_outermost: bool) -> None:
+        try:
+            first_forward = self._unsharded_checks.first_forward
+            if first_forward is not None and call.unit.depth == 1 and not self.context.in_backward:
+                first_forward.end_call(call.unit)
+        finally:
+            self._leave(call)
         # A recomputed unit stays in BACKWARD, and is freed when its backward is done.
         if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
             self.scheduler.free_after_forward(call.unit, grad_enabled)
@@ -409,15 +422,13 @@ class RootState:
             call.forward_pass.note_call(call.unit, call.start)
             if not self.context.in_backward:
                 call.unit.open_starts.add(call.start)
-        if self._call_depth == 0 and not self.context.in_backward:
+        if is_outermost:
             # The user may write main shards on the host after a forward.
             self.context.wait_for_uploads()
             error = self._unsharded_checks.after_forward()
             if error is not None:
-                self.abort(error)
                 raise error
             self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
-            self.context.after_forward(grad_enabled)
 
     def _leave(self, call: ForwardCall) -> None:
         self._call_depth = max(self._call_depth - 1, 0)

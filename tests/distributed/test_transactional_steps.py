@@ -149,10 +149,64 @@ def _sweep_all(settings: list[Settings], reentrant: bool, stride: int) -> int:
     return failures
 
 
+def _first_passes(settings: Settings, places: list[int], autocast: bool) -> int:
+    """The first pass of a model, in which the engine also looks for writes into full parameters,
+    fails at each of these operations, and is run again."""
+
+    def run(fault: int) -> tuple[list[torch.Tensor], bool]:
+        model, optimizer = build(settings)
+        reached = False
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            try:
+                with FaultAt(fault):
+                    micro_batch(model, 0, True)
+            except torch.OutOfMemoryError:
+                reached = True
+        if reached or not fault:
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                micro_batch(model, 0, True)
+        optimizer.step()
+        return [each.detach().clone() for each in model.parameters()], reached
+
+    expected, _ = run(0)
+    failures = 0
+    for place in places:
+        try:
+            found, reached = run(place)
+        except Exception as error:
+            error.add_note(f"operation {place}, {settings}, autocast {autocast}")
+            raise
+        assert all(map(torch.equal, found, expected)), f"operation {place} of the first pass"
+        failures += reached
+    return failures
+
+
 def test_a_pass_that_runs_out_of_memory_changes_nothing() -> None:
     settings = [SETTINGS[0], SETTINGS[5]]
     (failures, _) = run_ranks(2, _sweep_all, settings, False, 211)
     assert failures > 2 * len(settings)
+
+
+def test_the_first_pass_of_a_model_may_run_out_of_memory() -> None:
+    assert run_ranks(2, _first_passes, SETTINGS[4], [31, 40, 49], False)[0] == 3
+
+
+def _first_passes_of_all(stride: int) -> int:
+    return sum(
+        _first_passes(each, [*range(1 + place % stride, 170, stride)], autocast)
+        for place, each in enumerate(SETTINGS)
+        for autocast in (False, True)
+    )
+
+
+@pytest.mark.slow
+def test_the_first_pass_may_run_out_of_memory_at_any_operation(
+    pytestconfig: pytest.Config,
+) -> None:
+    stride = 1 if pytestconfig.getoption("--seeds") else 29
+    failures = run_ranks(2, _first_passes_of_all, stride, timeout=600)[0]
+    assert failures > 100 * len(SETTINGS) // stride
 
 
 @pytest.mark.slow
