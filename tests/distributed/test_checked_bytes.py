@@ -23,7 +23,7 @@ from layerzero.errors import CorruptionError
 from layerzero.runtime.context import RuntimeContext
 from layerzero.verify.context import VerifiedContext
 from tests.distributed import test_tensor_parallel as tensor_parallel
-from tests.harness.flips import SITES, Trials, flip
+from tests.harness.flips import REPLICA, SITES, Trials, flip
 from tests.harness.models import Block
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
@@ -97,6 +97,8 @@ def _flip_under(names: dict[str, int], seed: int) -> Counter[str]:
         settings, make = {**TWO_RANKS, **FOUR_RANKS}[name]
         trials = _trials(settings, make, seed)
         sites = SITES if make is not _whole else SITES[:3]
+        if settings.get("outer") == "replicate":
+            sites = (*sites, REPLICA)
         try:
             trials.run(count, sites)
         except Exception as error:

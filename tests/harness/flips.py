@@ -24,6 +24,9 @@ from layerzero.core.groups import ShardGroup
 from layerzero.errors import CorruptionError
 
 SITES = ("wire", "full buffer", "main shard", "optimizer state")
+REPLICA = "copy of a main shard"
+"""Another site, for outer="replicate": one copy, after a write to all copies that torch has seen,
+so that no checksum of it is known."""
 _CHECKED = ("all-gather", "outer all-gather", "reduce-scatter", "outer reduce-scatter")
 
 
@@ -154,8 +157,11 @@ class Trials:
         self._optimizer.zero_grad()
 
     def _memory(self) -> list[torch.Tensor]:
+        return self._main_shards() + self._states()
+
+    def _main_shards(self) -> list[torch.Tensor]:
         root = self._model._root_state
-        return [h.main_shard for unit in root.units for h in unit.handles] + self._states()
+        return [h.main_shard for unit in root.units for h in unit.handles]
 
     def _states(self) -> list[torch.Tensor]:
         memory = getattr(self._optimizer, "memory", None)
@@ -174,7 +180,11 @@ class Trials:
         toggle: Callable[[], None] | None = None
         if dist.get_rank() == victim:
             toggle = self._prepare(site, random.Random(seed))
-        is_before = seed < 0.5
+        is_before = seed < 0.5 or site == REPLICA
+        if site == REPLICA:
+            with torch.no_grad():
+                for shard in self._main_shards():
+                    shard.mul_(1)
         error: CorruptionError | None = None
         try:
             if toggle is not None and is_before:
@@ -186,7 +196,8 @@ class Trials:
         flipped = self._transport.flipped
         if toggle is not None:
             toggle()
-            flipped = f"changed since the last optimizer step\0rank {victim}"
+            what = "changed since the last optimizer step"
+            flipped = f"{'comparison of replicas' if site == REPLICA else what}\0rank {victim}"
         self._transport.disarm()
         texts: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, flipped)
@@ -201,15 +212,16 @@ class Trials:
             same = torch.equal(now.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
             assert same, f"{site}: the step that failed changed something"
         self.found[site] += 1
+        if site == REPLICA:
+            self._step()  # So that checksums of main shards are known again.
 
     def _prepare(self, site: str, rng: random.Random) -> Callable[[], None] | None:
         """Choose a bit. What flips it, and flips it back; None: the transport does."""
         if site in ("wire", "full buffer"):
             self._transport.arm(rng, rng.randrange(self._num_checked), site == "full buffer")
             return None
-        units = self._model._root_state.units
-        shards = [h.main_shard for unit in units for h in unit.handles if h.main_shard.numel()]
-        tensors = shards if site == "main shard" else self._states()
+        shards = [each for each in self._main_shards() if each.numel()]
+        tensors = self._states() if site == "optimizer state" else shards
         if not tensors:
             return None
         tensor = rng.choice(tensors)
