@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,9 @@ from tests.harness.fault_at import FaultAt, differences, recorded_orders, snapsh
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
+
+_LOSS = "aten.sum.default"
+"""The last operation of a forward."""
 
 
 class Net(nn.Module):
@@ -235,18 +238,11 @@ def _append_count(counts: list[int], mode: FaultAt) -> None:
     counts.append(mode.count)
 
 
-def _fails_on_one(places: list[int], settings: list[Settings], parts: tuple[int, ...]) -> list[str]:
-    """One rank fails in one micro-batch of a step, at each of these operations; all retry.
-
-    Negative numbers count from the end of the forward.
-    """
+def _fails_on_one(
+    places: Sequence[int | str], settings: list[Settings], parts: tuple[int, ...]
+) -> list[str]:
+    """One rank fails in one micro-batch of a step, at each of these operations; all retry."""
     texts: list[str] = []
-    counts: list[int] = []
-
-    def count(model: ZeRO3, number: int, syncs: bool) -> None:
-        with FaultAt(0) as mode:
-            micro_batch(model, number, syncs, partial(_append_count, counts, mode))
-
     for arguments in settings:
         before = len(texts)
         clean, clean_optimizer = build(arguments)
@@ -254,16 +250,16 @@ def _fails_on_one(places: list[int], settings: list[Settings], parts: tuple[int,
         number = 0
         for at in places:
             for which in parts:
-                victim, calls = (number + at) % dist.get_world_size(), 0
+                turn = at if isinstance(at, int) else 1
+                victim, calls = (number + turn) % dist.get_world_size(), 0
 
                 def run(
-                    model: ZeRO3, number: int, syncs: bool, which: int = which, at: int = at
+                    model: ZeRO3, number: int, syncs: bool, which: int = which, at: int | str = at
                 ) -> None:
                     nonlocal calls
                     calls += 1
                     if calls - 1 == which:
-                        place = at if at > 0 else counts[which - 3] + 1 + at
-                        fault = place if victim == dist.get_rank() else 0  # noqa: B023
+                        fault = at if victim == dist.get_rank() else 0  # noqa: B023
                         orders = recorded_orders(model)
                         try:
                             with FaultAt(fault):
@@ -277,7 +273,7 @@ def _fails_on_one(places: list[int], settings: list[Settings], parts: tuple[int,
                         assert not _kept_errors(), arguments  # noqa: B023
                     micro_batch(model, number, syncs)
 
-                step_of(clean, clean_optimizer, number, count)
+                step_of(clean, clean_optimizer, number, micro_batch)
                 step_of(model, optimizer, number, run)
                 for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
                     assert torch.equal(mine, theirs), f"{arguments}: operation {at} of {which}"
@@ -338,14 +334,14 @@ def test_a_rank_may_fail_in_a_forward_that_others_have_ended() -> None:
 
 def _fails_in_three_places() -> list[str]:
     texts = _fails_on_one([2, 70], SETTINGS[:1], (1,))
-    return texts + _fails_on_one([-1], SETTINGS[-1:], (1,))
+    return texts + _fails_on_one([_LOSS], SETTINGS[-1:], (1,))
 
 
 @pytest.mark.slow
 def test_one_rank_may_fail_anywhere(pytestconfig: pytest.Config) -> None:
     """Where micro-batches of `no_sync` have no collective, it concerns that rank alone."""
     in_full = pytestconfig.getoption("--seeds") > 0
-    places, parts = ([-1, 2, 9, 20, 70, 110], (0, 1, 2)) if in_full else ([-1, 70], (1,))
+    places, parts = ([_LOSS, 2, 9, 20, 70, 110], (0, 1, 2)) if in_full else ([_LOSS, 70], (1,))
     # Where micro-batches of `no_sync` gather nothing, others may have completed one that fails
     # here, and all drop their sums (docs/reference/errors.md): there only the last one fails.
     alone = [

@@ -12,12 +12,13 @@ from tests.harness.internals import root_state
 
 
 class FaultAt(TorchDispatchMode):
-    """Raises `error` before operation number `at` of this thread, counted from 1.
+    """Raises `error` before operation number `at` of this thread, counted from 1, or before the
+    first one of the name `at`.
 
     Messages do not count: what fails in one is a failed collective.
     """
 
-    def __init__(self, at: int, error: type[BaseException] = torch.OutOfMemoryError) -> None:
+    def __init__(self, at: int | str, error: type[BaseException] = torch.OutOfMemoryError) -> None:
         super().__init__()
         self.count = 0
         self._at = at
@@ -25,7 +26,7 @@ class FaultAt(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += "c10d" not in func.namespace
-        if self.count == self._at and "c10d" not in func.namespace:
+        if self._at in (self.count, str(func)) and "c10d" not in func.namespace:
             raise self._error(f"out of memory, it says, at operation {self._at} ({func})")
         return func(*args, **(kwargs or {}))
 
