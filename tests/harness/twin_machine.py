@@ -119,6 +119,8 @@ class TwinMachine:
                 self.log.append(action.__name__)
                 action()
                 self.compare()
+            # A rank whose backward failed says so when it next uses the model; others wait for it.
+            self._zero()
         except BaseException as error:
             error.add_note(f"{self.settings}: {self.log}")
             raise
