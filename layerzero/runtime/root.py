@@ -500,7 +500,9 @@ class RootState:
             self._end_pass()
 
     def _tell_others(self, error: BaseException | None) -> None:
-        if self._is_alone():
+        # One in backward has told them already, or does it here: when depends on when Python drops
+        # the graph, which must not decide whether.
+        if error is not None and self._is_alone():
             return
         self.operations.stop(
             "an exception in backward" if error is None else f"{type(error).__name__}: {error}"
@@ -520,11 +522,11 @@ class RootState:
         """
         operations = self.operations
         no_collective = operations.count == self._count_before and not operations.is_stopped
-        return (
-            no_collective
-            and not self.reducer.requires_sync
-            and all(h.placement.shard_group.size == 1 for unit in self.units for h in unit.handles)
-        )
+        return no_collective and not self.reducer.requires_sync and not self._gathers()
+
+    def _gathers(self) -> bool:
+        """Whether any unit is gathered from other ranks in each pass."""
+        return any(h.placement.shard_group.size > 1 for unit in self.units for h in unit.handles)
 
     def _end_pass(self) -> None:
         if self.backward.is_recorded:
@@ -583,7 +585,9 @@ class RootState:
             self.scheduler.forget_orders()
             for unit in self.units:
                 unit.forget_starts_after(-1)
-        if len({row[1] for row in counts}) > 1:
+        # Where nothing is gathered, a rank that raised runs its own micro-batches again, and the
+        # others those that they have not completed: the sums stay right.
+        if len({row[1] for row in counts}) > 1 and self._gathers():
             self.reducer.forget_sums()
             raise RuntimeError(
                 "a rank raised in a micro-batch of no_sync that others had completed already, so "

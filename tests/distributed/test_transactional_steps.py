@@ -299,6 +299,45 @@ def test_a_rank_that_runs_out_of_memory_ends_the_pass_of_all_and_all_retry() -> 
     assert "rank 1 raised an exception in backward" in texts[0][1]
 
 
+def _fails_where_nothing_is_gathered(places: list[int], settings: list[Settings]) -> int:
+    """One rank fails in a micro-batch that the other completes; each runs again what failed on it.
+    Returns how many passes failed on this rank."""
+    failures = 0
+    for arguments in settings:
+        clean, clean_optimizer = build(arguments)
+        model, optimizer = build(arguments)
+        for number, (at, which) in enumerate((at, which) for at in places for which in range(3)):
+            faults = [at if number % dist.get_world_size() == dist.get_rank() else 0]
+
+            def run(model: ZeRO3, number: int, syncs: bool, which: int = which) -> None:
+                nonlocal failures
+                fault = faults.pop() if number % 3 == which and faults else 0  # noqa: B023
+                while True:
+                    try:
+                        with FaultAt(fault):
+                            micro_batch(model, number, syncs)
+                        return
+                    except RuntimeError:
+                        failures += 1
+                        fault = 0
+
+            step_of(clean, clean_optimizer, number, micro_batch)
+            step_of(model, optimizer, number, run)
+            for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
+                assert torch.equal(mine, theirs), f"{arguments}: operation {at} of {which}"
+    return failures
+
+
+def test_a_rank_may_fail_in_a_micro_batch_that_others_complete(
+    pytestconfig: pytest.Config,
+) -> None:
+    in_full = pytestconfig.getoption("--seeds") > 0
+    places = [*range(1, 120, 17)] if in_full else [20, 70]
+    settings = [each for each in SETTINGS if each.get("zero3_size") == 1]
+    failures = run_ranks(2, _fails_where_nothing_is_gathered, places, settings, timeout=300)
+    assert all(each >= len(places) for each in failures)
+
+
 def _evaluates(model: ZeRO3, at: int) -> int:
     """Returns the number of operations, `at` of which raises."""
     with torch.no_grad(), FaultAt(at) as mode:

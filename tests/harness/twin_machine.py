@@ -119,8 +119,8 @@ class TwinMachine:
                 self.log.append(action.__name__)
                 action()
                 self.compare()
-            # A rank whose backward failed says so when it next uses the model; others wait for it.
-            self._zero()
+            # A rank that failed answers what others wait for when it next uses the model.
+            self.evaluates()
         except BaseException as error:
             error.add_note(f"{self.settings}: {self.log}")
             raise
@@ -278,6 +278,9 @@ class TwinMachine:
 
     def runs_out_of_memory(self) -> None:
         at, syncs = self.rng.randrange(1, 60), self.rng.random() < 0.5
+        # Ranks meet after a pass that failed on one of them: else the operation of that number is
+        # not the same one on all.
+        self.evaluates()
         batch = self._batches()[dist.get_rank()]
         try:
             with FaultAt(at), contextlib.nullcontext() if syncs else self.model.no_sync():
