@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
+from layerzero.comm.at_exit import end_at_exit
+
 _T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
@@ -30,13 +32,13 @@ def look_on(
         prepare: called once on the thread, before the first look.
     """
     stop = threading.Event()
-    # A daemon that holds its owner weakly: it must keep neither process nor model alive. The
-    # finalizer also runs at exit, before the interpreter is torn down under the thread.
+    # A daemon that holds its owner weakly: it must keep neither process nor model alive.
     weakref.finalize(owner, stop.set)
     thread = threading.Thread(
         target=_run, args=(weakref.ref(owner), look, pause_s, stop, prepare), name=name, daemon=True
     )
     thread.start()
+    end_at_exit(thread, stop.set)
     return thread
 
 

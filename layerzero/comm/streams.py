@@ -18,11 +18,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
+from layerzero.comm.at_exit import end_at_exit
 from layerzero.comm.events import PooledEvent, event_pool
 from layerzero.core.device_streams import stream_interface
 
@@ -131,6 +133,7 @@ class ChainingStream(InlineStream):
             )
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
+            end_at_exit(self._thread, partial(self._queue.put, None))
         self._last = OnThread(work, self._thread)
         self._queue.put(self._last)
         return self._last

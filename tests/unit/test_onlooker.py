@@ -6,6 +6,8 @@ import ctypes
 import functools
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -250,3 +252,36 @@ def test_a_driver_that_is_not_loaded_is_not_loaded_for_this() -> None:
     cuda_driver.ignore_captures_of_other_threads()
     with pytest.raises(OSError, match="libz-that-nobody-loaded"):
         ctypes.CDLL("libz-that-nobody-loaded.so", mode=cuda_driver.os.RTLD_NOLOAD)
+
+
+_EXITS = """
+import threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from layerzero.comm.onlooker import look_on
+
+class Owner:
+    pass
+
+class Slow:
+    "Of use while Python is torn down: the thread comes back from C++ meanwhile."
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+store, looks, owner = dist.HashStore(), threading.Event(), Owner()
+store.set_timeout(timedelta(seconds=0.5))
+
+def look(_):
+    looks.set()
+    store.get("a key that nobody sets")
+    return True
+
+look_on(owner, look, 0.01, "looks")
+looks.wait()
+slow = Slow()
+"""
+
+
+def test_a_process_may_exit_while_a_thread_looks() -> None:
+    done = subprocess.run([sys.executable, "-c", _EXITS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
