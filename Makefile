@@ -115,6 +115,7 @@ $(DOCS_VENV)/.installed: constraints.txt
 docs-figures: $(INSTALLED)
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python docs/figures/overlap.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python docs/figures/ledger.py
+	OMP_NUM_THREADS=1 $(BIN)/python docs/figures/losses.py
 	$(BIN)/python docs/figures/measured.py
 
 # One wheel serves every Python from 3.10 and every torch from 2.11 (stable ABIs on both sides).
