@@ -16,6 +16,7 @@ import datetime
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import pickle
 import random
@@ -134,6 +135,9 @@ class _Rank:
         )
         try:
             self._process.start()
+            # Each start of a process polls all of these. Where groups run in several threads, two
+            # of them would read one exit code, and the second gets 255.
+            multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
         finally:
             child.close()  # else the pipe of a dead rank would stay open here
 
