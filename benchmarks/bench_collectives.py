@@ -26,7 +26,8 @@ from common import (
     run_on_ranks,
 )
 
-from layerzero.comm.collectives import Operation, all_gather, reduce_scatter
+from layerzero.comm.collectives import all_gather, reduce_scatter
+from layerzero.comm.pending import Operation
 from layerzero.core.groups import make_shard_group
 
 SIZES_KB = (64, 256, 1024, 4096, 16384)

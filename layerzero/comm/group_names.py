@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.collectives import gather_small
 from layerzero.comm.new_groups import new_group
+from layerzero.comm.pending import Operation
 from layerzero.core.groups import ShardGroup
 
 

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
 from layerzero.comm.run_names import remember_run
 from layerzero.core.groups import ShardGroup
 

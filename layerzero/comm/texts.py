@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
 from layerzero.core.groups import ShardGroup
 
 MAX_NBYTES = 1000

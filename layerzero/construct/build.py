@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import Operation, broadcast_, broadcast_from_first
+from layerzero.comm.collectives import broadcast_, broadcast_from_first
+from layerzero.comm.pending import Operation
 from layerzero.config import GatherBudget, MixedPrecision
 from layerzero.construct.argument_types import check_reshard_after_forward
 from layerzero.construct.arguments import Arguments

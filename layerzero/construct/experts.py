@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
 from layerzero.construct.make_placement import make_placement
 from layerzero.construct.wrap import UnitPlan
 from layerzero.core.groups import own_rank, resolve_process_groups

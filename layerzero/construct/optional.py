@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.collectives import Operation
+from layerzero.comm.pending import Operation
 from layerzero.comm.texts import gather_texts
 from layerzero.config import OptionalMean
 from layerzero.construct.argument_types import check_optional_mean, check_optional_modules

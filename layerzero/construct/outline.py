@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from layerzero.comm.collectives import Operation
+from layerzero.comm.pending import Operation
 from layerzero.comm.texts import gather_texts
 from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.construct.arguments import Arguments

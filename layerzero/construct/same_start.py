@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from layerzero import ops
-from layerzero.comm.collectives import Operation, broadcast_from_first
+from layerzero.comm.collectives import broadcast_from_first
+from layerzero.comm.pending import Operation
 from layerzero.comm.texts import gather_texts
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement

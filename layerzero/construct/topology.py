@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.collectives import gather_small
 from layerzero.comm.group_names import agree_on_group_names
+from layerzero.comm.pending import Operation
 from layerzero.comm.texts import gather_texts
 from layerzero.construct.arguments import Arguments, check_arguments
 from layerzero.construct.experts import check_experts, place_units, structure_of

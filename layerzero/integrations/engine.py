@@ -23,13 +23,9 @@ and the names below; everything else is internal, which `tests/unit/test_imports
 
 from __future__ import annotations
 
-from layerzero.comm.collectives import (
-    Operation,
-    broadcast_,
-    broadcast_from_first,
-    gather_small,
-)
+from layerzero.comm.collectives import broadcast_, broadcast_from_first, gather_small
 from layerzero.comm.new_groups import new_group
+from layerzero.comm.pending import Operation
 from layerzero.construct.device import check_device_type, current_accelerator
 from layerzero.construct.wrap import Choice, WrapPolicy, has_forward, make_chooser
 from layerzero.core.groups import ShardGroup, make_shard_group, resolve_process_groups

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.collectives import Operation
+from layerzero.comm.pending import Operation
 from layerzero.comm.streams import (
     ChainedCollectives,
     ChainingStream,

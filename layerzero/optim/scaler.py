@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
 from layerzero.core.groups import make_shard_group, mesh_groups, resolve_process_groups
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once

@@ -20,7 +20,8 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
-from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
 from layerzero.construct.optional import names_of_optional
 from layerzero.core.groups import make_shard_group, resolve_process_groups
 from layerzero.optim.clip import clip_factor, grad_norm, scale_gradients_

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from layerzero.comm.collectives import Operation
+from layerzero.comm.pending import Operation
 from layerzero.comm.recovery import settle
 from layerzero.comm.streams import Event, Waitable
 from layerzero.core.flat_param import FlatParam

@@ -18,10 +18,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import Operation, messages_carry_names
+from layerzero.comm.collectives import messages_carry_names
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.comm.lookout import Lookout
 from layerzero.comm.model_numbers import number_model
+from layerzero.comm.pending import Operation
 from layerzero.comm.recovery import PeerRaised, Recovery, settle
 from layerzero.comm.streams import Streams
 from layerzero.comm.watchdog import Watchdog

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import Pending, flags_tensor, gather_flags
+from layerzero.comm.collectives import flags_tensor, gather_flags
+from layerzero.comm.pending import Pending
 from layerzero.comm.recovery import settle
 from layerzero.config import Accumulation
 from layerzero.core.gradients import Gradient

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
 from layerzero.core.parameter_info import copy_attributes, keep_sharded_param
 from layerzero.runtime import guards, hooks
 from layerzero.runtime.flat_param_handle import FlatParamHandle

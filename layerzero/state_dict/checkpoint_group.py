@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.collectives import gather_small
 from layerzero.comm.group_names import agree_on_group_names
 from layerzero.comm.new_groups import new_group
+from layerzero.comm.pending import Operation
 from layerzero.core.groups import (
     DEFAULT_TIMEOUT,
     ShardGroup,

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import Pending, all_gather, broadcast
+from layerzero.comm.collectives import all_gather, broadcast
+from layerzero.comm.pending import Pending
 from layerzero.comm.streams import Waitable
 from layerzero.config import parse_nbytes
 from layerzero.runtime.flat_param_handle import FlatParamHandle

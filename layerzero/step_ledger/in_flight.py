@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.comm.collectives import Pending
+from layerzero.comm.pending import Pending
 from layerzero.comm.streams import Waitable
 from layerzero.step_ledger.clocks import LaneClock
 from layerzero.step_ledger.records import Hop

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from layerzero.comm.collectives import Operation, Pending
+from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.streams import FinishingStream, InlineStream, Waitable
 from layerzero.core.groups import ShardGroup
 from layerzero.runtime.root import RootState

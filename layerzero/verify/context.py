@@ -23,13 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from layerzero.comm import collectives
 from layerzero.comm.collectives import (
     Add,
-    Operation,
-    Pending,
     gather_from_peers,
     gather_small,
     messages_carry_names,
     slices_of,
 )
+from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.texts import gather_texts
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from layerzero.comm.collectives import Operation, all_to_all, gather_small
+from layerzero.comm.collectives import all_to_all, gather_small
+from layerzero.comm.pending import Operation
 from layerzero.core.groups import ShardGroup
 from layerzero.runtime.operations import Operations
 

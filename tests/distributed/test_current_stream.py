@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm import collectives, streams, watchdog
-from layerzero.comm.collectives import Operation, Pending
+from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.streams import Streams
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero import ZeRO3
-from layerzero.comm.collectives import Pending
+from layerzero.comm.pending import Pending
 from layerzero.step_ledger import Ledger
 from layerzero.step_ledger.clocks import measure_offset
 from layerzero.step_ledger.records import REASONS

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
-from layerzero.comm.collectives import Pending
+from layerzero.comm.pending import Pending
 from layerzero.comm.watchdog import Watchdog
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.reducer import GradientReducer

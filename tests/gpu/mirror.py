@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllToAllOptions
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from layerzero.comm import collectives
+from layerzero.comm import collectives, pending
 from layerzero.core import groups
 from layerzero.core.groups import ShardGroup
 from layerzero.core.parameter_info import get_info
@@ -93,14 +93,14 @@ class Wires:
         self._sleep_cycles = sleep_cycles if self._on_gpu else 0
         self._random = random.Random(seed)
         self._real = one_rank_group(device)
-        self._operation: collectives.Operation | None = None
+        self._operation: pending.Operation | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Replaces the collectives of every model; wrap models inside, too."""
         start, describe = collectives._start, groups.describe_group
 
-        def noting(operation: collectives.Operation, *args: Any) -> collectives.Pending:
+        def noting(operation: pending.Operation, *args: Any) -> pending.Pending:
             self._operation = operation
             return start(operation, *args)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from layerzero import ZeRO3
 from layerzero.comm import collectives
-from layerzero.comm.collectives import Pending
+from layerzero.comm.pending import Pending
 from layerzero.core.groups import ShardGroup
 from layerzero.errors import CorruptionError
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from layerzero import ops
-from layerzero.comm.collectives import Pending
 from layerzero.comm.events import EventPool
+from layerzero.comm.pending import Pending
 from layerzero.comm.streams import DeviceStream, Streams, _OnStream
 from layerzero.core import flat_param
 from layerzero.core.gradients import GradientBuffer

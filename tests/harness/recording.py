@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from layerzero import ZeRO3
-from layerzero.comm.collectives import Operation
+from layerzero.comm.pending import Operation
 from layerzero.core.groups import ShardGroup
 from tests.harness.internals import inner_units, root_state
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from layerzero.comm import cuda_driver, watchdog
-from layerzero.comm.collectives import Operation, Pending
 from layerzero.comm.events import EventPool
 from layerzero.comm.onlooker import look_on
+from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero.comm import collectives
-from layerzero.comm.collectives import Operation, reduce_scatter
+from layerzero.comm.collectives import reduce_scatter
+from layerzero.comm.pending import Operation
 from layerzero.construct import device
 from layerzero.construct.device import current_accelerator
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from layerzero.comm.collectives import Operation, Pending
+from layerzero.comm.pending import Operation, Pending
 
 
 class _Looked(set[Pending]):

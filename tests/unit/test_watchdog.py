@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from layerzero.comm import watchdog
-from layerzero.comm.collectives import Operation, Pending
 from layerzero.comm.diagnosis import CollectiveError
+from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
 

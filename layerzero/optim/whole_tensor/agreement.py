@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import Operation, gather_small
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
 from layerzero.comm.texts import gather_texts
 from layerzero.core.groups import ShardGroup
 from layerzero.runtime.root import RootState

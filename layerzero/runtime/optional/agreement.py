@@ -13,8 +13,8 @@ from collections.abc import (
     Sequence,
 )
 
-from layerzero.comm.collectives import Pending
 from layerzero.comm.diagnosis import CollectiveError
+from layerzero.comm.pending import Pending
 from layerzero.comm.recovery import PeerRaised
 from layerzero.runtime.optional.exchange import Exchange
 from layerzero.runtime.optional.places import Places

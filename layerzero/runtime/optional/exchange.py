@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from layerzero.comm.collectives import Pending, all_gather, gather_small
+from layerzero.comm.collectives import all_gather, gather_small
 from layerzero.comm.new_groups import new_group
+from layerzero.comm.pending import Pending
 from layerzero.comm.texts import gather_texts
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement

@@ -1,0 +1,228 @@
+"""Operation, the name of a collective, and Pending, the handle of one in flight."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import not_
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from layerzero.comm.diagnosis import CollectiveError, diagnose
+from layerzero.comm.lookout import Lookout
+from layerzero.comm.slow_waits import WatchesWaits, other_waits
+from layerzero.comm.streams import Event
+from layerzero.comm.watchdog import Watchdog
+from layerzero.core.groups import ShardGroup
+
+
+class Operation(NamedTuple):
+    """Identifies one collective: verb, unit, sequence number within this model."""
+
+    verb: str
+    unit: str
+    number: int
+    watchdog: Watchdog | None = None
+    """Set where messages carry no name (`messages_carry_names`)."""
+    lookout: Lookout | None = None
+    """Set in a model whose messages carry names, except for tensor-parallel collectives."""
+    model: int = 0
+    """Number of the model on the group; 0 outside a model, and on groups it was not counted on."""
+
+    def __str__(self) -> str:
+        return f"{self.verb} of {self.unit} (#{self.number})"
+
+    def tag(self, nbytes: int) -> int:
+        """See Note [A message carries its name] in collectives.py.
+
+        In [2**30, 2**31), clear of small user tags.
+        """
+        name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}/{self.model}"
+        return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
+
+
+Messages = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""What is received from each rank of a group, and what is sent to it."""
+
+
+class Pending:
+    """Handle of a collective in flight."""
+
+    peer: int
+    """Group rank of the peer whose message is awaited now; -1: all of them, or none yet."""
+    num_looks: int
+    """Number of times a lookout has found it waiting."""
+
+    def __init__(self, operation: Operation, group: ShardGroup, nbytes: int = 0) -> None:
+        """`nbytes`: size of the whole tensor, or of each message if messages carry names. Ranks
+        compare it."""
+        self.operation = operation
+        self.number = operation.number
+        self.group = group
+        self.nbytes = nbytes
+        self.peer = -1
+        self.num_looks = 0
+        self.works: Sequence[tuple[dist.Work, int]] | None = None
+        """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
+        to wait for: what ran on the current stream is in order there by itself."""
+        self._finish: Callable[[], object] | None = None
+        self._messages: Messages = ((), ())
+        self._posted: list[dist.Work] = []
+        self._peers: Sequence[int] = ()
+        self._receives: Sequence[bool] = ()
+        watchdog = operation.watchdog
+        self._reached_event: Event = None if watchdog is None else watchdog.record_event()
+        self._done_event: Event = None
+
+    @property
+    def name(self) -> str:
+        return str(self.operation)
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int, int]]:
+        """See `recovery.Message`; empty once it has been waited for."""
+        tag, own = self.operation.tag, self.group.rank
+        return [
+            (0, 0, 0, 0)
+            if rank == own
+            else (tag(sent.nbytes), sent.nbytes, tag(received.nbytes), received.nbytes)
+            for rank, (received, sent) in enumerate(zip(*self._messages, strict=True))
+        ]
+
+    def post(
+        self,
+        calls: Sequence[functools.partial[dist.Work]],
+        peers: Sequence[int],
+        receives: Sequence[bool],
+        incoming: Sequence[torch.Tensor],
+        outgoing: Sequence[torch.Tensor],
+    ) -> None:
+        """Post its messages: `calls`, each with its peer's group rank.
+
+        Raises:
+            CollectiveError: the connection to a peer is closed.
+        """
+        self._messages = incoming, outgoing
+        self._peers, self._receives = peers, receives
+        try:
+            # In one call from C, amid which no signal can raise: a handle that is lost would leave
+            # its peer waiting, and gloo writing into memory that is freed.
+            self._posted.extend(map(functools.partial.__call__, calls))
+        except RuntimeError as error:
+            self.peer = peers[len(self._posted)]
+            raise self.diagnose(error) from error
+        self.works = self._in_order()
+
+    def _in_order(self) -> list[tuple[dist.Work, int]]:
+        """What was posted, receives first."""
+        posted = [*zip(self._posted, self._peers, strict=False)]
+        sends = map(not_, self._receives)
+        return [*compress(posted, self._receives), *compress(posted, sends)]
+
+    @property
+    def is_posted(self) -> bool:
+        return self.works is not None or bool(self._posted)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether this rank's stream has reached the collective, and waits only for peers."""
+        return self._reached_event is None or bool(self._reached_event.query())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device (on CPU, the backend) has completed the collective."""
+        if self._done_event is not None:
+            return bool(self._done_event.query())
+        works = self.works
+        return works is not None and all(work.is_completed() for work, _ in works)
+
+    def start(self, issue: Callable[[], dist.Work | None]) -> None:
+        """Issue the collective. It may return no work: then it runs on the current stream.
+
+        Raises:
+            CollectiveError: the call failed at once, for example because a peer is dead already.
+        """
+        try:
+            work = issue()
+        except RuntimeError as error:
+            raise self.diagnose(error) from error
+        if work is not None:
+            self.works = ((work, -1),)
+            return
+        # Before `works`: the watchdog's thread must not take it for done in between.
+        self._record_done()
+        self.works = ()
+
+    def _record_done(self) -> None:
+        if self.operation.watchdog is not None and self._done_event is None:
+            self._done_event = self.operation.watchdog.record_event()
+
+    def then(self, finish: Callable[[], object]) -> None:
+        """Run `finish` in the first `wait`, once the data has arrived."""
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Block until the result has arrived and no peer reads this rank's buffers any more.
+
+        On a device with streams, order the current stream after that instead of blocking; it must
+        be the stream on which the collective was started. Sends are awaited as well as receives
+        because gloo drops a message whose handle is gone: a rank that has all it needs and exits,
+        or drops the model, would leave its peers waiting.
+
+        Raises:
+            CollectiveError: a peer is dead, or did not take part within the timeout.
+        """
+        self._await()
+        self._record_done()
+        self.works = ()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def wait_for_data(self) -> None:
+        """The first part of `wait`, which another thread may do before this one calls `wait`."""
+        self._await()
+        self._record_done()
+        self.works = ()
+
+    def _await(self) -> None:
+        if self.works is None and self._posted:
+            self.works = self._in_order()  # Something raised when they had just been posted.
+        # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
+        # watchdog bound the wait.
+        timed = self.group.backend == "gloo"
+        lookout: WatchesWaits | None = self.operation.lookout
+        if lookout is None and timed:
+            lookout = other_waits
+        if lookout is not None and self.works:
+            lookout.begin_wait(self)
+        try:
+            for work, peer in self.works or ():
+                self.peer = peer
+                if timed:
+                    work.wait(self.group.limit)
+                else:
+                    work.wait()
+        except RuntimeError as error:
+            raise self.diagnose(error) from error
+        finally:
+            if lookout is not None:
+                lookout.waiting.discard(self)
+        recovery = None if self.operation.lookout is None else self.operation.lookout.recovery
+        if recovery is not None:
+            recovery.in_flight.discard(self)
+        if self._posted:
+            self.works, self._posted, self._messages = (), [], ((), ())
+        if recovery is not None and recovery.reason is not None:
+            # What has arrived may be an answer without meaning.
+            raise recovery.error(self.name)
+
+    def diagnose(self, error: RuntimeError) -> CollectiveError:
+        """Make the error for a failed exchange with `peer`. Blocks the host for some seconds."""
+        lookout = self.operation.lookout
+        divergence = None if lookout is None else lookout.latest_verdict
+        return diagnose(str(self.operation), self.group, self.peer, error, divergence)
