@@ -17,7 +17,6 @@ from tests.faults.torchrun import kill_under_torchrun
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo is told Linux's loopback")
 
 
-@pytest.mark.slow
 def test_twenty_kills_and_one_rank_fewer_leave_the_losses_as_they_are(tmp_path: Path) -> None:
     """Ten with three ranks, and then ten with two."""
     result = soak.disturbed(tmp_path, 10, 0.5, [3, 2], 0)
