@@ -26,7 +26,8 @@ WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
-	@echo 'make soak    random models and actions, SEEDS=200; CASES=10000 forged files of a kind; 10,000 flipped bits; KILLS=1000'
+	@echo 'make soak    random models and actions, SEEDS=200; CASES=10000 forged files of a kind; 10,000 flipped bits; KILLS=1000;'
+	@echo '             and sweeps in full of which make test takes a case of each class'
 	@echo 'make faults  ranks killed at every call that writes a checkpoint; the fault matrix'
 	@echo 'make check   ruff, mypy, codespell and clang-format'
 	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, layered ZeRO, checkpoints beside others'
@@ -61,16 +62,14 @@ test: $(INSTALLED)
 SEEDS ?= 200
 KILLS ?= 1000
 CASES ?= 10000
+SWEEPS := state_machine no_growth transactional_steps nonfinite memory_budget ledger_on_a_device ledger_modes \
+	memory_plan optional_modules delta join layered whole_tensor
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k fuzzed --cases $(CASES) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_random_models.py \
-		tests/distributed/test_optional_random.py tests/distributed/test_join.py \
-		--slow -k random --seeds $(SEEDS) $(ARGS)
+		tests/distributed/test_optional_random.py --slow -k random --seeds $(SEEDS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/distributed/test_checked_bytes.py --slow --seeds $(SEEDS) $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_state_machine.py \
-		tests/distributed/test_no_growth.py tests/distributed/test_transactional_steps.py \
-		tests/distributed/test_nonfinite.py tests/distributed/test_memory_budget.py \
-		tests/distributed/test_ledger_on_a_device.py tests/distributed/test_ledger_modes.py --slow --seeds $(SEEDS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SWEEPS:%=tests/distributed/test_%.py) --slow --seeds $(SEEDS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --kills $(KILLS)
 
 # Also writes the matrix into docs/reference/reliability.md, if all of its cells pass.

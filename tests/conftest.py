@@ -18,7 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seeds",
         type=int,
         default=0,
-        help="of each test of random models, instead of the few of every day (make soak)",
+        help="of each test of random models, instead of the few of every day; and sweeps in full, "
+        "instead of one case of each class (make soak)",
     )
     parser.addoption(
         "--cases",
@@ -40,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: runs with --slow, as .ci/run does, or by name")
+    config.addinivalue_line("markers", "soak: runs with --seeds, as make soak does, or by name")
+
+
+@pytest.fixture
+def in_full(pytestconfig: pytest.Config) -> bool:
+    """Whether a sweep takes every case (`make soak`), and not one of each class."""
+    return bool(pytestconfig.getoption("--seeds"))
 
 
 @pytest.fixture
@@ -58,10 +66,12 @@ or two, and some mostly wait."""
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    if not config.getoption("slow") and not any("::" in argument for argument in config.args):
-        slow = [item for item in items if "slow" in item.keywords]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if "slow" not in item.keywords]
+    if not any("::" in argument for argument in config.args):
+        options = {"slow": "slow", "soak": "seeds"}
+        unwanted = {marker for marker in options if not config.getoption(options[marker])}
+        left_out = [item for item in items if unwanted.intersection(item.keywords)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if unwanted.isdisjoint(item.keywords)]
     missing = {}
     if not torch.accelerator.is_available():
         missing["gpu"] = "no accelerator on this machine"

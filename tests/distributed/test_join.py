@@ -116,17 +116,24 @@ def _check(model: ZeRO3, plan: Plan, clips: float | None, active: bool) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12, msg=f"{name} {plan}")
 
 
-def _every_distribution() -> None:
-    world_size = dist.get_world_size()
-    for counts in itertools.product(range(4), repeat=world_size):
+def _every_distribution(once: bool) -> None:
+    """`once`: of those that differ in who is which rank alone, one."""
+    each = list(itertools.product(range(4), repeat=dist.get_world_size()))
+    if once:
+        random.Random(0).shuffle(each)
+        each = list({tuple(sorted(counts)): counts for counts in each}.values())
+    for counts in each:
         if any(counts):
             clips = 0.05 if sum(counts) % 2 else None
             _train(tuple((1,) * count for count in counts), clips, active=counts[0] % 2 == 1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_distribution_of_batches_trains_as_one_process(world_size: int) -> None:
-    run_ranks(world_size, _every_distribution, timeout=120)
+def test_every_distribution_of_batches_trains_as_one_process(
+    world_size: int, in_full: bool
+) -> None:
+    """On three ranks without those that another order of the ranks has; `make soak`: all."""
+    run_ranks(world_size, _every_distribution, world_size > 2 and not in_full, timeout=120)
 
 
 # Micro-batches --------------------------------------------------------------------------
@@ -168,7 +175,7 @@ def _random_plans(seeds: range, settings: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "count", "settings"),
-    [(2, 7, SETTINGS), pytest.param(4, 26, SETTINGS + LAYERED, marks=pytest.mark.slow)],
+    [(2, 7, SETTINGS), pytest.param(4, 13, SETTINGS + LAYERED, marks=pytest.mark.slow)],
     ids=["2", "4"],
 )
 def test_random_numbers_of_micro_batches_train_like_one_process(
