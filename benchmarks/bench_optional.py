@@ -1,7 +1,7 @@
 """What do optional modules cost in steps in which all ranks agree?
 
 The same model with and without `optional_modules`, on gloo ranks, in steps in which every rank
-enters both optional towers, and in steps in which every rank skips them. All have entered them
+enters all optional towers, and in steps in which every rank skips them. All have entered them
 once before, so that the engine has seen where they come. Forward, backward and an AdamW step,
 interleaved, so that ratios are those of steps under the same disturbances; processor time, in which
 waiting for the other rank does not count, suffers least from them, and of it that of the thread
@@ -53,20 +53,28 @@ class Block(nn.Module):
 
 
 class Towers(nn.Module):
-    """A trunk with an optional tower before it and one behind it."""
+    """A trunk with an optional tower before it and, of two, one behind it."""
 
-    def __init__(self, width: int, depth: int, before_tower: Callable[[], None]) -> None:
+    def __init__(
+        self, width: int, depth: int, trunk: int, towers: int, before_tower: Callable[[], None]
+    ) -> None:
         super().__init__()
         self.before_tower = before_tower
-        self.first = nn.Sequential(*(Block(width) for _ in range(depth)))
-        self.trunk = nn.Sequential(*(Block(width) for _ in range(2 * depth)))
-        self.second = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.first = _tower(width, depth)
+        self.trunk = _tower(width, trunk)
+        self.second = _tower(width, depth) if towers == 2 else None
 
     def forward(self, x: Tensor, enters: bool) -> Tensor:
         self.before_tower()
         x = self.trunk(self.first(x) if enters else x)
-        self.before_tower()
-        return (self.second(x) if enters else x).square().mean()  # type: ignore[no-any-return]
+        if self.second is not None:
+            self.before_tower()
+            x = self.second(x) if enters else x
+        return x.square().mean()
+
+
+def _tower(width: int, depth: int) -> nn.Sequential:
+    return nn.Sequential(*(Block(width) for _ in range(depth)))
 
 
 CASES = ("all enter", "all skip")
@@ -116,8 +124,11 @@ def _make_step(
     enters: bool, kind: str, args: argparse.Namespace
 ) -> tuple[ZeRO3, Callable[[], None]]:
     torch.manual_seed(0)
-    module = Towers(args.width, args.depth, _exchange if kind == "bare" else _nothing)
-    towers = [module.first, module.second] if kind == "optional" else []
+    before_tower = _exchange if kind == "bare" else _nothing
+    module = Towers(args.width, args.depth, args.trunk, args.towers, before_tower)
+    towers = [each for each in (module.first, module.second) if each is not None]
+    if kind != "optional":
+        towers = []
     model = ZeRO3(module, auto_wrap_policy={Block}, optional_modules=towers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = torch.randn(args.batch, args.width, generator=torch.Generator().manual_seed(0))
@@ -146,7 +157,9 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--depth", type=int, default=3, help="blocks of a tower; a trunk has twice")
+    parser.add_argument("--depth", type=int, default=3, help="blocks of a tower")
+    parser.add_argument("--trunk", type=int, default=6, help="blocks of the trunk")
+    parser.add_argument("--towers", type=int, choices=(1, 2), default=2)
     parser.add_argument("--batch", type=int, default=512, help="rows of each rank")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=2, help="of each model in a round")
