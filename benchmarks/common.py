@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @dataclass(frozen=True)
@@ -119,27 +120,37 @@ def print_json(result: Mapping[str, Any]) -> None:
     print(json.dumps(result), flush=True)
 
 
-def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `fn(*args)` on gloo ranks with one thread each; returns the results in rank order.
+def run_on_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, backend: str = "gloo"
+) -> list[Any]:
+    """Call `fn(*args)` on ranks with one thread each; returns the results in rank order.
 
     `fn` must be a module-level function. If a rank fails, the others are ended and its error is
     raised.
+
+    Args:
+        backend: "gloo", or "fake": each rank is alone, in a group that moves no bytes.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        torch.multiprocessing.spawn(_rank_main, (world_size, folder, fn, args), nprocs=world_size)
+        given = (world_size, folder, backend, fn, args)
+        torch.multiprocessing.spawn(_rank_main, given, nprocs=world_size)
         return [
             pickle.loads(Path(folder, f"result_{rank}").read_bytes()) for rank in range(world_size)
         ]
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: Sequence[Any]
+    rank: int,
+    world_size: int,
+    folder: str,
+    backend: str,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
 ) -> None:
     torch.set_num_threads(1)
+    store = FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/store", world_size)
     with loopback():
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     result = fn(*args)
     Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()

@@ -57,7 +57,7 @@ def engines_of(world_size: int, accumulation: str) -> dict[str, Engine]:
             "accumulation": accumulation,
         }
         predicted = None if deterministic else mode
-        return Engine(partial(_layerzero, **options), predicted, zero3_size)
+        return Engine(partial(shard_with_layerzero, **options), predicted, zero3_size)
 
     engines = {}
     for zero3_size in sorted({1, half}):
@@ -70,7 +70,7 @@ def engines_of(world_size: int, accumulation: str) -> dict[str, Engine]:
     return engines
 
 
-def _layerzero(model: nn.Module, **options: Any) -> nn.Module:
+def shard_with_layerzero(model: nn.Module, **options: Any) -> nn.Module:
     from layerzero import ZeRO3
 
     return ZeRO3(model, auto_wrap_policy={TransformerBlock}, **options)
