@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.stub:
         for step in steps.values():
             step()
-        _stub_collectives(pair)
+        stub_collectives(pair)
     clock = _CollectiveClock()
     surplus: dict[str, list[float]] = {name: [] for name in steps}
     pair_ms = clock.calibrate(pair)
@@ -165,7 +165,7 @@ class Unit(nn.Module):
         return self.layers(x)
 
 
-def _stub_collectives(pair: dist.ProcessGroup) -> None:
+def stub_collectives(pair: dist.ProcessGroup) -> None:
     one, both = torch.zeros(64), torch.zeros(128)
     for verb in _CollectiveClock.VERBS:
         original = getattr(dist.ProcessGroup, verb, None)

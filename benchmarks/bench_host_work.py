@@ -1,9 +1,9 @@
 """How much host work does an engine add to each unit in a step, counted instead of timed?
 
 Python frames, tensor operations and allocations of forward, backward and `zero_grad`, with the
-model and the fake process group of bench_host_overhead.py; the bare model's are subtracted. Counts
-are the same on every machine and under any load, so tests/distributed/test_host_work.py holds the
-engine to the committed ones.
+model and the fake process group of bench_host_overhead.py; the bare model's are subtracted.
+`construction frames` are those of wrapping, for each unit. Counts are the same on every machine and
+under any load, so tests/distributed/test_host_work.py holds the engine to the committed ones.
 
 Frames are calls of Python functions; `own frames` are those of the engine's own files, which do
 not depend on torch's version. Operations are those that torch's profiler records, with those that
@@ -39,6 +39,7 @@ OWN = {
     "fsdp1": "torch/distributed/fsdp",
 }
 NAMESPACES = ("aten::", "c10d::", "fsdp::", "layerzero::")
+CONSTRUCTION = "construction_frames"
 WARMUP_STEPS, STEPS = 4, 2
 
 
@@ -86,17 +87,19 @@ def counted(
         frames, own = _frames(step, OWN.get(name))
         operations, allocations = _operations_and_allocations(step)
         totals[name] = dict(zip(KINDS, (frames, own, operations, allocations), strict=True))
+        built, _ = _frames(lambda name=name: make_step(name, units, width), None, times=1)
+        totals[name][CONSTRUCTION] = built * STEPS
     return {
         name: {
-            kind: round((totals[name][kind] - totals["bare"][kind]) / (units * STEPS), 2)
-            for kind in KINDS
+            kind: round((count - totals["bare"][kind]) / (units * STEPS), 2)
+            for kind, count in totals[name].items()
         }
         for name in engines
     }
 
 
-def _frames(step: Callable[[], None], own: str | None) -> tuple[int, int]:
-    """Calls of Python functions in `STEPS` steps, and how many of them below the folder `own`."""
+def _frames(step: Callable[[], object], own: str | None, times: int = STEPS) -> tuple[int, int]:
+    """Calls of Python functions in so many steps, and how many of them below the folder `own`."""
     packages = (Path(torch.__file__).parents[1], Path(__file__).resolve().parents[1])
     folders = tuple(f"{package}/{own}/" for package in packages)
     counts = {"all": 0, "own": 0}
@@ -108,7 +111,7 @@ def _frames(step: Callable[[], None], own: str | None) -> tuple[int, int]:
 
     sys.setprofile(note)
     try:
-        for _ in range(STEPS):
+        for _ in range(times):
             step()
     finally:
         sys.setprofile(None)
@@ -145,12 +148,15 @@ def _show(world_size: int, result: dict[str, dict[str, float]]) -> None:
     print(f"world size {world_size}: host work over the bare model, per unit and step")
     rows = []
     for name, counts in result.items():
-        cells = [f"{counts[kind]:.1f}" for kind in KINDS]
+        cells = [f"{counts[kind]:.1f}" for kind in (*KINDS, CONSTRUCTION)]
         if "fully_shard" in result and name == "layerzero":
             other = result["fully_shard"]
-            cells.append(" / ".join(f"{counts[kind] / other[kind]:.2f}" for kind in KINDS))
-        rows.append([name, *cells, *[""] * (len(KINDS) + 1 - len(cells))])
-    header = ["engine", *(kind.replace("_", " ") for kind in KINDS), "of fully_shard's"]
+            cells.append(
+                " / ".join(f"{counts[kind] / other[kind]:.2f}" for kind in (*KINDS, CONSTRUCTION))
+            )
+        rows.append([name, *cells, *[""] * (len(KINDS) + 2 - len(cells))])
+    kinds = (kind.replace("_", " ") for kind in (*KINDS, CONSTRUCTION))
+    header = ["engine", *kinds, "of fully_shard's"]
     print_table(header, rows)
     print()
 

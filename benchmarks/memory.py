@@ -12,6 +12,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +38,21 @@ def live_bytes() -> int:
 
 
 def peak_bytes(prepare: Callable[[], Callable[[], object]], warmup: int = 2, steps: int = 3) -> int:
-    """Peak of the live bytes in a step, above those before `prepare()`.
+    """Peak of the live bytes in a step; see `resting_and_peak_bytes`."""
+    return resting_and_peak_bytes(prepare, warmup, steps).peak
+
+
+class Held(NamedTuple):
+    """Live bytes between steps, and the peak in a step."""
+
+    resting: int
+    peak: int
+
+
+def resting_and_peak_bytes(
+    prepare: Callable[[], Callable[[], object]], warmup: int = 2, steps: int = 3
+) -> Held:
+    """Live bytes between steps, and their peak in a step, above those before `prepare()`.
 
     Args:
         prepare: builds the object to measure, and returns a function that runs one step of it.
@@ -50,10 +65,11 @@ def peak_bytes(prepare: Callable[[], Callable[[], object]], warmup: int = 2, ste
     for _ in range(warmup):
         step()
     gc.collect()  # The original model, if only reference cycles keep it alive, must not count.
+    resting = live_bytes()
     with _Sampler() as sampler:
         for _ in range(steps):
             step()
-    return sampler.peak - before
+    return Held(resting - before, sampler.peak - before)
 
 
 def self_check() -> None:

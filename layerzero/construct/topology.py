@@ -76,12 +76,18 @@ class Exchange:
         """One group, or a mesh's inner and outer ones."""
 
     def __call__(self, row: _Row) -> list[_Row]:
-        """The rows of all ranks, first rank first. Collective; blocks the host."""
+        """The rows of all ranks, first rank first; only that one if they differ in ranks alone.
+
+        Collective; blocks the host.
+        """
         values = torch.tensor(row, device=self.device)
         for axis in self.axes:
             if axis.size > 1:
                 values = gather_small(values, axis, _EXCHANGE)
-        return [_Row(*each) for each in values.view(-1, len(row)).tolist()]
+        rows = values.view(-1, len(row))
+        if torch.equal(rows[1:, 1:], rows[:-1, 1:]):  # No work in Python for each rank.
+            rows = rows[:1]
+        return [_Row(*each) for each in rows.tolist()]
 
     def texts(self, text: str | None) -> dict[int, str]:
         """The texts of the ranks that have one, by rank. Collective; blocks the host."""
