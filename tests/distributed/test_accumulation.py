@@ -274,9 +274,11 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_micro_batches_add_up_in_shards(world_size: int) -> None:
+def test_micro_batches_add_up_in_shards(world_size: int, in_full: bool) -> None:
+    """On three ranks in the ways that differ most; `make soak`: in every way."""
     sharded = {"accumulation": "sharded"}
-    run_ranks(world_size, _train, list(UNSHARDED), _NAMES, sharded, timeout=120)
+    hows = list(UNSHARDED) if world_size < 3 or in_full else ["no_sync", "reduce_gradients"]
+    run_ranks(world_size, _train, hows, _NAMES, sharded, timeout=120)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
@@ -291,11 +293,11 @@ def test_micro_batches_add_up_unsharded_in_every_layer(layers: str) -> None:
     run_ranks(4, _train, ["no_sync"], _IN_LAYERS, options)
 
 
-def _six_ranks(zero3_size: int) -> None:
-    """Every mode and way, with unused and frozen parameters, in float32 against plain torch."""
+def _six_ranks(zero3_size: int, names: list[str]) -> None:
+    """Every mode and way, in float32 against plain torch."""
     for mode in ("zero1", "replicate", "shard"):
         for accumulation in ("sharded", "unsharded"):
-            for name in ("unused_parts", "frozen_parts"):
+            for name in names:
                 model = sharded(
                     CASES[name], zero3_size=zero3_size, outer=mode, accumulation=accumulation
                 )
@@ -313,8 +315,10 @@ def _six_ranks(zero3_size: int) -> None:
 
 
 @pytest.mark.parametrize("zero3_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_six_ranks_add_up_in_every_mode_and_way(zero3_size: int) -> None:
-    run_ranks(6, _six_ranks, zero3_size, timeout=120)
+def test_six_ranks_add_up_in_every_mode_and_way(zero3_size: int, in_full: bool) -> None:
+    """With unused parameters; in groups of two, and in `make soak`, with frozen ones as well."""
+    names = ["unused_parts", *["frozen_parts"] * (zero3_size == 2 or in_full)]
+    run_ranks(6, _six_ranks, zero3_size, names, timeout=120)
 
 
 def _in_bfloat16(zero3_sizes: list[int]) -> None:
@@ -341,11 +345,13 @@ def _in_bfloat16(zero3_sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "zero3_sizes"), [(4, [2]), pytest.param(6, [2, 3], marks=pytest.mark.slow)]
+    ("world_size", "zero3_sizes"), [(4, [2]), pytest.param(6, [3, 2], marks=pytest.mark.slow)]
 )
 def test_bfloat16_adds_up_bitwise_in_every_mode_and_way(
-    world_size: int, zero3_sizes: list[int]
+    world_size: int, zero3_sizes: list[int], in_full: bool
 ) -> None:
+    """On six ranks in groups of three; `make soak`: of two as well."""
+    zero3_sizes = zero3_sizes if in_full else zero3_sizes[:1]
     run_ranks(world_size, _in_bfloat16, zero3_sizes, timeout=120)
 
 

@@ -80,8 +80,9 @@ def _same_bits(settings: dict[str, dict[str, Any]], uses: list[Callable[..., Any
                 assert torch.equal(one, other), (name, use.__name__)
 
 
-ALL = SETTINGS | LAYERED | MORE | OFFLOADED
-ONE_HOP_AND_TWO = ("default", "zero1", "verified", "optional modules")
+GROUPS = {"": SETTINGS, "layered, ": LAYERED, "more, ": MORE, "offloaded, ": OFFLOADED}
+ALL = {f"{group}{name}": of for group, each in GROUPS.items() for name, of in each.items()}
+ONE_HOP_AND_TWO = ("default", "layered, zero1", "more, verified", "more, optional modules")
 
 
 def test_a_ledger_changes_no_bits_with_one_hop_and_two() -> None:
@@ -89,14 +90,24 @@ def test_a_ledger_changes_no_bits_with_one_hop_and_two() -> None:
     run_ranks(4, _same_bits, few, [accumulation], timeout=120)
 
 
-@pytest.mark.slow
-def test_a_ledger_changes_no_bits_in_any_use() -> None:
-    run_ranks(3, _same_bits, {name: SETTINGS[name] for name in FEW}, USES, timeout=240)
+def test_every_setting_has_a_name_of_its_own() -> None:
+    assert len(ALL) == sum(map(len, GROUPS.values()))
+
+
+def _same_bits_in_uses(in_full: bool) -> None:
+    for number, name in enumerate(FEW):
+        _same_bits({name: SETTINGS[name]}, USES if in_full else USES[number :: len(FEW)])
 
 
 @pytest.mark.slow
-def test_a_ledger_changes_no_bits_in_any_mode(pytestconfig: pytest.Config) -> None:
-    if pytestconfig.getoption("--seeds"):  # make soak
+def test_a_ledger_changes_no_bits_in_any_use(in_full: bool) -> None:
+    """Each use in one of the settings, `make soak`: in each."""
+    run_ranks(3, _same_bits_in_uses, in_full, timeout=240)
+
+
+@pytest.mark.slow
+def test_a_ledger_changes_no_bits_in_any_mode(in_full: bool) -> None:
+    if in_full:
         run_ranks(4, _same_bits, ALL, [accumulation, evaluation_between], timeout=240)
     else:  # The others are those of the test above.
         rest = {name: ALL[name] for name in ALL if name not in ONE_HOP_AND_TWO}

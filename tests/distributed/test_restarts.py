@@ -1,6 +1,6 @@
 """Ranks killed at random moments and started again: the losses are those of an undisturbed run.
 
-`make soak` kills a thousand times; here are twenty.
+`make soak` kills a thousand times, and twenty times under torchrun; here are twenty and one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def test_twenty_kills_and_one_rank_fewer_leave_the_losses_as_they_are(tmp_path: 
 def test_under_torchrun_too(tmp_path: Path) -> None:
     (hurt := tmp_path / "hurt").mkdir()
     (whole := tmp_path / "whole").mkdir()
-    assert kill_under_torchrun(hurt, 60, 2, 1.0, random.Random(0)) == 2
+    assert kill_under_torchrun(hurt, 40, 1, 1.0, random.Random(0)) == 1
     count, problems = soak.compare(hurt, whole)
-    assert count >= 120 and not problems, problems
+    assert count >= 80 and not problems, problems
 
 
 def test_a_loss_that_differs_is_found(tmp_path: Path) -> None:

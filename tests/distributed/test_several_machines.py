@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from tests.harness.ranks import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -65,23 +68,36 @@ def _losses(log: Path) -> list[tuple[int, list[float]]]:
     return [(line["step"], line["rank_losses"]) for line in lines]
 
 
+def _train_lm(flags: list[str]) -> None:
+    """On ranks that one agent would have started."""
+    sys.path.insert(0, str(EXAMPLES))
+    import train_lm
+    from lm_options import Place, load_options_on_rank
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place = Place(rank=rank, local_rank=rank, local_world_size=size, world_size=size)
+    options, corpus = load_options_on_rank(flags, place)
+    train_lm.train_and_sample(options, corpus, place, torch.device("cpu"))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo is told the loopback interface of Linux")
 def test_two_agents_train_as_one_agent_with_two_ranks(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(random.Random(0).randbytes(5000))
 
-    def agent(name: str, *flags: str) -> subprocess.Popen[str]:
+    def flags_of(name: str) -> list[str]:
         out = ["--out", str(tmp_path / name), "--log", str(tmp_path / f"{name}.jsonl")]
-        script = [str(EXAMPLES / "train_lm.py"), *SMALL, "--data", str(text), *out]
+        return [*SMALL, "--data", str(text), *out]
+
+    def agent(*flags: str) -> subprocess.Popen[str]:
+        script = [str(EXAMPLES / "train_lm.py"), *flags_of("two")]
         return _start("-m", "torch.distributed.run", *flags, "--", *script)
 
     meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
-    agents = [
-        agent("two", *meeting, "--node-rank", str(node), "--nproc-per-node", "1") for node in (0, 1)
-    ]
+    agents = [agent(*meeting, "--node-rank", str(node), "--nproc-per-node", "1") for node in (0, 1)]
     _finish(agents, timeout=180)
-    _finish([agent("one", "--standalone", "--nproc-per-node", "2")], timeout=180)
+    run_ranks(2, _train_lm, flags_of("one"))
 
     two, one = _losses(tmp_path / "two.jsonl"), _losses(tmp_path / "one.jsonl")
     assert len(two) == 4
