@@ -92,7 +92,9 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_scale.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_integrations.py
-	$(BIN)/python benchmarks/bench_layered.py --plot ""
+	$(BIN)/python benchmarks/bench_layered.py
+	$(BIN)/python benchmarks/bench_simulator.py
+	$(BIN)/python benchmarks/bench_scaling.py --plot ""
 	$(BIN)/python benchmarks/bench_checkpoint.py
 
 # With the environment of .venv where it is set up, else with $(PYTHON) as it is: a machine with a GPU

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from simulator import Await, Compute, Operation, Post, Program, Signal, Wait
 
-from layerzero.comm.collectives import Pending
+from layerzero.comm.pending import Pending
 from layerzero.comm.streams import OnThread
 
 

@@ -1,4 +1,4 @@
-"""The part of bench_layered.py that runs on each rank: trains all engines, and measures them."""
+"""What bench_layered.py and bench_simulator.py run on each rank: engines, and what they train."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from alpha_beta import Mode, Workload
-from common import Spread, interleave, max_over_ranks
+from common import interleave, max_over_ranks
 from engines import Transformer, TransformerBlock, fully_shard
-from links import measure_links
 from torch import Tensor, nn
 from traffic import SentBytes
 
@@ -37,9 +35,6 @@ class Config:
 @dataclass(frozen=True)
 class Engine:
     make: Callable[[nn.Module], nn.Module]
-    mode: Mode | None = None
-    """The mode to predict it with; None: no prediction."""
-    zero3_size: int = 0
 
 
 def engines_of(world_size: int, accumulation: str) -> dict[str, Engine]:
@@ -49,15 +44,14 @@ def engines_of(world_size: int, accumulation: str) -> dict[str, Engine]:
     """
     half = world_size // 2
 
-    def zero(mode: Mode, zero3_size: int, deterministic: bool = False) -> Engine:
+    def zero(outer: str, zero3_size: int, deterministic: bool = False) -> Engine:
         options = {
             "zero3_size": zero3_size,
-            "outer": mode,
+            "outer": outer,
             "deterministic": deterministic,
             "accumulation": accumulation,
         }
-        predicted = None if deterministic else mode
-        return Engine(partial(shard_with_layerzero, **options), predicted, zero3_size)
+        return Engine(partial(shard_with_layerzero, **options))
 
     engines = {}
     for zero3_size in sorted({1, half}):
@@ -162,14 +156,12 @@ def measure(config: Config) -> dict[str, Any]:
         return max_over_ranks((time.perf_counter() - start) / config.steps * 1e3)
 
     times = interleave(list(engines), step_ms, config.rounds)
-    links = measure_links(dist.get_world_size() // 2, config.rounds)
     return {
         "times": times,
         "losses": losses,
         "sent": {name: sent_nbytes(trainer) for name, trainer in trainers.items()},
         "resident": {name: trainer.resident_nbytes() for name, trainer in trainers.items()},
-        "links": {name: asdict(link) for name, link in links.items()},
-        "workload": asdict(measure_workload(config)),
+        "parameter_nbytes": sum(parameter.nbytes for parameter in build(config).parameters()),
     }
 
 
@@ -185,38 +177,6 @@ def sent_nbytes(trainer: Trainer) -> dict[str, float]:
         axis = "all" if len(ranks) == world_size else "inner" if len(nodes) == 1 else "outer"
         sent[axis] += nbytes
     return sent
-
-
-def measure_workload(config: Config) -> Workload:
-    """The bare model's compute time with all ranks busy, and the size of its units."""
-    model = build(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    data = Batches(config)
-    parts: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "optimizer_s": []}
-
-    def timed(name: str, fn: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
-        result = fn()
-        parts[name].append(max_over_ranks(time.perf_counter() - start))
-        return result
-
-    for _ in range(1 + config.rounds):
-        optimizer.zero_grad()
-        batch = data.next()
-        dist.barrier()
-        loss = timed("forward_s", partial(model, batch))
-        timed("backward_s", loss.backward)
-        timed("optimizer_s", optimizer.step)
-    nbytes = sum(p.nbytes for p in model.parameters())
-    in_blocks = sum(p.nbytes for p in model.blocks.parameters())
-    return Workload(
-        gathered_nbytes=nbytes,
-        # The root is the forward's last unit, so it stays unsharded for its backward.
-        regathered_nbytes=in_blocks,
-        gradient_nbytes=nbytes,
-        num_units=config.layers + 1,
-        **{name: Spread.of(values[1:]).median for name, values in parts.items()},
-    )
 
 
 def _local(tensor: Any) -> Tensor:

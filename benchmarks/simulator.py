@@ -42,18 +42,18 @@ class Post(NamedTuple):
 
     collective: str
     """Name of the collective; the same on every rank of its group."""
-    ranks: tuple[int, ...]
-    """Global ranks of its group, in ascending order."""
-    sends: Mapping[int, int]
+    ranks: Sequence[int]
+    """Global ranks of its group, in ascending order: a tuple or a range."""
+    sends: Mapping[int, float]
     """Bytes for each peer, by global rank."""
-    receives: Mapping[int, int]
+    receives: Mapping[int, float]
 
 
 class Wait(NamedTuple):
     """The thread stands still until the rank's part of a collective is complete."""
 
     collective: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
 
 
 class Signal(NamedTuple):
@@ -220,8 +220,9 @@ class Machines:
     between: Link
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """The slowest link between these ranks."""
-        return self.inside if len({rank // self.ranks for rank in ranks}) == 1 else self.between
+        """The slowest link between these ranks, which are in order."""
+        is_inside = ranks[0] // self.ranks == ranks[-1] // self.ranks
+        return self.inside if is_inside else self.between
 
 
 class Transport(Protocol):
@@ -295,7 +296,7 @@ class Messages:
         return self._costs.post_s * len(ends), _all(self._world.clock, ends)
 
     def _end(
-        self, name: str, ranks: tuple[int, ...], rank: int, peer: int, nbytes: int, is_sent: bool
+        self, name: str, ranks: Sequence[int], rank: int, peer: int, nbytes: float, is_sent: bool
     ) -> Event:
         """One end of a message is posted; the second one starts it."""
         source, target = (rank, peer) if is_sent else (peer, rank)
@@ -309,15 +310,15 @@ class Messages:
     def _event(self, *key: Hashable) -> Event:
         return self._posted.setdefault(key, Event(self._world.clock))
 
-    def _thread(self, rank: int, ranks: tuple[int, ...]) -> _Thread:
+    def _thread(self, rank: int, ranks: Sequence[int]) -> _Thread:
         return self._threads.setdefault((rank, ranks), _Thread(self._world, rank))
 
     def _travel(
         self,
-        ranks: tuple[int, ...],
+        ranks: Sequence[int],
         source: int,
         target: int,
-        nbytes: int,
+        nbytes: float,
         sent: Event,
         received: Event,
     ) -> Process:
@@ -350,17 +351,22 @@ class Rings:
         self._world, self._simulated = world, frozenset(simulated)
         self._entered: dict[Hashable, int] = {}
         self._started: dict[Hashable, Event] = {}
+        self._last: dict[Hashable, Event] = {}
+        """A rank's last collective of each group: the backend runs them one after the other."""
 
     def post(self, rank: int, post: Post) -> tuple[float, Event]:
         key = post.collective, post.ranks
         start = self._started.setdefault(key, Event(self._world.clock))
         self._entered[key] = self._entered.get(key, 0) + 1
-        if self._entered[key] == len(self._simulated.intersection(post.ranks)):
+        if self._entered[key] == sum(rank in post.ranks for rank in self._simulated):
             start.set()
-        return 0.0, self._world.clock.start(self._run(rank, post, start))
+        before = self._last.get((rank, post.ranks), start)
+        done = self._world.clock.start(self._run(rank, post, [before, start]))
+        self._last[rank, post.ranks] = done
+        return 0.0, done
 
-    def _run(self, rank: int, post: Post, start: Event) -> Process:
-        yield start
+    def _run(self, rank: int, post: Post, after: Sequence[Event]) -> Process:
+        yield from after
         link, nbytes = self._world.machines.link(post.ranks), sum(post.sends.values())
         yield from self._world.transfer(rank, nbytes, link, rounds=len(post.ranks) - 1)
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from layerzero import ZeRO3
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.pages import REPOSITORY
+from tests.harness.ranks import run_ranks
 
 WIDTH, LAYERS = 8, 3
 P = LAYERS * WIDTH * WIDTH * 4
@@ -62,3 +64,38 @@ def test_programs_send_the_bytes_of_the_formulas_and_end(monkeypatch: pytest.Mon
         costs = MessageCosts(1e-5, 1e-5, 1e-9, 1e-5, 1e-9)
         result = simulate(programs, Machines(4, 2, Link(1e-5), Link(1e-5)), costs)
         assert result.step_s > result.core_s / 2 > 0
+
+
+def _sent_at_scale(node_size: int, ranks: int) -> dict[str, dict[int, float]]:
+    """For each mode: bytes that a rank sends in all over groups of each size."""
+    dist.destroy_process_group()
+    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+    from device_program import Unit, on_device, record
+    from simulator import Post
+
+    result = {}
+    for outer in ("zero1", "replicate", "shard"):
+        recorded = record(LAYERS, outer, 2, torch.bfloat16, torch.float32)
+        units = [Unit(NUMEL, 1.0, 2.0)] * LAYERS
+        program = on_device(recorded, units, ranks, node_size, host_s=0.0)
+        sent: dict[int, float] = {}
+        for operation in (o for thread in program.values() for o in thread):
+            if isinstance(operation, Post) and "presence" not in operation.collective:
+                size = len(operation.ranks)
+                sent[size] = sent.get(size, 0.0) + sum(operation.sends.values())
+        result[outer] = sent
+    return result
+
+
+NUMEL = 1 << 20
+
+
+def test_bytes_at_scale_are_those_of_the_formulas() -> None:
+    node, nodes = 8, 4
+    sent = run_ranks(1, _sent_at_scale, node, node * nodes)[0]
+    gathered = (2 * LAYERS - 1) * NUMEL * 2
+    p, g = LAYERS * NUMEL * 2, LAYERS * NUMEL * 4
+    inside = (gathered + g) * 7 / 8
+    assert sent["zero1"] == pytest.approx({8: inside, 4: (p + g) / 8 * 3 / 4})
+    assert sent["replicate"] == pytest.approx({8: inside, 4: 2 * g / 8 * 3 / 4})
+    assert sent["shard"] == pytest.approx({32: (gathered + g) * 31 / 32})

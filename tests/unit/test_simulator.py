@@ -98,12 +98,18 @@ def test_a_collective_overlaps_with_compute_as_the_alpha_beta_formula_says() -> 
 
 
 def test_collectives_at_once_share_a_link_and_not_two_links() -> None:
-    slow = Link(latency_s=0.0, bandwidth=10)
-    same: Program = {"a": ring(100, (0, 1), "a"), "b": ring(100, (0, 1), "b")}
-    assert simulate({0: same}, machine(1, inside=slow)).step_s == pytest.approx(20)
-    two: Program = {"a": ring(100, (0, 1), "a"), "b": ring(100, (0, 2), "b")}
-    both = machine(1, ranks=2, inside=slow, between=Link(latency_s=0.0, bandwidth=20))
-    assert simulate({0: two}, both).step_s == pytest.approx(10)
+    slow, fast = Link(latency_s=0.0, bandwidth=10), Link(latency_s=0.0, bandwidth=20)
+    two: Program = {"a": ring(100, (0, 1)), "b": ring(100, (0, 2))}
+    same = simulate({0: two}, machine(1, inside=slow))
+    assert end_of(same) == {"a": 20, "b": 20}
+    apart = simulate({0: two}, machine(1, ranks=2, inside=slow, between=fast))
+    assert end_of(apart) == {"a": 10, "b": 5}
+
+
+def test_collectives_of_one_group_run_one_after_the_other() -> None:
+    link = Link(latency_s=1.0, bandwidth=100)
+    two: Program = {"a": ring(100, (0, 1), "a"), "b": ring(100, (0, 1), "b")}
+    assert end_of(simulate({0: two}, machine(1, inside=link))) == {"a": 2, "b": 4}
 
 
 def test_the_link_is_the_one_between_machines_if_the_group_spans_them() -> None:
