@@ -146,8 +146,11 @@ def _load_all(root: str, written_by: int, expected: list[Values]) -> None:
     [(1, [4]), (2, [4]), (3, [4, 2]), pytest.param(4, [1, 2, 3, 4], marks=pytest.mark.slow)],
 )
 def test_what_some_ranks_wrote_any_number_reads_bit_for_bit(
-    tmp_path: Path, written_by: int, read_by: list[int]
+    tmp_path: Path, written_by: int, read_by: list[int], in_full: bool
 ) -> None:
+    """What four wrote, one and three read; `make soak`: two and four as well."""
+    if written_by == 4 and not in_full:
+        read_by = read_by[::2]
     expected = run_ranks(written_by, _save_all, str(tmp_path))[0]
     for world_size in read_by:
         run_ranks(world_size, _load_all, str(tmp_path), written_by, expected)

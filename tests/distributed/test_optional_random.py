@@ -96,13 +96,13 @@ def test_random_regions_train_like_one_process(
 
 @pytest.mark.slow
 def test_more_random_regions_train_like_one_process(pytestconfig: pytest.Config) -> None:
-    _on(pytestconfig, 2, _train_seeds, range(12, 24))
+    _on(pytestconfig, 2, _train_seeds, range(12, 18))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "seeds"),
-    [(3, range(30020, 30021)), (4, range(40050, 40056)), (4, range(41036, 41038))],
+    [(3, range(30020, 30021)), (4, range(40050, 40053)), (4, range(41036, 41038))],
 )
 def test_random_regions_on_more_ranks_train_like_one_process(
     world_size: int, seeds: range, pytestconfig: pytest.Config
