@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -34,7 +35,7 @@ from common import (
     print_table,
     run_on_ranks,
 )
-from dry_run import Recorder, typical
+from dry_run import Recorder
 from layered_ranks import Config, Engine, Trainer, shard_with_layerzero
 from message_costs import measure_costs
 from simulator import Link, Machines, MessageCosts, Program, simulate
@@ -123,15 +124,20 @@ def predict(
     machine = Machines(world_size, os.cpu_count() or 1, inside=link, between=link)
     predicted = {}
     for name in modes_of(world_size):
-        result = simulate({rank: ranks[rank][name] for rank in range(world_size)}, machine, costs)
-        predicted[name] = {"ms": result.step_s * 1e3, "core_ms": result.core_s / world_size * 1e3}
+        # Each recorded step with those of the other ranks: they wait for the one that is late.
+        steps = zip(*(programs[name] for programs in ranks), strict=True)
+        results = [simulate(dict(enumerate(step)), machine, costs) for step in steps]
+        predicted[name] = {
+            "ms": statistics.median(result.step_s for result in results) * 1e3,
+            "core_ms": statistics.median(r.core_s for r in results) / world_size * 1e3,
+        }
     return predicted, costs, link
 
 
-def record(config: Config) -> dict[str, Program]:
-    """Run on each rank of a fake group: the program of each mode."""
+def record(config: Config) -> dict[str, list[Program]]:
+    """Run on each rank of a fake group: programs of some steps in each mode."""
     recorder = Recorder()
-    steps: dict[str, list[Any]] = {}
+    steps: dict[str, list[Program]] = {}
     with recorder.attached():
         trainers = _trainers(config)
         for index in range(WARMUP + config.rounds):
@@ -140,7 +146,7 @@ def record(config: Config) -> dict[str, Program]:
                 step = recorder.step(trainer.step)
                 if index >= WARMUP:
                     steps.setdefault(name, []).append(step)
-    return {name: typical(each) for name, each in steps.items()}
+    return steps
 
 
 WARMUP = 2

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from dry_run import Recorder, typical
+from dry_run import Recorder
 from simulator import Await, Compute, Operation, Post, Program, Signal, Wait
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -76,7 +76,7 @@ def record(num_units: int, outer: str, nodes: int, dtype: torch.dtype, sums: tor
                 model(torch.ones(1, WIDTH)).sum().backward()
                 model.zero_grad()
 
-            return typical([recorder.step(step) for _ in range(3)][-1:])
+            return [recorder.step(step) for _ in range(3)][-1]
     finally:
         dist.destroy_process_group()
 

@@ -8,8 +8,6 @@ operations become a `Compute`, the engine's own work included.
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,15 +32,15 @@ class Recorder:
         self._items: dict[OnThread, int] = {}
         self._is_on = False
 
-    def step(self, step: Callable[[], Any]) -> list[list[Operation]]:
-        """Operations of each thread in one step, the caller's first."""
+    def step(self, step: Callable[[], Any]) -> Program:
+        """The program of one step; the caller's thread is the first."""
         self._threads, self._since, self._items = {}, {}, {}
         self._is_on = True
         self.note()
         step()
         self.note()
         self._is_on = False
-        return [*self._threads.values()]
+        return {f"thread {n}": done for n, done in enumerate(self._threads.values())}
 
     def note(self, *operations: Operation) -> None:
         """The calling thread has come to `operations`."""
@@ -127,30 +125,3 @@ class Recorder:
             wait(pending)
 
         return wait
-
-
-def typical(steps: Sequence[Sequence[Sequence[Operation]]]) -> Program:
-    """The program of several recorded steps: the last one's, with median core seconds.
-
-    Raises:
-        RuntimeError: the steps differ in their operations.
-    """
-    shapes = {tuple(tuple(type(o) for o in thread) for thread in step) for step in steps}
-    if len(shapes) > 1:
-        raise RuntimeError("the recorded steps differ in their operations; record more warm-up")
-
-    def median(same: Sequence[Operation]) -> Operation:
-        if isinstance(same[-1], Compute):
-            return Compute(statistics.median(o.seconds for o in same if isinstance(o, Compute)))
-        return same[-1]
-
-    threads = [
-        [median(same) for same in zip(*each, strict=True)] for each in zip(*steps, strict=True)
-    ]
-    return {f"thread {number}": operations for number, operations in enumerate(threads)}
-
-
-def core_s(program: Program) -> float:
-    """Core seconds of a program, without its messages."""
-    operations = itertools.chain.from_iterable(program.values())
-    return sum(o.seconds for o in operations if isinstance(o, Compute))
