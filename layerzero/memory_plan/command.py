@@ -19,6 +19,7 @@ from torch import nn
 from layerzero.config import MixedPrecision, parse_nbytes
 from layerzero.construct.device import current_accelerator
 from layerzero.memory_plan.plan import MemoryPlan, plan_memory, size_text
+from layerzero.memory_plan.pretrained import UnknownModel, batch_of, model_of
 
 _PROGRAM = "python -m layerzero.plan"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -34,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run(options)
     except (_Refused, ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    except (AttributeError, LookupError, AssertionError) as error:
+        # Raised by the model, which may be anybody's: by its config, or with this batch.
+        print(f"{_PROGRAM}: --model {options.model}: {error!r}", file=sys.stderr)
         return 2
     return 0
 
@@ -53,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", help="of one device, such as 80GB; default: of the one here, else 80GB")
     add("--device", help="planned for; it need not be here. Default: the accelerator, else cpu")
     add("--batch-size", type=int, default=1, help="sequences on a rank, for a transformers config")
-    add("--length", type=int, default=2048, help="tokens of a sequence, for a transformers config")
+    add("--length", type=int, help="tokens of a sequence, for a transformers config; default: 2048")
     add("--param-dtype", choices=_DTYPES, default="bfloat16")
     add("--optimizer", default="adamw", help="adamw, sgd, or bytes of state for each element")
     add("--units", help="names of module classes, such as Block,Head; default: those of lists")
@@ -121,24 +126,22 @@ def _load(options: argparse.Namespace) -> tuple[nn.Module, Any]:
     if ":" in options.model:
         return _imported(options.model)
     try:
-        transformers = importlib.import_module("transformers")
+        module = model_of(options.model)
+        batch = batch_of(module, options.batch_size, options.length)
     except ImportError:
         raise _Refused(
             f"--model {options.model}: a transformers config needs transformers; or pass "
             "package.module:callable"
         ) from None
-    try:
-        config = transformers.AutoConfig.from_pretrained(options.model)
-        with torch.device("meta"):
-            module = transformers.AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
+    except UnknownModel as error:
         raise _Refused(
-            f"--model {options.model}: not the config of a causal language model of transformers, "
-            f"nor package.module:callable: {str(error).splitlines()[0]}"
+            f"--model {options.model}: no config that transformers can make a model and a batch "
+            f"of, nor package.module:callable: {error}"
         ) from None
-    module.train()
-    tokens = torch.empty(options.batch_size, options.length, dtype=torch.int64, device="meta")
-    return module, {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    shapes = (f"{name} {[*value.shape]}" for name, value in batch.items() if name != "use_cache")
+    print(f"{type(module).__name__}, {numbers / 1e6:,.1f} M parameters; {', '.join(shapes)}\n")
+    return module, batch
 
 
 def _imported(path: str) -> tuple[nn.Module, Any]:

@@ -83,8 +83,8 @@ def _on(
 ) -> None:
     """As many seeds as `--seeds` says, from the same first one; a few to a group of ranks."""
     stop = seeds.start + (config.getoption("--seeds") or len(seeds))
-    for first in range(seeds.start, stop, 20):
-        run_ranks(world_size, train, range(first, min(first + 20, stop)), timeout=240)
+    for first in range(seeds.start, stop, 10):
+        run_ranks(world_size, train, range(first, min(first + 10, stop)), timeout=240)
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, range(8)), (3, range(1000, 1004))])
