@@ -62,10 +62,12 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
     parser.add_argument("--length", type=int, default=128, help="bytes in a sequence")
-    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--world-size", type=int, nargs="+", default=[2], help="one or several")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of each engine in a round")
-    parser.add_argument("--no-peak", action="store_true", help="measure the time only")
+    measured = parser.add_mutually_exclusive_group()
+    measured.add_argument("--no-peak", action="store_true", help="measure the time only")
+    measured.add_argument("--peak-only", action="store_true", help="measure no time")
     args = parser.parse_args()
     width, layers = SIZES[args.size]
     config = Config(
@@ -77,22 +79,32 @@ def main() -> None:
         rounds=args.rounds,
         steps=args.steps,
     )
-    timing = run_on_ranks(args.world_size, measure_time, config, args.engines)[0]
-    peaks = {}
-    if not args.no_peak:
-        self_check()
-        for name in args.engines:
-            peaks[name] = max(run_on_ranks(args.world_size, measure_peak, config, name))
-    result = _summary(timing, peaks, args.engines)
-    _show(result, args.engines)
+    self_check()
+    results = {}
+    for world_size in args.world_size:
+        results[world_size] = _measured(args, config, world_size)
+        _show(
+            results[world_size], args.engines, f"{world_size} ranks, {args.batch} x {args.length}"
+        )
     print_json(
         {
             "benchmark": "step",
-            **result,
+            "world_sizes": results,
             "config": vars(args) | vars(config),
             "environment": environment(),
         }
     )
+
+
+def _measured(args: argparse.Namespace, config: Config, world_size: int) -> dict[str, Any]:
+    timing: dict[str, Any] = {"times": {}, "losses": {}, "num_parameters": _num_parameters(config)}
+    if not args.peak_only:
+        timing |= run_on_ranks(world_size, measure_time, config, args.engines)[0]
+    peaks = {}
+    if not args.no_peak:
+        for name in args.engines:
+            peaks[name] = max(run_on_ranks(world_size, measure_peak, config, name))
+    return _summary(timing, peaks, args.engines)
 
 
 def measure_time(config: Config, names: list[str]) -> dict[str, Any]:
@@ -109,11 +121,7 @@ def measure_time(config: Config, names: list[str]) -> dict[str, Any]:
         return max_over_ranks((time.perf_counter() - start) / config.steps * 1e3)
 
     times = interleave(names, step_ms, config.rounds)
-    return {
-        "num_parameters": sum(p.numel() for p in build(config).parameters()),
-        "times": times,
-        "losses": losses,
-    }
+    return {"times": times, "losses": losses}
 
 
 def measure_peak(config: Config, name: str) -> int:
@@ -128,6 +136,11 @@ def measure_peak(config: Config, name: str) -> int:
 def build(config: Config) -> Transformer:
     torch.manual_seed(0)
     return Transformer(config.width, config.layers, config.heads, config.length)
+
+
+def _num_parameters(config: Config) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 def make_step(name: str, config: Config) -> Callable[[], Tensor]:
@@ -163,8 +176,8 @@ def _summary(timing: dict[str, Any], peaks: dict[str, int], names: list[str]) ->
     times = timing["times"]
     over_bare = {
         name: difference(times[name], times["bare"])
-        for name in names
-        if name != "bare" and "bare" in names
+        for name in times
+        if name != "bare" and "bare" in times
     }
     result: dict[str, Any] = {
         "num_parameters": timing["num_parameters"],
@@ -175,7 +188,7 @@ def _summary(timing: dict[str, Any], peaks: dict[str, int], names: list[str]) ->
     engines = [name for name in names if name not in ("bare", "ddp")]
     result["losses_equal"] = {
         name: timing["losses"][name] == timing["losses"][engines[0]]
-        for name in names
+        for name in timing["losses"]
         if engines and name != "bare"
     }
     if "layerzero" in names:
@@ -186,29 +199,29 @@ def _summary(timing: dict[str, Any], peaks: dict[str, int], names: list[str]) ->
         for other in ("ddp", "fully_shard", "fsdp1", *PEERS):
             if other in times:
                 result[f"step_vs_{other}"] = ratio(times["layerzero"], times[other]).as_dict()
-            if other in peaks:
+            if other in peaks and "layerzero" in peaks:
                 result[f"peak_vs_{other}"] = round(peaks["layerzero"] / peaks[other], 4)
     return result
 
 
-def _show(result: dict[str, Any], names: list[str]) -> None:
-    print(f"{result['num_parameters'] / 1e6:.1f} M parameters; ms a step, median (quartiles)")
-    rows = []
-    for name in names:
-        over = result["over_bare_ms"].get(name)
-        peak = result["peak_bytes"].get(name)
-        rows.append(
-            [
-                name,
-                Spread(**result["step_ms"][name]).text(0),
-                Spread(**over).text(0) if over else "",
-                f"{peak / 1e6:.1f}" if peak else "",
-            ]
-        )
-    print_table(["engine", "step", "over bare", "peak MB"], rows)
+def _show(result: dict[str, Any], names: list[str], where: str) -> None:
+    title = f"{result['num_parameters'] / 1e6:.1f} M parameters, {where}"
+    peaks = {name: f"{peak / 1e6:.1f}" for name, peak in result["peak_bytes"].items()}
+    if result["step_ms"]:
+        print(f"{title}; ms a step, median (quartiles)")
+        rows = []
+        for name in names:
+            over = result["over_bare_ms"].get(name)
+            step = Spread(**result["step_ms"][name]).text(0)
+            rows.append([name, step, Spread(**over).text(0) if over else "", peaks.get(name, "")])
+        print_table(["engine", "step", "over bare", "peak MB"], rows)
+    else:
+        print(f"{title}; peak of the fullest rank")
+        print_table(["engine", "peak MB"], [[name, peaks[name]] for name in names])
     for key, value in result.items():
         if "_vs_" in key:
             print(f"{key}: {Spread(**value).text() if isinstance(value, dict) else value}")
+    print()
 
 
 if __name__ == "__main__":
