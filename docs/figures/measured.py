@@ -3,6 +3,7 @@
     python docs/figures/measured.py
 
 measured.png    bench_step.py: step time over the bare model, and peak memory, of each engine
+memory.png      bench_step.py --peak-only: peak memory of each engine by number of ranks
 host_time.png   bench_host_overhead.py: host time of a unit and step by number of ranks
 optimizer.png   bench_optimizer.py: clip, step and cast; and the host's time by number of parameters
 """
@@ -24,6 +25,7 @@ import matplotlib.pyplot as plt
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 NAMES = {"layerzero": "layerzero", "fsdp1": "FSDP1", "fully_shard": "FSDP2\n(fully_shard)"}
 COLOURS = {"layerzero": "#4c72b0", "fsdp1": "#dd8452", "fully_shard": "#55a868"}
+_ALL = {**COLOURS, "ddp": "#8c8c8c"}
 SPREAD = r"([\d.]+) \(([\d.]+)-([\d.]+)\)"
 
 
@@ -43,7 +45,8 @@ def read_steps(text: str) -> dict[str, dict[str, Row]]:
         ValueError: an engine is missing from a table.
     """
     tables: dict[str, dict[str, Row]] = {}
-    for title, table in re.findall(r"^([\d.]+ M parameters)[^\n]*\n(.*?)^```", text, re.S | re.M):
+    begin = r"^([\d.]+ M parameters)(?:, 2 ranks, 2 x 128)?;[^\n]*\n"
+    for title, table in re.findall(begin + r"(.*?)^(?:```|$)", text, re.S | re.M):
         tables[title] = {}
         for engine in NAMES:
             row = re.search(rf"^{engine} +{SPREAD} +{SPREAD} +([\d.]+)$", table, re.M)
@@ -51,6 +54,17 @@ def read_steps(text: str) -> dict[str, dict[str, Row]]:
                 raise ValueError(f"no row of {engine} under {title!r}")
             tables[title][engine] = Row(*map(float, row.groups()[3:]))
     return tables
+
+
+def read_peaks(text: str) -> dict[str, dict[int, dict[str, float]]]:
+    """For each model and batch, number of ranks and engine, the peak in MB."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    begin = r"^([\d.]+ M parameters), (\d+) ranks, ([\dx ]+);[^\n]*peak[^\n]*\n"
+    for model, ranks, batch, table in re.findall(begin + r"(.*?)^$", text, re.S | re.M):
+        rows = re.findall(r"^(\w+) .*?([\d.]+)$", table, re.M)
+        by_ranks = found.setdefault(f"{model}, {batch} tokens", {})
+        by_ranks[int(ranks)] = {name: float(peak) for name, peak in rows if name in _ALL}
+    return found
 
 
 Host = tuple[float, float, float]
@@ -107,6 +121,33 @@ def draw_steps(tables: dict[str, dict[str, Row]], path: Path) -> None:
     axes[1].set_xlabel("peak memory of a rank, MB")
     axes[1].legend(frameon=False, fontsize=8)
     _save(figure, axes, path)
+
+
+def draw_peaks(found: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
+    figure, axes = plt.subplots(
+        1,
+        len(found),
+        figsize=(2.6 * len(found) + 1.4, 2.8),
+        dpi=130,
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis, (title, by_ranks) in zip(axes[0], found.items(), strict=True):
+        engines = [name for name in _ALL if all(name in row for row in by_ranks.values())]
+        width = 0.8 / len(engines)
+        for index, name in enumerate(engines):
+            places = [
+                place + (index - (len(engines) - 1) / 2) * width for place in range(len(by_ranks))
+            ]
+            peaks = [row[name] for row in by_ranks.values()]
+            label = NAMES.get(name, "DDP").replace("\n", " ")
+            axis.bar(places, peaks, width, color=_ALL[name], label=label)
+        axis.set_xticks(range(len(by_ranks)), [f"{ranks} ranks" for ranks in by_ranks])
+        axis.set_title(title, fontsize=8)
+    axes[0][0].set_ylabel("peak memory of a rank, MB")
+    handles = axes[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=7)
+    _save(figure, axes[0], path)
 
 
 def draw_hosts(found: dict[str, dict[int, Host]], path: Path) -> None:
@@ -172,6 +213,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder")
     out = parser.parse_args().out
     draw_steps(read_steps(max(RESULTS.glob("step_*.md")).read_text()), out / "measured.png")
+    draw_peaks(read_peaks(max(RESULTS.glob("peak_*.md")).read_text()), out / "memory.png")
     draw_hosts(
         read_hosts(max(RESULTS.glob("host_overhead_*.md")).read_text()), out / "host_time.png"
     )
