@@ -8,8 +8,10 @@ On gloo ranks of this machine, for a transformer trained with AdamW:
     predict    simulate the programs on the cores of this machine (simulator.py)
     measure    only then train, the modes taking turns in each round; the slowest rank counts
 
-Nothing is fitted to a measured step. "cores" are core milliseconds of a rank in a step, which other
-work on the machine hardly changes; if these agree and milliseconds do not, the machine was busy.
+No figure is fitted to a measured step; but of several ways to measure what a message costs, the
+one here was chosen because core seconds of steps on a busy machine agreed best. "cores" are core
+milliseconds of a rank in a step, which other work on the machine hardly changes; if these agree
+and milliseconds do not, the machine was busy.
 """
 
 from __future__ import annotations
