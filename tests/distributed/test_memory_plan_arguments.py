@@ -223,6 +223,8 @@ SLOW = {
     3: ["sampled", "optional, large", "experts 3", "tensor parallel 3"],
     4: ["experts", "experts, mesh", "tensor parallel", "tensor parallel gpt"],
 }
+LEFT_TO_SOAK = {"sampled", "budget deep", "experts", "tensor parallel"}
+"""Of SLOW: their arguments are compared in another shape, too."""
 
 
 def test_the_planned_peak_is_the_measured_one() -> None:
@@ -231,8 +233,9 @@ def test_the_planned_peak_is_the_measured_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", SLOW)
-def test_the_planned_peak_is_the_measured_one_in_more_shapes(num_ranks: int) -> None:
-    assert _compare(num_ranks, SLOW[num_ranks]) == []
+def test_the_planned_peak_is_the_measured_one_in_more_shapes(num_ranks: int, in_full: bool) -> None:
+    names = [name for name in SLOW[num_ranks] if in_full or name not in LEFT_TO_SOAK]
+    assert _compare(num_ranks, names) == []
 
 
 def _shard_bytes(size: int) -> tuple[int, int]:
