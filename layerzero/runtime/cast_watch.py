@@ -95,26 +95,31 @@ class CastWatch:
             del self._owners[id(unsharded)]
         self._is_counting = False
 
-    def note(self, saved: torch.Tensor) -> None:
-        """Autograd saves a low-precision tensor; register it if it is, or views, a cast of ours."""
+    def note(self, saved: torch.Tensor) -> bool:
+        """Autograd saves a low-precision tensor; register it if it is, or views, a cast of ours.
+
+        Returns:
+            Whether it is, or views, a cast of a parameter.
+        """
         is_view = saved._is_view()
         cast = saved._base if is_view else saved
         node = None if cast is None else cast.grad_fn
         if cast is None or node is None or node.name() != "ToCopyBackward0":
-            return
+            return False
         owner = self._owners.get(id(getattr(node.next_functions[0][0], "variable", None)))
         if owner is None:
-            return
+            return False
         if self._is_counting:
             self._fresh[is_view] = sys.getrefcount(cast)
-            return
+            return True
         unsharded, unit = owner
         known = unit.saved_casts.get(id(cast))
         if known is not None and known.is_of(cast):
-            return
+            return True
         if sys.getrefcount(cast) <= self._fresh.get(is_view, 0):
             # Otherwise the user's code holds it, and may read it while the unit is sharded.
             unit.saved_casts[id(cast)] = SavedCast(cast, unsharded)
+        return True
 
 
 class _Pack:
@@ -125,9 +130,16 @@ class _Pack:
         self._outer = outer
 
     def __call__(self, saved: torch.Tensor) -> Any:
-        if saved.dtype is torch.bfloat16 or saved.dtype is torch.float16:
-            self.watch.note(saved)
-        return (saved, saved._version) if self._outer is None else self._outer(saved)
+        is_low = saved.dtype is torch.bfloat16 or saved.dtype is torch.float16
+        is_cast = is_low and self.watch.note(saved)
+        if self._outer is not None:
+            return self._outer(saved)
+        if saved.grad_fn is not None and not is_cast:
+            # A node may save its own output, which leads to the node: no garbage collector finds
+            # that circle, so a graph without a backward would stay forever. A cast, which has to
+            # stay the object that `SavedCast` knows, is no output of the node that saves it.
+            saved = saved.detach()
+        return saved, saved._version
 
 
 def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -556,6 +557,47 @@ def _odd_modules() -> None:
 def test_hooks_and_casts_of_the_users_own_are_left_as_they_are() -> None:
     run_ranks(2, _hooks_around)
     run_ranks(2, _odd_modules)
+
+
+class _KeepsARef(nn.Module):
+    """An operation that saves its own result, to which it keeps a weak reference; may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.results: list[weakref.ref[Tensor]] = []
+        self.raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = torch.sigmoid(self.linear(x))
+        self.results.append(weakref.ref(result))
+        if self.raises:
+            raise _Stop
+        return result * 2
+
+
+def _passes_without_a_backward() -> None:
+    """Nothing of them stays; neither does the model."""
+    x = _batches(1)[0][dist.get_rank()]
+    model = zero3(lambda: nn.Sequential(_KeepsARef()), _KeepsARef)
+    inner = model.module[0]
+    for raises in (False, True):
+        inner.raises = raises
+        with autocast(), contextlib.suppress(_Stop):
+            loss_of(model(x))
+    assert [ref() for ref in inner.results] == [None, None]
+    inner.raises = False
+    with autocast():
+        loss = loss_of(model(x))
+    loss.backward()
+    ref = weakref.ref(model)
+    del model, inner, loss
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_pass_without_a_backward_leaves_nothing() -> None:
+    run_ranks(2, _passes_without_a_backward)
 
 
 def _log() -> str:
