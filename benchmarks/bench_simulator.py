@@ -10,8 +10,8 @@ On gloo ranks of this machine, for a transformer trained with AdamW:
 
 No figure is fitted to a measured step; but of several ways to measure what a message costs, the
 one here was chosen because core seconds of steps on a busy machine agreed best. "cores" are core
-milliseconds of a rank in a step, which other work on the machine hardly changes; if these agree
-and milliseconds do not, the machine was busy.
+milliseconds of a rank in a step, which other work on the machine changes less (by a third at most,
+as far as seen); if these agree and milliseconds do not, the machine was busy.
 """
 
 from __future__ import annotations
