@@ -33,7 +33,7 @@ def _committed() -> dict[str, Any]:
 @pytest.mark.skipif(
     not layerzero.native_status().native, reason="plain torch instead of kernels does more work"
 )
-@pytest.mark.parametrize("ranks", ["64", pytest.param("4096", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", ["64", pytest.param("4096", marks=pytest.mark.soak)])
 def test_host_work_of_a_unit_is_not_more_than_committed(ranks: str) -> None:
     committed = _committed()
     command = [sys.executable, str(BENCHMARK), "--engines", "layerzero", "--count"]

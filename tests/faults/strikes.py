@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from layerzero.comm import collectives, new_groups
+from layerzero.comm import collectives, new_groups, pending
 from tests.faults import links
 from tests.faults.cells import FATAL, Cell
 
@@ -45,7 +45,7 @@ class Strike:
 
     def arm_in_diagnosis(self) -> None:
         """Strike while this rank looks for the cause of an error."""
-        for module in (collectives, new_groups):
+        for module in (pending, new_groups):
             _replace(module, "diagnose", self._at_call)
 
     def now(self) -> None:
