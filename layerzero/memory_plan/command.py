@@ -58,7 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", help="of one device, such as 80GB; default: of the one here, else 80GB")
     add("--device", help="planned for; it need not be here. Default: the accelerator, else cpu")
     add("--batch-size", type=int, default=1, help="sequences on a rank, for a transformers config")
-    add("--length", type=int, help="tokens of a sequence, for a transformers config; default: 2048")
+    add(
+        "--length",
+        type=int,
+        help="tokens of a sequence, for a transformers config; default: 2048, or as many as the"
+        " model has positions for",
+    )
     add("--param-dtype", choices=_DTYPES, default="bfloat16")
     add("--optimizer", default="adamw", help="adamw, sgd, or bytes of state for each element")
     add("--units", help="names of module classes, such as Block,Head; default: those of lists")

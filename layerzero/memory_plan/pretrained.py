@@ -110,7 +110,7 @@ def _num_tokens(config: Any, length: int | None) -> int:
     text = config.get_text_config()
     names = ("max_target_positions", "max_position_embeddings", "n_positions")
     known = [getattr(text, name, None) for name in names]
-    return min(_DEFAULT_LENGTH, *(number for number in known if number), _DEFAULT_LENGTH)
+    return min([_DEFAULT_LENGTH, *filter(None, known)])
 
 
 def _integers(*sizes: int) -> Tensor:
