@@ -101,8 +101,8 @@ class Recovery:
 
     def error(self, operation: str) -> PeerRaised:
         return PeerRaised(
-            f"{operation}: {self.reason}; this rank ends its pass as well. No rank's parameters, "
-            "gradients or optimizer state have changed: run it again on every rank"
+            f"{operation}: {self.reason}; this rank ends its pass as well, which has changed no "
+            "parameters, gradients or optimizer state: run it again on every rank"
         )
 
     def begin(self, message: Message) -> None:

@@ -116,7 +116,6 @@ def _sweep(settings: Settings, reentrant: bool, starts: tuple[int, ...], stride:
                         with FaultAt(at) as fault:
                             after_forward = partial(_append_count, forwards, fault)
                             micro_batch(model, number, syncs, after_forward)
-                        return
                     except torch.OutOfMemoryError:
                         reached = True
                         failures += 1
@@ -124,6 +123,9 @@ def _sweep(settings: Settings, reentrant: bool, starts: tuple[int, ...], stride:
                         # Seldom: this rank waited in an exchange before it came to its own
                         # operation of that number. It does not count as a failure.
                         reached = True
+                    _assert_alike(reached)
+                    if not reached:
+                        return
                     root_state(model).backward.clear_abandoned()
                     wrong = differences(before, snapshot(model, optimizer))
                     if forwards == [at - 1]:  # Between the two: no pass of the model's failed.
@@ -138,6 +140,13 @@ def _sweep(settings: Settings, reentrant: bool, starts: tuple[int, ...], stride:
             number += 1
             at += stride
     return failures
+
+
+def _assert_alike(reached: bool) -> None:
+    """A rank that is alone in a failure, or without one, would wait for the others in vain."""
+    of_ranks: list[bool] = [reached] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, reached)
+    assert all(each == reached for each in of_ranks), f"reached on ranks: {of_ranks}"
 
 
 def _sweep_all(settings: list[Settings], reentrant: bool, stride: int) -> int:
@@ -364,6 +373,35 @@ def _fails_in_evaluation() -> None:
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, recorded_orders(model))
     assert of_ranks[0] == of_ranks[1]
+
+
+def _raises(_: torch.Tensor) -> None:
+    raise ValueError("a hook of rank 0")
+
+
+def _fails_behind_the_last_exchange() -> list[str]:
+    """A hook of a sharded parameter raises on rank 0, when rank 1 has its gradients already."""
+    model, _ = build(SETTINGS[1])
+    micro_batch(model, 0, True)
+    if dist.get_rank() == 0:
+        next(model.parameters()).register_hook(_raises)
+    texts = []
+    for number in range(1, 4):
+        try:
+            micro_batch(model, number, True)
+        except (RuntimeError, ValueError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_a_rank_that_fails_when_others_have_their_gradients_ends_all() -> None:
+    """Rank 1 steps, and hears of it in its next forward; nobody waits until the timeout."""
+    own, other = run_ranks(2, _fails_behind_the_last_exchange, timeout=60)
+    final = "CollectiveError: a rank raised when others had completed the backward already"
+    assert [each.partition(":")[0] for each in other] == ["PeerRaised", "CollectiveError"]
+    assert "rank 0 raised" in other[0]
+    assert own[0] == "ValueError: a hook of rank 0"
+    assert own[1].startswith(final) and other[1].startswith(final)
 
 
 @pytest.mark.slow

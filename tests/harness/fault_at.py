@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero import ZeRO3
+from layerzero.comm.streams import FinishingStream, Waitable
 from tests.harness.internals import root_state
 
 
@@ -16,6 +19,10 @@ class FaultAt(TorchDispatchMode):
     first one of the name `at`.
 
     Messages do not count: what fails in one is a failed collective.
+
+    On gloo a gather behind a reduction begins here if that has ended, else on another thread, whose
+    operations do not count. So that the n-th operation is the same one on every rank, it always
+    begins here if `at` is even, and always there if it is odd.
     """
 
     def __init__(self, at: int | str, error: type[BaseException] = torch.OutOfMemoryError) -> None:
@@ -23,12 +30,36 @@ class FaultAt(TorchDispatchMode):
         self.count = 0
         self._at = at
         self._error = error
+        self._starts: Any = None
+
+    def __enter__(self) -> FaultAt:
+        if isinstance(self._at, int) and self._at > 0:
+            start = _start_there if self._at % 2 else _start_here
+            self._starts = mock.patch.object(FinishingStream, "start_after_pending", start)
+            self._starts.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if self._starts is not None:
+            self._starts.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += "c10d" not in func.namespace
         if self._at in (self.count, str(func)) and "c10d" not in func.namespace:
             raise self._error(f"out of memory, it says, at operation {self._at} ({func})")
         return func(*args, **(kwargs or {}))
+
+
+def _start_here(stream: FinishingStream, issue: Callable[[], Waitable]) -> Waitable:
+    if stream._last is not None:
+        stream._last.come_to_rest()
+    return issue()
+
+
+def _start_there(stream: FinishingStream, issue: Callable[[], Waitable]) -> Waitable:
+    return stream._enqueue(issue)
 
 
 def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
