@@ -1,44 +1,54 @@
 """What do optional modules cost in steps in which all ranks agree?
 
-The same model with and without `optional_modules`, on gloo ranks, in steps in which every rank
-enters all optional towers, and in steps in which every rank skips them. All have entered them
-once before, so that the engine has seen where they come. Forward, backward and an AdamW step,
-interleaved, so that ratios are those of steps under the same disturbances; processor time, in which
-waiting for the other rank does not count, suffers least from them, and of it that of the thread
-that runs the engine. All models train on the same batches, and end with the same weights to the
-bit. Two models without `optional_modules` say how to read the ratios:
+One model on gloo ranks, in steps in which every rank enters all optional towers, and in steps in
+which every rank skips them. Forward, backward and an AdamW step. It has two engines, with and
+without `optional_modules`, over the same weights and buffers, because two equal models differ by
+more than is asked, by where their memory lies. Single steps of each kind, once in a round, in
+changing order; all have run with both, so that the engines know the orders. The kinds:
 
-    control     the same as the first: what the measurement itself is worth
-    bare        waits before each tower for an all-gather of 24 bytes, and does nothing with it:
-                what no engine can avoid that asks the other ranks once a region
+    plain     without `optional_modules`
+    again     the same once more: its ratio to "plain" is the control, whose interval must hold 1,
+              and which any ratio has to be compared with
+    bare      without, but it waits before each tower for an all-gather of 24 bytes, and does
+              nothing with it: what no engine can avoid that asks the other ranks once a region
+    optional  with `optional_modules`
+
+A ratio is within one round, to the mean of "plain" and "again". Given are the median of the rounds
+and the interval that holds it with 95 % (bootstrap). Time is that of the slowest rank; processor
+time, user and system, is that of all ranks, in which waiting for another does not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from common import (
+    Interval,
     Spread,
     environment,
     interleave,
+    keep_freed_memory,
     max_over_ranks,
     print_json,
     print_table,
-    ratio,
     run_on_ranks,
 )
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
+from layerzero.construct import build
+from layerzero.runtime.root import RootState
 
-WARMUP_ROUNDS = 3
+BAR = 1.01
+WARMUP_ROUNDS = 2
 
 
 class Block(nn.Module):
@@ -55,11 +65,9 @@ class Block(nn.Module):
 class Towers(nn.Module):
     """A trunk with an optional tower before it and, of two, one behind it."""
 
-    def __init__(
-        self, width: int, depth: int, trunk: int, towers: int, before_tower: Callable[[], None]
-    ) -> None:
+    def __init__(self, width: int, depth: int, trunk: int, towers: int) -> None:
         super().__init__()
-        self.before_tower = before_tower
+        self.before_tower: Callable[[], None] = _nothing
         self.first = _tower(width, depth)
         self.trunk = _tower(width, trunk)
         self.second = _tower(width, depth) if towers == 2 else None
@@ -77,78 +85,97 @@ def _tower(width: int, depth: int) -> nn.Sequential:
     return nn.Sequential(*(Block(width) for _ in range(depth)))
 
 
-CASES = ("all enter", "all skip")
-KINDS = ("plain", "control", "bare", "optional")
-CLOCKS: dict[str, Callable[[], float]] = {
-    "elapsed": time.perf_counter,
-    "processor": time.process_time,
-    "engine's thread": time.thread_time,
-}
-
-
-def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """For each clock: milliseconds of each step by name, of the slowest rank."""
-    steps: dict[str, Callable[[], None]] = {}
-    models: dict[str, list[ZeRO3]] = {case: [] for case in CASES}
-    for case in CASES:
-        for kind in KINDS:
-            model, steps[f"{case}, {kind}"] = _make_step(case == CASES[0], kind, args)
-            models[case].append(model)
-    found: dict[str, dict[str, list[float]]] = {
-        clock: {name: [] for name in steps} for clock in CLOCKS
-    }
-
-    def measure_one(name: str) -> float:
-        gc.collect()
-        dist.barrier()
-        starts = {name: clock() for name, clock in CLOCKS.items()}
-        for _ in range(args.steps):
-            steps[name]()
-        spent = [clock() - starts[of] for of, clock in CLOCKS.items()]
-        for of, seconds in zip(CLOCKS, spent, strict=True):
-            found[of][name].append(max_over_ranks(seconds / args.steps * 1e3))
-        return 0.0
-
-    interleave(list(steps), measure_one, args.rounds, warmup=WARMUP_ROUNDS)
-    for plain, *others in models.values():
-        for other in others:
-            for one, two in zip(plain.parameters(), other.parameters(), strict=True):
-                assert torch.equal(one, two), "optional modules changed the numbers"
-    return {
-        clock: {name: values[WARMUP_ROUNDS:] for name, values in of_steps.items()}
-        for clock, of_steps in found.items()
-    }
-
-
-def _make_step(
-    enters: bool, kind: str, args: argparse.Namespace
-) -> tuple[ZeRO3, Callable[[], None]]:
-    torch.manual_seed(0)
-    before_tower = _exchange if kind == "bare" else _nothing
-    module = Towers(args.width, args.depth, args.trunk, args.towers, before_tower)
-    towers = [each for each in (module.first, module.second) if each is not None]
-    if kind != "optional":
-        towers = []
-    model = ZeRO3(module, auto_wrap_policy={Block}, optional_modules=towers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batch = torch.randn(args.batch, args.width, generator=torch.Generator().manual_seed(0))
-
-    def step(enters: bool = enters) -> None:
-        model(batch, enters).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(True)
-    return model, step
-
-
 def _exchange() -> None:
     own = torch.tensor([dist.get_rank(), 0, 0])
     dist.all_gather([torch.empty_like(own) for _ in range(dist.get_world_size())], own)
 
 
 def _nothing() -> None:
-    """Before the towers of the other models."""
+    """Before the towers of the other kinds."""
+
+
+CASES = ("all enter", "all skip")
+KINDS = ("plain", "again", "bare", "optional")
+
+
+class TwoEngines:
+    """A model that trains with or without its `optional_modules`."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Collective."""
+        torch.manual_seed(0)
+        self._module = Towers(args.width, args.depth, args.trunk, args.towers)
+        towers = [each for each in (self._module.first, self._module.second) if each is not None]
+        make, plain = build.make_root, []
+
+        def make_two(*args: Any, **kwargs: Any) -> RootState:
+            plain.append(make(*args, **{**kwargs, "regions": None}))
+            return make(*args, **kwargs)
+
+        with mock.patch.object(build, "make_root", make_two):
+            self._model = ZeRO3(self._module, auto_wrap_policy={Block}, optional_modules=towers)
+        self._optional = self._model._root_state
+        (self._plain,) = plain
+        self._plain.wrapper_ref = self._optional.wrapper_ref
+        self._optional_units = [unit for unit in self._optional.units if unit.is_optional]
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self._batch = torch.randn(args.batch, args.width, generator=generator)
+
+    def use(self, kind: str) -> None:
+        """Have the next steps be of this kind; between steps."""
+        is_optional = kind == "optional"
+        (self._optional if is_optional else self._plain)._join_units()
+        for unit in self._optional_units:
+            unit.set_optional(is_optional)
+        self._module.before_tower = _exchange if kind == "bare" else _nothing
+
+    def step(self, enters: bool) -> None:
+        self._model(self._batch, enters).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Run on each rank: for each clock and case, milliseconds by kind."""
+    model = TwoEngines(args)
+    processor: dict[str, dict[str, list[float]]] = {}
+    elapsed: dict[str, dict[str, list[float]]] = {}
+
+    def step_ms(kind: str, enters: bool, of_kinds: dict[str, list[float]]) -> float:
+        model.use(kind)
+        gc.collect()
+        dist.barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        model.step(enters)
+        cpu_ms = (time.process_time() - cpu_start) * 1e3
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        total = torch.tensor([cpu_ms], dtype=torch.float64)
+        dist.all_reduce(total)
+        of_kinds[kind].append(total.item())
+        return max_over_ranks(elapsed_ms)
+
+    gc.disable()
+    for kind in KINDS:  # All have entered the towers once, so that both engines know the places.
+        model.use(kind)
+        model.step(True)
+    for case in CASES:
+        of_kinds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        timed = partial(step_ms, enters=case == CASES[0], of_kinds=of_kinds)
+        elapsed[case] = interleave(list(KINDS), timed, args.rounds, warmup=WARMUP_ROUNDS)
+        processor[case] = {kind: values[WARMUP_ROUNDS:] for kind, values in of_kinds.items()}
+    return {"elapsed": elapsed, "processor": processor}
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Of each round, to steps without `optional_modules`; and the control."""
+    result: dict[str, list[float]] = {"optional": [], "bare": [], "control": []}
+    for plain, again, bare, optional in zip(*(times[kind] for kind in KINDS), strict=True):
+        base = (plain + again) / 2
+        result["optional"].append(optional / base)
+        result["bare"].append(bare / base)
+        result["control"].append(again / plain)
+    return result
 
 
 def main() -> None:
@@ -161,35 +188,23 @@ def main() -> None:
     parser.add_argument("--trunk", type=int, default=6, help="blocks of the trunk")
     parser.add_argument("--towers", type=int, choices=(1, 2), default=2)
     parser.add_argument("--batch", type=int, default=512, help="rows of each rank")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=2, help="of each model in a round")
+    parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
-    # Else malloc gives freed memory back, and a step of any model takes up to thousands of fresh
-    # pages, by where its buffers happen to lie. The ranks read these when they start.
-    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
-        os.environ[name] = "2000000000"
+    keep_freed_memory()
     times = run_on_ranks(args.ranks, measure, args)[0]
-    result: dict[str, Any] = {}
-    rows = []
-    for clock, of_steps in times.items():
-        for case in CASES:
-            plain, control, bare, optional = (of_steps[f"{case}, {kind}"] for kind in KINDS)
-            ratios, same = ratio(optional, plain), ratio(control, plain)
-            least, over = ratio(bare, plain), ratio(optional, bare)
+    rows, result = [], {}
+    for clock, of_cases in times.items():
+        for case, of_kinds in of_cases.items():
+            found = {name: Interval.of(each) for name, each in ratios(of_kinds).items()}
+            plain = Spread.of(of_kinds["plain"])
             result[f"{case}, {clock}"] = {
-                "plain_ms": Spread.of(plain).as_dict(),
-                "optional_ms": Spread.of(optional).as_dict(),
-                "optional_over_plain": ratios.as_dict(),
-                "control_over_plain": same.as_dict(),
-                "bare_over_plain": least.as_dict(),
-                "optional_over_bare": over.as_dict(),
+                "plain_ms": plain.as_dict(),
+                **{name: each._asdict() for name, each in found.items()},
             }
-            texts = [Spread.of(each).text(1) for each in (plain, optional)]
-            ratios_shown = (each.text(3) for each in (ratios, same, least, over))
-            rows.append([f"{case}, {clock} time", *texts, *ratios_shown])
-    header = ["every step", "plain, ms", "optional_modules, ms"]
-    header += ["optional / plain", "control / plain", "bare / plain", "optional / bare"]
-    print_table(header, rows)
+            cells = [each.text() for each in found.values()]
+            rows.append([f"{case}, {clock} time", plain.text(1), *cells])
+    print_table(["every step", "plain, ms", "optional", "bare", "control"], rows)
+    print(f"the bar for optional, elapsed time: {BAR}")
     print_json(
         {
             "benchmark": "optional",

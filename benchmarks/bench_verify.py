@@ -17,20 +17,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import random
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import (
+    Interval,
     Spread,
     environment,
     interleave,
+    keep_freed_memory,
     max_over_ranks,
     print_json,
     print_table,
@@ -47,28 +46,6 @@ KINDS = ("off", "again", "unchecked", "checked")
 BARS = {"sampled": 1.01, "always": 1.05}
 EVERY = 8  # "sampled" checks one step of so many
 WARMUP_ROUNDS = 2
-RESAMPLES = 2000
-
-
-class Interval(NamedTuple):
-    """A median, and bounds between which it lies with 95 %."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Interval:
-        generator = random.Random(0)
-        medians = sorted(
-            statistics.median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES)
-        )
-        low, high = medians[RESAMPLES // 40], medians[-RESAMPLES // 40]
-        return cls(statistics.median(values), low, high)
-
-    def text(self) -> str:
-        return f"{self.median:.4f} ({self.low:.4f}-{self.high:.4f})"
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -80,12 +57,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
-    # Else malloc gives freed memory back, and fresh pages cost 0 to 80 ms a step of any model, by
-    # where its buffers happen to lie. Arenas of other threads than the main one give it back
-    # whatever the thresholds. The ranks read these when they start.
-    os.environ["MALLOC_ARENA_MAX"] = "1"
-    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
-        os.environ[name] = "2000000000"
+    keep_freed_memory()
     times = run_on_ranks(args.world_size, measure, args)[0]
     columns = {kind: ratios(values) for kind, values in times.items()}
     rows = []

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,37 @@ class Spread:
 
     def as_dict(self) -> dict[str, float]:
         return {name: round(value, 6) for name, value in asdict(self).items()}
+
+
+class Interval(NamedTuple):
+    """A median, and bounds between which it lies with 95 % (bootstrap)."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], resamples: int = 2000) -> Interval:
+        generator = random.Random(0)
+        medians = sorted(
+            statistics.median(generator.choices(values, k=len(values))) for _ in range(resamples)
+        )
+        low, high = medians[resamples // 40], medians[-resamples // 40]
+        return cls(statistics.median(values), low, high)
+
+    def text(self) -> str:
+        return f"{self.median:.4f} ({self.low:.4f}-{self.high:.4f})"
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what is freed, in ranks that start later, instead of giving it back.
+
+    Else a step of any model takes up to thousands of fresh pages, by where its buffers happen to
+    lie. Arenas of other threads than the main one give memory back whatever the thresholds.
+    """
+    os.environ["MALLOC_ARENA_MAX"] = "1"
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+        os.environ[name] = "2000000000"
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:

@@ -85,9 +85,7 @@ class HostMeter:
         self.look()
 
     def look(self) -> int:
-        peak = self._count.peak
-        self._count.restart()
-        return peak
+        return self._count.restart()
 
     def stop(self) -> None:
         if self._mode is not None:

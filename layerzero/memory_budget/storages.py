@@ -87,9 +87,11 @@ class StorageCount:
     def now_at(self, unit: str, part: str) -> None:
         self.moment = (unit, part)
 
-    def restart(self) -> None:
-        """Begin a new peak."""
+    def restart(self) -> int:
+        """Begin a new peak; returns the one before."""
+        before = self.peak
         self.peak, self.peak_moment, self._is_rising = self.live, self.moment, True
+        return before
 
     def note(self, tensor: torch.Tensor) -> None:
         """Count the storage of `tensor`, if it is new."""

@@ -46,9 +46,7 @@ class _PlannedMeter:
         self.look()
 
     def look(self) -> int:
-        peak = self._count.peak
-        self._count.restart()
-        return peak
+        return self._count.restart()
 
     def stop(self) -> None:
         return None
