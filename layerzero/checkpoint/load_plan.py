@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.checkpoint.file_io.transfer import Transfer
+from layerzero.checkpoint.file_io.batches import Transfer
 from layerzero.checkpoint.format.inventory import (
     MODEL,
     OPTIMIZER,

@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from layerzero.checkpoint.file_io.batches import Transfer, is_on_host
 from layerzero.checkpoint.file_io.transfer import (
-    Transfer,
-    is_on_host,
     pack_tallies,
     wait_for,
     write_ranges,

@@ -60,7 +60,10 @@ def runs(extent: Extent, start: int, stop: int) -> Iterator[Run]:
     shape, local_shape, offsets = extent
     # After dimension `split` the block is as wide as the whole, so its rows are contiguous.
     narrow = [dim for dim, size in enumerate(shape) if local_shape[dim] != size]
-    split = narrow[-1] if narrow else 0
+    if not narrow:
+        yield Run(0, start, stop - start)
+        return
+    split = narrow[-1]
     row = math.prod(local_shape[split:])
     strides = _strides(shape)
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))

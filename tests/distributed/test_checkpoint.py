@@ -32,7 +32,7 @@ from layerzero.checkpoint import (
     saving,
     set_optimizer_state_dict,
 )
-from layerzero.checkpoint.file_io import transfer
+from layerzero.checkpoint.file_io import batches, transfer
 from layerzero.core import host, layout
 from layerzero.core.layout import CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES
 from tests.harness.checks import assert_bitwise, assert_same_parameters
@@ -657,11 +657,12 @@ def _from_a_device(root: str) -> None:
     optimizer.step()
     save(root, model, optimizer, step=0)
     with (
-        mock.patch.object(transfer, "is_on_host", lambda tensor: False),
+        mock.patch.object(batches, "is_on_host", lambda tensor: False),
         mock.patch.object(saving, "is_on_host", lambda tensor: False),
         mock.patch.object(transfer, "wait_for"),
         mock.patch.object(saving, "wait_for"),
-        mock.patch.object(transfer, "_WINDOW_NBYTES", window),
+        mock.patch.object(batches, "BATCH_NBYTES", window),
+        mock.patch.object(transfer, "BATCH_NBYTES", window),
         mock.patch.object(host, "runtime_of", lambda device: runtime),
     ):
         save(root, model, optimizer, step=1)

@@ -15,6 +15,7 @@ import torch
 
 from layerzero.checkpoint.file_io import direct_io as direct
 from layerzero.checkpoint.file_io.aligned_memory import in_memory
+from layerzero.checkpoint.file_io.batches import Transfer
 from layerzero.checkpoint.file_io.direct_io import (
     PAGE_NBYTES,
     FileReader,
@@ -22,7 +23,6 @@ from layerzero.checkpoint.file_io.direct_io import (
     bytes_of,
     pages,
 )
-from layerzero.checkpoint.file_io.transfer import Transfer
 from layerzero.checkpoint.format.inventory import MODEL, Entry
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
 from layerzero.state_dict.ranges import Extent
@@ -180,6 +180,22 @@ def test_what_the_cache_holds_is_read_from_there(
     with FileReader(tmp_path / "file") as reader:
         reader.read([bytes_of(memory)], 0)
     assert answers == [False]
+    assert bytes_of(memory) == content
+
+
+def test_a_cached_header_alone_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads a file's header leaves the pages behind it in the cache."""
+    if not _can_go_direct(tmp_path):
+        pytest.skip("this file system reads through the cache alone")
+    monkeypatch.setattr(FileReader, "_is_cached", lambda reader, offset: offset < MIB // 8)
+    answers = _watch(monkeypatch, FileReader, "_read_direct")
+    content = _file_of(tmp_path / "file", MIB, random.Random(0))
+    memory = pages(MIB)
+    with FileReader(tmp_path / "file") as reader:
+        reader.read([bytes_of(memory)], 0)
+    assert answers == [True]
     assert bytes_of(memory) == content
 
 

@@ -6,15 +6,17 @@ offsets modulo the page size. So direct_io.py reads many of them in one call.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from layerzero.checkpoint.file_io.batches import Transfer
 from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES, pages
-from layerzero.checkpoint.file_io.transfer import Transfer
 
-_MIN_NBYTES = 1 << 20
+_MIN_NBYTES = 256 << 10
 """Smallest region of adjacent shards that gets a mapping of its own."""
 
 
@@ -28,11 +30,11 @@ def in_memory(transfers: Sequence[Transfer], lives: Sequence[Hashable]) -> list[
     """
     placed = list(transfers)
     for region in _regions(transfers, lives):
-        begin, end = _place(transfers[region[0]])[0], _place(transfers[region[-1]])[1]
-        shift = begin % PAGE_NBYTES
-        memory = pages(-(-(shift + end - begin) // PAGE_NBYTES) * PAGE_NBYTES)
-        for index in region:
-            start, stop = (shift + place - begin for place in _place(transfers[index]))
+        # Rounded down, so that addresses equal file offsets modulo the page size.
+        first = region[0].begin // PAGE_NBYTES * PAGE_NBYTES
+        memory = pages(-(-(region[-1].end - first) // PAGE_NBYTES) * PAGE_NBYTES)
+        for begin, end, index in region:
+            start, stop = begin - first, end - first
             dtype = transfers[index].entry.tensor.dtype
             tensor = memory[start:stop].view(dtype)
             spare = start, len(memory) - stop
@@ -48,36 +50,35 @@ def _with(transfer: Transfer, tensor: torch.Tensor) -> Transfer:
     return transfer._replace(entry=replace(transfer.entry, tensor=tensor))
 
 
-def _place(transfer: Transfer) -> tuple[int, int]:
-    """File offset of its first run, and where the shard would end if it were a single run."""
-    width = transfer.place.dtype.itemsize
-    begin = transfer.place.begin + next(iter(transfer.entry.runs())).start * width
-    return begin, begin + transfer.entry.tensor.nbytes
+class _Place(NamedTuple):
+    begin: int
+    end: int
+    """Offsets in the file."""
+    transfer: int
+    """Its index."""
 
 
-def _regions(transfers: Sequence[Transfer], lives: Sequence[Hashable]) -> list[list[int]]:
-    """Indices of transfers that are adjacent in a file, in the file's order.
+def _regions(transfers: Sequence[Transfer], lives: Sequence[Hashable]) -> list[list[_Place]]:
+    """Transfers that are adjacent in a file, in the file's order.
 
     Only shards of a single run, in regions of at least `_MIN_NBYTES`.
     """
-    by_file: dict[tuple[str, Hashable], list[tuple[int, int, int]]] = {}
+    by_file: dict[tuple[str, Hashable], list[_Place]] = {}
     for index, (transfer, life) in enumerate(zip(transfers, lives, strict=True)):
-        if transfer.entry.tensor.numel() and len(list(transfer.entry.runs())) == 1:
-            begin, end = _place(transfer)
+        width = transfer.place.dtype.itemsize
+        runs = list(itertools.islice(transfer.entry.runs(), 2))
+        if len(runs) == 1:
+            begin = transfer.place.begin + runs[0].start * width
             # A file from another source may have tensors at misaligned offsets.
-            if begin % transfer.place.dtype.itemsize == 0:
-                by_file.setdefault((transfer.file, life), []).append((begin, end, index))
-    found: list[list[int]] = []
+            if begin % width == 0:
+                place = _Place(begin, begin + runs[0].numel * width, index)
+                by_file.setdefault((transfer.file, life), []).append(place)
+    found: list[list[_Place]] = []
     for places in by_file.values():
-        region: list[int] = []
-        first = last = -1
-        for begin, end, index in sorted(places):
-            if begin != last:
-                if last - first >= _MIN_NBYTES:
-                    found.append(region)
-                region, first = [], begin
-            region.append(index)
-            last = end
-        if last - first >= _MIN_NBYTES:
-            found.append(region)
+        regions: list[list[_Place]] = []
+        for place in sorted(places):
+            if not regions or regions[-1][-1].end != place.begin:
+                regions.append([])
+            regions[-1].append(place)
+        found += [each for each in regions if each[-1].end - each[0].begin >= _MIN_NBYTES]
     return found

@@ -91,10 +91,11 @@ class FileReader:
         """Read whole pages with O_DIRECT; the file has at least the first `needed` bytes of them.
 
         Returns:
-            False if nothing was read, because the file system refuses O_DIRECT, or the first page
-            is cached, so that a buffered read is faster.
+            False if nothing was read, because the file system refuses O_DIRECT, or the file is
+            cached here, so that a buffered read is faster.
         """
-        if self._direct is None or self._is_cached(offset):
+        # Asks about the middle: whoever read the file's header has loaded the pages behind it.
+        if self._direct is None or self._is_cached(offset + needed // 2):
             return False
         try:
             _read_all(self._direct, [view], offset, needed)

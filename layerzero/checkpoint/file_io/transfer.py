@@ -7,46 +7,28 @@ here is collective.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from layerzero.checkpoint.file_io.batches import BATCH_NBYTES, Slice, Transfer, batches_of
 from layerzero.checkpoint.file_io.direct_io import FileReader, FileWriter, bytes_of
 from layerzero.checkpoint.format.crc import crc32, placed
-from layerzero.checkpoint.format.inventory import Entry
-from layerzero.checkpoint.format.safetensors_file import TensorEntry
 from layerzero.core.device_streams import stream_interface
 from layerzero.core.host import HostMemory
 
-_WINDOW_NBYTES = 8 << 20
-"""Files are moved in windows of this size, so that a window is still in the CPU cache when it is
-moved after being checksummed, or the other way round."""
 _NUM_THREADS = 4
-_MAX_VIEWS = 512
-"""Largest number of buffers in one call; systems allow 1024 (IOV_MAX)."""
-
 File = TypeVar("File")
 Progress = Callable[[int], None]
 """Called with the number of bytes after each batch is written or read."""
-
-
-class Transfer(NamedTuple):
-    """A shard and the tensor in a file that it is part of."""
-
-    file: str
-    place: TensorEntry
-    number: int
-    """Number of the tensor, the same on all ranks."""
-    entry: Entry
-    spare: tuple[int, int] = (0, 0)
-    """Bytes in memory before and behind the shard that are laid out like the file, and that a read
-    may fill."""
 
 
 class Tally(NamedTuple):
@@ -56,17 +38,6 @@ class Tally(NamedTuple):
     replica: int
     nbytes: int
     crc: int
-
-
-class _Slice(NamedTuple):
-    offset: int
-    data: memoryview | torch.Tensor
-    """Bytes; of a shard on a device a tensor."""
-    transfer: int
-    behind: int
-    """Bytes of the tensor behind this slice."""
-    spare: tuple[int, int]
-    """As in `Transfer`, relative to this slice."""
 
 
 def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
@@ -80,14 +51,14 @@ def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress
     """
     windows = _Windows()
 
-    def write(file: FileWriter, batch: list[_Slice]) -> list[int]:
+    def write(file: FileWriter, batch: list[Slice]) -> list[int]:
         views = windows.fetch(batch)
         crcs = [crc32(view) for view in views]
         file.write(views, batch[0].offset)
         return crcs
 
     def open_file(path: Path) -> FileWriter:
-        return FileWriter(path, _WINDOW_NBYTES)
+        return FileWriter(path, BATCH_NBYTES)
 
     return _move(folder, transfers, open_file, write, progress)
 
@@ -99,7 +70,7 @@ def read_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress)
         OSError: a read failed, or a file is too short.
     """
 
-    def read(file: FileReader, batch: list[_Slice]) -> list[int]:
+    def read(file: FileReader, batch: list[Slice]) -> list[int]:
         spare = batch[0].spare[0], batch[-1].spare[1]
         views = [each.data for each in batch if isinstance(each.data, memoryview)]
         file.read(views, batch[0].offset, spare)
@@ -114,7 +85,7 @@ class _Windows:
     def __init__(self) -> None:
         self._windows: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-    def fetch(self, batch: Sequence[_Slice]) -> list[memoryview]:
+    def fetch(self, batch: Sequence[Slice]) -> list[memoryview]:
         """The bytes of adjacent slices, on the host; valid until the thread fetches again."""
         views: list[memoryview] = []
         devices = set()
@@ -135,12 +106,8 @@ class _Windows:
         key = threading.get_ident(), device
         if key not in self._windows:
             memory = HostMemory(pin_memory=True, device=device)
-            self._windows[key] = memory.lasting(_WINDOW_NBYTES, torch.uint8)
+            self._windows[key] = memory.lasting(BATCH_NBYTES, torch.uint8)
         return self._windows[key]
-
-
-def is_on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
@@ -153,7 +120,7 @@ def _move(
     folder: Path,
     transfers: Sequence[Transfer],
     open_file: Callable[[Path], contextlib.AbstractContextManager[File]],
-    move: Callable[[File, list[_Slice]], list[int]],
+    move: Callable[[File, list[Slice]], list[int]],
     progress: Progress,
 ) -> list[Tally]:
     """Move all shards, file by file, in several threads; `move` returns the CRC of each slice."""
@@ -161,74 +128,83 @@ def _move(
     for index, transfer in enumerate(transfers):
         by_file.setdefault(transfer.file, []).append(index)
     crcs: list[int] = []
-    done: list[_Slice] = []
+    done: list[Slice] = []
+    under_way: deque[_FileMove[File]] = deque()
     # Threads let the disk work on the next batches while one is copied and checksummed.
     with ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer") as pool:
-        for name, indices in by_file.items():
-            slices = sorted(
-                (each for index in indices for each in _slices(transfers[index], index)),
-                key=lambda each: each.offset,
-            )
-            try:
-                with open_file(folder / name) as file:
-                    under_way: list[Future[list[int]]] = []
-                    try:
-                        batches = list(_batches(slices))
-                        under_way += [pool.submit(move, file, batch) for batch in batches]
-                        for batch, future in zip(batches, under_way, strict=True):
-                            crcs.extend(future.result())
-                            progress(sum(len(each.data) for each in batch))
-                    finally:
-                        for future in under_way:
-                            future.cancel()
-                        wait(under_way)  # Leaving the context closes the file, also on an error.
-            except OSError as error:
-                raise OSError(f"{folder / name}: {error}") from error
-            done.extend(slices)
+
+        def finish_first() -> None:
+            file = under_way[0]
+            crcs.extend(file.finish(progress))
+            done.extend(each for batch in file.batches for each in batch)
+            under_way.popleft()
+
+        try:
+            for name, indices in by_file.items():
+                batches = batches_of(transfers, indices)
+                under_way.append(_FileMove(folder / name, open_file, batches, move, pool))
+                # The batches of the next file wait in the pool, so that the disk does not fall
+                # idle at the end of a file.
+                if len(under_way) > 1:
+                    finish_first()
+            while under_way:
+                finish_first()
+        finally:
+            for file in under_way:
+                file.abandon()
     return _tallies(transfers, done, crcs)
 
 
-def _end(each: _Slice) -> int:
-    return each.offset + len(each.data)
+class _FileMove(Generic[File]):
+    """The batches of one file that a pool of threads moves."""
+
+    def __init__(
+        self,
+        path: Path,
+        open_file: Callable[[Path], contextlib.AbstractContextManager[File]],
+        batches: Sequence[list[Slice]],
+        move: Callable[[File, list[Slice]], list[int]],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.batches = batches
+        self._path = path
+        self._open = contextlib.ExitStack()
+        with _naming(path):
+            file = self._open.enter_context(open_file(path))
+        self._futures = [pool.submit(move, file, batch) for batch in batches]
+
+    def finish(self, progress: Progress) -> list[int]:
+        """Wait for all batches and close the file; the CRC of each slice, in order.
+
+        Raises:
+            OSError: a batch was not moved, or the file not closed; then `abandon` it.
+        """
+        crcs: list[int] = []
+        with _naming(self._path):
+            for batch, future in zip(self.batches, self._futures, strict=True):
+                crcs.extend(future.result())
+                progress(sum(len(each.data) for each in batch))
+            self._open.close()
+        return crcs
+
+    def abandon(self) -> None:
+        """Wait for the batches that have begun, drop the others, and close the file."""
+        for future in self._futures:
+            future.cancel()
+        wait(self._futures)
+        self._open.__exit__(*sys.exc_info())
 
 
-def _slices(transfer: Transfer, index: int) -> Iterable[_Slice]:
-    entry, place = transfer.entry, transfer.place
-    tensor = entry.tensor
-    data = bytes_of(tensor) if is_on_host(tensor) else tensor.view(torch.uint8)
-    width = place.dtype.itemsize
-    for run in entry.runs():
-        begin, end = run.local * width, (run.local + run.numel) * width
-        offset = run.start * width
-        start = begin
-        while start < end:
-            at = offset + start - begin
-            stop = min(end, start + _WINDOW_NBYTES - (place.begin + at) % _WINDOW_NBYTES)
-            behind = place.nbytes - at - (stop - start)
-            spare = transfer.spare
-            if any(spare):
-                spare = spare[0] + start, spare[1] + len(data) - stop
-            yield _Slice(place.begin + at, data[start:stop], index, behind, spare)
-            start = stop
-
-
-def _batches(slices: Sequence[_Slice]) -> Iterable[list[_Slice]]:
-    """Group slices that are adjacent in one window of the file."""
-    batch: list[_Slice] = []
-    end = 0
-    for each in slices:
-        full = each.offset % _WINDOW_NBYTES == 0 or len(batch) == _MAX_VIEWS
-        if batch and (full or each.offset != end):
-            yield batch
-            batch = []
-        batch.append(each)
-        end = _end(each)
-    if batch:
-        yield batch
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path}: {error}") from error
 
 
 def _tallies(
-    transfers: Sequence[Transfer], done: Sequence[_Slice], crcs: Sequence[int]
+    transfers: Sequence[Transfer], done: Sequence[Slice], crcs: Sequence[int]
 ) -> list[Tally]:
     parts = placed(crcs, [each.behind for each in done])
     crc_of: NDArray[np.uint32] = np.zeros(len(transfers), dtype=np.uint32)

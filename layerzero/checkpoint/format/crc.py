@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,9 @@ from layerzero import ops
 
 _WORTH_A_CALL_NBYTES = 1 << 14
 """From this size on, the kernel in csrc/ is faster than zlib, which has a lower call overhead."""
-_POLYNOMIAL = 0xEDB88320
+_POLYNOMIAL = np.uint32(0xEDB88320)
 _ONE = np.uint32(1)
+_BITS: NDArray[np.uint32] = np.arange(32, dtype=np.uint32)[:, None]
 _Crcs = NDArray[np.uint32]
 
 
@@ -41,14 +41,14 @@ def placed(crcs: Sequence[int], behind: Sequence[int]) -> _Crcs:
         crcs: CRC of each part by itself.
         behind: number of bytes of the whole behind each part.
     """
-    result = np.asarray(crcs, dtype=np.uint32)
+    result = np.array(crcs, dtype=np.uint32)
     remaining = np.asarray(behind, dtype=np.int64)
-    for power in _powers():
+    for rows in _shifts():
         if not remaining.any():
             break
-        odd = (remaining & 1).astype(bool)
-        if odd.any():
-            result[odd] = _multiply(result[odd], np.uint32(power))
+        (odd,) = np.nonzero(remaining & 1)
+        if len(odd):
+            result[odd] = _times(result[odd], rows)
         remaining = remaining >> 1
     return result
 
@@ -62,18 +62,22 @@ def combine(crcs: Sequence[int], nbytes: Sequence[int]) -> int:
 
 
 @functools.cache
-def _powers() -> list[int]:
-    """x ** (8 * 2 ** i) modulo the polynomial, for each bit i of a byte count."""
-    powers = [0x00800000]
-    while len(powers) < 63:
-        powers.append(int(_multiply(np.uint32(powers[-1]), np.uint32(powers[-1]))))
-    return powers
+def _shifts() -> _Crcs:
+    """[63, 32]: for each bit i of a byte count, what makes `_times` multiply by x ** (8 * 2 ** i).
+
+    Row i has the products of that power with x ** 31, ..., x ** 0: those of single bits.
+    """
+    power = np.uint32(1 << 23)  # x ** 8, because bit 31 is x ** 0
+    shifts = np.empty((63, 32), dtype=np.uint32)
+    for rows in shifts:
+        for bit in range(31, -1, -1):
+            rows[bit] = power
+            power = power >> _ONE ^ (_POLYNOMIAL if power & _ONE else np.uint32(0))
+        power = _times(rows[31:], rows)[0]  # squared
+    return shifts
 
 
-def _multiply(a: Any, b: np.uint32) -> Any:
-    """Product of each element of `a` with `b` modulo the polynomial; bit 31 is x ** 0."""
-    factor, product = int(b), a & np.uint32(0)
-    for bit in range(31, -1, -1):
-        product = product ^ ((a >> np.uint32(bit)) & _ONE) * np.uint32(factor)
-        factor = factor >> 1 ^ (_POLYNOMIAL if factor & 1 else 0)
-    return product
+def _times(a: _Crcs, rows: _Crcs) -> _Crcs:
+    """Product of each element of `a` modulo the polynomial with the factor that `rows` is of."""
+    bits = a >> _BITS & _ONE
+    return np.bitwise_xor.reduce(bits * rows[:, None], axis=0)

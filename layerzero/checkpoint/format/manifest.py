@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,9 @@ class Manifest:
         return found
 
     def to_bytes(self) -> bytes:
-        fields = asdict(self)
+        # Not `asdict`, which copies every value.
+        files = {name: vars(record) for name, record in self.files.items()}
+        fields = {**vars(self), "files": files}
         if self.scheduler_names is None:
             del fields["scheduler_names"]
         is_named = any(self.groups_of_optimizers()) or self.scheduler_names is not None
