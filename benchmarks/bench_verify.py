@@ -47,6 +47,7 @@ BARS = {"sampled": 1.01, "always": 1.05}
 EVERY = 8  # "sampled" checks one step of so many
 WARMUP_ROUNDS = 2
 
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -39,6 +39,7 @@ from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.earlier import replace_in_optimizers
 from layerzero.optim.in_backward import StepInBackward
 from layerzero.runtime import leftovers, surroundings
+from layerzero.runtime.backward_inputs import refuse_sharded_inputs
 from layerzero.runtime.misuse import explain_uncaught
 from layerzero.runtime.phases import duration
 from layerzero.runtime.root import RootState, UnshardHandle, root_of
@@ -196,6 +197,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         log_units(module, root, topology.placement.is_first)
         attach.watch()
         explain_uncaught()
+        refuse_sharded_inputs()
         replace_in_optimizers(root.units)
         patch_torch()
         surroundings.install(module)

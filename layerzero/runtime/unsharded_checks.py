@@ -7,6 +7,7 @@ the sharded parameters; they raise at the end of the forward, or at the beginnin
   Version counters show it, except for writes through `.data`; to find those, the first training
   forward also compares sums of the bits.
 - A parameter assigned over an unsharded one in forward (`self.w = nn.Parameter(...)`).
+- Random numbers that ranks drew alike for their unequal parts: a warning (equal_draws.py).
 - A gradient for a unit none of whose outputs had one: a tensor left the unit another way (a hook
   that keeps an activation), and backward did not enter the unit through any output.
 """
@@ -18,7 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from layerzero.notices import outside, warn_once
 from layerzero.runtime.context import RuntimeContext
+from layerzero.runtime.equal_draws import EqualDraws
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.unit import Unit
 
@@ -43,15 +46,13 @@ class UnshardedChecks:
             for h in copies
             for fqn, unsharded in zip(h.fqns, h.unsharded_params, strict=True)
         ]
-        self._versions = self._current_versions()
-        self.first_forward = FirstForward()
+        self._versions = [unsharded._version for _, unsharded in self._copies]
+        handles = [handle for unit in units for handle in unit.handles]
+        self.first_forward = FirstForward(EqualDraws(handles))
 
     def leave_out_first_forward(self) -> None:
         """Have the first forward checked like all others, without comparing sums of bits."""
         self.first_forward = None
-
-    def _current_versions(self) -> list[int]:
-        return [unsharded._version for _, unsharded in self._copies]
 
     def before_forward(self) -> None:
         """Check before a forward of the model, outside backward.
@@ -89,14 +90,18 @@ class UnshardedChecks:
                 "summon_full_params()"
             )
         names: list[str] = []
-        versions = self._current_versions()
+        versions = [unsharded._version for _, unsharded in self._copies]
         if versions != self._versions:
             pairs = zip(self._copies, self._versions, versions, strict=True)
             names = [fqn for (fqn, _), before, after in pairs if before != after]
             self._versions = versions
         if self.first_forward is not None and self.first_forward.was_training:
-            names = names or self.first_forward.written()
-            self.first_forward = FirstForward() if names else None
+            first, self.first_forward = self.first_forward, None
+            names = names or first.written()
+            if names:
+                self.first_forward = FirstForward(first.draws)
+            else:
+                self._warn_of(first.draws)
         if not names:
             return None
         return RuntimeError(
@@ -106,12 +111,22 @@ class UnshardedChecks:
             "summon_full_params()"
         )
 
+    def _warn_of(self, draws: EqualDraws) -> None:
+        text = draws.found()
+        if text is not None:
+            is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)
+            warn_once(text, text, is_first=is_first, stacklevel=outside())
+
 
 class FirstForward:
     """Sums the bits of unsharded parameters before and after each call of their unit."""
 
-    def __init__(self) -> None:
+    draws: EqualDraws
+    """Is shown them, too."""
+
+    def __init__(self, draws: EqualDraws) -> None:
         self.was_training = False
+        self.draws = draws
         self._before: dict[Unit, list[torch.Tensor]] = {}
         self._pairs: list[tuple[Unit, list[torch.Tensor], list[torch.Tensor]]] = []
 
@@ -120,6 +135,10 @@ class FirstForward:
         if torch.is_grad_enabled() and unit.module.training:
             self.was_training = True
             self._before[unit] = _digests(unit)
+            # Hidden from dispatch modes: selective checkpointing counts operations.
+            with _disable_current_modes(), torch.no_grad():
+                for handle in unit.handles:
+                    self.draws.note(handle)
 
     def end_call(self, unit: Unit) -> None:
         """The outermost call of the unit has ended, and the unit is still unsharded."""

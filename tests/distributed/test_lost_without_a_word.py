@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import layerzero
-from layerzero import ZeRO3
+from layerzero import MixedPrecision, ZeRO3, notices
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import full_gradients
@@ -142,6 +143,107 @@ def test_gradients_of_shards_with_hooks_warn_of_nothing() -> None:
 
 def test_an_l2_penalty_on_shards_is_right() -> None:
     assert all(is_right for _, is_right in run_ranks(2, _penalty, 2))
+
+
+def _backward_to_inputs() -> None:
+    model, x = wrapped(), batch().requires_grad_()
+    for inputs in (list(model.parameters()), model.parameters(), next(model.parameters())):
+        with pytest.raises(NotImplementedError, match=r"are sharded.*Leave `inputs` out"):
+            model(x).sum().backward(inputs=inputs)
+    assert all(each.grad is None for each in model.parameters())
+    model(x).sum().backward(inputs=[x])
+    assert x.grad is not None and all(each.grad is None for each in model.parameters())
+    # In torch's way: a penalty, whose graph has the sharded parameters themselves.
+    owned = [each for each in model.parameters() if each.numel()]
+    for _ in range(2):  # The second time it adds to `.grad`.
+        torch.autograd.backward([sum(each.square().sum() for each in owned)], inputs=owned)
+    assert all(torch.equal(each.grad, 4 * each) for each in owned)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*a gradient was computed for")
+def test_a_backward_to_sharded_parameters_alone_is_refused() -> None:
+    run_ranks(2, _backward_to_inputs)
+
+
+def _wide(options: dict[str, object]) -> ZeRO3:
+    """Each rank has more of each weight than torch draws one by one."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(24, 24, bias=place > 0) for place in range(3)))
+
+    return wrapped(build, auto_wrap_policy={nn.Linear}, **options)
+
+
+def _initialises(how: str, options: dict[str, object]) -> list[str]:
+    """Warnings of the first two steps of a model that is initialised after it was wrapped."""
+    model, x = _wide(options), torch.ones(3, 24)
+    told: list[str] = []
+    torch.manual_seed(1 + (dist.get_rank() if how == "other seeds" else 0))
+
+    def initialise(module: nn.Module) -> None:
+        if not isinstance(module, nn.Linear):
+            return
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if how in ("normal_", "trunc_normal_", "uniform_"):
+            getattr(nn.init, how)(module.weight)
+        elif how == "data":
+            module.weight.data.normal_()
+        elif how != "zeros":
+            module.weight.detach().normal_()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if how == "loaded":
+            other = _wide(options)
+            with torch.no_grad(), other.summon_full_params():
+                other.apply(initialise)
+            model.load_state_dict(other.state_dict())
+        elif how == "full":
+            with model.summon_full_params():
+                model.apply(initialise)
+        elif how != "not":
+            model.apply(initialise)
+        with torch.no_grad():
+            model(x)  # An evaluation before does not count as the first forward.
+        for _ in range(2):
+            model(x).sum().backward()
+    told += [str(each.message) for each in caught]
+    return told
+
+
+def _initialises_in_all_ways() -> dict[str, list[str]]:
+    modes = {
+        "float32": {},
+        "bfloat16": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+        "zero3_size=1": {"zero3_size": 1, "outer": "shard"},
+        "replicas": {"zero3_size": 1, "outer": "replicate"},
+    }
+    ways = ["normal_", "trunc_normal_", "uniform_", "data", "drawn"]
+    ways += ["other seeds", "full", "zeros", "loaded", "not"]
+    told = {}
+    for mode, options in modes.items():
+        for how in ways:
+            with mock.patch.object(notices, "_issued", set()):
+                told[f"{mode}, {how}"] = _initialises(how, options)
+    return told
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_equal_numbers_drawn_for_unequal_parts_warn_once(world_size: int) -> None:
+    """Whatever draws them, in all modes that split the weights; and nothing else does."""
+    first, *others = run_ranks(world_size, _initialises_in_all_ways)
+    draws = ("normal_", "trunc_normal_", "uniform_", "data", "drawn")
+    for case, told in first.items():
+        if case.endswith(draws) and not case.startswith("replicas"):
+            assert len(told) == 1, case
+            assert "begin with the same numbers" in told[0] and "summon_full_params" in told[0]
+        else:
+            assert not told, case
+    assert not any(told for other in others for told in other.values())
 
 
 def _refused_around() -> None:

@@ -54,6 +54,7 @@ MAKING_WHOLE_TENSORS = {
 """Once for each optimizer of whole tensors: ranks compare what it was given, and try its class."""
 BY_DESIGN = {
     "tolist in FirstForward.written": "the first forward is looked at, once a model",
+    "equal in EqualDraws.found": "the same",
     "copy_ in flags_tensor": "a rank misses a gradient: it tells the others",
     "tolist in GradientReducer._exchange_presence.<locals>.answer": "and has to know what they had",
     "synchronize of an event on compute in RootState.pregather": "pregather(wait=True)",
@@ -61,6 +62,7 @@ BY_DESIGN = {
 """What blocks the host after a model is wrapped -> why."""
 BY_DESIGN_OFFLOADED = {
     "tolist in FirstForward.written": BY_DESIGN["tolist in FirstForward.written"],
+    "equal in EqualDraws.found": BY_DESIGN["equal in EqualDraws.found"],
     "synchronize of an event on offload in GradientReducer._add_parts": "an optimizer on the host "
     "reads gradients",
     "synchronize of an event on pre_unshard in RuntimeContext.wait_for_uploads": "an optimizer on "
