@@ -28,8 +28,11 @@ MODULES = (
     "tests.harness.reference",
     "tests.harness.traffic",
     "layerzero",
-    "lightning.pytorch",  # extras, which need not be there
+    "layerzero.parallel.pipeline",
+    "finetuning_scheduler",  # this one and those below are extras, which need not be there
+    "lightning.pytorch",
     "megatron.core.models.gpt",
+    "transformers.trainer",
 )
 
 for _name in MODULES:

@@ -22,7 +22,12 @@ pytest.importorskip("lightning", reason="the extra [lightning] is not installed"
 pytest.importorskip("finetuning_scheduler", reason="the extra [lightning] is not installed")
 
 import lightning.pytorch as pl
-from finetuning_scheduler import FinetuningScheduler, FTSCheckpoint, FTSEarlyStopping
+from finetuning_scheduler import (
+    FinetuningScheduler,
+    FTSCheckpoint,
+    FTSEarlyStopping,
+    fts_supporters,
+)
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -436,21 +441,13 @@ def test_the_example_thaws_and_learns(tmp_path: Path, capsys: pytest.CaptureFixt
     assert losses[2] < losses[0] and losses[5] < losses[2] and losses[8] < 1.8, losses
 
 
-def test_the_entry_point_is_found_by_the_strategys_name(tmp_path: Path) -> None:
+def test_the_entry_point_is_found_by_the_strategys_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
-    code = (
-        "from finetuning_scheduler import fts_supporters as fts\n"
-        "fts._discover_strategy_adapters()\n"
-        "print(fts.STRATEGY_ADAPTERS['layerzero'].__module__)"
-    )
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
-        cwd=REPOSITORY,
-    )
-    assert found.stdout.split()[-1] == "layerzero.integrations.finetuning_scheduler"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fts_supporters, "STRATEGY_ADAPTERS", {})
+    fts_supporters._discover_strategy_adapters()
+    found = fts_supporters.STRATEGY_ADAPTERS["layerzero"]
+    assert found.__module__ == "layerzero.integrations.finetuning_scheduler"
