@@ -7,10 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from tests.harness.ranks import run_ranks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_two_towers.py"
 SMALL = ["--steps", "12", "--batch", "4"]
@@ -30,18 +34,32 @@ def _losses(output: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_two_towers_train_like_one_process(num_ranks: int, tmp_path: Path) -> None:
+def test_two_towers_train_like_one_process(tmp_path: Path) -> None:
     picture = tmp_path / "losses.png"
     example = [str(EXAMPLE), *SMALL]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    # Drawn once: with a picture, one process trains again.
-    draws = num_ranks == 2 and importlib.util.find_spec("matplotlib") is not None
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    draws = importlib.util.find_spec("matplotlib") is not None
     plot = ["--plot", str(picture)] if draws else []
     sharded = _losses(_run(*launcher, "--", *example, *plot))
-    single = _losses(_run(*example, "--single", "--ranks", str(num_ranks)))
+    single = _losses(_run(*example, "--single", "--ranks", "2"))
     assert len(sharded) == 12
-    if num_ranks == 2:
-        assert sharded == single
-    torch.testing.assert_close(torch.tensor(sharded), torch.tensor(single), rtol=1e-4, atol=0)
+    assert sharded == single
     assert picture.exists() == draws
+
+
+def _on_these_ranks() -> tuple[list[float], list[float]]:
+    """Losses of the ranks, and of one process."""
+    sys.path.insert(0, str(EXAMPLE.parent))
+    import train_two_towers as example
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place = example.Place(rank=rank, local_rank=rank, local_world_size=size, world_size=size)
+    options = Namespace(steps=12, batch=4, lr=2e-3, seed=0)
+    return example.train_sharded(options, place), example.train_single(options, size)
+
+
+@pytest.mark.slow
+def test_two_towers_on_three_ranks_train_like_one_process() -> None:
+    for sharded, single in run_ranks(3, _on_these_ranks):
+        assert len(sharded) == 12
+        torch.testing.assert_close(torch.tensor(sharded), torch.tensor(single), rtol=1e-4, atol=0)
