@@ -39,6 +39,10 @@ def remember_root(root: RootState) -> None:
     _roots.add(root)
 
 
+def live_roots() -> list[RootState]:
+    return list(_roots)
+
+
 def owners(root: RootState) -> Iterator[Owner]:
     """The sharded parameters of one model, unit by unit."""
     for unit in root.units:
@@ -50,4 +54,4 @@ def owners(root: RootState) -> Iterator[Owner]:
 
 def owner_of_each() -> dict[int, Owner]:
     """The sharded parameters of all models, keyed by `id`. Visits all: not for every step."""
-    return {id(owner.sharded_param): owner for root in list(_roots) for owner in owners(root)}
+    return {id(owner.sharded_param): owner for root in live_roots() for owner in owners(root)}

@@ -168,6 +168,49 @@ def test_a_backward_to_sharded_parameters_alone_is_refused() -> None:
     run_ranks(2, _backward_to_inputs)
 
 
+def _averages_by_hand() -> None:
+    """As tutorials on data parallelism do it; where parts have equal sizes, and where one rank has
+    nothing of a parameter."""
+    for model, x in ((_wide({}), torch.ones(3, 24)), (wrapped(), batch())):
+        before = [each.detach().clone() for each in model.parameters()]
+        with pytest.raises(RuntimeError, match=r"broadcast of .*, which is sharded.* remove the"):
+            for each in model.parameters():
+                dist.broadcast(each.data, 0)
+        model(x).sum().backward()
+        gradients = [each.grad.clone() for each in model.parameters()]
+        for of in (lambda p: p.grad, lambda p: p.grad.data):
+            with pytest.raises(RuntimeError, match=r"all_reduce of .*, which is .*averaged"):
+                for each in model.parameters():
+                    dist.all_reduce(of(each), op=dist.ReduceOp.SUM)
+        assert all(map(torch.equal, before, model.parameters()))
+        found = [each.grad for each in model.parameters()]
+        assert all(map(torch.equal, gradients, found))
+    other = torch.ones(24 * 12)  # As large as a part, and not one.
+    dist.all_reduce(other)
+    assert other[0] == dist.get_world_size()
+
+
+def test_gradients_averaged_by_hand_are_refused() -> None:
+    run_ranks(2, _averages_by_hand)
+
+
+def _averages_over_replicas() -> None:
+    """Ranks 0 and 2 hold the same part, and so do 1 and 3."""
+    model = _wide({"zero3_size": 2, "outer": "replicate"})
+    model(torch.ones(3, 24)).sum().backward()
+    replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][dist.get_rank() % 2]
+    for each in model.parameters():
+        before = each.grad.clone()
+        dist.all_reduce(each.grad, dist.ReduceOp.SUM, replicas)
+        assert torch.equal(each.grad, 2 * before)
+        with pytest.raises(RuntimeError, match="which is sharded"):
+            dist.all_reduce(each.grad)
+
+
+def test_parts_may_be_averaged_over_ranks_that_hold_the_same() -> None:
+    run_ranks(4, _averages_over_replicas)
+
+
 def _wide(options: dict[str, object]) -> ZeRO3:
     """Each rank has more of each weight than torch draws one by one."""
 
