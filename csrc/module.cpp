@@ -14,6 +14,7 @@ STABLE_TORCH_LIBRARY_IMPL(layerzero, CPU, m) {
   m.impl("flat_step_", &layerzero::flat_step_cpu);
   m.impl("sum_squares_", &layerzero::sum_squares_cpu);
   m.impl("crc32", &layerzero::crc32_cpu);
+  m.impl("copy_crc32_", &layerzero::copy_crc32_cpu);
   m.impl("word_sums_", &layerzero::word_sums_cpu);
   m.impl("find_changed_", &layerzero::find_changed_cpu);
 }

@@ -15,6 +15,7 @@ void checked_sum_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outp
 void flat_step_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void sum_squares_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void crc32_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
+void copy_crc32_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void word_sums_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void find_changed_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 

@@ -23,6 +23,7 @@ __all__ = [
     "Segments",
     "checked_pack_",
     "checked_sum_",
+    "copy_crc32_",
     "crc32",
     "find_changed",
     "flat_step_",
@@ -273,6 +274,21 @@ def crc32(data: torch.Tensor, value: int = 0) -> int:
         ValueError: it is not.
     """
     result: int = torch.ops.layerzero.crc32.default(data, value)
+    return result
+
+
+def copy_crc32_(out: torch.Tensor, data: torch.Tensor) -> int:
+    """Copy `data` to `out`, and return its CRC-32; in one pass, so that it is read once.
+
+    Blocks the calling thread, but no other thread.
+
+    Args:
+        out, data: contiguous uint8, on the CPU, of one size; they must not overlap.
+
+    Raises:
+        ValueError: they are not, or do.
+    """
+    result: int = torch.ops.layerzero.copy_crc32_.default(out, data)
     return result
 
 

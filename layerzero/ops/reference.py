@@ -2,11 +2,11 @@
 
     pack_           out = cast(compute(source) * scale), or zeros
     ordered_sum_    out = cast((compute(parts[0]) + parts[1] + ...) * scale)
-    crc32           zlib's
+    crc32           zlib's; copy_crc32_ copies the bytes in the same pass
 
 compute is float64 for float64 and float32 for the other dtypes. The result is rounded once to out's
 dtype, at the end. (torch casts float64 to a 16-bit dtype through float32, and so do we.) With a
-scale of 1 nothing is multiplied. Nothing here blocks the host, except for crc32.
+scale of 1 nothing is multiplied. Nothing here blocks the host, except for the CRCs.
 """
 
 from __future__ import annotations
@@ -279,9 +279,25 @@ def _same_memory(out: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def crc32(data: torch.Tensor, value: int = 0) -> int:
-    if data.dtype != torch.uint8 or not data.is_contiguous():
-        raise ValueError(f"crc32: expected contiguous uint8, got {data.dtype}")
+    _check_bytes(data, "crc32")
     if not 0 <= value <= 0xFFFFFFFF:
         raise ValueError(f"crc32: expected a CRC-32 before it, got {value}")
     array: Any = data.numpy()
     return zlib.crc32(array, value)
+
+
+def copy_crc32_(out: torch.Tensor, data: torch.Tensor) -> int:
+    _check_bytes(out, "copy_crc32_")
+    _check_bytes(data, "copy_crc32_")
+    if len(out) != len(data):
+        raise ValueError(f"copy_crc32_: out has {len(out)} bytes, data has {len(data)}")
+    begin, other = out.data_ptr(), data.data_ptr()
+    if begin < other + len(data) and other < begin + len(out):
+        raise ValueError("copy_crc32_: out and data overlap")
+    out.copy_(data)
+    return crc32(out)
+
+
+def _check_bytes(data: torch.Tensor, op: str) -> None:
+    if data.dtype != torch.uint8 or not data.is_contiguous():
+        raise ValueError(f"{op}: expected contiguous uint8, got {data.dtype}")

@@ -24,6 +24,7 @@ LIBRARY.define(
     "ordered_sum_squares_(Tensor(a!) out, Tensor(b!) squares, Tensor[] parts, float scale) -> ()"
 )
 LIBRARY.define("crc32(Tensor data, int value=0) -> int")
+LIBRARY.define("copy_crc32_(Tensor(a!) out, Tensor data) -> int")
 LIBRARY.define(
     "flat_step_(int kind, Tensor(a!) main, Tensor grad, Tensor(b!)[] states, Tensor(c!)[] scales, "
     "Tensor(d!) copy, Tensor(e!) edges, Tensor table, Tensor rows, Tensor factor, "
@@ -49,6 +50,7 @@ LIBRARY.impl("checked_sum_", checked.checked_sum_, "CompositeExplicitAutograd")
 LIBRARY.impl("pack_", reference.pack_, "CompositeExplicitAutograd")
 LIBRARY.impl("ordered_sum_", reference.ordered_sum_, "CompositeExplicitAutograd")
 LIBRARY.impl("crc32", reference.crc32, "CompositeExplicitAutograd")
+LIBRARY.impl("copy_crc32_", reference.copy_crc32_, "CompositeExplicitAutograd")
 
 
 def _fake_pack(
