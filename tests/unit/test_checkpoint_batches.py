@@ -156,12 +156,12 @@ def test_the_next_file_begins_before_the_last_one_is_done(
     began = threading.Event()
     original = moving.FileWriter.write
 
-    def write(writer: Any, views: Any, offset: int) -> None:
+    def write(writer: Any, views: Any, offset: int) -> Any:
         if threading.current_thread().name.endswith("_0"):
             assert began.wait(60), "the second file never began"
         else:
             began.set()
-        original(writer, views, offset)
+        return original(writer, views, offset)
 
     monkeypatch.setattr(moving.FileWriter, "write", write)
     write_ranges(tmp_path, transfers, lambda nbytes: None)

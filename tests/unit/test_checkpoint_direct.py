@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import random
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,9 @@ def test_what_is_written_is_what_is_read(
         data = generator.randbytes(nbytes)
         content[offset : offset + nbytes] = data
         memory = memoryview(bytearray(data))
-        with FileWriter(path, 2 * MIB) as writer:
-            writer.write(_cut(memory, generator, 5), offset)
+        views = _cut(memory, generator, 5)
+        with FileWriter(path, PAGE_NBYTES + 2 * MIB) as writer:
+            assert writer.write(views, offset) == [zlib.crc32(view) for view in views]
         assert path.read_bytes() == content, "beside what was written, nothing changed"
         for shift in (offset % PAGE_NBYTES, 8):  # aligned as the file is, and not
             _forget(path)
@@ -159,7 +161,7 @@ def test_ends_inside_a_page_are_written_last(
 
     monkeypatch.setattr(direct.os, "pwritev", pwritev)
     data = memoryview(bytearray(content[::-1]))
-    with FileWriter(tmp_path / "file", MIB) as writer:
+    with FileWriter(tmp_path / "file", PAGE_NBYTES + MIB) as writer:
         for begin in (100, MIB, 2 * MIB - 60):
             writer.write([data[begin : begin + MIB - 100]], begin)
         assert all(size % PAGE_NBYTES == 0 for size in sizes) and len(sizes) == 3

@@ -3,8 +3,9 @@
 Buffered I/O copies every byte through the page cache, which takes longer than a fast disk, and much
 longer on busy processors. With O_DIRECT the disk transfers whole blocks itself, if memory and file
 have the same alignment: reads go to memory laid out like the file (aligned_memory.py), writes are
-first copied into an aligned block. Buffered I/O is still used for small amounts, for partial pages,
-for data that is cached already, and where the file system refuses O_DIRECT.
+first copied into an aligned block, and checksummed in the same pass. Buffered I/O is still used for
+small amounts, for partial pages, for data that is cached already, and where the file system refuses
+O_DIRECT.
 
 Note [Whole pages first]
     Buffered I/O queues behind direct I/O: reads in the device queue, writes on the inode lock,
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from layerzero.checkpoint.format.crc import copy_crc32, crc32
 
 PAGE_NBYTES = 4096
 """Alignment of memory and file offsets: a multiple of the block sizes that disks require."""
@@ -121,7 +124,7 @@ class FileWriter:
     """
 
     def __init__(self, path: Path, most_nbytes: int) -> None:
-        """`most_nbytes`: largest size of one write."""
+        """`most_nbytes`: largest size of one write, with what is before it in its first page."""
         self._file = os.open(path, os.O_WRONLY)
         self._direct = None
         if hasattr(os, "O_DIRECT"):
@@ -145,42 +148,48 @@ class FileWriter:
             if self._direct is not None:
                 os.close(self._direct)
 
-    def write(self, views: Sequence[memoryview], offset: int) -> None:
-        """Write `views` in order from `offset` on. Blocks.
+    def write(self, views: Sequence[memoryview], offset: int) -> list[int]:
+        """Write `views` in order from `offset` on; returns the CRC-32 of each. Blocks.
 
         Raises:
             OSError: a write failed, for example because the disk is full.
         """
-        views = _rest_of(views, 0)
         nbytes = sum(map(len, views))
         head = -offset % PAGE_NBYTES
         tail = nbytes - (offset + nbytes) % PAGE_NBYTES
-        if self._direct is not None and tail - head >= _MIN_NBYTES:
-            rest = _rest_of(views, head)
-            if self._write_direct(rest, tail - head, offset + head):
-                self._keep(_first(views, head), offset)
-                self._keep(_rest_of(rest, tail - head), offset + tail)
-                return
-        self._write_cached(views, offset)
+        if self._direct is None or tail - head < _MIN_NBYTES:
+            self._write_cached(_rest_of(views, 0), offset)
+            return [crc32(view) for view in views]
+        copied, crcs = self._copy(views, offset)
+        if self._write_direct(copied[head:tail], offset + head):
+            self._keep(copied[:head], offset)
+            self._keep(copied[tail:], offset + tail)
+        else:
+            self._write_cached([copied], offset)
+        return crcs
 
-    def _keep(self, views: Sequence[memoryview], offset: int) -> None:
-        """Copy less than a page, to be written when the context ends; Note [Whole pages first]."""
-        if views:
-            self._ends.append((memoryview(b"".join(views)), offset))
-
-    def _write_direct(self, views: Sequence[memoryview], nbytes: int, offset: int) -> bool:
-        assert self._direct is not None
+    def _copy(self, views: Sequence[memoryview], offset: int) -> tuple[memoryview, list[int]]:
+        """Copy `views` to memory aligned like the file, where they are valid until the thread
+        copies again; and their CRC-32, in the same pass."""
         if not hasattr(self._of_thread, "block"):
-            self._of_thread.block = pages(self._most_nbytes)
-        block: torch.Tensor = self._of_thread.block
-        end = 0
+            self._of_thread.block = bytes_of(pages(self._most_nbytes))
+        begin = end = offset % PAGE_NBYTES
+        crcs = []
         for view in views:
-            part = min(len(view), nbytes - end)
-            if part:  # ctypes releases the GIL, so that threads copy in parallel.
-                ctypes.memmove(block.data_ptr() + end, _address(view), part)
-            end += part
+            crcs.append(copy_crc32(self._of_thread.block[end : end + len(view)], view))
+            end += len(view)
+        return self._of_thread.block[begin:end], crcs
+
+    def _keep(self, view: memoryview, offset: int) -> None:
+        """Copy less than a page, to be written when the context ends; Note [Whole pages first]."""
+        if view:
+            self._ends.append((memoryview(bytes(view)), offset))
+
+    def _write_direct(self, view: memoryview, offset: int) -> bool:
+        """Write whole pages; returns False if the file system refuses O_DIRECT."""
+        assert self._direct is not None
         try:
-            _write_all(self._direct, [bytes_of(block)[:nbytes]], offset)
+            _write_all(self._direct, [view], offset)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
@@ -233,16 +242,6 @@ def _rest_of(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     if rest and nbytes:
         rest[0] = rest[0][nbytes:]
     return rest
-
-
-def _first(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The first `nbytes` of `views`."""
-    found = []
-    for view in views:
-        if nbytes:
-            found.append(view[:nbytes])
-            nbytes -= len(found[-1])
-    return found
 
 
 def pages(nbytes: int) -> torch.Tensor:

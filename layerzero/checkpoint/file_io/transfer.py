@@ -52,10 +52,7 @@ def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress
     windows = _Windows()
 
     def write(file: FileWriter, batch: list[Slice]) -> list[int]:
-        views = windows.fetch(batch)
-        crcs = [crc32(view) for view in views]
-        file.write(views, batch[0].offset)
-        return crcs
+        return file.write(windows.fetch(batch), batch[0].offset)
 
     def open_file(path: Path) -> FileWriter:
         return FileWriter(path, BATCH_NBYTES)

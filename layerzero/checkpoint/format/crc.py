@@ -34,6 +34,15 @@ def crc32(data: memoryview | bytes, value: int = 0) -> int:
     return ops.crc32(torch.frombuffer(data, dtype=torch.uint8), value)
 
 
+def copy_crc32(out: memoryview, data: memoryview) -> int:
+    """Copy `data` to `out`, which is as large; returns its CRC-32."""
+    if len(data) < _WORTH_A_CALL_NBYTES or data.readonly:
+        out[:] = data
+        return zlib.crc32(out)
+    source, target = (torch.frombuffer(each, dtype=torch.uint8) for each in (data, out))
+    return ops.copy_crc32_(target, source)
+
+
 def placed(crcs: Sequence[int], behind: Sequence[int]) -> _Crcs:
     """The CRC of each part, shifted to its place in the whole; their XOR is the whole's CRC.
 
