@@ -9,7 +9,7 @@ from weakref import WeakSet
 from torch import nn
 
 from layerzero.core.placement import Placement
-from layerzero.runtime.root import RootState, root_of
+from layerzero.runtime.root import RootState, root_if_alive
 from layerzero.runtime.unit import get_unit
 
 _roots: WeakSet[RootState] = WeakSet()
@@ -46,7 +46,7 @@ def live_roots() -> list[RootState]:
 def owners(root: RootState) -> Iterator[Owner]:
     """The sharded parameters of one model, unit by unit."""
     for unit in root.units:
-        if root_of(unit) is root and any(get_unit(module) is unit for module in unit.owners):
+        if root_if_alive(unit) is root and any(get_unit(module) is unit for module in unit.owners):
             for handle in unit.handles:
                 for sharded_param in handle.sharded_params:
                     yield Owner(root, handle.placement, sharded_param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3, notices
+from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import full_gradients
@@ -192,6 +194,23 @@ def _averages_by_hand() -> None:
 
 def test_gradients_averaged_by_hand_are_refused() -> None:
     run_ranks(2, _averages_by_hand)
+
+
+def _averages_metrics() -> float:
+    """When an outer wrapper was deleted, and something keeps what was inside it."""
+    inner = ZeRO3(nn.Linear(24, 24))
+    kept = root_state(inner)
+    outer = ZeRO3(nn.Sequential(inner, nn.Linear(24, 24)))
+    metrics = torch.ones(24)
+    del outer
+    gc.collect()
+    dist.all_reduce(metrics)
+    assert kept.units
+    return metrics.mean().item()
+
+
+def test_tensors_of_others_may_be_averaged_once_a_wrapper_is_gone() -> None:
+    assert run_ranks(2, _averages_metrics) == [2.0, 2.0]
 
 
 def _averages_over_replicas() -> None:
