@@ -20,6 +20,8 @@ _NUM_COMPARED = 8
 """Elements at the beginning of each part that must be equal, and not all the same number."""
 _NUM_SAMPLES = 64
 """Elements of a shard by which it is recognised."""
+_MOST_SHARDS = 16
+"""Shards that are looked at: what all ranks do shows in a few."""
 
 
 class _Head(NamedTuple):
@@ -41,11 +43,11 @@ class EqualDraws:
     def note(self, handle: FlatParamHandle) -> None:
         """`handle` is unsharded, in the first training forward. Does not block the host."""
         if handle in self._samples and handle not in self._seen:
-            places = [place for _, _, place in _parts(handle)]
-            window = torch.arange(_NUM_COMPARED)
-            indices = (torch.tensor(places, dtype=torch.int64).view(-1, 1) + window).view(-1)
-            heads = handle.full.data[indices.to(handle.full.device)].view(-1, _NUM_COMPARED)
-            self._seen[handle] = _sample(handle), heads
+            full = handle.full.data
+            # Slices: indices would have to be copied to the device, which blocks the host.
+            heads = [full[place : place + _NUM_COMPARED] for _, _, place in _parts(handle)]
+            if heads:
+                self._seen[handle] = _sample(handle), torch.stack(heads)
 
     def found(self) -> str | None:
         """What to warn of, the same on ranks whose shards have changed alike. Blocks the host."""
@@ -85,7 +87,8 @@ def _parts(handle: FlatParamHandle) -> Iterator[tuple[int, int, int]]:
     for index, (start, length) in enumerate(
         zip(handle.layout.starts, handle.layout.numels, strict=True)
     ):
-        for shard in range(start // numel, -(-(start + length) // numel)):
+        end = -(-(start + length) // numel)
+        for shard in range(start // numel, min(end, _MOST_SHARDS)):
             first, last = max(start, shard * numel), min(start + length, (shard + 1) * numel)
             if last - first >= _NUM_COMPARED:
                 yield shard, index, first
