@@ -16,7 +16,6 @@ MODULES = (
     "torch",
     "torch._dynamo",  # torch.optim imports it at the first step
     "torch.distributed",
-    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -27,13 +26,9 @@ MODULES = (
     "tests.harness.models",
     "tests.harness.ranks",
     "tests.harness.reference",
-    "tests.harness.simulated_device",
     "tests.harness.traffic",
     "layerzero",
-    "layerzero.checkpoint",
-    "layerzero.memory_plan",
     "layerzero.parallel.pipeline",
-    "layerzero.step_ledger",
     "finetuning_scheduler",  # this one and those below are extras, which need not be there
     "lightning.pytorch",
     "megatron.core.models.gpt",
