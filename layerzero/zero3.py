@@ -48,6 +48,7 @@ from layerzero.runtime.shards_in_collectives import refuse_shards_in_collectives
 from layerzero.runtime.summon import SummonOptions, summon
 from layerzero.runtime.unit import Unit, get_unit, set_unit
 from layerzero.runtime.unit_view import UnitView
+from layerzero.state_dict import optimizer_shards  # noqa: F401  # watches every optimizer
 from layerzero.state_dict.whole import patch_torch
 from layerzero.uneven.joinable import JoinableModel
 from layerzero.verify.signature import step_signature

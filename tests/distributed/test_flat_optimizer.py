@@ -14,6 +14,7 @@ from torch import nn
 from layerzero import MixedPrecision, OffloadPolicy, ZeRO3
 from layerzero.core.flat_param import FlatParam
 from layerzero.optim import SGD, AdamW, Lion
+from layerzero.state_dict.parameter_shard import ParameterShard
 from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import sharded, zero3
 from tests.harness.models import CASES, Block, Case, Mlp
@@ -58,7 +59,7 @@ def _assert_same_weights(ours: nn.Module, theirs: nn.Module, what: str) -> None:
 
 
 def _plain(value: Any) -> torch.Tensor:
-    return value.to_local() if hasattr(value, "to_local") else value.as_subclass(torch.Tensor)
+    return value.local if isinstance(value, ParameterShard) else value
 
 
 def _train_both(case: Case, pair: str, steps: int, **options: Any) -> None:

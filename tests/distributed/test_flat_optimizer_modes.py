@@ -13,7 +13,9 @@ from torch import nn
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
+from layerzero.core.parameter_info import get_info
 from layerzero.optim import SGD, AdamW, Lion, nonempty_parameters
+from layerzero.state_dict.errors import CheckpointError
 from tests.distributed.test_flat_optimizer import needs_fma
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import sharded, zero3
@@ -269,13 +271,17 @@ def _refused_options() -> None:
     whole = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     plain(_batch(0)).sum().backward()
     whole.step()
+    optimizer.load_state_dict(whole.state_dict())  # Each rank takes its part.
+    for own, full in zip(model.parameters(), plain.parameters(), strict=True):
+        start, stop = get_info(own).range
+        for key in ("exp_avg", "exp_avg_sq"):
+            part = whole.state[full][key].reshape(-1)[start:stop]
+            assert_bitwise(optimizer.state[own][key].reshape(-1), part, key)
     before = [each.clone() for own in optimizer.state.values() for each in own.values()]
-    if dist.get_world_size() > 1:
-        with pytest.raises(ValueError, match=r"exp_avg of 'stem.weight' has shape \(5, 5\)"):
-            optimizer.load_state_dict(whole.state_dict())
-    else:
-        optimizer.load_state_dict(whole.state_dict())
-        return
+    wrong = whole.state_dict()
+    wrong["state"][0] = {**wrong["state"][0], "exp_avg": torch.ones(3)}
+    with pytest.raises(CheckpointError, match=r"exp_avg' of stem.weight: size mismatch"):
+        optimizer.load_state_dict(wrong)
     after = [each for own in optimizer.state.values() for each in own.values()]
     for old, new in zip(before, after, strict=True):
         assert_bitwise(new, old, "state")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -211,6 +214,42 @@ def _averages_metrics() -> float:
 
 def test_tensors_of_others_may_be_averaged_once_a_wrapper_is_gone() -> None:
     assert run_ranks(2, _averages_metrics) == [2.0, 2.0]
+
+
+_SAVES = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch import nn
+import layerzero
+_, rank, folder = sys.argv
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
+torch.manual_seed(0)
+model = layerzero.ZeRO3(nn.Sequential(nn.Linear(24, 24, bias=False)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+model(torch.randn(2, 24)).square().sum().backward()
+optimizer.step()
+[state] = optimizer.state.values()
+before = state["exp_avg"].clone()
+dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/saved")
+state["exp_avg"].zero_()
+entries = optimizer.state_dict()
+dcp.load({"optimizer": entries}, checkpoint_id=f"{folder}/saved")
+optimizer.load_state_dict(entries)
+[state] = optimizer.state.values()
+assert before.abs().sum() > 0 and torch.equal(state["exp_avg"], before), "another rank's state"
+dist.destroy_process_group()
+"""
+
+
+def test_optimizer_states_are_shards_for_torch_whatever_was_imported(tmp_path: Path) -> None:
+    """In processes of their own: nothing here may import `layerzero.checkpoint`."""
+    command = [sys.executable, "-W", "ignore", "-c", _SAVES]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=100)
+        assert rank.returncode == 0, errors
 
 
 def _averages_over_replicas() -> None:
