@@ -29,15 +29,22 @@ class PathRow:
 
 
 def critical_path(explained: Explained) -> list[PathRow]:
-    """Its parts, longest first; they add up to the step of the rank that ended last."""
+    """Its parts, longest first; they add up to the step of the rank that ended last.
+
+    So it begins where that rank entered the block, on whatever rank it is by then: others entered
+    somewhat earlier or later.
+    """
     records = explained.records
     last = max(records, key=lambda rank: records[rank].end)
+    begin = records[last].begin
     total: dict[tuple[int, str, str], float] = defaultdict(float)
     walk = _Walk(explained)
     rank, now, seen = last, records[last].end, set()
     while (found := walk.last_wait(rank, now)) is not None and (rank, found) not in seen:
         seen.add((rank, found))
         record, wait = records[rank], records[rank].waits[found]
+        if wait.end <= begin:
+            break
         for phase, seconds in _phases(record, wait.end, now):
             total[rank, phase, ""] += seconds
         unit = record.jobs[wait.blocker].unit
@@ -46,9 +53,9 @@ def critical_path(explained: Explained) -> list[PathRow]:
             if segment.reason == PEER_LATE and segment.rank != rank:
                 late, now = segment, segment.end
                 break
-            total[rank, segment.reason, unit] += segment.seconds
+            total[rank, segment.reason, unit] += max(segment.end - max(segment.begin, begin), 0.0)
         rank = rank if late is None else late.rank
-    for phase, seconds in _phases(records[rank], min(records[rank].begin, now), now):
+    for phase, seconds in _phases(records[rank], min(begin, now), now):
         total[rank, phase, ""] += seconds
     per_step = 1e3 / max(records[last].num_steps, 1)
     rows = [PathRow(*key, seconds * per_step) for key, seconds in total.items()]

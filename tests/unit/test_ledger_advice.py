@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from layerzero.config import GatherBudget
@@ -115,3 +117,15 @@ def test_the_critical_path_goes_on_at_the_rank_that_was_late() -> None:
     assert found.pop((0, "forward", "")) == pytest.approx(1e3)
     assert found.pop((0, TRANSFER, "blocks.0")) == pytest.approx(2e3)
     assert sum(found.values()) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("peer_begins", [-5.0, -0.5, 2.0])
+def test_the_critical_path_adds_up_where_ranks_enter_at_different_times(peer_begins: float) -> None:
+    own = _forward((0, 9, 1, 9))
+    peer = _forward((-4, -1, -3, -1), (-2, 0.5, -1, 0.5), (7, 9, 7, 9))
+    peer.rank, peer.begin, peer.end = 1, peer_begins, 9.5
+    peer.slices = [Slice("forward", "", peer_begins, 9.5)]
+    own.jobs[0].hops = [replace(own.jobs[0].hops[0], number=2)]
+    rows = critical_path(Explained({0: own, 1: peer}))
+    assert {row.rank for row in rows} == {0, 1}
+    assert sum(row.ms for row in rows) == pytest.approx((own.end - own.begin) * 1e3)
