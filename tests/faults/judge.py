@@ -16,6 +16,8 @@ from tests.harness.ranks import run_ranks
 
 GRACE_S = 7.0
 """Added to the timeout: the time within which every survivor must have ended."""
+_PATIENCE_S = 60.0
+"""For a run without a fault."""
 _SIGNALS = {"SIGKILL": -signal.SIGKILL, "SIGSEGV": -signal.SIGSEGV}
 
 
@@ -111,11 +113,13 @@ def names_rank(text: str, rank: int) -> bool:
 
 
 def undisturbed(cell: Cell) -> list[Outcome]:
-    """The same without a fault."""
-    return _undisturbed(replace(cell, fault="SIGKILL", position="first"))
+    """The same without a fault, and with time for a busy machine."""
+    return _undisturbed(replace(cell, fault="SIGKILL", position="first", timeout_s=_PATIENCE_S))
 
 
 @functools.cache
 def _undisturbed(cell: Cell) -> list[Outcome]:
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        return run_ranks(cell.world_size, live, cell, Path(name), False)
+        outcomes = run_ranks(cell.world_size, live, cell, Path(name), False, timeout=_PATIENCE_S)
+    assert all(each.how == "recovery" for each in outcomes), outcomes
+    return outcomes
