@@ -93,7 +93,8 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_construction.py
 	$(BIN)/python benchmarks/bench_scale.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
-	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_integrations.py
+	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_trainers.py
+	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_megatron.py
 	$(BIN)/python benchmarks/bench_layered.py
 	$(BIN)/python benchmarks/bench_simulator.py
 	$(BIN)/python benchmarks/bench_scaling.py --plot ""
