@@ -128,6 +128,7 @@ class _Rank:
         self._outcome = "running"
         self._failed = False
         self._traceback = ""
+        self._threads = ""
         self._value: bytes | None = None
         self._connection, child = context.Pipe()
         self._process = context.Process(
@@ -184,6 +185,8 @@ class _Rank:
 
     def hang(self, elapsed: float) -> None:
         self._settle(f"hung in the function, killed after {elapsed:.1f} s", failed=True)
+        # A thread that sleeps in the kernel where no signal reaches it has written no stack.
+        self._threads = _kernel_states(self._process.pid)
         self.kill()
 
     def release(self) -> None:
@@ -219,6 +222,8 @@ class _Rank:
             lines.append(self._traceback.rstrip())
         if self.output:
             lines += ["output:", self.output[-_OUTPUT_CHARS:]]
+        if self._threads:
+            lines += ["threads, by the kernel:", self._threads]
         return "\n".join(lines)
 
     def _settle(self, outcome: str, failed: bool = False) -> None:
@@ -232,6 +237,17 @@ class _Rank:
             with contextlib.suppress(ValueError):
                 return f"signal {signal.Signals(-code).name}"
         return f"exit code {code}"
+
+
+def _kernel_states(pid: int | None) -> str:
+    """For each thread: its name, its state, and where in the kernel it waits. Linux only."""
+    lines = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            name, place = ((task / each).read_text().strip() for each in ("comm", "wchan"))
+            lines.append(f"{name} {state} {place}")
+    return "\n".join(lines)
 
 
 def _wait_for_functions(group: Sequence[_Rank], timeout: float) -> None:

@@ -1,6 +1,7 @@
 """The harness itself: every way a rank can end is told apart, and nothing stays behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,6 +146,8 @@ def test_a_rank_that_hangs_is_killed_and_shows_where(tmp_path: Path) -> None:
     text = str(error.value)
     assert "rank 1: hung in the function, killed after 2." in text
     assert "in _sleep_forever" in text
+    if sys.platform == "linux":
+        assert re.search(r"threads, by the kernel:\n\w+ S ", text)
     assert "rank 0: returned, exit code 0" in text
     for rank in range(2):
         pid = int((tmp_path / str(rank)).read_text())
