@@ -23,7 +23,7 @@ HALF_CORES := $(shell echo $$(( $(CORES) > 1 ? $(CORES) / 2 : 1 )))
 # Some tests only wait for a timeout to run out: the others use the cores meanwhile.
 WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 
-.PHONY: help train test soak faults check bench gpu-check gpu-bench docs docs-figures wheel clean
+.PHONY: help venv train test soak faults check bench gpu-check gpu-bench docs docs-figures wheel clean
 
 help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
@@ -41,6 +41,8 @@ help:
 	@echo
 	@echo 'The first of them sets up .venv and builds the kernels of csrc/ where a compiler is;'
 	@echo 'LAYERZERO_BUILD_EXT=1 makes it fail where they cannot be built.'
+
+venv: $(INSTALLED)
 
 # One process a GPU, or two on the CPU. The flags are checked before any rank starts: a refusal is
 # one line, and not also what torchrun has to say about a failed rank. The `--` keeps torchrun from
