@@ -68,14 +68,15 @@ KILLS ?= 1000
 CASES ?= 10000
 SWEEPS := state_machine no_growth transactional_steps nonfinite memory_budget ledger_on_a_device ledger_modes \
 	host_work memory_plan memory_plan_arguments optional_modules delta join layered whole_tensor accumulation checkpoint \
-	checkpoint_optimizers offload
+	checkpoint_optimizers offload flat_optimizer flat_optimizer_touched
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k fuzzed --cases $(CASES) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_random_models.py \
 		tests/distributed/test_optional_random.py --slow -k random --seeds $(SEEDS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/distributed/test_checked_bytes.py --slow --seeds $(SEEDS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SWEEPS:%=tests/distributed/test_%.py) \
-		tests/ops/test_cuda_build.py --slow --seeds $(SEEDS) $(ARGS)
+		tests/ops/test_cuda_build.py tests/ops/test_cuda_emulation.py tests/integrations/test_megatron.py \
+		--slow --seeds $(SEEDS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --kills $(KILLS)
 
 # Also writes the matrix into docs/reference/reliability.md, if all of its cells pass.

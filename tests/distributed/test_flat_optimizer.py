@@ -109,7 +109,7 @@ def test_training_has_the_bits_of_torchs_fused_optimizer() -> None:
 
 @needs_fma
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_training_has_these_bits_in_every_case(world_size: int) -> None:
     run_ranks(world_size, _all_pairs)
 

@@ -193,7 +193,7 @@ def _touch(every_use: bool) -> None:
     ("world_size", "every_use"),
     [
         (2, False),
-        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=(pytest.mark.slow, pytest.mark.soak)),
         pytest.param(2, True, marks=pytest.mark.slow),
     ],
 )

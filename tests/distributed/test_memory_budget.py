@@ -343,6 +343,8 @@ def _odd_uses(_: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_ranks", [2, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 3))]
+)
 def test_odd_uses(num_ranks: int) -> None:
     run_ranks(num_ranks, _odd_uses, None, timeout=120)

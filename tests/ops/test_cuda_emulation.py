@@ -69,6 +69,7 @@ def test_every_lane_of_a_step_stays_in_bounds_and_is_right(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("sanitizers")
 def test_the_emulation_of_a_step_notices_a_segment_that_nobody_takes(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
@@ -84,6 +85,7 @@ def test_the_emulation_of_a_step_notices_a_segment_that_nobody_takes(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("sanitizers")
 def test_the_emulation_notices_a_bound_that_is_off_by_one(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
