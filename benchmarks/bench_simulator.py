@@ -4,14 +4,16 @@ On gloo ranks of this machine, for a transformer trained with AdamW:
 
     calibrate  what a message costs between all ranks (message_costs.py), and the program of a
                step: every rank runs the engine in each mode on a fake group, all of them at once,
-               and records what its threads do and their core seconds (dry_run.py)
+               and records what its threads do and their core seconds, while gloo carries its
+               messages to itself (dry_run.py)
     predict    simulate the programs on the cores of this machine (simulator.py)
     measure    only then train, the modes taking turns in each round; the slowest rank counts
 
 No figure is fitted to a measured step; but of several ways to measure what a message costs, the
 one here was chosen because core seconds of steps on a busy machine agreed best. "cores" are core
 milliseconds of a rank in a step, which other work on the machine changes less (by a third at most,
-as far as seen); if these agree and milliseconds do not, the machine was busy.
+as far as seen); if these agree and milliseconds do not, the machine was busy. Freed memory is kept
+by malloc, in all three parts: else steps take up to thousands of fresh pages, by where buffers lie.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from common import (
     Spread,
     environment,
     interleave,
+    keep_freed_memory,
     max_over_ranks,
     print_json,
     print_table,
     run_on_ranks,
 )
-from dry_run import Recorder
+from dry_run import Loopback, Recorder
 from layered_ranks import Config, Engine, Trainer, shard_with_layerzero
 from message_costs import measure_costs
 from simulator import Link, Machines, MessageCosts, Program, simulate
@@ -84,9 +87,10 @@ def main() -> None:
     config = Config(width, layers, args.batch, args.length, args.rounds, 1, 1, "auto")
     load = os.getloadavg()[0]
     print(f"{load:.1f} processes share {os.cpu_count()} cores before the first rank starts\n")
+    keep_freed_memory()
     results = {}
     for world_size in args.world_sizes:
-        predicted, costs, link = predict(world_size, config)
+        predicted, costs, link = predict(world_size, config, not args.no_loopback)
         measured = run_on_ranks(world_size, measure, config)
         results[world_size] = result = _beside(predicted, measured)
         _show(result, world_size, costs, link)
@@ -111,6 +115,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences a rank")
     parser.add_argument("--length", type=int, default=64, help="bytes in a sequence")
     parser.add_argument("--rounds", type=int, default=9, help="of recording, and of measuring")
+    parser.add_argument(
+        "--no-loopback",
+        action="store_true",
+        help="record compute alone, not beside the copies of messages: what these make it slower",
+    )
     return parser.parse_args()
 
 
@@ -118,11 +127,11 @@ def _parse() -> argparse.Namespace:
 
 
 def predict(
-    world_size: int, config: Config
+    world_size: int, config: Config, loopback: bool = True
 ) -> tuple[dict[str, dict[str, float]], MessageCosts, Link]:
     """Milliseconds of a step in each mode, and core milliseconds of a rank."""
     costs, link = run_on_ranks(world_size, measure_costs, config.rounds)[0]
-    ranks = run_on_ranks(world_size, record, config, backend="fake")
+    ranks = run_on_ranks(world_size, record, config, loopback, backend="fake")
     machine = Machines(world_size, os.cpu_count() or 1, inside=link, between=link)
     predicted = {}
     for name in modes_of(world_size):
@@ -136,11 +145,11 @@ def predict(
     return predicted, costs, link
 
 
-def record(config: Config) -> dict[str, list[Program]]:
+def record(config: Config, loopback: bool) -> dict[str, list[Program]]:
     """Run on each rank of a fake group: programs of some steps in each mode."""
     recorder = Recorder()
     steps: dict[str, list[Program]] = {}
-    with recorder.attached():
+    with recorder.attached(Loopback() if loopback else None):
         trainers = _trainers(config)
         for index in range(WARMUP + config.rounds):
             for name, trainer in trainers.items():

@@ -16,7 +16,8 @@ A collective runs in one of two ways (`Transport`):
     Rings     k - 1 rounds of latency and the rank's bytes, through the rank's own link, beside the
               cores; it starts when all of its simulated ranks have posted it.
 
-Not simulated: time slices, caches, and congestion between ranks in switches.
+Not simulated: time slices, caches, locks (of the interpreter and of gloo), how long a thread takes
+to wake, and congestion between ranks in switches.
 """
 
 from __future__ import annotations
