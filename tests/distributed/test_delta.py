@@ -199,7 +199,7 @@ def test_receivers_hold_the_same_bits_over_200_steps_of_adamw(
 ) -> None:
     """On three ranks; 50 on one, and on two and four with other layouts. `make soak`: 200."""
     steps = 200 if world_size == 3 or in_full else 50
-    run_ranks(world_size, _long_run, LAYOUTS.get(world_size, {}), steps)
+    run_ranks(world_size, _long_run, LAYOUTS.get(world_size, {}), steps, timeout=120)
 
 
 def _tensor_parallel(options: dict[str, Any]) -> None:
