@@ -456,13 +456,13 @@ class GradientBuffer:
             if index < 0 or index not in present:
                 continue
             sharded = self._sharded_params[index]
-            # Autograd refuses a parameter that does not require grad (frozen meanwhile), so its
-            # hooks cannot run; its gradient is added as if it had none.
+            if not sharded.requires_grad:
+                continue  # Frozen between forward and backward: torch adds nothing either.
             if (
                 sharded._post_accumulate_grad_hooks
                 or sharded._backward_hooks
                 or (stepped and sharded in stepped)
-            ) and sharded.requires_grad:
+            ):
                 hooked.append((index, gradient))
             else:
                 plain.append((sharded, gradient))

@@ -203,6 +203,32 @@ def test_freezing_leaves_a_gradient_that_is_there_alone() -> None:
     run_ranks(2, _old_gradients_survive_freezing)
 
 
+def _frozen_before_backward() -> None:
+    """As GANs do: the discriminator's forward is over, and its parameters are not to learn."""
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    hooked: list[Tensor] = []
+    model.blocks[0].up.weight.register_post_accumulate_grad_hook(hooked.append)
+    for each in (model, plain):
+        loss = each(batch).square().mean()
+        for block in each.blocks:
+            block.requires_grad_(False)
+        loss.backward()
+        for block in each.blocks:
+            block.requires_grad_(True)
+    had_gradients = {name for name, p in plain.named_parameters() if p.grad is not None}
+    assert had_gradients and not any(name.startswith("blocks") for name in had_gradients)
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == had_gradients
+    assert not hooked
+    forward_backward(model, batch)
+    assert all(p.grad is not None for p in model.parameters()) and hooked
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(world_size: int) -> None:
+    run_ranks(world_size, _frozen_before_backward)
+
+
 class _Float8(nn.Module):
     """A scale that is stored in eight bits beside what is trained."""
 
