@@ -8,6 +8,7 @@ decisions that all ranks share do.
 from layerzero.optim import after_failure as after_failure
 from layerzero.optim import element_wise as element_wise
 from layerzero.optim import foreign_norms as foreign_norms
+from layerzero.optim import norms_by_hand as norms_by_hand
 from layerzero.optim import refused as refused
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.decay import decay_groups

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from layerzero.notices import warn_once
-from layerzero.optim import attach
+from layerzero.optim import attach, norms_by_hand
 from layerzero.runtime.sharded_params import Owner, owner_of_each
 
 _LOOKS = "_layerzero_looks"
@@ -43,6 +43,7 @@ def _looking(
             owner = _owner_of_any(tensors)
             if owner is not None:
                 setattr(module, name, former)
+                norms_by_hand.end()  # torch takes them by the functions that this looks at.
                 warn_once(
                     caller,
                     f"torch.nn.utils.{caller} was given sharded parameters: its norm is that of "

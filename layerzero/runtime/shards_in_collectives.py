@@ -11,7 +11,7 @@ part, such as replicas outside of the engine, they are right.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,7 @@ from layerzero.core.data_watch import grad_of
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
 from layerzero.runtime.root import RootState
-from layerzero.runtime.sharded_params import live_roots, owners
+from layerzero.runtime.sharded_params import Owner, live_roots, owners
 
 _WHY = {
     "all_reduce": "the engine has averaged gradients in backward already: remove the call",
@@ -66,18 +66,25 @@ def _checked(plain: Callable[..., Any], name: str, why: str) -> Callable[..., An
 def _find(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> str | None:
     """Name of the sharded parameter whose part or gradient `tensor` is, if ranks of `group` hold
     other parts."""
+    for owner in owners_of_part(tensor):
+        if _is_split(owner.placement, group):
+            info = get_info(owner.sharded_param)
+            assert info is not None, "sharded parameters have ParameterInfo"
+            return info.fqn
+    return None
+
+
+def owners_of_part(tensor: torch.Tensor) -> Iterator[Owner]:
+    """Sharded parameters whose part or gradient `tensor`, which is 1-D, may be: one, unless it is
+    empty. Most tensors are told apart by their size at once."""
     for root in live_roots():
         sizes = _sizes.get(root)
         if sizes is None:
             sizes = _sizes[root] = frozenset(each.sharded_param.numel() for each in owners(root))
-        if tensor.numel() not in sizes:
-            continue
-        for owner in owners(root):
-            if _is_part(tensor, owner.sharded_param) and _is_split(owner.placement, group):
-                info = get_info(owner.sharded_param)
-                assert info is not None, "sharded parameters have ParameterInfo"
-                return info.fqn
-    return None
+        if tensor.numel() in sizes:
+            for owner in owners(root):
+                if _is_part(tensor, owner.sharded_param):
+                    yield owner
 
 
 def _is_part(tensor: torch.Tensor, sharded_param: nn.Parameter) -> bool:

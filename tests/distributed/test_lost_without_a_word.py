@@ -173,6 +173,81 @@ def test_a_backward_to_sharded_parameters_alone_is_refused() -> None:
     run_ranks(2, _backward_to_inputs)
 
 
+def _asks_for_gradients() -> None:
+    model, x = wrapped(), batch().requires_grad_()
+    sharded_params = list(model.parameters())
+    before = [each.detach().clone() for each in sharded_params]
+    refused = pytest.raises(NotImplementedError, match=r"autograd\.grad: .*are sharded")
+    for options in ({}, {"allow_unused": True}, {"materialize_grads": True}):
+        for inputs in (sharded_params, iter(sharded_params), sharded_params[0]):
+            with refused:
+                torch.autograd.grad(model(x).sum(), inputs, **options)
+        with refused:
+            torch.autograd.grad(inputs=[x, *sharded_params], outputs=model(x).sum(), **options)
+    assert all(map(torch.equal, before, sharded_params))
+    unused = torch.ones(2, requires_grad=True)
+    slope, zeros = torch.autograd.grad(model(x).sum(), [x, unused], materialize_grads=True)
+    assert slope.abs().sum() > 0 and torch.equal(zeros, torch.zeros(2))
+    # A penalty, whose graph has the sharded parameters themselves.
+    owned = [each for each in sharded_params if each.numel()]
+    for options in ({}, {"allow_unused": True}, {"materialize_grads": True}):
+        penalty = sum(each.square().sum() for each in owned)
+        found = torch.autograd.grad(penalty, [*owned, unused] if options else owned, **options)
+        assert all(torch.equal(g, 2 * p) for g, p in zip(found, owned, strict=False))
+        if options:
+            assert found[-1] is None if "allow_unused" in options else not found[-1].any()
+    model(x).sum().backward()
+    assert all(each.grad is not None for each in sharded_params)
+
+
+@pytest.mark.filterwarnings("ignore:.*a gradient was computed for")
+def test_gradients_of_sharded_parameters_asked_of_autograd_are_refused() -> None:
+    run_ranks(2, _asks_for_gradients)
+
+
+def _takes_norms() -> dict[str, list[str]]:
+    model = _wide({})
+    x = torch.ones(3, 24)
+    model(x).sum().backward()
+    first = next(model.parameters())
+    ways: dict[str, Callable[[], object]] = {
+        "gradient": lambda: first.grad.norm(),
+        "detached": lambda: first.grad.detach().data.norm(2).item(),
+        "value": lambda: torch.norm(first),
+        "data": lambda: nn.functional.normalize(first.data, dim=0),
+        "linalg": lambda: torch.linalg.norm(first.grad),
+        "vector_norm": lambda: torch.linalg.vector_norm(first.detach()),
+        "foreach": lambda: torch._foreach_norm([x, *(p.grad for p in model.parameters())]),
+        "engine": lambda: layerzero.global_norm(model),
+        "clip": lambda: model.clip_grad_norm_(1.0),
+        "others": lambda: torch.ones(first.numel()).norm() + x.norm(dim=1),
+        "transformed": lambda: torch.func.vmap(torch.norm)(torch.ones(2, first.numel())),
+    }
+    told = {}
+    for way, take in ways.items():
+        with mock.patch.object(notices, "_issued", set()):
+            torch.optim.SGD(model.parameters(), lr=0.1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                take()
+                take()
+            told[way] = [str(each.message) for each in caught]
+    return told
+
+
+def test_norms_of_shards_taken_by_hand_warn_once() -> None:
+    first, others = run_ranks(2, _takes_norms)
+    assert not any(others.values())
+    for way, told in first.items():
+        if way in ("engine", "clip", "others", "transformed"):
+            assert not told, way
+        else:
+            assert len(told) == 1, way
+            assert "that of this rank's part" in told[0] and "global_norm(model)" in told[0]
+    (alone,) = run_ranks(1, _takes_norms)
+    assert not any(alone.values())
+
+
 def _averages_by_hand() -> None:
     """As tutorials on data parallelism do it; where parts have equal sizes, and where one rank has
     nothing of a parameter."""
