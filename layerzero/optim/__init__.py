@@ -10,6 +10,7 @@ from layerzero.optim import element_wise as element_wise
 from layerzero.optim import foreign_norms as foreign_norms
 from layerzero.optim import norms_by_hand as norms_by_hand
 from layerzero.optim import refused as refused
+from layerzero.optim import steps_alike as steps_alike
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.decay import decay_groups
 from layerzero.optim.lion import Lion

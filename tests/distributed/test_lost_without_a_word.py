@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -246,6 +248,50 @@ def test_norms_of_shards_taken_by_hand_warn_once() -> None:
             assert "that of this rank's part" in told[0] and "global_norm(model)" in told[0]
     (alone,) = run_ranks(1, _takes_norms)
     assert not any(alone.values())
+
+
+def _steps(how: str) -> list[str]:
+    """Warnings of some steps, in which ranks decide by what each of them sees."""
+    model, rank = _wide({}), dist.get_rank()
+    sharded_params = list(model.parameters())
+    groups = [{"params": [p], "lr": 0.1 / (1 + p.numel())} for p in sharded_params]
+    alike = [{"params": [p], "lr": 0.1 / p.layerzero.shape[-1]} for p in sharded_params]
+    optimizer = torch.optim.SGD(groups if how == "sizes of shards" else alike)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    other = torch.optim.AdamW(sharded_params, lr=1e-4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(17):
+            model(torch.ones(3, 24)).square().mean().backward()
+            if how != "left out" or number != 2 or rank == 0:
+                optimizer.step()
+                other.step()
+            optimizer.zero_grad()
+            plateau.step(5 if how == "plateau" and number == 1 and rank == 1 else -number)
+            # The first rank compares once the others have put their notes: after a left-out step
+            # in the next round.
+            for first in (False, True):
+                threads = [t for t in threading.enumerate() if t.name == "layerzero-steps"]
+                for thread in threads if first == (rank == 0) else ():
+                    thread.join(2)
+                dist.barrier()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("how", ["sizes of shards", "plateau", "left out", "alike"])
+def test_ranks_that_step_differently_are_told_once(how: str) -> None:
+    said = {
+        "sizes of shards": r"SGD, step 1: '\d\.weight' has .*'lr'.* on rank 0, and .* on rank 1",
+        "plateau": r"SGD, step \d: '0\.weight' has .*'lr'.* on rank 0, and .* on rank 1",
+        "left out": r"(SGD|AdamW), step \d: rank 1 has left out steps",
+    }
+    first, second = run_ranks(2, _steps, how)
+    assert second == []
+    if how == "alike":
+        assert first == []
+    else:
+        (told,) = first
+        assert re.search(said[how], told), told
 
 
 def _averages_by_hand() -> None:
