@@ -14,6 +14,21 @@ Note [A message carries its name]
 
 Note [Rank order]
     Parts are added in rank order, in float32 at least, so a sum does not depend on arrival order.
+
+Note [Parts arrive where others have left]
+    A reduction that the engine sums holds its input, one chunk for each rank, and the parts that
+    arrive. With memory for each of these it would hold nearly two inputs. So only the first
+    arrivals get memory of their own; each later one goes where a chunk lay that has been sent:
+
+        step        1       2       3       4       5       of rank 0 of 6
+        sends       chunk 1 chunk 2 chunk 3 chunk 4 chunk 5
+        receives    memory  memory  memory  chunk 1 chunk 2
+
+    In each step every rank sends one chunk and receives one, and half of the steps are under way at
+    a time, so no connection is idle because another one is at work. No message is added, and the
+    sum still gets all parts at once. `Pending.wait` posts the later receives. They all follow sends
+    to which peers have posted the receive at once, so that a rank waits for others no more than
+    twice in a row: with a quarter of the parts a step of 8 ranks took longer.
 """
 
 from __future__ import annotations
@@ -134,8 +149,8 @@ def reduce_in_order(
 ) -> tuple[torch.Tensor, Pending]:
     """`reduce_scatter` as an all-to-all and a sum by the engine, which `add` does.
 
-    `add` receives the sum to write, which may be one of the parts, the parts in rank order, and
-    the scale.
+    Overwrites `chunks` where messages carry names. `add` receives the sum to write, which may be
+    one of the parts, the parts in rank order, and the scale.
     """
     chunk_numel = chunks.numel() // group.size
     dtype = torch.promote_types(chunks.dtype, torch.float32)
@@ -143,8 +158,8 @@ def reduce_in_order(
     if out is not None:
         summed = out
     elif dtype == chunks.dtype and messages_carry_names(group, chunks.device) and group.size > 1:
-        # The first received part is memory of ours in the right dtype: sum into it.
-        summed = parts[0 if group.rank else 1]
+        # The part of the first step is memory of its own, in the right dtype: sum into it.
+        summed = parts[group.rank - 1]
     else:
         summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
     pending.then(functools.partial(add, summed, parts, scale))
@@ -325,10 +340,31 @@ def _all_to_all(
             ),
         )
         return list(received.chunk(group.size)), pending
-    parts = [
-        chunk if rank == group.rank else torch.empty_like(chunk) for rank, chunk in enumerate(own)
-    ]
-    return parts, _exchange(parts, own, group, operation)
+    num_steps = _steps_under_way(group.size)
+    return _exchange_in_place(own, group, operation, num_steps)
+
+
+def _steps_under_way(size: int) -> int:
+    """Parts of memory that a reduction gets beside its input, in a group of `size`."""
+    return min(size - 1, max(2, size // 2))
+
+
+def _exchange_in_place(
+    own: Sequence[torch.Tensor], group: ShardGroup, operation: Operation, num_steps: int
+) -> tuple[list[torch.Tensor], Pending]:
+    """Send own[i] to rank i; return the part from each rank, and the handle.
+
+    See Note [Parts arrive where others have left].
+    """
+    rank, size = group.rank, group.size
+    parts = [*own]
+    for step in range(1, size):
+        parts[rank - step] = (
+            torch.empty_like(own[rank])
+            if step <= num_steps
+            else own[(rank + step - num_steps) % size]
+        )
+    return parts, _exchange(parts, own, group, operation, num_steps=num_steps)
 
 
 def _exchange(
@@ -337,15 +373,24 @@ def _exchange(
     group: ShardGroup,
     operation: Operation,
     nbytes: int | None = None,
+    num_steps: int | None = None,
 ) -> Pending:
     """Exchange one tensor with every other rank, point to point; entry i belongs to rank i.
 
-    `nbytes` is compared between ranks; None: the size of each message, if all have the same.
+    Args:
+        nbytes: is compared between ranks; None: the size of each message, if all have the same.
+        num_steps: what is received in a step may go where what was sent so many steps before lay,
+            and is posted after that; None: all is posted at once. If given, no tensor is empty, or
+            all are.
     """
     pending = Pending(operation, group, outgoing[0].nbytes if nbytes is None else nbytes)
     process_group = group.process_group
     calls: list[functools.partial[dist.Work]] = []
+    later: list[tuple[int, functools.partial[dist.Work]]] = []
     peers, receives = [], []
+    late_peers: list[int] = []
+    sends: list[int] = []
+    """Place in `calls` of the send of each step."""
     for step in range(1, group.size):
         # Staggered, so that not every rank starts with rank 0. The send is posted before the
         # receive: a 4 MB message between two ranks of one machine then takes 2.0 to 2.4 ms instead
@@ -355,19 +400,27 @@ def _exchange(
             ((group.rank - step) % group.size, incoming, process_group.recv),
         ):
             tensor = tensors[peer]
-            if tensor.numel():
-                calls.append(
-                    functools.partial(method, [tensor], peer, operation.tag(tensor.nbytes))
-                )
-                peers.append(peer)
-                receives.append(tensors is incoming)
+            if not tensor.numel():
+                continue
+            call = functools.partial(method, [tensor], peer, operation.tag(tensor.nbytes))
+            if tensors is incoming and num_steps is not None and step > num_steps:
+                later.append((sends[step - num_steps - 1], call))
+                late_peers.append(peer)
+                continue
+            if tensors is outgoing:
+                sends.append(len(calls))
+            calls.append(call)
+            peers.append(peer)
+            receives.append(tensors is incoming)
+    peers += late_peers
+    receives += [True] * len(late_peers)
     recovery = None if operation.lookout is None else operation.lookout.recovery
     if recovery is None:
-        pending.post(calls, peers, receives, incoming, outgoing)
+        pending.post(calls, peers, receives, incoming, outgoing, later)
         return pending
     with recovery.lock:
         recovery.begin(pending)
-        pending.post(calls, peers, receives, incoming, outgoing)
+        pending.post(calls, peers, receives, incoming, outgoing, later)
     return pending
 
 

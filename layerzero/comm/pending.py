@@ -71,7 +71,9 @@ class Pending:
         to wait for: what ran on the current stream is in order there by itself."""
         self._finish: Callable[[], object] | None = None
         self._messages: Messages = ((), ())
-        self._posted: list[dist.Work] = []
+        self._posted: list[dist.Work | None] = []
+        """None: waited for already, which must not be done twice."""
+        self._later: Sequence[tuple[int, functools.partial[dist.Work]]] = ()
         self._peers: Sequence[int] = ()
         self._receives: Sequence[bool] = ()
         watchdog = operation.watchdog
@@ -100,14 +102,20 @@ class Pending:
         receives: Sequence[bool],
         incoming: Sequence[torch.Tensor],
         outgoing: Sequence[torch.Tensor],
+        later: Sequence[tuple[int, functools.partial[dist.Work]]] = (),
     ) -> None:
         """Post its messages: `calls`, each with its peer's group rank.
+
+        Args:
+            peers: of `calls`, then of `later`; so `receives`, whether it is received.
+            later: messages that `wait` posts, in order, each with the place in `calls` of the one
+                that must be over before. To other ranks they count as posted.
 
         Raises:
             CollectiveError: the connection to a peer is closed.
         """
         self._messages = incoming, outgoing
-        self._peers, self._receives = peers, receives
+        self._peers, self._receives, self._later = peers, receives, later
         try:
             # In one call from C, amid which no signal can raise: a handle that is lost would leave
             # its peer waiting, and gloo writing into memory that is freed.
@@ -118,10 +126,29 @@ class Pending:
         self.works = self._in_order()
 
     def _in_order(self) -> list[tuple[dist.Work, int]]:
-        """What was posted, receives first."""
+        """What was posted, receives first; not what was waited for already."""
         posted = [*zip(self._posted, self._peers, strict=False)]
         sends = map(not_, self._receives)
-        return [*compress(posted, self._receives), *compress(posted, sends)]
+        in_order = [*compress(posted, self._receives), *compress(posted, sends)]
+        return [(work, peer) for work, peer in in_order if work is not None]
+
+    def _post_the_rest(self) -> None:
+        """Post `later`, each once the message is over whose memory it needs.
+
+        Goes on where it was, if it raised.
+        """
+        first = len(self._peers) - len(self._later)
+        if len(self._posted) < first:
+            return  # `post` has failed.
+        for place in range(len(self._posted) - first, len(self._later)):
+            before, call = self._later[place]
+            work, self.peer = self._posted[before], self._peers[before]
+            if work is not None:
+                work.wait(self.group.limit)
+                self._posted[before] = None
+            self.peer = self._peers[first + place]
+            self._posted.extend(map(functools.partial.__call__, (call,)))  # See `post`.
+        self.works = self._in_order()
 
     @property
     def is_posted(self) -> bool:
@@ -138,7 +165,9 @@ class Pending:
         if self._done_event is not None:
             return bool(self._done_event.query())
         works = self.works
-        return works is not None and all(work.is_completed() for work, _ in works)
+        if works is None or self._later:
+            return False
+        return all(work.is_completed() for work, _ in works)
 
     def start(self, issue: Callable[[], dist.Work | None]) -> None:
         """Issue the collective. It may return no work: then it runs on the current stream.
@@ -201,6 +230,8 @@ class Pending:
         if lookout is not None and self.works:
             lookout.begin_wait(self)
         try:
+            if self._later:
+                self._post_the_rest()
             for work, peer in self.works or ():
                 self.peer = peer
                 if timed:
@@ -216,7 +247,7 @@ class Pending:
         if recovery is not None:
             recovery.in_flight.discard(self)
         if self._posted:
-            self.works, self._posted, self._messages = (), [], ((), ())
+            self.works, self._posted, self._later, self._messages = (), [], (), ((), ())
         if recovery is not None and recovery.reason is not None:
             # What has arrived may be an answer without meaning.
             raise recovery.error(self.name)

@@ -66,9 +66,10 @@ class Transport:
             outgoing: Sequence[torch.Tensor],
             group: ShardGroup,
             operation: Any,
-            nbytes: int | None = None,
+            *more: Any,
+            **named: Any,
         ) -> Pending:
-            pending = real(incoming, outgoing, group, operation, nbytes)
+            pending = real(incoming, outgoing, group, operation, *more, **named)
             if operation.verb in _CHECKED and self._skip >= 0:
                 self._skip -= 1
                 if self._skip < 0:
