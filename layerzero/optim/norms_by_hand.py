@@ -3,9 +3,10 @@
     total = torch.stack([p.grad.norm() for p in model.parameters()]).norm()    # to clip, to log
     scale = 0.05 / total                                                       # SAM, LARS, AGC
 
-Each rank gets the norm of its part, another one than its peers, and nothing fails. `Tensor.norm`
-and `nn.functional.normalize` look `torch.norm` up at each call, so replacing four functions reaches
-what programs write. They compute what they did, and come back after one warning.
+Each rank gets the norm of its part, another one than its peers, and nothing fails. `Tensor.norm`,
+`torch.norm` and `nn.functional.normalize` call `torch.linalg.vector_norm`, which they look up each
+time, so replacing three functions reaches what programs write. They compute what they did, and come
+back after one warning.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit._builtins import _register_builtin
 
 from layerzero.notices import outside, warn_once, was_issued
 from layerzero.optim import attach
@@ -26,11 +28,11 @@ from layerzero.runtime.shards_in_collectives import owners_of_part
 foreach_norm = torch._foreach_norm
 """torch's own, for the engine, which takes norms of parts and adds them over ranks."""
 _FUNCTIONS = (
-    (torch, "norm"),
-    (torch.linalg, "norm"),
-    (torch.linalg, "vector_norm"),
-    (torch, "_foreach_norm"),
+    (torch.linalg, "norm", "aten::linalg_norm"),
+    (torch.linalg, "vector_norm", "aten::linalg_vector_norm"),
+    (torch, "_foreach_norm", "aten::_foreach_norm"),
 )
+"""Where each is, and the operator that TorchScript compiles it to, which it knows by its id."""
 _PLAIN = "_layerzero_plain"
 
 
@@ -39,15 +41,17 @@ def look(optimizer: torch.optim.Optimizer | None = None) -> None:
     """Install the check, unless it has warned."""
     if was_issued("norm by hand"):
         return
-    for module, name in _FUNCTIONS:
+    for module, name, operator in _FUNCTIONS:
         plain = getattr(module, name)
         if not hasattr(plain, _PLAIN):
-            setattr(module, name, _looking(plain))
+            looking = _looking(plain)
+            _register_builtin(looking, operator)
+            setattr(module, name, looking)
 
 
 def end() -> None:
     """Put torch's functions back: norms of shards have been warned of."""
-    for module, name in _FUNCTIONS:
+    for module, name, _ in _FUNCTIONS:
         plain = getattr(getattr(module, name), _PLAIN, None)
         if plain is not None:
             setattr(module, name, plain)

@@ -207,6 +207,11 @@ def test_gradients_of_sharded_parameters_asked_of_autograd_are_refused() -> None
     run_ranks(2, _asks_for_gradients)
 
 
+def _norms(x: torch.Tensor) -> torch.Tensor:
+    """For TorchScript, which knows operators by the functions' ids."""
+    return torch.norm(x, dim=-1) + torch.linalg.norm(x) + torch.linalg.vector_norm(x) + x.norm()
+
+
 def _takes_norms() -> dict[str, list[str]]:
     model = _wide({})
     x = torch.ones(3, 24)
@@ -224,6 +229,7 @@ def _takes_norms() -> dict[str, list[str]]:
         "clip": lambda: model.clip_grad_norm_(1.0),
         "others": lambda: torch.ones(first.numel()).norm() + x.norm(dim=1),
         "transformed": lambda: torch.func.vmap(torch.norm)(torch.ones(2, first.numel())),
+        "scripted": lambda: torch.jit.script(_norms)(x),
     }
     told = {}
     for way, take in ways.items():
@@ -231,6 +237,8 @@ def _takes_norms() -> dict[str, list[str]]:
             torch.optim.SGD(model.parameters(), lr=0.1)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
+                # Of TorchScript itself.
+                warnings.simplefilter("ignore", DeprecationWarning)
                 take()
                 take()
             told[way] = [str(each.message) for each in caught]
@@ -241,7 +249,7 @@ def test_norms_of_shards_taken_by_hand_warn_once() -> None:
     first, others = run_ranks(2, _takes_norms)
     assert not any(others.values())
     for way, told in first.items():
-        if way in ("engine", "clip", "others", "transformed"):
+        if way in ("engine", "clip", "others", "transformed", "scripted"):
             assert not told, way
         else:
             assert len(told) == 1, way
