@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit._builtins import _register_builtin
 
 from layerzero.core.data_watch import grad_of
 from layerzero.core.parameter_info import get_info
@@ -53,6 +54,9 @@ def refuse_sharded_inputs() -> None:
     setattr(backward, _MARK, True)
     torch.autograd.backward = backward
     torch.autograd.grad = _checked_grad(torch.autograd.grad)
+    # TorchScript knows its operators by the functions' ids.
+    _register_builtin(torch.autograd.backward, "aten::backward")
+    _register_builtin(torch.autograd.grad, "aten::grad")
 
 
 def _checked_grad(plain: Callable[..., Any]) -> Callable[..., Any]:

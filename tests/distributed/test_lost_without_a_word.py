@@ -207,9 +207,14 @@ def test_gradients_of_sharded_parameters_asked_of_autograd_are_refused() -> None
     run_ranks(2, _asks_for_gradients)
 
 
-def _norms(x: torch.Tensor) -> torch.Tensor:
-    """For TorchScript, which knows operators by the functions' ids."""
-    return torch.norm(x, dim=-1) + torch.linalg.norm(x) + torch.linalg.vector_norm(x) + x.norm()
+def _scriptable(x: torch.Tensor) -> torch.Tensor:
+    """What the engine replaces, for TorchScript, which knows operators by the functions' ids."""
+    x.requires_grad_()
+    norms = torch.norm(x, dim=-1) + torch.linalg.norm(x) + torch.linalg.vector_norm(x) + x.norm()
+    (found,) = torch.autograd.grad([norms.sum()], [x])
+    assert found is not None
+    torch.autograd.backward([found.sum() * x.sum()])
+    return norms
 
 
 def _takes_norms() -> dict[str, list[str]]:
@@ -229,7 +234,7 @@ def _takes_norms() -> dict[str, list[str]]:
         "clip": lambda: model.clip_grad_norm_(1.0),
         "others": lambda: torch.ones(first.numel()).norm() + x.norm(dim=1),
         "transformed": lambda: torch.func.vmap(torch.norm)(torch.ones(2, first.numel())),
-        "scripted": lambda: torch.jit.script(_norms)(x),
+        "scripted": lambda: torch.jit.script(_scriptable)(x.clone()),
     }
     told = {}
     for way, take in ways.items():
