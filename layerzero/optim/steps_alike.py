@@ -18,8 +18,8 @@ import json
 import logging
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,9 +40,27 @@ _EVERY = 1024
 """Steps between two notes, once there are more."""
 _OPTIONS = ("lr", "weight_decay")
 
+_WHY = (
+    " Each rank steps its part of every parameter, so all must step alike: decide by what all "
+    "ranks share, such as a loss averaged over them, layerzero.global_norm(model), "
+    'on_nonfinite="skip", or the shape of the whole parameter (p.layerzero.shape)'
+)
+_Options = dict[str, list[float | None]]
+"""Checksum of a parameter's name -> its values."""
+
 _logger = logging.getLogger(__name__)
 
 _num_optimizers: WeakKeyDictionary[RootState, int] = WeakKeyDictionary()
+
+
+class _Note(NamedTuple):
+    """What a rank had done at some step."""
+
+    steps: int
+    issued: int
+    """Number of its last collective."""
+    options: int
+    """Checksum of all options."""
 
 
 class _Steps:
@@ -59,7 +77,10 @@ class _Steps:
         self._operations = weakref.ref(root.operations)
         self._name = name
         self._count = 0
-        self._note: dict[str, Any] = {}
+        self._note = _Note(0, 0, 0)
+        self._options: _Options = {}
+        self._published = 0
+        """Steps of the note that was put into the store last."""
         self._names: dict[str, str] = {}
         self._groups: list[tuple[str, ShardGroup]] = [
             (f"{place}/{number}", group)
@@ -80,7 +101,7 @@ class _Steps:
         if operations is None or operations.failure is not None:
             return
         self._names = {}
-        options: dict[str, list[float | None]] = {}
+        options: _Options = {}
         for group in optimizer.param_groups:
             values = [_plain(group.get(option)) for option in _OPTIONS]
             for parameter in group["params"]:
@@ -88,61 +109,71 @@ class _Steps:
                 if info is not None:
                     key = f"{zlib.crc32(info.fqn.encode()):x}"
                     self._names[key], options[key] = info.fqn, values
-        self._note = {"steps": count, "issued": operations.count, "options": options}
+        text = json.dumps(options, sort_keys=True)
+        self._note = _Note(count, operations.count, zlib.crc32(text.encode()))
+        self._options = options
         look_on(self, _look(count), _PAUSE_S, "layerzero-steps")
 
     def look(self, count: int) -> bool:
         """On the thread: publish the note of this step, and compare it. Whether to look again."""
-        note = self._note
-        if note["steps"] != count:
+        note, options = self._note, self._options
+        if note.steps != count:
             return False  # A later one is on its way.
         try:
-            return self._exchange(note)
+            return self._exchange(note, options)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it, or the default group was destroyed.
             _logger.debug("cannot compare steps between ranks: %s", error)
             return False
 
-    def _exchange(self, note: Mapping[str, Any]) -> bool:
-        count = note["steps"]
+    def _exchange(self, note: _Note, options: _Options) -> bool:
         if self._store is None:
             self._store = dist.PrefixStore("layerzero/steps", own_connection())
-        is_open = False
+        store, is_open = self._store, False
         for place, group in self._groups:
             own = group.ranks[group.rank]
-            self._store.set(f"{place}/{own}", json.dumps(note))
+            if self._published != note.steps:
+                # The options are read only where notes differ.
+                store.set(f"{place}/{own}/options", json.dumps(options))
+                store.set(f"{place}/{own}", json.dumps(note))
             if group.rank:
                 continue
-            for rank in group.ranks:
-                key = f"{place}/{rank}"
-                other = json.loads(self._store.get(key)) if self._store.check([key]) else None
-                if other is None or other["steps"] < count:
+            keys = [f"{place}/{rank}" for rank in group.ranks]
+            if not store.check(keys):
+                is_open = True
+                continue
+            for rank, text in zip(group.ranks, _read(store, keys), strict=True):
+                other = _Note(*json.loads(text))
+                if other.steps < note.steps:
                     is_open = True
-                elif other["steps"] == count and self.difference is None:
-                    self.difference = self._compare(own, note, rank, other)
+                elif other.steps == note.steps and other != note and self.difference is None:
+                    what = None
+                    if other.options != note.options:
+                        theirs = json.loads(store.get(f"{place}/{rank}/options"))
+                        what = self._other_option(own, options, rank, theirs)
+                    if what is None and other.issued != note.issued:
+                        fewer = own if note.issued > other.issued else rank
+                        what = f"rank {fewer} has left out steps that other ranks took"
+                    if what is not None:
+                        self.difference = f"{self._name}, step {note.steps}: {what}.{_WHY}"
+        self._published = note.steps
         return is_open and self.difference is None
 
-    def _compare(
-        self, own: int, note: Mapping[str, Any], rank: int, other: Mapping[str, Any]
-    ) -> str | None:
-        steps = f"{self._name}, step {note['steps']}: "
-        why = (
-            " Each rank steps its part of every parameter, so all must step alike: decide by what "
-            "all ranks share, such as a loss averaged over them, layerzero.global_norm(model), "
-            'on_nonfinite="skip", or the shape of the whole parameter (p.layerzero.shape)'
-        )
-        for key, values in note["options"].items():
-            theirs = other["options"].get(key, values)
-            if theirs != values:
-                here, there = (dict(zip(_OPTIONS, each, strict=True)) for each in (values, theirs))
-                return (
-                    f"{steps}{self._names.get(key, key)!r} has {here} on rank {own}, and {there} "
-                    f"on rank {rank}.{why}"
+    def _other_option(self, own: int, options: _Options, rank: int, theirs: _Options) -> str | None:
+        for name, values in options.items():
+            if theirs.get(name, values) != values:
+                here, there = (
+                    dict(zip(_OPTIONS, each, strict=True)) for each in (values, theirs[name])
                 )
-        if note["issued"] != other["issued"]:
-            fewer = own if note["issued"] > other["issued"] else rank
-            return f"{steps}rank {fewer} has left out steps that other ranks took.{why}"
+                fqn = self._names.get(name, name)
+                return f"{fqn!r} has {here} on rank {own}, and {there} on rank {rank}"
         return None
+
+
+def _read(store: dist.Store, keys: list[str]) -> list[bytes]:
+    # One question for all ranks, where the store can answer it; a file cannot.
+    can_answer = store.has_extended_api()  # type: ignore[attr-defined]
+    return store.multi_get(keys) if can_answer else [*map(store.get, keys)]
 
 
 def _look(count: int) -> Callable[[_Steps], bool]:
