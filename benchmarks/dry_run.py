@@ -120,7 +120,9 @@ class Recorder:
             receives: Sequence[bool],
             incoming: Sequence[torch.Tensor],
             outgoing: Sequence[torch.Tensor],
+            later: Sequence[Any] = (),
         ) -> None:
+            # `peers` and `receives` have the later ones, too: to the links, all are under way.
             ranks = pending.group.ranks
             sizes: tuple[dict[int, int], dict[int, int]] = {}, {}
             for peer, is_received in zip(peers, receives, strict=True):
