@@ -45,6 +45,7 @@ from layerzero.runtime.phases import duration
 from layerzero.runtime.root import RootState, UnshardHandle, root_of
 from layerzero.runtime.sharded_params import remember_root
 from layerzero.runtime.shards_in_collectives import refuse_shards_in_collectives
+from layerzero.runtime.shards_in_files import look_for_shards_in_files
 from layerzero.runtime.summon import SummonOptions, summon
 from layerzero.runtime.unit import Unit, get_unit, set_unit
 from layerzero.runtime.unit_view import UnitView
@@ -201,6 +202,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         explain_uncaught()
         refuse_sharded_inputs()
         refuse_shards_in_collectives()
+        look_for_shards_in_files()
         replace_in_optimizers(root.units)
         patch_torch()
         surroundings.install(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import re
 import subprocess
 import sys
@@ -331,6 +332,51 @@ def _averages_by_hand() -> None:
 
 def test_gradients_averaged_by_hand_are_refused() -> None:
     run_ranks(2, _averages_by_hand)
+
+
+def _saves_parts() -> dict[str, list[str]]:
+    """As scripts save what they have trained."""
+    from layerzero import checkpoint  # Other tests here must not need it.
+
+    model = _wide({})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3, 24)).sum().backward()
+    optimizer.step()
+    full = checkpoint.get_model_state_dict(model, full=True, cpu_offload=True)
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    ways: dict[str, object] = {
+        "parameters": own,
+        "values": {"step": 1, "model": [p.data for p in model.parameters()]},
+        "detached": {name: p.detach().cpu() for name, p in own.items()},
+        "state dicts": {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        "full": full,
+        "others": {"x": torch.ones(next(model.parameters()).numel())},
+    }
+    told = {}
+    for way, obj in ways.items():
+        with (
+            mock.patch.object(notices, "_issued", set()),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                torch.save(obj, io.BytesIO())
+        told[way] = [str(each.message) for each in caught]
+    return told
+
+
+def test_parts_saved_as_if_they_were_whole_are_told_once() -> None:
+    first, second = run_ranks(2, _saves_parts)
+    assert not any(second.values())
+    for way, told in first.items():
+        if way in ("parameters", "values", "detached"):
+            assert len(told) == 1, way
+            assert "this rank's part of '0.weight'" in told[0]
+            assert "get_model_state_dict(model, full=True)" in told[0]
+        else:
+            assert not told, way
+    (alone,) = run_ranks(1, _saves_parts)
+    assert not any(alone.values())
 
 
 def _averages_metrics() -> float:
