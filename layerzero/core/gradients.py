@@ -328,8 +328,10 @@ class GradientBuffer:
     def _take(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """Take the gradients of the trainable leaves: record them in `present`, clear `.grad`.
 
-        Of DTensors, take the local tensors; this is collective over tensor-parallel ranks if a
-        gradient's placements are not those of its parameter.
+        One that was frozen since forward has none: torch adds nothing to its `.grad` either, and
+        what earlier micro-batches added stays. Of DTensors, take the local tensors; this is
+        collective over tensor-parallel ranks if a gradient's placements are not those of its
+        parameter.
         """
         gradients = []
         for index in self.layout.trainable:
@@ -339,6 +341,9 @@ class GradientBuffer:
                 gradients.append(_MISSING)
                 continue
             unsharded.grad = None
+            if not self._sharded_params[index].requires_grad:
+                gradients.append(_MISSING)
+                continue
             self.present.add(index)
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()  # `nn.Embedding(sparse=True)` makes sparse ones.
@@ -456,8 +461,6 @@ class GradientBuffer:
             if index < 0 or index not in present:
                 continue
             sharded = self._sharded_params[index]
-            if not sharded.requires_grad:
-                continue  # Frozen between forward and backward: torch adds nothing either.
             if (
                 sharded._post_accumulate_grad_hooks
                 or sharded._backward_hooks

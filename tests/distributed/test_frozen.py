@@ -1,5 +1,7 @@
 """Frozen parameters cost nothing, and what is frozen may change between steps."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -227,6 +229,30 @@ def _frozen_before_backward() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(world_size: int) -> None:
     run_ranks(world_size, _frozen_before_backward)
+
+
+def _frozen_amid_accumulation() -> None:
+    """The earlier micro-batches have added their gradients already, and those count."""
+    for accumulation in ("sharded", "unsharded"):
+        for last_in_no_sync in (False, True):
+            model = zero3(Mlp, Block, accumulation=accumulation)
+            plain = seeded(Mlp)
+            batches = [step[0] for step in batches_of(CASES["mlp"], 1, steps=3)]
+            for each in (model, plain):
+                for number, batch in enumerate(batches):
+                    freezes = number == (1 if last_in_no_sync else 2)
+                    wait = number < 2 and each is model
+                    with model.no_sync() if wait else contextlib.nullcontext():
+                        loss = each(batch).square().mean()
+                        each.blocks[1].requires_grad_(not freezes)
+                        loss.backward()
+                        each.blocks[1].requires_grad_(True)
+            assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_freezing_amid_an_accumulation_keeps_what_was_added_before(world_size: int) -> None:
+    run_ranks(world_size, _frozen_amid_accumulation)
 
 
 class _Float8(nn.Module):
