@@ -65,7 +65,13 @@ def _compare_with_torch(optimizer: str) -> None:
     assert_same_parameters(full_parameters(model), full_parameters(plain))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
 def test_thirty_steps_are_bitwise_those_of_ddp_and_fully_shard(optimizer: str) -> None:
     run_ranks(2, _compare_with_torch, optimizer)
 

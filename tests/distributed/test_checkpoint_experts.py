@@ -92,11 +92,21 @@ def _check(model: ZeRO3, optimizer: torch.optim.Optimizer, expected: Any, what: 
 
 
 @pytest.mark.parametrize("kind", [NamedExperts, StackedExperts])
-def test_checkpoints_of_experts_load_at_any_split(tmp_path: Path, kind: type[nn.Module]) -> None:
-    for ep, (num_ranks, own_eps) in {2: (4, [1, 2, 4]), 1: (2, [2])}.items():
-        expected: Any = ({}, {})
-        for values in run_ranks(4, _save, str(tmp_path), ep, kind):
-            for into, own in zip(expected, values, strict=True):
-                into.update(own)
-        run_ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected)
-        run_ranks(1, _load, str(tmp_path), ep, [1], kind, expected)
+@pytest.mark.parametrize(
+    ("ep", "num_ranks", "own_eps"),
+    [
+        (2, 4, [1, 4]),
+        pytest.param(2, 4, [2], marks=pytest.mark.slow),
+        pytest.param(1, 2, [2], marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_of_experts_load_at_any_split(
+    tmp_path: Path, kind: type[nn.Module], ep: int, num_ranks: int, own_eps: list[int]
+) -> None:
+    """Into one split that is coarser and one that is finer; the rest with `--slow`."""
+    expected: Any = ({}, {})
+    for values in run_ranks(4, _save, str(tmp_path), ep, kind):
+        for into, own in zip(expected, values, strict=True):
+            into.update(own)
+    run_ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected)
+    run_ranks(1, _load, str(tmp_path), ep, [1], kind, expected)

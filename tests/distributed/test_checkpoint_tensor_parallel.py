@@ -139,6 +139,7 @@ def test_any_split_loads_into_any_other(
     for name, value in load_file(tmp_path / "ours/step-00000000/model.safetensors").items():
         assert_bitwise(value, expected[0][name], name)
     run_ranks(1, _read, str(tmp_path), [1], expected)
-    run_ranks(2, _read, str(tmp_path), [1, 2], expected)
+    # What two wrote, others read at splits that differ from theirs; the rest with the slow cases.
+    run_ranks(2, _read, str(tmp_path), [1] if num_ranks == 2 else [1, 2], expected)
     if num_ranks != 4:
-        run_ranks(4, _read, str(tmp_path), [2, 4], expected)
+        run_ranks(4, _read, str(tmp_path), [2] if num_ranks == 2 else [2, 4], expected)

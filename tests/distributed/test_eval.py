@@ -64,13 +64,18 @@ def _between_training_steps(context: str, options: dict) -> None:
             model.train()
 
 
-@_IN_BOTH
 @pytest.mark.parametrize(
-    "options",
+    ("context", "options"),
     [
-        pytest.param({}, id="default"),
-        pytest.param({"reshard_after_forward": False}, id="kept"),
-        pytest.param({"forward_prefetch": 3, "limit_all_gathers": False}, id="deep prefetch"),
+        *(pytest.param(context, {}, id=context) for context in CONTEXTS),
+        *(
+            pytest.param(context, options, id=f"{name}-{context}", marks=marks)
+            for name, options in {
+                "kept": {"reshard_after_forward": False},
+                "deep prefetch": {"forward_prefetch": 3, "limit_all_gathers": False},
+            }.items()
+            for context, marks in {"no_grad": [pytest.mark.slow], "inference_mode": []}.items()
+        ),
     ],
 )
 def test_evaluation_between_training_steps_does_not_disturb_them(

@@ -175,7 +175,10 @@ def _measured(zero3_size: int | None) -> int:
     return max(sampled, max(_looks) - before)
 
 
-@pytest.mark.parametrize(("num_ranks", "zero3_size"), [(2, None), (4, None), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "zero3_size"),
+    [(2, None), (4, 2), *(pytest.param(4, size, marks=pytest.mark.slow) for size in (None, 1))],
+)
 def test_the_planned_peak_is_that_of_the_c_library(num_ranks: int, zero3_size: int | None) -> None:
     plan = plan_memory(
         Language(),

@@ -92,7 +92,7 @@ def _train(runs: list[tuple[str, list[tuple[int, str]]]], optimizer: str) -> Non
 
 @pytest.mark.parametrize("world_size", [pytest.param(4, marks=pytest.mark.slow), 6])
 def test_every_toy_model_trains_in_every_mode_and_split(world_size: int, in_full: bool) -> None:
-    """A few models in each, on four ranks in every other; the rest in one or two of them.
+    """A few models, each in every other split; on four ranks the rest in one or two of them.
 
     `make soak`: all in each.
     """
@@ -114,7 +114,7 @@ def test_every_toy_model_trains_in_every_mode_and_split(world_size: int, in_full
             (name, wanted if name in few or len(wanted) < 3 else wanted[number % 3 :: 3])
             for number, (name, wanted) in enumerate(runs)
         ]
-    if not in_full and world_size == 4:
+    if not in_full:
         runs = [
             (name, wanted[few.index(name) % 2 :: 2] if name in few else wanted)
             for name, wanted in runs
@@ -229,8 +229,8 @@ def _losses_of_all_splits(precision: MixedPrecision | None, steps: int) -> None:
     # A sum in another order shows in the first steps; long enough, once, for what builds up.
     [
         pytest.param(4, torch.float32, 30, marks=[pytest.mark.slow, pytest.mark.soak]),
-        (4, torch.bfloat16, 10),
-        (6, torch.float32, 8),
+        (4, torch.bfloat16, 5),
+        (6, torch.float32, 4),
     ],
 )
 def test_losses_are_bitwise_those_of_every_split(
@@ -449,14 +449,21 @@ def _never_stale(mode: str, zero3_size: int, low: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "low",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["float32", "bfloat16"],
+    ("low", "splits"),
+    [
+        pytest.param(True, [("zero1", 2), ("shard", 2)], id="bfloat16"),
+        pytest.param(
+            *(True, [("zero1", 1), ("replicate", 2)]), marks=pytest.mark.slow, id="bfloat16, others"
+        ),
+        pytest.param(False, [("zero1", 2), ("shard", 2)], marks=pytest.mark.slow, id="float32"),
+        pytest.param(
+            *(False, [("zero1", 1), ("replicate", 2)]), marks=pytest.mark.soak, id="float32, others"
+        ),
+    ],
 )
-def test_changed_weights_are_never_stale(low: bool, in_full: bool) -> None:
-    """In float32 with two hops and with one; `make soak`: with every split."""
-    splits = [("zero1", 2), ("zero1", 1), ("replicate", 2), ("shard", 2)]
-    run_ranks(4, _never_stale_in_each, low, splits if low or in_full else splits[::3], timeout=120)
+def test_changed_weights_are_never_stale(low: bool, splits: list[tuple[str, int]]) -> None:
+    """With two hops and with one; `make soak`: with every split."""
+    run_ranks(4, _never_stale_in_each, low, splits, timeout=120)
 
 
 # Kept in the shard group ----------------------------------------------------------------------
@@ -506,10 +513,10 @@ def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None
     run_ranks(6, _keeps_compute_shards, low)
 
 
-def _trains_with_kept_shards(options: dict) -> None:
-    for name in ("transformer", "unused_parts", "frozen_parts", "tied_across_units"):
+def _trains_with_kept_shards(mode: str, names: list[str]) -> None:
+    for name in names:
         assert_trains_alike(
-            _layered(name, 2, reshard_after_forward="compute_shard", **options),
+            _layered(name, 2, mode, reshard_after_forward="compute_shard"),
             seeded(CASES[name].build),
             batches_of(CASES[name], 4, steps=3),
             "adamw",
@@ -518,8 +525,12 @@ def _trains_with_kept_shards(options: dict) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_keeping_compute_shards_changes_no_gradient(mode: str) -> None:
-    run_ranks(4, _trains_with_kept_shards, {"mode": mode})
+def test_keeping_compute_shards_changes_no_gradient(mode: str, in_full: bool) -> None:
+    """Each model in `shard`, which sends other bytes, and one other; `make soak`: all."""
+    names = ["transformer", "unused_parts", "frozen_parts", "tied_across_units"]
+    if mode != "shard" and not in_full:
+        names = names[MODES.index(mode) :: 2]
+    run_ranks(4, _trains_with_kept_shards, mode, names)
 
 
 def _checked() -> None:

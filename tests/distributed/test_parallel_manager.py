@@ -204,13 +204,8 @@ def _follow(manager: ParallelManager, what: str, module: nn.Module, **options: A
     assert_same_parameters(whole_values(model), values_of(plain), ROUNDINGS, f"{what}: parameter")
 
 
-def _parts_of_sequences() -> None:
-    for sizes in (
-        {"cp_size": 2},
-        {"cp_size": 2, "zero3_size": 2},
-        {"cp_size": 2, "tp_size": 2},
-        {"tp_size": 2, "zero3_size": 1},
-    ):
+def _parts_of_sequences(all_sizes: list[dict[str, int]]) -> None:
+    for sizes in all_sizes:
         manager = ParallelManager(**sizes)
         module = seeded(Model)
         if sizes == {"cp_size": 2, "tp_size": 2}:
@@ -219,8 +214,21 @@ def _parts_of_sequences() -> None:
         _follow(manager, str(sizes), module)
 
 
-def test_context_parallel_ranks_train_as_one_process_on_whole_sequences() -> None:
-    run_ranks(4, _parts_of_sequences, timeout=120)
+@pytest.mark.parametrize(
+    "all_sizes",
+    [
+        pytest.param([{"cp_size": 2}, {"cp_size": 2, "tp_size": 2}], id=""),
+        pytest.param(
+            [{"cp_size": 2, "zero3_size": 2}, {"tp_size": 2, "zero3_size": 1}],
+            id="layered",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_context_parallel_ranks_train_as_one_process_on_whole_sequences(
+    all_sizes: list[dict[str, int]],
+) -> None:
+    run_ranks(4, _parts_of_sequences, all_sizes, timeout=120)
 
 
 def _torch_attention() -> None:

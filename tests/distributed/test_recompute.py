@@ -140,8 +140,21 @@ _OPTIONS = {
 }
 
 
-@FLAVOURS
-@pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "use_reentrant"),
+    [
+        *(pytest.param(each, False, id=f"{name}-hooks") for name, each in _OPTIONS.items()),
+        *(
+            pytest.param(
+                *(each, True),
+                id=f"{name}-reentrant",
+                # Of a backward inside a backward the two differ most.
+                marks=[pytest.mark.slow] * (name not in ("no prefetch", "deep prefetch")),
+            )
+            for name, each in _OPTIONS.items()
+        ),
+    ],
+)
 def test_recomputation_goes_with_every_prefetch(options: dict, use_reentrant: bool) -> None:
     run_ranks(2, _train_everywhere, use_reentrant, options)
 

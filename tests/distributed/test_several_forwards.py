@@ -125,8 +125,24 @@ def _pattern(name: str, options: dict) -> None:
             raise AssertionError(f"{case_name}: {error}") from error
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
-@pytest.mark.parametrize("name", PATTERNS)
+# Kept units are gathered once, whatever comes then: with the order furthest from the usual one.
+_KEPT = "last forward first"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(pytest.param(name, {}, id=name) for name in PATTERNS),
+        *(
+            pytest.param(
+                *(name, {"reshard_after_forward": False}),
+                id=f"{name}, kept",
+                marks=[pytest.mark.slow] * (name != _KEPT),
+            )
+            for name in PATTERNS
+        ),
+    ],
+)
 def test_micro_batches_in_any_pattern_give_the_summed_gradient(name: str, options: dict) -> None:
     run_ranks(2, _pattern, name, options)
 

@@ -235,7 +235,10 @@ def _train(num_data: int) -> None:
         assert_follows(wrapped(mesh, in_sequence, deep), seeded(deep), mesh, what)
 
 
-@pytest.mark.parametrize(("world_size", "num_data"), [(4, 2), (2, 1)], ids=["2x2", "1x2"])
+@pytest.mark.parametrize(
+    ("world_size", "num_data"),
+    [pytest.param(4, 2, id="2x2"), pytest.param(2, 1, id="1x2", marks=pytest.mark.slow)],
+)
 def test_training_follows_one_process(world_size: int, num_data: int) -> None:
     run_ranks(world_size, _train, num_data)
 

@@ -176,24 +176,28 @@ def run(code: str) -> list[str]:
     return found.stdout.split()
 
 
-def test_importing_layerzero_loads_nothing_but_torch_and_numpy() -> None:
-    code = (
+@pytest.fixture(scope="module")
+def imported() -> list[str]:
+    """What a process found that imports layerzero, and then asks for checkpoints: it takes 2 s."""
+    return run(
         "import sys, torch, numpy, torch.distributed.tensor\n"
         "before = {name.split('.')[0] for name in sys.modules}\n"
         "import layerzero\n"
         "after = {name.split('.')[0] for name in sys.modules}\n"
-        "print(*sorted(after - before - set(sys.stdlib_module_names)))"
-    )
-    assert run(code) == ["layerzero"]
-
-
-def test_importing_layerzero_loads_no_checkpoints_until_they_are_asked_for() -> None:
-    code = (
-        "import sys, layerzero\n"
         "def loaded(): return any(m.startswith('layerzero.checkpoint') for m in sys.modules)\n"
         "print(loaded(), layerzero.checkpoint.save.__name__, loaded())\n"
+        "print(*sorted(after - before - set(sys.stdlib_module_names)))"
     )
-    assert run(code) == ["False", "save", "True"]
+
+
+def test_importing_layerzero_loads_nothing_but_torch_and_numpy(imported: list[str]) -> None:
+    assert imported[3:] == ["layerzero"]
+
+
+def test_importing_layerzero_loads_no_checkpoints_until_they_are_asked_for(
+    imported: list[str],
+) -> None:
+    assert imported[:3] == ["False", "save", "True"]
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
