@@ -10,6 +10,10 @@ Every contender fsyncs before the clock stops, and files are dropped from the pa
 read. A load is that of a resumed run: the model exists, the optimizer is new. The contenders take
 turns in each round, so a ratio is within one round; the slowest rank counts.
 
+--contenders chooses some of them; columns that compare with one that is left out are left out. With
+--phases, a table says where layerzero's saves and loads spend their time on each rank; its clocks
+cost a little time themselves.
+
 With --parts, layerzero also runs without each part that is there for speed alone, and without all
 of them: one that buys less than a tenth should go.
 """
@@ -33,6 +37,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoint_phases import Phases, phase_names
 from common import (
     Spread,
     environment,
@@ -59,7 +64,8 @@ PARTS: dict[str, tuple[Any, str, int]] = {
     "threads": (transfer, "_NUM_THREADS", 1),
 }
 """The constant that turns each part off: module, name and value."""
-BARS = {"of_dd": 0.8, "of_dcp": 0.5}
+PARTS_NAMES = ("layerzero", *(f"without_{part}" for part in (*PARTS, "all")), "dcp", "dd")
+BARS = {"of_dd": 0.8, "of_dcp": 0.5, "save_of_disk": 1.25, "load_of_disk": 1.4}
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,8 @@ class Config:
     layers: int
     rounds: int
     folder: str
-    parts: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        without = (*(f"without_{part}" for part in PARTS), "without_all")
-        return ("layerzero", *without, "dcp", "dd") if self.parts else NAMES
+    names: tuple[str, ...]
+    phases: bool = False
 
 
 def main() -> None:
@@ -84,13 +86,26 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
+    parser.add_argument(
+        "--contenders", type=lambda text: text.split(","), help=f"some of {','.join(NAMES)}"
+    )
+    parser.add_argument("--phases", action="store_true", help="where layerzero spends its time")
     parser.add_argument("--parts", action="store_true", help="what direct I/O and the like buy")
     args = parser.parse_args()
+    names = args.contenders or (PARTS_NAMES if args.parts else NAMES)
+    if unknown := set(names) - {*NAMES, *PARTS_NAMES}:
+        parser.error(f"--contenders: unknown: {', '.join(sorted(unknown))}")
+    if args.phases and "layerzero" not in names:
+        parser.error("--phases: needs layerzero among the contenders")
     width, layers = SIZES[args.size]
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=args.folder) as folder:
-        config = Config(width, layers, args.rounds, folder, args.parts)
-        results = run_on_ranks(args.world_size, measure, config)[0]
-    report(args, results, config.names)
+        config = Config(width, layers, args.rounds, folder, tuple(names), args.phases)
+        results = run_on_ranks(args.world_size, measure, config)
+    found = report(args, results[0], names)
+    if args.phases:
+        found["phases"] = report_phases([each["phases"] for each in results])
+    nbytes = results[0]["nbytes"]
+    print_json({**environment(), "nbytes": nbytes, "world_size": args.world_size, **found})
 
 
 @dataclass
@@ -104,7 +119,7 @@ class Contender:
 def measure(config: Config) -> dict[str, Any]:
     torch.manual_seed(0)
     model, optimizer = build(config, sharded)
-    other, other_optimizer = build(config, fully_sharded)
+    phases: dict[str, list[dict[str, float]]] = {"save": [], "load": []}
     weights = sum(parameter.numel() for parameter in make_transformer(config).parameters())
     nbytes = 3 * 4 * weights  # and two moments
     contenders = {
@@ -118,9 +133,9 @@ def measure(config: Config) -> dict[str, Any]:
             lambda path: checkpoint.load(path, model, new_optimizer(model)),
         ),
         "dcp": dcp_contender(model, optimizer, checkpoint),
-        "dcp_fully_shard": dcp_contender(other, other_optimizer, torch_helpers),
     }
-
+    if "dcp_fully_shard" in config.names:
+        contenders["dcp_fully_shard"] = dcp_contender(*build(config, fully_sharded), torch_helpers)
     for part in (*PARTS, "all"):
         contenders[f"without_{part}"] = without(contenders["layerzero"], part)
 
@@ -130,16 +145,21 @@ def measure(config: Config) -> dict[str, Any]:
             shutil.rmtree(path, ignore_errors=True)
             os.sync()
         took = []
-        for work in (contenders[name].save, contenders[name].load):
+        for verb, work in ("save", contenders[name].save), ("load", contenders[name].load):
             # The host of a virtual machine reclaims memory that was not used for a while, and
             # getting it back may be slower than the disk. So every contender starts with memory
             # that was just touched, on small and huge pages.
             touch_memory(nbytes)
             pages(nbytes // dist.get_world_size()).fill_(1)
-            dist.barrier()
-            start = time.perf_counter()
-            work(path)
-            took.append(max_over_ranks(time.perf_counter() - start))
+            clock = Phases()
+            with ExitStack() as stack:
+                if config.phases and name == "layerzero":
+                    work = stack.enter_context(clock.measured(verb, work))
+                    phases[verb].append(clock.seconds)
+                dist.barrier()
+                start = time.perf_counter()
+                work(path)
+                took.append(max_over_ranks(time.perf_counter() - start))
             if dist.get_rank() == 0:
                 drop_from_cache(path)
         if dist.get_rank() == 0:
@@ -151,6 +171,7 @@ def measure(config: Config) -> dict[str, Any]:
         "nbytes": nbytes,
         "save": {name: [each[0] for each in values] for name, values in took.items()},
         "load": {name: [each[1] for each in values] for name, values in took.items()},
+        "phases": phases,
     }
 
 
@@ -284,10 +305,20 @@ def drop_from_cache(path: str) -> None:
             os.close(descriptor)
 
 
-def report(args: argparse.Namespace, results: dict[str, Any], names: Sequence[str]) -> None:
+def report(
+    args: argparse.Namespace, results: dict[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Print a table; returns its values."""
     nbytes = results["nbytes"]
     print(f"{nbytes / 1e9:.2f} GB on {args.world_size} ranks, medians of {args.rounds} rounds\n")
     base = "layerzero" if args.parts else "disk"
+    columns = ["", "s", "GB/s"]
+    if "dd" in names:
+        columns.append("of dd's GB/s")
+    if base in names:
+        columns.append(f"of {base}'s time")
+    if "dcp" in names:
+        columns.append("of DCP's time")
     rows, found = [], {}
     for verb in ("save", "load"):
         took = results[verb]
@@ -295,32 +326,42 @@ def report(args: argparse.Namespace, results: dict[str, Any], names: Sequence[st
             if (verb, name) == ("save", "memory"):
                 continue
             speed = Spread.of([nbytes / 1e9 / each for each in took[name]])
-            of_dd = ratio(took["dd"], took[name])  # of its bytes per second
-            of_disk = ratio(took[name], took[base])  # of its time
-            of_dcp = ratio(took[name], took["dcp"])
-            rows.append(
-                [
-                    f"{verb} {name}",
-                    f"{Spread.of(took[name]).median:.2f}",
-                    speed.text(),
-                    of_dd.text(),
-                    of_disk.text(),
-                    of_dcp.text(),
-                ]
-            )
+            ratios = {}
+            if "dd" in names:
+                ratios["of_dd"] = ratio(took["dd"], took[name])  # of its bytes per second
+            if base in names:
+                ratios[f"of_{base}_time"] = ratio(took[name], took[base])
+            if "dcp" in names:
+                ratios["of_dcp_time"] = ratio(took[name], took["dcp"])
+            median = f"{Spread.of(took[name]).median:.2f}"
+            texts = [each.text() for each in ratios.values()]
+            rows.append([f"{verb} {name}", median, speed.text(), *texts])
             found[f"{verb}_{name}"] = {
                 "seconds": Spread.of(took[name]).as_dict(),
                 "gb_per_s": speed.as_dict(),
-                "of_dd": of_dd.as_dict(),
-                f"of_{base}_time": of_disk.as_dict(),
-                "of_dcp_time": of_dcp.as_dict(),
+                **{key: each.as_dict() for key, each in ratios.items()},
             }
-    columns = ["", "s", "GB/s", "of dd's GB/s", f"of {base}'s time", "of DCP's time"]
     print_table(columns, rows)
     print(
-        f"\nbars: layerzero at least {BARS['of_dd']} of dd, at most {BARS['of_dcp']} of DCP's time"
+        f"\nbars: layerzero at least {BARS['of_dd']} of dd, at most {BARS['of_dcp']} of DCP's time;"
+        f"\nof disk's time at most {BARS['save_of_disk']} to save, {BARS['load_of_disk']} to load"
     )
-    print_json({**environment(), "nbytes": nbytes, "world_size": args.world_size, **found})
+    return found
+
+
+def report_phases(of_ranks: Sequence[dict[str, list[dict[str, float]]]]) -> dict[str, Any]:
+    """Print the median seconds of each step, with quartiles, on each rank; returns them."""
+    found: dict[str, Any] = {}
+    for verb in ("save", "load"):
+        rows = []
+        for step in phase_names(verb):
+            # The first round warms up.
+            spreads = [Spread.of([each[step] for each in of[verb][1:]]) for of in of_ranks]
+            rows.append([step, *(each.text(3) for each in spreads)])
+            found[f"{verb}: {step.strip()}"] = [each.as_dict() for each in spreads]
+        print()
+        print_table([f"{verb}, s", *(f"rank {rank}" for rank in range(len(of_ranks)))], rows)
+    return found
 
 
 if __name__ == "__main__":
