@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from layerzero.checkpoint.file_io.batches import BATCH_NBYTES, Slice, Transfer, batches_of
 from layerzero.checkpoint.file_io.direct_io import FileReader, FileWriter, bytes_of
+from layerzero.checkpoint.file_io.population import populating
 from layerzero.checkpoint.format.crc import crc32, placed
 from layerzero.core.device_streams import stream_interface
 from layerzero.core.host import HostMemory
@@ -73,7 +74,8 @@ def read_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress)
         file.read(views, batch[0].offset, spare)
         return [crc32(view) for view in views]
 
-    return _move(folder, transfers, FileReader, read, progress)
+    with populating(transfers, _NUM_THREADS * BATCH_NBYTES):
+        return _move(folder, transfers, FileReader, read, progress)
 
 
 class _Windows:

@@ -22,6 +22,7 @@ import shutil
 import stat
 from pathlib import Path
 
+from layerzero.checkpoint.format.preallocation import set_length
 from layerzero.state_dict.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
@@ -196,7 +197,7 @@ def write_durably(path: Path, data: bytes, nbytes: int | None = None) -> None:
     """Write `data` to a new file and fsync it.
 
     Args:
-        nbytes: extend the file to this size; None: only `data`.
+        nbytes: extend the file to this size, reserving the blocks; None: only `data`.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
     try:
@@ -204,7 +205,7 @@ def write_durably(path: Path, data: bytes, nbytes: int | None = None) -> None:
         while view:
             view = view[os.write(descriptor, view) :]
         if nbytes is not None:
-            os.ftruncate(descriptor, nbytes)
+            set_length(descriptor, nbytes)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
