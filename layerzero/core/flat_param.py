@@ -55,6 +55,11 @@ class OriginalParameter:
     """This rank's value before flattening, detached; of a DTensor, the local tensor."""
 
 
+def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Have `tensor`, which stays the same object, lie where `value` does."""
+    tensor.data = value
+
+
 class FlatParam:
     """The buffers behind one flat parameter, their layout and the views into them.
 
@@ -127,6 +132,8 @@ class FlatParam:
         self._apart: list[nn.Parameter] = []
         """Sharded parameters whose `.data` was assigned, here or by a user: they count their own
         versions, and writes into them leave the main shard's as it is."""
+        self.was_assigned = False
+        """Whether somebody has ever assigned `.data` of a sharded parameter."""
         self.post_forward_shard = None
         self.params_on = params_on
         if params_on is None:
@@ -138,11 +145,7 @@ class FlatParam:
         self.sharded_params = [
             self._make_sharded(original, index) for index, original in enumerate(originals)
         ]
-        self._expected = [
-            (parameter, parameter.data_ptr(), parameter.numel())
-            for parameter in self.sharded_params
-            if parameter.numel()
-        ]
+        self._expect()
         self._empty = [parameter for parameter in self.sharded_params if not parameter.numel()]
         self.is_whole = placement.shard_group.size == 1
         self.has_compute_shard = (
@@ -358,41 +361,90 @@ class FlatParam:
         self._slice_version = -1
 
     def reset_sharded_params(self, unit: str) -> bool:
-        """Copy values that a user assigned to `parameter.data` into the main shard; True if any.
+        """Take over values that a user assigned to `parameter.data`; True if any.
 
         Raises:
             ValueError: the new tensor's shape, dtype or device is not the sharded parameter's.
         """
         # Addresses are compared, because this runs before most gathers. Empty parameters have no
         # address to compare: `_empty`.
-        adopted = False
+        assigned = []
         for parameter, pointer, numel in self._expected:
             if parameter.data_ptr() != pointer or parameter.numel() != numel:
-                self._adopt(parameter, unit)
-                adopted = True
+                assigned.append(parameter)
         dtype = self.main_shard.dtype
         for parameter in self._empty:
             if parameter.dtype is not dtype or parameter.numel():
-                self._adopt(parameter, unit)
-        return adopted
+                self._check_assigned(parameter, unit)
+        if assigned:
+            for parameter in assigned:
+                self._check_assigned(parameter, unit)
+            self._adopt(assigned)
+        return bool(assigned)
 
-    def _adopt(self, parameter: nn.Parameter, unit: str) -> None:
+    def _check_assigned(self, parameter: nn.Parameter, unit: str) -> None:
         index = next(i for i, own in enumerate(self.sharded_params) if own is parameter)
-        owned = self._shard_ranges[index]
-        own = self.main_shard[owned.offset : owned.offset + owned.numel]
-        new = parameter.data
-        if new.shape != own.shape or new.dtype != own.dtype or new.device != own.device:
+        numel, dtype, device = self._shard_ranges[index].numel, *self._kind
+        new = parameter.detach()
+        if (*new.shape,) != (numel,) or new.dtype != dtype or new.device != device:
             raise ValueError(
                 f"{unit} (rank {self.placement.rank}): the data of parameter "
                 f"{self.fqns[index]!r} was replaced after wrapping: expected this rank's shard, "
-                f"shape {tuple(own.shape)}, {own.dtype} on {own.device}, got shape "
+                f"shape {(numel,)}, {dtype} on {device}, got shape "
                 f"{tuple(new.shape)}, {new.dtype} on {new.device}; cast or move the module before "
                 "wrapping it, and change full values inside summon_full_params()"
             )
-        own.copy_(new)
-        parameter.data = own
-        if all(parameter is not each for each in self._apart):
-            self._apart.append(parameter)
+
+    def _adopt(self, assigned: Sequence[nn.Parameter]) -> None:
+        """Copy what was assigned to the `.data` of some parameters into a new main shard.
+
+        The former memory keeps its values: a program that swaps weights (an average for an
+        evaluation) took `.data` before, and will assign that again.
+        """
+        values = {id(parameter): parameter.detach() for parameter in assigned}
+        # A tensor made in inference mode could not be written in place outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.is_whole or self.has_compute_shard or not any(self.splits):
+                self._move_main_shard()
+            for (_, start, stop, offset), parameter in zip(
+                self._shard_ranges, self.sharded_params, strict=True
+            ):
+                own = self.main_shard[offset : offset + stop - start]
+                own.copy_(values.get(id(parameter), own))
+                _put(parameter, own)
+        self._apart = [*self.sharded_params]
+        self.was_assigned = True
+        self._expect()
+
+    def _move_main_shard(self) -> None:
+        """Give the main shard, and what shares its memory, memory that nobody else has."""
+        former, numel, dtype = self.main_shard.data, self.layout.shard_numel, self.main_shard.dtype
+        if self.params_on is None:
+            moved = torch.empty(numel, dtype=dtype, device=former.device)
+        else:
+            moved = self.params_on.lasting(numel, dtype)
+        # The objects stay: optimizers hold them.
+        _put(self.main_shard, moved.copy_(former))
+        if self.has_compute_shard:
+            return
+        if self.is_whole:
+            _put(self.full, moved)
+            self._storage = self.full.untyped_storage()
+            for index, unsharded in enumerate(self.unsharded_params):
+                _put(unsharded, self.view_of(moved, index))
+        self._make_compute_shard()
+
+    def _expect(self) -> None:
+        """Note where the sharded parameters are."""
+        self._expected = [
+            (parameter, parameter.data_ptr(), parameter.numel())
+            for parameter in self.sharded_params
+            if parameter.numel()
+        ]
+
+    @property
+    def _kind(self) -> tuple[torch.dtype, torch.device]:
+        return self.main_shard.dtype, self.main_shard.device
 
     def update_requires_grad(self) -> bool:
         """Copy `requires_grad` from sharded to unsharded parameters; True if any changed."""

@@ -288,6 +288,11 @@ class Unit:
         """
         return any(handle.is_stale for handle in self.handles)
 
+    def takes_over_data(self) -> bool:
+        """Take over data that the user assigned to sharded parameters; True if any."""
+        # A list, not a generator, which would stop at the first True.
+        return any([handle.reset_sharded_params(self.label) for handle in self.handles])
+
     def unshard(self, behind_reductions: bool = False) -> None:
         """Start gathering the unsharded parameters. Collective over the shard group.
 
@@ -299,11 +304,14 @@ class Unit:
         if self.state is not ShardState.SHARDED:
             return
         context = self.context
-        # Takes over data that the user assigned to sharded parameters; weights do not change in
-        # backward. A list, not a generator, which would stop at the first True.
-        if not context.in_backward and any(
-            [h.reset_sharded_params(self.label) for h in self.handles]
-        ):
+        may_be_assigned = not context.in_backward
+        if not may_be_assigned:
+            # Weights do not change in backward, but somebody who swaps them for an evaluation may
+            # do so between it and forward. A loop, because this runs in every backward.
+            for handle in self.handles:
+                may_be_assigned = may_be_assigned or handle.was_assigned
+        # A list, not a generator, which would stop at the first True.
+        if may_be_assigned and any([h.reset_sharded_params(self.label) for h in self.handles]):
             context.note_weights()
         self._set_shard_state(ShardState.GATHERING)
         context.limiter.acquire(self.nbytes)

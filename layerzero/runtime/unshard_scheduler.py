@@ -133,7 +133,7 @@ class UnshardScheduler:
             # What an earlier forward left unsharded may be older than the weights. It stays only
             # under one of these holds, and only if the weights are the same.
             stays = other.is_held(_EXPLICIT | _FIRST | _MICRO_BATCHES)
-            if not stays or other.is_stale:
+            if not stays or other.is_stale or other.takes_over_data():
                 other.reshard()
                 if self._holds_for_graph:
                     # A graph made with create_graph reads it in a later backward, and no hook

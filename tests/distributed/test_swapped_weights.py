@@ -1,0 +1,107 @@
+"""Weights that are swapped through `.data` for a while, as averages are for an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from layerzero import MixedPrecision, ZeRO3
+from layerzero.optim import AdamW
+from tests.harness.compare import zero3
+from tests.harness.models import CASES, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import batches_of, full_parameters, seeded
+
+
+class _Average:
+    """As tutorials write it: the weights are kept as they are, and put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shadow = {name: p.data.clone() for name, p in model.named_parameters()}
+
+    def update(self) -> None:
+        for name, p in self.model.named_parameters():
+            self.shadow[name] = (0.3 * p.data + 0.7 * self.shadow[name]).clone()
+
+    def apply(self) -> None:
+        self.backup = {}
+        for name, p in self.model.named_parameters():
+            self.backup[name] = p.data
+            p.data = self.shadow[name]
+
+    def restore(self) -> None:
+        for name, p in self.model.named_parameters():
+            p.data = self.backup[name]
+
+
+def _run(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> dict[str, torch.Tensor]:
+    average, outputs = _Average(model), {}
+    batches = [step[0] for step in batches_of(CASES["mlp"], 1, steps=8)]
+
+    def evaluate(name: str) -> None:
+        average.apply()
+        with torch.inference_mode() if where == "inference" else torch.no_grad():
+            outputs[name] = model(batches[-1]).clone()
+        if where == "summoned":
+            outputs.update({f"{name} {key}": p for key, p in _values(model).items()})
+        average.restore()
+
+    for step in range(3):
+        optimizer.zero_grad()
+        if where == "amid accumulation":
+            with model.no_sync() if isinstance(model, ZeRO3) else nullcontext():
+                model(batches[step + 3]).square().mean().backward()
+            evaluate(f"amid {step}")
+        loss = model(batches[step]).square().mean()
+        if where == "before backward":
+            evaluate(f"before {step}")
+        loss.backward()
+        optimizer.step()
+        average.update()
+        evaluate(f"after {step}")
+    return {**outputs, **_values(model)}
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    if isinstance(model, ZeRO3):
+        return full_parameters(model)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _all_modes() -> None:
+    def sgd(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    cases: list[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, object]]] = [
+        ("after", sgd, {}),
+        ("inference", sgd, {}),
+        ("summoned", sgd, {"reshard_after_forward": False}),
+        ("before backward", sgd, {}),
+        ("before backward", sgd, {"zero3_size": 1}),
+        ("before backward", sgd, {"mixed_precision": MixedPrecision(param_dtype=torch.float64)}),
+        ("amid accumulation", sgd, {"zero3_size": 1, "outer": "replicate"}),
+        ("amid accumulation", sgd, {"accumulation": "unsharded"}),
+        ("amid accumulation", AdamW, {}),
+    ]
+    for where, build, options in cases:
+        model, plain = zero3(Mlp, Block, **options), seeded(Mlp)
+        ours = _run(model, build(model.parameters()), where)
+        plain_build = torch.optim.AdamW if build is AdamW else build
+        expected = _run(plain, plain_build(plain.parameters()), where)
+        assert ours.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                ours[name].to(value.dtype),
+                value,
+                msg=lambda text, case=f"{where}, {options}, {name}": f"{case}: {text}",
+            )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_that_are_swapped_for_an_evaluation_come_back(world_size: int) -> None:
+    run_ranks(world_size, _all_modes)
