@@ -102,7 +102,7 @@ def _compare_bytes(before_wrapping: bool) -> None:
 
 
 @pytest.mark.parametrize("before_wrapping", [True, False], ids=["before wrapping", "later"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_no_gradient_bytes_travel_for_what_is_frozen(
     world_size: int, before_wrapping: bool
 ) -> None:

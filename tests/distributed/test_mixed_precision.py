@@ -131,8 +131,8 @@ _PRECISIONS = {
 _NAMES = ["mlp", "transformer", "tied_across_units", "frozen_parts", "unused_parts"]
 
 
-def _train_all(precision: MixedPrecision, options: dict) -> None:
-    for name in _NAMES:
+def _train_all(precision: MixedPrecision, options: dict, names: list[str]) -> None:
+    for name in names:
         try:
             _train(name, precision, **options)
         except AssertionError as error:
@@ -141,7 +141,7 @@ def _train_all(precision: MixedPrecision, options: dict) -> None:
 
 @pytest.mark.parametrize("precision", _PRECISIONS.values(), ids=_PRECISIONS)
 def test_mixed_precision_trains_bitwise_like_a_loop_by_hand(precision: MixedPrecision) -> None:
-    run_ranks(2, _train_all, precision, {})
+    run_ranks(2, _train_all, precision, {}, _NAMES)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,16 @@ def test_mixed_precision_trains_bitwise_like_a_loop_by_hand(precision: MixedPrec
         pytest.param({"auto_wrap_policy": None}, id="one unit"),
     ],
 )
-def test_casts_go_with_other_options(options: dict) -> None:
-    run_ranks(2, _train_all, _PRECISIONS["bf16 parameters, float32 reduction"], options)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["tied_across_units", "frozen_parts"], id="tied and frozen"),
+        pytest.param(["mlp", "transformer", "unused_parts"], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_casts_go_with_other_options(options: dict, names: list[str]) -> None:
+    precision = _PRECISIONS["bf16 parameters, float32 reduction"]
+    run_ranks(2, _train_all, precision, options, names)
 
 
 def _norms_stay_float32() -> None:

@@ -122,9 +122,12 @@ def _read(folder: str, expected: list[tuple[State, State]]) -> None:
         _assert_same(_expected(model, other), expected[number], f"{what}, without names")
 
 
-def test_torchs_functions_save_on_two_ranks_and_load_on_any_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_sizes", [[1, 3], pytest.param([4], marks=pytest.mark.slow)])
+def test_torchs_functions_save_on_two_ranks_and_load_on_any_number(
+    tmp_path: Path, world_sizes: list[int]
+) -> None:
     expected = run_ranks(2, _write, str(tmp_path))[0]
-    for world_size in (1, 3, 4):
+    for world_size in world_sizes:
         run_ranks(world_size, _read, str(tmp_path), expected)
 
 

@@ -174,7 +174,7 @@ def _trains(kinds: tuple[str, ...]) -> None:
     mesh = _mesh()
     for kind in kinds:
         pipeline = Pipeline(mesh, kind, ZeRO3PipelineStage)
-        for step, record in enumerate(pipeline.train(steps=3)):
+        for step, record in enumerate(pipeline.train(steps=2)):
             for index, (gathers, reductions) in record.items():
                 own = ("the root unit", "blocks.0", "blocks.1")
                 names = [f"stage {index}: {unit}" for unit in own]

@@ -159,7 +159,7 @@ def _full_dicts() -> None:
         assert_same_parameters(_full(other), _full(model), what=make.__name__)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_full_state_dicts_go_out_and_in(world_size: int) -> None:
     run_ranks(world_size, _full_dicts)
 
@@ -432,7 +432,7 @@ def _streams() -> None:
     _train(model, optimizer)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_full_tensors_are_streamed_in_buckets_of_any_size(world_size: int) -> None:
     run_ranks(world_size, _streams)
 

@@ -38,7 +38,7 @@ def _shows_the_originals() -> None:
         assert all(after[key] is sharded_params[key] for key in sharded_params), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_full_parameters_have_the_original_names_shapes_and_values(world_size: int) -> None:
     run_ranks(world_size, _shows_the_originals)
 

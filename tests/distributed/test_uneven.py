@@ -74,7 +74,9 @@ def _widths() -> None:
         assert_trains_alike(zero3(_Widths, *units), seeded(_Widths), batches, "adamw")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2)), 3, 4]
+)
 def test_sizes_of_every_remainder_train(world_size: int) -> None:
     run_ranks(world_size, _widths)
 

@@ -94,7 +94,7 @@ def _used_on_some_ranks(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_parameter_unused_on_one_rank_counts_as_zero_there(
     world_size: int, optimizer: str
 ) -> None:
