@@ -21,6 +21,7 @@ import torch.distributed as dist
 from layerzero.comm.collectives import messages_carry_names
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.comm.lookout import Lookout
+from layerzero.comm.loop_threads import wake_without_preempting
 from layerzero.comm.model_numbers import number_model
 from layerzero.comm.pending import Operation
 from layerzero.comm.recovery import PeerRaised, Recovery, settle
@@ -113,6 +114,8 @@ class Operations:
         self.phases = Phases(device, groups)
         self._numbers = number_model(groups, device)
         named = {g.process_group for g in groups if messages_carry_names(g, device)}
+        if named:
+            wake_without_preempting()
         places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
         self.recovery = None
         if recovers and named and len(named) == len(self._numbers):
