@@ -51,8 +51,8 @@ _USES: list[tuple[str, str, bool]] = [
     ),
     (r"(?i)lamb$|lars|^larc$|novograd|fromage|^nero$", "the norm of a parameter", True),
     (
-        r"(?i)prodigy|dadapt|^mechanic|^dog$|^ldog$",
-        "a step size from sums over the elements of all parameters",
+        r"(?i)prodigy|dadapt|^mechanic|^dog$|^ldog$|^adams$",
+        "a step size or decay from sums over the elements of all parameters",
         False,
     ),
     (

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ROWS, _COLUMNS, _STEPS = 4, 6, 3
+_ROWS, _COLUMNS, _STEPS = 4, 6, 4
 _MOST_OPERATIONS = 3000
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _LEFT_OUT = {"param_groups", "state", "step", "zero_grad"}
@@ -88,7 +88,11 @@ def _steps(
     torch.manual_seed(seed)
     # Makes every norm, mean or maximum of a part differ clearly from that of the whole.
     scale = torch.logspace(-2, 1, _ROWS * _COLUMNS)
-    for _ in range(_STEPS):
+    for number in range(_STEPS):
+        if number == _STEPS - 1:
+            # So that momentum outweighs the gradient in a part: what masks by their signs, and
+            # rescales by the mean of the mask (Lion with caution), differs, too.
+            scale = scale.flip(0)
         gradient = torch.randn(_ROWS * _COLUMNS, generator=generator) * scale
         for parameter, part in zip(parameters, gradient.chunk(num_parameters), strict=True):
             parameter.grad = part.clone().view(shape)
@@ -109,6 +113,8 @@ def _twin(
     options = {name: _copied(value) for name, value in group.items() if name != "params"}
     if "lr" in options:
         options["lr"] = 0.01  # A schedule may begin at 0.
+    if options.get("weight_decay"):
+        options["weight_decay"] = 0.1  # Else what depends on it is too small to be seen.
     twin.state = collections.defaultdict(dict)
     twin.param_groups = [{**options, "params": parameters}]
     return twin

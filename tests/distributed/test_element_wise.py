@@ -54,6 +54,36 @@ class Signed(torch.optim.Optimizer):
                     parameter.add_(mean.sign(), alpha=-group["lr"])
 
 
+class Cautious(Signed):
+    """Leaves out what momentum and gradient disagree on, and makes up for it by a mean."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(gradient))
+                    update = mean.lerp(gradient, 0.1).sign()
+                    mean.lerp_(gradient, 0.01)
+                    mask = (update * gradient > 0).to(gradient.dtype)
+                    mask.div_(mask.mean().clamp(min=1e-3))
+                    parameter.sub_(update * mask, alpha=group["lr"])
+
+
+class DecaysByMean(torch.optim.SGD):
+    """A little decay, by a mean over the parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel():
+                    decay = group["lr"] * group["weight_decay"] / parameter.grad.abs().mean()
+                    parameter.mul_(1 - decay.clamp(max=1))
+        return super().step(closure)
+
+
 class Noisy(Normed):
     """Draws noise, so that a step says nothing of the next."""
 
@@ -173,6 +203,9 @@ def _optimizers() -> None:
     _expect(steps(AdaFactor))  # once
     _expect(steps(MyLamb), "MyLamb", "norm")
     _expect(steps(lambda p: Normed(p, lr=0.0)), "Normed", "more than one element")
+    _expect(steps(Cautious), "Cautious", "more than one element")
+    little = lambda p: DecaysByMean(p, lr=0.1, weight_decay=1e-4)  # noqa: E731
+    _expect(steps(little), "DecaysByMean", "more than one element")
     # Those that cannot be tried are found by what they take of a shard, which is told once.
     norm = "that of this rank's part"
     for unknown, parts in ((Noisy, (norm,)), (Holder, ()), (Summed, ())):
