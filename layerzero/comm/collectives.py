@@ -1,34 +1,10 @@
 """The collectives of the engine: all-gather, reduce-scatter and small exchanges on 1-D tensors.
 
-Each verb uses the call that suits the backend. On gloo every pair of ranks has its own connection,
-so point-to-point messages go directly from source to destination buffers, and the engine sums a
-reduction itself; benchmarks/bench_collectives.py compares both with gloo's own collectives.
-
-Note [A message carries its name]
-    Point-to-point messages match by tag. The tag is a hash of the verb, the unit, the operation's
-    number in this model, the size, and the model's number on the group. Ranks that issue different
-    operations therefore never exchange bytes: they wait, a `Lookout` detects that their paths
-    differ, and the error says which rank waits for what. Without the tag, two gathers in swapped
-    order would silently mix the weights of two units if their sizes are equal, and would abort the
-    process inside gloo if they are not.
+Each verb uses the call that suits the backend. On gloo that is messages between pairs of ranks
+(messages.py), and the engine sums a reduction itself.
 
 Note [Rank order]
     Parts are added in rank order, in float32 at least, so a sum does not depend on arrival order.
-
-Note [Parts arrive where others have left]
-    A reduction that the engine sums holds its input, one chunk for each rank, and the parts that
-    arrive. With memory for each of these it would hold nearly two inputs. So only the first
-    arrivals get memory of their own; each later one goes where a chunk lay that has been sent:
-
-        step        1       2       3       4       5       of rank 0 of 6
-        sends       chunk 1 chunk 2 chunk 3 chunk 4 chunk 5
-        receives    memory  memory  memory  chunk 1 chunk 2
-
-    In each step every rank sends one chunk and receives one, and half of the steps are under way at
-    a time, so no connection is idle because another one is at work. No message is added, and the
-    sum still gets all parts at once. `Pending.wait` posts the later receives. They all follow sends
-    to which peers have posted the receive at once, so that a rank waits for others no more than
-    twice in a row: with a quarter of the parts a step of 8 ranks took longer.
 """
 
 from __future__ import annotations
@@ -40,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from layerzero.comm import messages
+from layerzero.comm.messages import messages_carry_names
 from layerzero.comm.pending import Operation, Pending
 from layerzero.core.groups import ShardGroup
 from layerzero.ops import ordered_sum_
@@ -91,7 +69,7 @@ def gather_from_peers(
     slices: Sequence[torch.Tensor], shard: torch.Tensor, group: ShardGroup, operation: Operation
 ) -> Pending:
     """`all_gather` without the copy of this rank's own part; only where messages carry names."""
-    return _exchange(slices, [shard] * group.size, group, operation)
+    return messages.exchange(slices, [shard] * group.size, group, operation)
 
 
 def reduce_scatter(
@@ -215,7 +193,7 @@ def all_to_all(
     if messages_carry_names(group, sent.device):
         incoming = received.split_with_sizes(list(received_sizes))
         outgoing = sent.split_with_sizes(list(sent_sizes))
-        return _exchange(incoming, outgoing, group, operation, nbytes)
+        return messages.exchange(incoming, outgoing, group, operation, nbytes)
     pending = Pending(operation, group, nbytes)
     if operation.watchdog is not None:
         operation.watchdog.watch(pending)
@@ -257,7 +235,7 @@ def broadcast(
     Where messages carry names, a rank passes the value on only in `wait` of the handle.
     """
     if messages_carry_names(group, tensor.device):
-        return _broadcast_down_a_tree(tensor, group, operation, source)
+        return messages.broadcast_down_a_tree(tensor, group, operation, source)
     global_rank, process_group = group.ranks[source], group.process_group
     sent = tensor if tensor.dtype in _SENT_BY_ALL else tensor.view(-1).view(torch.uint8)
     has_work = group.backend not in _ON_CURRENT_STREAM
@@ -267,34 +245,6 @@ def broadcast(
         group,
         lambda: dist.broadcast(sent, global_rank, group=process_group, async_op=has_work),
     )
-
-
-def _broadcast_down_a_tree(
-    tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int
-) -> Pending:
-    """The rank at place p, counted from the source, sends to p + 2**k for each 2**k above p.
-
-    gloo's own broadcast waits on a thread of gloo, which a peer that dies amid a message blocks
-    until the timeout of the group; destroying the group then waits for that thread.
-    """
-    size, place = group.size, (group.rank - source) % group.size
-    nothing = tensor.new_empty(0)
-
-    def with_ranks(places: Sequence[int]) -> list[torch.Tensor]:
-        ranks = {(place + source) % size for place in places}
-        return [tensor if rank in ranks else nothing for rank in range(size)]
-
-    first = 1 << place.bit_length()
-    steps = [first << k for k in range(size.bit_length())]
-    receivers = with_ranks([place + step for step in steps if place + step < size])
-    if place == 0:
-        return _exchange([nothing] * size, receivers, group, operation, tensor.nbytes)
-    senders = with_ranks([place - (first >> 1)])
-    pending = _exchange(senders, [nothing] * size, group, operation, tensor.nbytes)
-    pending.then(
-        lambda: _exchange([nothing] * size, receivers, group, operation, tensor.nbytes).wait()
-    )
-    return pending
 
 
 def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
@@ -340,93 +290,7 @@ def _all_to_all(
             ),
         )
         return list(received.chunk(group.size)), pending
-    num_steps = _steps_under_way(group.size)
-    return _exchange_in_place(own, group, operation, num_steps)
-
-
-def _steps_under_way(size: int) -> int:
-    """Parts of memory that a reduction gets beside its input, in a group of `size`."""
-    return min(size - 1, max(2, size // 2))
-
-
-def _exchange_in_place(
-    own: Sequence[torch.Tensor], group: ShardGroup, operation: Operation, num_steps: int
-) -> tuple[list[torch.Tensor], Pending]:
-    """Send own[i] to rank i; return the part from each rank, and the handle.
-
-    See Note [Parts arrive where others have left].
-    """
-    rank, size = group.rank, group.size
-    parts = [*own]
-    for step in range(1, size):
-        parts[rank - step] = (
-            torch.empty_like(own[rank])
-            if step <= num_steps
-            else own[(rank + step - num_steps) % size]
-        )
-    return parts, _exchange(parts, own, group, operation, num_steps=num_steps)
-
-
-def _exchange(
-    incoming: Sequence[torch.Tensor],
-    outgoing: Sequence[torch.Tensor],
-    group: ShardGroup,
-    operation: Operation,
-    nbytes: int | None = None,
-    num_steps: int | None = None,
-) -> Pending:
-    """Exchange one tensor with every other rank, point to point; entry i belongs to rank i.
-
-    Args:
-        nbytes: is compared between ranks; None: the size of each message, if all have the same.
-        num_steps: what is received in a step may go where what was sent so many steps before lay,
-            and is posted after that; None: all is posted at once. If given, no tensor is empty, or
-            all are.
-    """
-    pending = Pending(operation, group, outgoing[0].nbytes if nbytes is None else nbytes)
-    process_group = group.process_group
-    calls: list[functools.partial[dist.Work]] = []
-    later: list[tuple[int, functools.partial[dist.Work]]] = []
-    peers, receives = [], []
-    late_peers: list[int] = []
-    sends: list[int] = []
-    """Place in `calls` of the send of each step."""
-    for step in range(1, group.size):
-        # Staggered, so that not every rank starts with rank 0. The send is posted before the
-        # receive: a 4 MB message between two ranks of one machine then takes 2.0 to 2.4 ms instead
-        # of 3.7 to 3.9 ms (benchmarks/bench_collectives.py).
-        for peer, tensors, method in (
-            ((group.rank + step) % group.size, outgoing, process_group.send),
-            ((group.rank - step) % group.size, incoming, process_group.recv),
-        ):
-            tensor = tensors[peer]
-            if not tensor.numel():
-                continue
-            call = functools.partial(method, [tensor], peer, operation.tag(tensor.nbytes))
-            if tensors is incoming and num_steps is not None and step > num_steps:
-                later.append((sends[step - num_steps - 1], call))
-                late_peers.append(peer)
-                continue
-            if tensors is outgoing:
-                sends.append(len(calls))
-            calls.append(call)
-            peers.append(peer)
-            receives.append(tensors is incoming)
-    peers += late_peers
-    receives += [True] * len(late_peers)
-    recovery = None if operation.lookout is None else operation.lookout.recovery
-    if recovery is None:
-        pending.post(calls, peers, receives, incoming, outgoing, later)
-        return pending
-    with recovery.lock:
-        recovery.begin(pending)
-        pending.post(calls, peers, receives, incoming, outgoing, later)
-    return pending
-
-
-def messages_carry_names(group: ShardGroup, device: torch.device) -> bool:
-    """See Note [A message carries its name]; on other backends a `Watchdog` compares ranks."""
-    return group.backend == "gloo" and device.type == "cpu"
+    return messages.exchange_in_place(own, group, operation)
 
 
 def _start(

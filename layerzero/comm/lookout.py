@@ -1,6 +1,6 @@
 """Lookout: detects on gloo, before the timeout, that ranks took different paths and will hang.
 
-On gloo every message carries its name (Note [A message carries its name] in collectives.py), so
+On gloo every message carries its name (Note [A message carries its name] in messages.py), so
 ranks that took different paths would wait for each other until the timeout. The mismatch can be
 proven earlier: a model's collectives are numbered, and a rank that used number 15 for a gather of
 blocks.2 will never answer a gather of blocks.1 (#15). A thread on each rank checks about twice a

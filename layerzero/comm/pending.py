@@ -37,7 +37,7 @@ class Operation(NamedTuple):
         return f"{self.verb} of {self.unit} (#{self.number})"
 
     def tag(self, nbytes: int) -> int:
-        """See Note [A message carries its name] in collectives.py.
+        """See Note [A message carries its name] in messages.py.
 
         In [2**30, 2**31), clear of small user tags.
         """

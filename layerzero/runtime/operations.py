@@ -18,10 +18,10 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import messages_carry_names
 from layerzero.comm.diagnosis import CollectiveError
 from layerzero.comm.lookout import Lookout
 from layerzero.comm.loop_threads import wake_without_preempting
+from layerzero.comm.messages import messages_carry_names
 from layerzero.comm.model_numbers import number_model
 from layerzero.comm.pending import Operation
 from layerzero.comm.recovery import PeerRaised, Recovery, settle

@@ -25,9 +25,9 @@ from layerzero.comm.collectives import (
     Add,
     gather_from_peers,
     gather_small,
-    messages_carry_names,
     slices_of,
 )
+from layerzero.comm.messages import messages_carry_names
 from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.texts import gather_texts
 from layerzero.core.groups import ShardGroup

@@ -1,5 +1,5 @@
 """Reductions that the engine sums: their bits, and what they hold; see Note [Parts arrive where
-others have left] in comm/collectives.py."""
+others have left] in comm/messages.py."""
 
 from __future__ import annotations
 

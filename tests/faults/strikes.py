@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from layerzero.comm import collectives, new_groups, pending
+from layerzero.comm import messages, new_groups, pending
 from tests.faults import links
 from tests.faults.cells import FATAL, Cell
 
@@ -41,7 +41,7 @@ class Strike:
             module, name = _CALLS[place]
             _replace(module, name, self._at_call)
         else:
-            _replace(collectives, "_exchange", self._at_exchange)
+            _replace(messages, "exchange", self._at_exchange)
 
     def arm_in_diagnosis(self) -> None:
         """Strike while this rank looks for the cause of an error."""

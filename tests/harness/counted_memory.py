@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 import layerzero.comm.collectives as collectives
+import layerzero.comm.messages as messages
+import layerzero.comm.pending as pending
 import layerzero.comm.streams as streams
 from layerzero import ZeRO3
 from layerzero.memory_budget.storages import CountingMode, StorageCount
@@ -102,7 +104,7 @@ def _threads_keep_up() -> Iterator[None]:
             last[0] = item = super()._enqueue(work)
             return item
 
-    class Pending(collectives.Pending):
+    class Pending(pending.Pending):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._before = last[0]
@@ -115,5 +117,6 @@ def _threads_keep_up() -> Iterator[None]:
     with (
         mock.patch.object(streams, "FinishingStream", Stream),
         mock.patch.object(collectives, "Pending", Pending),
+        mock.patch.object(messages, "Pending", Pending),
     ):
         yield

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero import ZeRO3
-from layerzero.comm import collectives
+from layerzero.comm import messages
 from layerzero.comm.pending import Pending
 from layerzero.core.groups import ShardGroup
 from layerzero.errors import CorruptionError
@@ -59,7 +59,7 @@ class Transport:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        real = collectives._exchange
+        real = messages.exchange
 
         def exchange(
             incoming: Sequence[torch.Tensor],
@@ -76,7 +76,7 @@ class Transport:
                     self._corrupt(pending, incoming, outgoing, group)
             return pending
 
-        with mock.patch.object(collectives, "_exchange", exchange):
+        with mock.patch.object(messages, "exchange", exchange):
             yield
 
     def _corrupt(

@@ -38,7 +38,7 @@ _NAMES = {
     "Reduction._send.<locals>.hops": "sum between hops",
     "reduce_scatter": "sum of a hop",
     "_all_to_all": "received parts",
-    "_exchange_in_place": "received parts",
+    "exchange_in_place": "received parts",
     "_gather": "streamed bucket",
     "start_exchange": "packed pieces",
     "gather_flags": "gradient presence",
