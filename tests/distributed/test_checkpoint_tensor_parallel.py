@@ -133,13 +133,19 @@ def _read(root: str, num_tensors: list[int], expected: Any) -> None:
     ],
 )
 def test_any_split_loads_into_any_other(
-    tmp_path: Path, num_ranks: int, num_tensor: int, in_sequence: bool, zero3_size: int | None
+    tmp_path: Path,
+    num_ranks: int,
+    num_tensor: int,
+    in_sequence: bool,
+    zero3_size: int | None,
+    in_full: bool,
 ) -> None:
+    """What two ranks wrote is read at splits that differ from theirs; `make soak`: at all."""
+    few = num_ranks == 2 and not in_full
     expected = run_ranks(num_ranks, _write, str(tmp_path), num_tensor, in_sequence, zero3_size)[0]
     for name, value in load_file(tmp_path / "ours/step-00000000/model.safetensors").items():
         assert_bitwise(value, expected[0][name], name)
     run_ranks(1, _read, str(tmp_path), [1], expected)
-    # What two wrote, others read at splits that differ from theirs; the rest with the slow cases.
-    run_ranks(2, _read, str(tmp_path), [1] if num_ranks == 2 else [1, 2], expected)
+    run_ranks(2, _read, str(tmp_path), [1] if few else [1, 2], expected)
     if num_ranks != 4:
-        run_ranks(4, _read, str(tmp_path), [2] if num_ranks == 2 else [2, 4], expected)
+        run_ranks(4, _read, str(tmp_path), [2] if few else [2, 4], expected)

@@ -63,7 +63,7 @@ def start(recompute: bool | None) -> tuple[ZeRO3, torch.optim.Optimizer]:
 
 def _fails_everywhere(recompute: bool | None) -> None:
     for where in ("forward", "backward"):
-        # What interrupts a pass is no `Exception`: recomputation asks for neither.
+        # Recomputing units: with the kind that is no `Exception`, which is the harder one.
         for error in (ValueError, KeyboardInterrupt) if recompute is None else (KeyboardInterrupt,):
             try:
                 _fails(where, error, recompute)
