@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import time
 from typing import Any
 from unittest import mock
@@ -25,13 +24,12 @@ from common import (
     environment,
     interleave,
     keep_freed_memory,
+    let_gloo_wait,
     max_over_ranks,
     print_json,
     print_table,
     run_on_ranks,
 )
-
-from layerzero.comm import loop_threads
 
 ENGINES = ("ddp", "layerzero", "fully_shard")
 KINDS = tuple((engine, waits) for engine in ENGINES for waits in (False, True))
@@ -68,7 +66,7 @@ def measure(args: argparse.Namespace) -> Times:
 
     def step_ms(name: str) -> float:
         engine, waits = KINDS[int(name)]
-        _let_wait(waits)
+        let_gloo_wait(waits)
         gc.collect()
         dist.barrier()
         start = [clock() for clock in _CLOCKS]
@@ -98,18 +96,11 @@ def measure(args: argparse.Namespace) -> Times:
 _CLOCKS = (time.perf_counter, time.process_time, time.thread_time)
 
 
-def _let_wait(waits: bool) -> None:
-    for thread in loop_threads._loop_threads():
-        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
-    if waits:
-        loop_threads.wake_without_preempting()
-
-
 def report(args: argparse.Namespace, times: Times) -> None:
     names = [f"{engine}, {'waits' if waits else 'takes'}" for engine, waits in KINDS]
     of_ddp = {
-        name: Interval.of(_ratios(values, times[CLOCKS[0]][int(waits)]))
-        for name, (_, waits), values in zip(names, KINDS, times[CLOCKS[0]], strict=True)
+        name: Interval.of(_ratios(values, times[CLOCKS[0]][0]))
+        for name, values in zip(names, times[CLOCKS[0]], strict=True)
     }
     of_takes = {
         engine: Interval.of(_ratios(times[CLOCKS[0]][place + 1], times[CLOCKS[0]][place]))
@@ -125,7 +116,7 @@ def report(args: argparse.Namespace, times: Times) -> None:
         ]
         for place, (name, (engine, waits)) in enumerate(zip(names, KINDS, strict=True))
     ]
-    print_table(["", *CLOCKS, "of ddp's elapsed", "waits of takes"], rows)
+    print_table(["", *CLOCKS, "of ddp's that takes", "waits of takes"], rows)
     result: dict[str, Any] = {
         "benchmark": "loop_threads",
         "config": vars(args),

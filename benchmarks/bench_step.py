@@ -2,9 +2,9 @@
 
 A transformer on gloo ranks of this machine, AdamW included. Every engine trains the same model on
 the same data with its defaults; the bare model trains without communication. The engines take turns
-in each round, so a ratio is within one round; the slowest rank counts. Peak bytes come from a
-separate untimed run (memory.py explains how they are counted). DeepSpeed takes part where it is
-installed (peers.py).
+in each round, so a ratio is within one round; the slowest rank counts. gloo's threads are scheduled
+as each engine's users have them (`let_gloo_wait`). Peak bytes come from a separate untimed run
+(memory.py explains how they are counted). DeepSpeed takes part where it is installed (peers.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from common import (
     difference,
     environment,
     interleave,
+    let_gloo_wait,
     max_over_ranks,
     print_json,
     print_table,
@@ -113,6 +114,7 @@ def measure_time(config: Config, names: list[str]) -> dict[str, Any]:
     losses: dict[str, list[float]] = {name: [] for name in names}
 
     def step_ms(name: str) -> float:
+        let_gloo_wait(name == "layerzero")
         gc.collect()
         dist.barrier()
         start = time.perf_counter()

@@ -13,6 +13,7 @@ import random
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from layerzero.comm import loop_threads
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,20 @@ def keep_freed_memory() -> None:
     os.environ["MALLOC_ARENA_MAX"] = "1"
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
         os.environ[name] = "2000000000"
+
+
+def let_gloo_wait(waits: bool) -> None:
+    """Have the threads of gloo's sockets wait for a core when they wake, or take one.
+
+    Wrapping a model with layerzero has them wait, for all that this process runs afterwards;
+    without it they take one (layerzero/comm/loop_threads.py). Engines that are compared in one
+    process each get what their users have.
+    """
+    if sys.platform.startswith("linux"):
+        for thread in loop_threads._loop_threads():
+            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+    if waits:
+        loop_threads.wake_without_preempting()
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
