@@ -10,7 +10,7 @@ Note [A thread that is preempted holds gloo's lock]
 
     Linux does not let a thread of the class SCHED_BATCH take a core from another one when it wakes:
     it runs at once where a core is free, else at the next tick. Its share of the cores stays the
-    same. So a step is shorter also where other programs compute on all cores.
+    same.
 """
 
 from __future__ import annotations
