@@ -27,6 +27,7 @@ from layerzero.comm import diagnosis
 from tests.harness.checks import assert_same_parameters
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import run_ranks
+from tests.harness.served_store import serve_store
 
 FILE_CALLS = (
     "mkdir",
@@ -345,8 +346,9 @@ def test_a_pickle_in_the_folder_is_never_opened(tmp_path: Path) -> None:
     run_ranks(2, _planted, str(tmp_path))
 
 
-def _full_disk(root: str) -> None:
+def _full_disk(root: str, store_folder: str) -> None:
     rank = dist.get_rank()
+    serve_store(0, Path(store_folder))  # a file's would meet the limit below, too
     model, optimizer, _ = _saved(root)
     state = get_model_state_dict(model, full=True)
     before = _leftovers(Path(root))
@@ -388,7 +390,9 @@ def _full_disk(root: str) -> None:
 
 
 def test_a_full_disk_is_an_error_on_every_rank_and_harms_nothing(tmp_path: Path) -> None:
-    run_ranks(2, _full_disk, str(tmp_path))
+    for name in ("root", "store"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, _full_disk, str(tmp_path / "root"), str(tmp_path / "store"))
 
 
 def _partial_writes(root: str) -> None:

@@ -16,6 +16,7 @@ from layerzero import CollectiveError, ZeRO3, checkpoint
 from layerzero.comm import diagnosis, watchdog
 from tests.faults.cells import Cell
 from tests.faults.strikes import Silent, Strike
+from tests.harness.served_store import serve_store
 
 _WIDTH = 512
 _PATIENCE_S = 60.0
@@ -89,7 +90,7 @@ def live(cell: Cell, folder: Path, is_struck: bool) -> Outcome:
     """Go through one cell. `is_struck`: False runs the same without any fault."""
     diagnosis.REPORT_SECONDS = watchdog.REPORT_SECONDS = cell.report_s
     if cell.store_rank is not None:
-        _serve_store(cell.store_rank, folder)
+        serve_store(cell.store_rank, folder)
     rank = dist.get_rank()
     strike = Strike(cell, folder) if is_struck and rank in cell.victims else None
     is_late = cell.second.startswith("one while") and rank == cell.victims[-1]
@@ -158,24 +159,4 @@ def _meet(folder: Path, world_size: int) -> None:
     """All ranks go on together: what a cell measures does not include their start."""
     (folder / f"ready-{dist.get_rank()}").touch()
     while len(list(folder.glob("ready-*"))) < world_size:
-        time.sleep(0.01)
-
-
-def _serve_store(host: int, folder: Path) -> None:
-    """Make the default group again, with a store that one of the ranks serves."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    path = folder / "port"
-    timeout = timedelta(seconds=60)
-    if rank == host:
-        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-        path.with_suffix(".new").write_text(str(store.port))
-        path.with_suffix(".new").rename(path)
-    else:
-        while not path.exists():
-            time.sleep(0.01)
-        store = dist.TCPStore("127.0.0.1", int(path.read_text()), None, False, timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    (folder / f"joined-{rank}").touch()
-    while len(list(folder.glob("joined-*"))) < world_size:
         time.sleep(0.01)
