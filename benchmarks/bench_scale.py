@@ -5,11 +5,13 @@ groups, so every one of them runs in a group of two ranks, on 64 elements, for e
 (bench_host_overhead.py explains). What still grows is an engine's own.
 
 Host time: models for all numbers of ranks live in one process, in subgroups of the largest world,
-and take turns in each round, so a ratio between two numbers of ranks is within one round. The C
-library keeps memory that is freed there, for all engines: this model's buffers are almost nothing
-but padding in a large world (64 KB a unit for 4096 ranks), and whether the library returns them to
-the system after each use, and pays a page fault for each 4 KB of the next, is an accident of what
-lies beside them: 0 to 70 faults a unit and step in one and the same program.
+and take turns in each round, so a ratio between two numbers of ranks is within one round. Two
+things that are no work of an engine would show in it, and do not:
+- Padding. A unit of 63 columns has 16,128 elements, 16,384 when padded for 4096 ranks: buffers
+  are of almost the same size in all worlds. With 16 columns these were 1,088 and 16,384.
+- Page faults. The C library may return a freed buffer to the system and have a fault for each 4 KB
+  of the next one, or may not, by what lies beside it: 0 to 70 faults a unit and step in one and the
+  same program. Here it keeps what is freed.
 Construction and bytes: a process of its own for each, because both depend on what was there before.
 Bytes are those of bench_step.py's model and AdamW (memory.py), with one sequence of 64 tokens.
 """
@@ -60,7 +62,7 @@ def main() -> None:
     add_engine_flag(parser, COMPARED)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--units", type=int, default=24, help="of the model whose host time counts")
-    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--width", type=int, default=63, help="of its layers (see above)")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=4, help="of each model in a round")
     parser.add_argument("--built-units", type=int, default=100, help="of the model constructed")

@@ -4,7 +4,7 @@
 
 measured.png    bench_step.py: step time over the bare model, and peak memory, of each engine
 memory.png      bench_step.py --peak-only: peak memory of each engine by number of ranks
-host_time.png   bench_host_overhead.py: host time of a unit and step by number of ranks
+host_time.png   bench_scale.py: host time of a unit and step by number of ranks
 optimizer.png   bench_optimizer.py: clip, step and cast; and the host's time by number of parameters
 """
 
@@ -71,16 +71,12 @@ Host = tuple[float, float, float]
 
 
 def read_hosts(text: str) -> dict[str, dict[int, Host]]:
-    """For each engine and number of ranks, microseconds of a unit and step, with quartiles, from
-    the latest tables: those of the section with the most ranks."""
-    section = next(part for part in reversed(text.split("\n## ")) if "world size 4096" in part)
+    """For each engine and number of ranks, microseconds of a unit and step, with quartiles."""
     found: dict[str, dict[int, Host]] = {}
-    for ranks, table in re.findall(r"^world size (\d+): host time(.*?)^bare", section, re.S | re.M):
-        for engine in NAMES:
-            row = re.search(rf"^{engine} +{SPREAD}", table, re.M)
-            if row is not None:
-                median, low, high = map(float, row.groups())
-                found.setdefault(engine, {})[int(ranks)] = median, low, high
+    for engine in NAMES:
+        for row in re.findall(rf"^{engine} +(\d+) +{SPREAD}", text, re.M):
+            ranks, median, low, high = map(float, row)
+            found.setdefault(engine, {})[int(ranks)] = median, low, high
     return found
 
 
@@ -214,9 +210,7 @@ def main() -> None:
     out = parser.parse_args().out
     draw_steps(read_steps(max(RESULTS.glob("step_*.md")).read_text()), out / "measured.png")
     draw_peaks(read_peaks(max(RESULTS.glob("peak_*.md")).read_text()), out / "memory.png")
-    draw_hosts(
-        read_hosts(max(RESULTS.glob("host_overhead_*.md")).read_text()), out / "host_time.png"
-    )
+    draw_hosts(read_hosts(max(RESULTS.glob("scale_*.md")).read_text()), out / "host_time.png")
     draw_optimizers(max(RESULTS.glob("optimizer_*.md")).read_text(), out / "optimizer.png")
 
 
