@@ -1,4 +1,5 @@
-"""Warns where ranks step one model differently: other learning rates, or steps that some left out.
+"""Warns where ranks step one model differently: with other learning rates, with gradients that each
+has multiplied by a number of its own, or not at all.
 
 Each rank steps its part of every parameter. So where a program decides by what one rank sees, parts
 of one model are trained differently, and nothing fails:
@@ -6,10 +7,12 @@ of one model are trained differently, and nothing fails:
     if p.grad.abs().max() > 10: continue              # by this rank's parts of the gradients
     ReduceLROnPlateau(optimizer).step(loss)           # by this rank's loss
     {"params": [p], "lr": 1 / p.shape[-1]}            # by the shape of a shard
+    p.grad.div_(p.grad.std())                         # by the spread of a shard's gradient
 
 At steps 1, 2, 4, 8, ... each rank puts a note into torch's store, from a thread, and the first rank
 of each group compares them. Collectives are numbered alike on all ranks, so the number of the last
-one tells whether as many steps were taken by then. Other steps cost a count.
+one tells whether as many steps were taken by then. Other steps cost a count. What was done to
+gradients (edits_by_hand.py) is known of all but the first step.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import logging
 import weakref
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,10 +31,12 @@ import torch.distributed as dist
 
 from layerzero.comm.onlooker import look_on
 from layerzero.comm.run_names import own_connection
+from layerzero.comm.streams import Event
 from layerzero.core.groups import ShardGroup
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
+from layerzero.optim.edits_by_hand import Edit, Edits, GradientEdits, difference, is_edited
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each
@@ -61,6 +67,33 @@ class _Note(NamedTuple):
     """Number of its last collective."""
     options: int
     """Checksum of all options."""
+    has_edits: bool
+    """Whether gradients have changed between backward and this step."""
+
+
+@dataclass
+class _Step:
+    """One that is compared."""
+
+    count: int
+    issued: int
+    options: _Options
+    names: dict[str, str]
+    """Checksum of a parameter's name -> the name."""
+    read_edits: Callable[[], Edits]
+    ended: Event
+    """When the device has come here, edits can be read."""
+    edits: dict[str, Edit] = field(default_factory=dict)
+    """By the checksum of the parameter's name; see `note`."""
+
+    def note(self) -> _Note:
+        """Read the edits, which waits for the device, and return the note."""
+        if self.ended is not None:
+            self.ended.synchronize()
+        self.edits = {_key(name): edit for name, edit in self.read_edits().items()}
+        text = json.dumps(self.options, sort_keys=True)
+        has_edits = any(map(is_edited, self.edits.values()))
+        return _Note(self.count, self.issued, zlib.crc32(text.encode()), has_edits)
 
 
 class _Steps:
@@ -69,19 +102,19 @@ class _Steps:
     difference: str | None
     """What the thread has found."""
 
-    def __init__(self, owner: Owner, name: str) -> None:
+    def __init__(self, owner: Owner, optimizer: torch.optim.Optimizer) -> None:
         """`owner`: of one of its parameters."""
         root = owner.root
         _num_optimizers[root] = number = _num_optimizers.get(root, 0) + 1
         self.difference = None
-        self._operations = weakref.ref(root.operations)
-        self._name = name
+        self._context = weakref.ref(root.context)
+        self._name = type(optimizer).__name__
+        self._gradient_edits = GradientEdits(optimizer)
         self._count = 0
-        self._note = _Note(0, 0, 0)
-        self._options: _Options = {}
-        self._published = 0
-        """Steps of the note that was put into the store last."""
-        self._names: dict[str, str] = {}
+        self._step: _Step | None = None
+        """The last one that is compared."""
+        self._note = _Note(0, 0, 0, False)
+        """The last one that was put into the store."""
         self._groups: list[tuple[str, ShardGroup]] = [
             (f"{place}/{number}", group)
             for group in (owner.placement.data_parallel or owner.placement).all_groups
@@ -95,46 +128,54 @@ class _Steps:
             # Found by the first rank of a group, which warns.
             warn_once("unlike steps", self.difference, is_first=True, stacklevel=4)
             self.difference = None
-        if (count & (count - 1) and count % _EVERY) or not self._groups or is_narrowed(optimizer):
+        if _is_compared(count):
+            self._compare(optimizer)
+        if _is_compared(count + 1) and self._groups and not is_narrowed(optimizer):
+            self._gradient_edits.watch()
+
+    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
+        read_edits, context = self._gradient_edits.after_step(), self._context()
+        if not self._groups or is_narrowed(optimizer):
             return
-        operations = self._operations()
-        if operations is None or operations.failure is not None:
+        if context is None or context.operations.failure is not None:
             return
-        self._names = {}
+        names: dict[str, str] = {}
         options: _Options = {}
         for group in optimizer.param_groups:
             values = [_plain(group.get(option)) for option in _OPTIONS]
             for parameter in group["params"]:
                 info = get_info(parameter)
                 if info is not None:
-                    key = f"{zlib.crc32(info.fqn.encode()):x}"
-                    self._names[key], options[key] = info.fqn, values
-        text = json.dumps(options, sort_keys=True)
-        self._note = _Note(count, operations.count, zlib.crc32(text.encode()))
-        self._options = options
+                    key = _key(info.fqn)
+                    names[key], options[key] = info.fqn, values
+        count, issued = self._count, context.operations.count
+        ended = context.streams.record_compute_event()
+        self._step = _Step(count, issued, options, names, read_edits, ended)
         look_on(self, _look(count), _PAUSE_S, "layerzero-steps")
 
     def look(self, count: int) -> bool:
         """On the thread: publish the note of this step, and compare it. Whether to look again."""
-        note, options = self._note, self._options
-        if note.steps != count:
+        step = self._step
+        if step is None or step.count != count:
             return False  # A later one is on its way.
         try:
-            return self._exchange(note, options)
+            return self._exchange(step)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it, or the default group was destroyed.
             _logger.debug("cannot compare steps between ranks: %s", error)
             return False
 
-    def _exchange(self, note: _Note, options: _Options) -> bool:
+    def _exchange(self, step: _Step) -> bool:
         if self._store is None:
             self._store = dist.PrefixStore("layerzero/steps", own_connection())
         store, is_open = self._store, False
+        is_new = self._note.steps != step.count
+        note = step.note() if is_new else self._note
         for place, group in self._groups:
             own = group.ranks[group.rank]
-            if self._published != note.steps:
-                # The options are read only where notes differ.
-                store.set(f"{place}/{own}/options", json.dumps(options))
+            if is_new:
+                # The details are read only where they may differ.
+                store.set(f"{place}/{own}/details", json.dumps([step.options, step.edits]))
                 store.set(f"{place}/{own}", json.dumps(note))
             if group.rank:
                 continue
@@ -146,28 +187,39 @@ class _Steps:
                 other = _Note(*json.loads(text))
                 if other.steps < note.steps:
                     is_open = True
-                elif other.steps == note.steps and other != note and self.difference is None:
+                elif other.steps == note.steps and rank != own and self.difference is None:
                     what = None
-                    if other.options != note.options:
-                        theirs = json.loads(store.get(f"{place}/{rank}/options"))
-                        what = self._other_option(own, options, rank, theirs)
+                    if other.options != note.options or other.has_edits or note.has_edits:
+                        options, edits = json.loads(store.get(f"{place}/{rank}/details"))
+                        what = _other_option(step, own, options, rank)
+                        what = what or _other_edit(step, own, edits, rank)
                     if what is None and other.issued != note.issued:
                         fewer = own if note.issued > other.issued else rank
                         what = f"rank {fewer} has left out steps that other ranks took"
                     if what is not None:
                         self.difference = f"{self._name}, step {note.steps}: {what}.{_WHY}"
-        self._published = note.steps
+        self._note = note
         return is_open and self.difference is None
 
-    def _other_option(self, own: int, options: _Options, rank: int, theirs: _Options) -> str | None:
-        for name, values in options.items():
-            if theirs.get(name, values) != values:
-                here, there = (
-                    dict(zip(_OPTIONS, each, strict=True)) for each in (values, theirs[name])
-                )
-                fqn = self._names.get(name, name)
-                return f"{fqn!r} has {here} on rank {own}, and {there} on rank {rank}"
+
+def _other_option(step: _Step, own: int, theirs: _Options, rank: int) -> str | None:
+    for key, values in step.options.items():
+        if theirs.get(key, values) != values:
+            here, there = (dict(zip(_OPTIONS, each, strict=True)) for each in (values, theirs[key]))
+            return f"{step.names[key]!r} has {here} on rank {own}, and {there} on rank {rank}"
+    return None
+
+
+def _other_edit(step: _Step, own: int, theirs: dict[str, list[float]], rank: int) -> str | None:
+    found = difference(step.edits, {key: Edit(*values) for key, values in theirs.items()})
+    if found is None:
         return None
+    key, here, there = found
+    which = "all gradients" if key is None else f"the gradient of {step.names[key]!r}"
+    return (
+        f"between backward and step {which} became {here} on rank {own}, and {there} on rank "
+        f"{rank}, as by a norm or mean of each rank's own parts"
+    )
 
 
 def _read(store: dist.Store, keys: list[str]) -> list[bytes]:
@@ -178,6 +230,14 @@ def _read(store: dist.Store, keys: list[str]) -> list[bytes]:
 
 def _look(count: int) -> Callable[[_Steps], bool]:
     return lambda steps: steps.look(count)
+
+
+def _is_compared(count: int) -> bool:
+    return not count & (count - 1) or not count % _EVERY
+
+
+def _key(name: str) -> str:
+    return f"{zlib.crc32(name.encode()):x}"
 
 
 def _plain(value: Any) -> float | None:
@@ -191,6 +251,6 @@ def _count_steps(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             owner = known.get(id(parameter))
             if owner is not None and owner.placement.num_ranks > 1:
-                steps = _Steps(owner, type(optimizer).__name__)
+                steps = _Steps(owner, optimizer)
                 optimizer.register_step_post_hook(steps.after_step)
                 return

@@ -5,6 +5,8 @@ Autograd's graph ends at the full parameters. So to be asked for the gradients o
 is, for autograd, to be asked for leaves that the loss does not depend on: it returns at once, and
 says nothing, or that they were not used (which `allow_unused` turns into None, and
 `materialize_grads` into zeros).
+
+Other backwards pass through here, too, so this is also where one can learn that they are over.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ _PLACE = 5
 """Of `inputs` among the arguments of `torch.autograd.backward`."""
 _MARK = "_layerzero_backward"
 
+after_backward: list[Callable[[], object]] = []
+"""Called after each backward without `inputs`; those of reentrant checkpoints are among them."""
+
 
 def refuse_sharded_inputs() -> None:
     """Have `torch.autograd.backward`, and with it `Tensor.backward`, refuse them from now on."""
@@ -36,7 +41,10 @@ def refuse_sharded_inputs() -> None:
     def backward(*args: Any, **kwargs: Any) -> None:
         inputs = kwargs.get("inputs", args[_PLACE] if len(args) > _PLACE else None)
         if inputs is None:
-            return plain(*args, **kwargs)
+            plain(*args, **kwargs)
+            for function in after_backward[:]:
+                function()
+            return
         if isinstance(inputs, Iterator):  # It can be read once.
             inputs = kwargs["inputs"] = [*inputs]
             args = args[:_PLACE]

@@ -264,7 +264,32 @@ def test_norms_of_shards_taken_by_hand_warn_once() -> None:
     assert not any(alone.values())
 
 
-def _steps(how: str) -> list[str]:
+def _edit(how: str, model: ZeRO3) -> None:
+    """What a program does to gradients between backward and step."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
+    if how == "clipped":
+        total = sum(g.pow(2).sum() for g in gradients).sqrt().item()
+        for g in gradients:
+            g.mul_(min(1, 1e-3 / total))
+    elif how == "normalised":
+        for p in model.parameters():
+            p.grad = p.grad / (p.grad.square().mean() + 1e-12).sqrt()
+    elif how == "centred":
+        for g in gradients:
+            g.sub_(g.mean())
+    elif how == "clipped right":
+        total = sum(g.pow(2).sum() for g in gradients)
+        dist.all_reduce(total)
+        for g in gradients:
+            g.mul_(1e-3 / total.sqrt())
+    elif how == "clipped by the engine":
+        model.clip_grad_norm_(1e-3)
+    elif how == "by element":
+        for g in gradients:
+            g.clamp_(-1e-6, 1e-6).add_(torch.randn(len(g)), alpha=1e-3 * dist.get_rank())
+
+
+def _steps(how: str, num_steps: int = 17) -> list[str]:
     """Warnings of some steps, in which ranks decide by what each of them sees."""
     model, rank = _wide({}), dist.get_rank()
     sharded_params = list(model.parameters())
@@ -275,8 +300,9 @@ def _steps(how: str) -> list[str]:
     other = torch.optim.AdamW(sharded_params, lr=1e-4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for number in range(17):
+        for number in range(num_steps):
             model(torch.ones(3, 24)).square().mean().backward()
+            _edit(how, model)
             if how != "left out" or number != 2 or rank == 0:
                 optimizer.step()
                 other.step()
@@ -306,6 +332,35 @@ def test_ranks_that_step_differently_are_told_once(how: str) -> None:
     else:
         (told,) = first
         assert re.search(said[how], told), told
+
+
+_EDITS = {
+    "clipped": r"all gradients became 0\.\d+ times as large on rank 0, and 0\.\d+ .* rank 1, as by",
+    "normalised": r"gradient of '\d\.\w+' became \S+ times as large on rank 0, and .* on rank 1",
+    "centred": r"gradient of '\d\.\w+' became 1 times as large and \S+ (larger|smaller) on rank 0",
+    "clipped right": None,
+    "clipped by the engine": None,
+    "by element": None,
+}
+
+
+def _all_edits() -> dict[str, list[str]]:
+    told = {}
+    for how in _EDITS:
+        with mock.patch.object(notices, "_issued", set()):
+            told[how] = _steps(how, num_steps=3)
+    return told
+
+
+def test_gradients_multiplied_by_a_number_of_each_rank_are_told_once() -> None:
+    first, second = run_ranks(2, _all_edits)
+    for how, expected in _EDITS.items():
+        assert second[how] == []
+        if expected is None:
+            assert first[how] == [], how
+        else:
+            (told,) = first[how]
+            assert re.search(expected, told), told
 
 
 def _averages_by_hand() -> None:

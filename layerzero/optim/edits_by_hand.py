@@ -1,0 +1,186 @@
+"""Finds by what a program has multiplied gradients between backward and step, for ranks to compare.
+
+    total = sum(p.grad.pow(2).sum() for p in model.parameters()).sqrt()
+    for p in model.parameters():
+        p.grad.mul_(1 / total)              # `total` is of this rank's parts, not of all gradients
+
+However the number came about, each rank multiplies by another one. So a few elements of each
+gradient are kept as backward leaves them, and as the step has them. The line through these pairs
+tells the factor. Clamps, noise and masks lie on no line, and are not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from layerzero.core.data_watch import grad_of
+from layerzero.core.parameter_info import get_info
+from layerzero.runtime.backward_inputs import after_backward
+
+_NUM_SAMPLES = 16
+_MIN_SAMPLES = 4
+"""A line goes through any two pairs; more must lie on it."""
+_MAX_BACKWARDS = 256
+"""Without a step: then the program has gone on to another optimizer."""
+_TOLERANCE = 1e-3
+"""Factors of two ranks that differ by less, relative to the larger, count as equal."""
+
+
+class Edit(NamedTuple):
+    """Each element was multiplied by `factor`, and `offset` was added."""
+
+    factor: float
+    offset: float
+    tolerance: float
+    """Relative error that the dtype leaves in both."""
+
+    def __str__(self) -> str:
+        times = f"{self.factor:.3g} times as large"
+        return (
+            times
+            if not self.offset
+            else f"{times} and {abs(self.offset):.3g} "
+            + ("larger" if self.offset > 0 else "smaller")
+        )
+
+
+Edits = Mapping[str, Edit]
+"""By parameter: those of which it could be told."""
+
+
+def fit(old: Sequence[float], new: Sequence[float], eps: float) -> Edit | None:
+    """The edit that makes `new` of `old`; None if there is none, or the values do not tell.
+
+    Args:
+        eps: relative rounding error of the values.
+    """
+    if len(old) < _MIN_SAMPLES or not all(map(math.isfinite, (*old, *new))):
+        return None
+    mean, new_mean = math.fsum(old) / len(old), math.fsum(new) / len(new)
+    spread = math.fsum((o - mean) ** 2 for o in old)
+    reach, new_reach = max(map(abs, old)), max(map(abs, new))
+    if spread <= (1e-2 * reach) ** 2:
+        return None
+    factor = math.fsum((o - mean) * (n - new_mean) for o, n in zip(old, new, strict=True)) / spread
+    offset = new_mean - factor * mean
+    rounding = 4 * eps * max(new_reach, factor * reach)
+    if factor <= 0 or any(
+        abs(n - factor * o - offset) > rounding for o, n in zip(old, new, strict=True)
+    ):
+        return None
+    if abs(offset) <= 2 * rounding:
+        offset = 0.0
+    return Edit(factor, offset, _TOLERANCE + 4 * eps)
+
+
+def difference(own: Edits, theirs: Edits) -> tuple[str | None, Edit, Edit] | None:
+    """(name of a parameter, the edit of each of two ranks), if these differ.
+
+    The name is None if each rank multiplied all its parts by one factor: most parameters lie on one
+    rank alone, so few can be compared by themselves.
+    """
+    ours, others = _common(own), _common(theirs)
+    if ours is not None and others is not None and _differ(ours, others):
+        return None, ours, others
+    for name, edit in own.items():
+        other = theirs.get(name)
+        if other is not None and _differ(edit, other):
+            return name, edit, other
+    return None
+
+
+def is_edited(edit: Edit) -> bool:
+    return edit.offset != 0 or _are_apart(edit.factor, 1.0, edit.tolerance)
+
+
+def _differ(one: Edit, other: Edit) -> bool:
+    tolerance = max(one.tolerance, other.tolerance)
+    if _are_apart(one.factor, other.factor, tolerance):
+        return True
+    # An offset is the small difference of large numbers.
+    return one.offset * other.offset != 0 and _are_apart(one.offset, other.offset, 30 * tolerance)
+
+
+def _are_apart(one: float, other: float, tolerance: float) -> bool:
+    return abs(one - other) > tolerance * max(abs(one), abs(other))
+
+
+def _common(edits: Edits) -> Edit | None:
+    """The factor that all parts of a rank were multiplied by; None if they were not, or are too few
+    to tell whether that was meant for all: a program may well scale the gradients of its head."""
+    values = [*edits.values()]
+    if len(values) < 2 or not all(map(is_edited, values)) or any(each.offset for each in values):
+        return None
+    if any(_are_apart(each.factor, values[0].factor, each.tolerance) for each in values):
+        return None
+    return values[0]
+
+
+class GradientEdits:
+    """What a program does to the gradients of one optimizer between backward and step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._before: dict[str, torch.Tensor] = {}
+        """Some elements of the gradient of each parameter, after the last backward."""
+        self._num_backwards = 0
+
+    def watch(self) -> None:
+        """Look at the next step. Until then each backward costs a small copy for each parameter."""
+        self._num_backwards = 0
+        if self._take not in after_backward:
+            after_backward.append(self._take)
+
+    def stop(self) -> None:
+        self._before = {}
+        if self._take in after_backward:
+            after_backward.remove(self._take)
+
+    def _take(self) -> None:
+        optimizer = self._optimizer()
+        self._num_backwards += 1
+        if optimizer is None or self._num_backwards > _MAX_BACKWARDS:
+            self.stop()
+        elif torch._C._current_graph_task_id() < 0:  # Else it is a checkpoint's, in a backward.
+            self._before = dict(_samples(optimizer))
+
+    def after_step(self) -> Callable[[], Edits]:
+        """Stop looking. Does not wait for a device.
+
+        Returns:
+            A function that reads the edits from the device, which must have come here.
+        """
+        optimizer, before = self._optimizer(), self._before
+        self.stop()
+        now = {} if optimizer is None or not before else dict(_samples(optimizer))
+        return functools.partial(_read, before, now)
+
+
+def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            info = get_info(parameter)
+            gradient = None if info is None else grad_of(parameter)
+            if info is None or gradient is None or gradient.numel() < _MIN_SAMPLES:
+                continue
+            if gradient.dim() == 1 and gradient.is_floating_point():
+                stride = max(1, gradient.numel() // _NUM_SAMPLES)
+                yield info.fqn, gradient.detach()[::stride][:_NUM_SAMPLES].clone()
+
+
+def _read(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> Edits:
+    edits = {}
+    for name, old in before.items():
+        new = now.get(name)
+        if new is None or new.dtype != old.dtype or new.numel() != old.numel():
+            continue
+        edit = fit(old.tolist(), new.tolist(), torch.finfo(old.dtype).eps)
+        if edit is not None:
+            edits[name] = edit
+    return edits
