@@ -21,6 +21,7 @@ def look_on(
     pause_s: float,
     name: str,
     prepare: Callable[[], None] = lambda: None,
+    first_pause_s: float | None = None,
 ) -> threading.Thread:
     """Start a thread that calls `look(owner)` after each pause.
 
@@ -30,13 +31,15 @@ def look_on(
     Args:
         look: must hold no reference to the owner itself.
         prepare: called once on the thread, before the first look.
+        first_pause_s: before the first look; doubles with each look, until it is `pause_s`. None:
+            all pauses are equal.
     """
     stop = threading.Event()
     # A daemon that holds its owner weakly: it must keep neither process nor model alive.
     weakref.finalize(owner, stop.set)
-    thread = threading.Thread(
-        target=_run, args=(weakref.ref(owner), look, pause_s, stop, prepare), name=name, daemon=True
-    )
+    first_pause_s = pause_s if first_pause_s is None else first_pause_s
+    arguments = (weakref.ref(owner), look, pause_s, first_pause_s, stop, prepare)
+    thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
     thread.start()
     end_at_exit(thread, stop.set)
     return thread
@@ -45,12 +48,14 @@ def look_on(
 def _run(
     owner_ref: weakref.ref[_T],
     look: Callable[[_T], bool],
+    longest_pause_s: float,
     pause_s: float,
     stop: threading.Event,
     prepare: Callable[[], None],
 ) -> None:
     is_prepared = has_failed = False
     while not stop.wait(pause_s):
+        pause_s = min(2 * pause_s, longest_pause_s)
         owner = owner_ref()
         if owner is None:
             return

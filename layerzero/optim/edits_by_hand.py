@@ -1,23 +1,24 @@
-"""Finds by what a program has multiplied gradients between backward and step, for ranks to compare.
+"""Finds by what a program has multiplied gradients or weights, for ranks to compare.
 
     total = sum(p.grad.pow(2).sum() for p in model.parameters()).sqrt()
     for p in model.parameters():
         p.grad.mul_(1 / total)              # `total` is of this rank's parts, not of all gradients
 
 However the number came about, each rank multiplies by another one. So a few elements of each
-gradient are kept as backward leaves them, and as the step has them. The line through these pairs
-tells the factor. Clamps, noise and masks lie on no line, and are not looked at.
+gradient are kept as backward leaves them, and as the step has them; and of each weight as a step
+leaves it, and as it is after the next backward. The line through these pairs tells the factor.
+Clamps, noise and masks lie on no line, and are not looked at.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from layerzero.core.data_watch import grad_of
 from layerzero.core.parameter_info import get_info
@@ -50,6 +51,8 @@ class Edit(NamedTuple):
         )
 
 
+_Samples = dict[str, torch.Tensor]
+"""Some elements of each tensor, by the parameter's name."""
 Edits = Mapping[str, Edit]
 """By parameter: those of which it could be told."""
 
@@ -122,59 +125,73 @@ def _common(edits: Edits) -> Edit | None:
     return values[0]
 
 
-class GradientEdits:
-    """What a program does to the gradients of one optimizer between backward and step."""
+class EditsByHand:
+    """What a program does to the gradients and weights of one optimizer before its next step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._before: dict[str, torch.Tensor] = {}
-        """Some elements of the gradient of each parameter, after the last backward."""
+        self._gradients: _Samples = {}
+        """After the last backward."""
+        self._weights: list[_Samples] = []
+        """After the last step, and after the first backward since."""
         self._num_backwards = 0
 
     def watch(self) -> None:
-        """Look at the next step. Until then each backward costs a small copy for each parameter."""
+        """Look until the next step. Each backward then costs a small copy for each parameter."""
         self._num_backwards = 0
-        if self._take not in after_backward:
-            after_backward.append(self._take)
+        self._weights = [self._take(_weight)]
+        if self._after_backward not in after_backward:
+            after_backward.append(self._after_backward)
 
     def stop(self) -> None:
-        self._before = {}
-        if self._take in after_backward:
-            after_backward.remove(self._take)
+        self._gradients, self._weights = {}, []
+        if self._after_backward in after_backward:
+            after_backward.remove(self._after_backward)
 
-    def _take(self) -> None:
-        optimizer = self._optimizer()
-        self._num_backwards += 1
-        if optimizer is None or self._num_backwards > _MAX_BACKWARDS:
-            self.stop()
-        elif torch._C._current_graph_task_id() < 0:  # Else it is a checkpoint's, in a backward.
-            self._before = dict(_samples(optimizer))
-
-    def after_step(self) -> Callable[[], Edits]:
+    def after_step(self) -> Callable[[], dict[str, Edits]]:
         """Stop looking. Does not wait for a device.
 
         Returns:
-            A function that reads the edits from the device, which must have come here.
+            A function that reads the edits of gradients and of weights from the device, which must
+            have come here.
         """
-        optimizer, before = self._optimizer(), self._before
+        pairs = {}
+        if self._gradients:
+            pairs["gradient"] = self._gradients, self._take(grad_of)
+        if len(self._weights) == 2:
+            pairs["weight"] = self._weights[0], self._weights[1]
         self.stop()
-        now = {} if optimizer is None or not before else dict(_samples(optimizer))
-        return functools.partial(_read, before, now)
+        return lambda: {kind: _read(old, new) for kind, (old, new) in pairs.items()}
+
+    def _after_backward(self) -> None:
+        self._num_backwards += 1
+        if self._optimizer() is None or self._num_backwards > _MAX_BACKWARDS:
+            self.stop()
+        elif torch._C._current_graph_task_id() < 0:  # Else it is a checkpoint's, in a backward.
+            self._gradients = self._take(grad_of)
+            if len(self._weights) == 1:
+                self._weights.append(self._take(_weight))
+
+    def _take(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> _Samples:
+        """Copy some elements of the part, or of its gradient, of each parameter."""
+        optimizer, samples = self._optimizer(), {}
+        for group in () if optimizer is None else optimizer.param_groups:
+            for parameter in group["params"]:
+                info = get_info(parameter)
+                tensor = None if info is None else of(parameter)
+                if info is None or tensor is None or tensor.numel() < _MIN_SAMPLES:
+                    continue
+                if tensor.dim() == 1 and tensor.is_floating_point():
+                    stride = max(1, tensor.numel() // _NUM_SAMPLES)
+                    samples[info.fqn] = tensor.detach()[::stride][:_NUM_SAMPLES].clone()
+        return samples
 
 
-def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            info = get_info(parameter)
-            gradient = None if info is None else grad_of(parameter)
-            if info is None or gradient is None or gradient.numel() < _MIN_SAMPLES:
-                continue
-            if gradient.dim() == 1 and gradient.is_floating_point():
-                stride = max(1, gradient.numel() // _NUM_SAMPLES)
-                yield info.fqn, gradient.detach()[::stride][:_NUM_SAMPLES].clone()
+def _weight(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter
 
 
-def _read(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> Edits:
+def _read(before: _Samples, now: _Samples) -> Edits:
     edits = {}
     for name, old in before.items():
         new = now.get(name)

@@ -1,5 +1,5 @@
-"""Warns where ranks step one model differently: with other learning rates, with gradients that each
-has multiplied by a number of its own, or not at all.
+"""Warns where ranks step one model differently: with other learning rates, with gradients or
+weights that each has multiplied by a number of its own, or not at all.
 
 Each rank steps its part of every parameter. So where a program decides by what one rank sees, parts
 of one model are trained differently, and nothing fails:
@@ -12,7 +12,7 @@ of one model are trained differently, and nothing fails:
 At steps 1, 2, 4, 8, ... each rank puts a note into torch's store, from a thread, and the first rank
 of each group compares them. Collectives are numbered alike on all ranks, so the number of the last
 one tells whether as many steps were taken by then. Other steps cost a count. What was done to
-gradients (edits_by_hand.py) is known of all but the first step.
+gradients and weights (edits_by_hand.py) is known of all but the first step.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from layerzero.core.groups import ShardGroup
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
-from layerzero.optim.edits_by_hand import Edit, Edits, GradientEdits, difference, is_edited
+from layerzero.optim.edits_by_hand import Edit, Edits, EditsByHand, difference, is_edited
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each
 
-_PAUSE_S = 0.1
+_PAUSE_S, _FIRST_PAUSE_S = 0.1, 0.005
+"""Between looks of the thread. Short ones come first, for programs of a few quick steps."""
 _EVERY = 1024
 """Steps between two notes, once there are more."""
 _OPTIONS = ("lr", "weight_decay")
@@ -68,7 +69,7 @@ class _Note(NamedTuple):
     options: int
     """Checksum of all options."""
     has_edits: bool
-    """Whether gradients have changed between backward and this step."""
+    """Whether the program has multiplied gradients or weights by something."""
 
 
 @dataclass
@@ -80,36 +81,36 @@ class _Step:
     options: _Options
     names: dict[str, str]
     """Checksum of a parameter's name -> the name."""
-    read_edits: Callable[[], Edits]
+    read_edits: Callable[[], dict[str, Edits]]
     ended: Event
     """When the device has come here, edits can be read."""
-    edits: dict[str, Edit] = field(default_factory=dict)
-    """By the checksum of the parameter's name; see `note`."""
+    edits: dict[str, dict[str, Edit]] = field(default_factory=dict)
+    """Of gradients and of weights, by the checksum of the parameter's name; see `note`."""
 
     def note(self) -> _Note:
         """Read the edits, which waits for the device, and return the note."""
         if self.ended is not None:
             self.ended.synchronize()
-        self.edits = {_key(name): edit for name, edit in self.read_edits().items()}
+        for kind, edits in self.read_edits().items():
+            self.edits[kind] = {_key(name): edit for name, edit in edits.items()}
         text = json.dumps(self.options, sort_keys=True)
-        has_edits = any(map(is_edited, self.edits.values()))
+        has_edits = any(is_edited(edit) for each in self.edits.values() for edit in each.values())
         return _Note(self.count, self.issued, zlib.crc32(text.encode()), has_edits)
 
 
 class _Steps:
     """Of one optimizer on this rank."""
 
-    difference: str | None
-    """What the thread has found."""
-
     def __init__(self, owner: Owner, optimizer: torch.optim.Optimizer) -> None:
         """`owner`: of one of its parameters."""
         root = owner.root
         _num_optimizers[root] = number = _num_optimizers.get(root, 0) + 1
-        self.difference = None
+        self._found: list[str] = []
+        """What the thread has found, until it is told: after a step, or at the end."""
+        weakref.finalize(self, _tell, self._found)
         self._context = weakref.ref(root.context)
         self._name = type(optimizer).__name__
-        self._gradient_edits = GradientEdits(optimizer)
+        self._edits = EditsByHand(optimizer)
         self._count = 0
         self._step: _Step | None = None
         """The last one that is compared."""
@@ -124,17 +125,14 @@ class _Steps:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._count = count = self._count + 1
-        if self.difference is not None:
-            # Found by the first rank of a group, which warns.
-            warn_once("unlike steps", self.difference, is_first=True, stacklevel=4)
-            self.difference = None
+        _tell(self._found)
         if _is_compared(count):
             self._compare(optimizer)
         if _is_compared(count + 1) and self._groups and not is_narrowed(optimizer):
-            self._gradient_edits.watch()
+            self._edits.watch()
 
     def _compare(self, optimizer: torch.optim.Optimizer) -> None:
-        read_edits, context = self._gradient_edits.after_step(), self._context()
+        read_edits, context = self._edits.after_step(), self._context()
         if not self._groups or is_narrowed(optimizer):
             return
         if context is None or context.operations.failure is not None:
@@ -151,7 +149,7 @@ class _Steps:
         count, issued = self._count, context.operations.count
         ended = context.streams.record_compute_event()
         self._step = _Step(count, issued, options, names, read_edits, ended)
-        look_on(self, _look(count), _PAUSE_S, "layerzero-steps")
+        look_on(self, _look(count), _PAUSE_S, "layerzero-steps", first_pause_s=_FIRST_PAUSE_S)
 
     def look(self, count: int) -> bool:
         """On the thread: publish the note of this step, and compare it. Whether to look again."""
@@ -187,7 +185,7 @@ class _Steps:
                 other = _Note(*json.loads(text))
                 if other.steps < note.steps:
                     is_open = True
-                elif other.steps == note.steps and rank != own and self.difference is None:
+                elif other.steps == note.steps and rank != own and not self._found:
                     what = None
                     if other.options != note.options or other.has_edits or note.has_edits:
                         options, edits = json.loads(store.get(f"{place}/{rank}/details"))
@@ -197,9 +195,15 @@ class _Steps:
                         fewer = own if note.issued > other.issued else rank
                         what = f"rank {fewer} has left out steps that other ranks took"
                     if what is not None:
-                        self.difference = f"{self._name}, step {note.steps}: {what}.{_WHY}"
+                        self._found.append(f"{self._name}, step {note.steps}: {what}.{_WHY}")
         self._note = note
-        return is_open and self.difference is None
+        return is_open and not self._found
+
+
+def _tell(found: list[str]) -> None:
+    """Warn, on the first rank of a group: only it finds differences."""
+    while found:
+        warn_once("unlike steps", found.pop(), is_first=True, stacklevel=5)
 
 
 def _other_option(step: _Step, own: int, theirs: _Options, rank: int) -> str | None:
@@ -210,16 +214,21 @@ def _other_option(step: _Step, own: int, theirs: _Options, rank: int) -> str | N
     return None
 
 
-def _other_edit(step: _Step, own: int, theirs: dict[str, list[float]], rank: int) -> str | None:
-    found = difference(step.edits, {key: Edit(*values) for key, values in theirs.items()})
-    if found is None:
-        return None
-    key, here, there = found
-    which = "all gradients" if key is None else f"the gradient of {step.names[key]!r}"
-    return (
-        f"between backward and step {which} became {here} on rank {own}, and {there} on rank "
-        f"{rank}, as by a norm or mean of each rank's own parts"
-    )
+def _other_edit(
+    step: _Step, own: int, theirs: dict[str, dict[str, list[float]]], rank: int
+) -> str | None:
+    for kind, edits in step.edits.items():
+        others = {key: Edit(*values) for key, values in theirs.get(kind, {}).items()}
+        found = difference(edits, others)
+        if found is not None:
+            key, here, there = found
+            which = f"all {kind}s" if key is None else f"the {kind} of {step.names[key]!r}"
+            when = "between backward and step" if kind == "gradient" else "between two steps"
+            return (
+                f"{when} {which} became {here} on rank {own}, and {there} on rank {rank}, as by "
+                "a norm or mean of each rank's own parts"
+            )
+    return None
 
 
 def _read(store: dist.Store, keys: list[str]) -> list[bytes]:

@@ -277,6 +277,12 @@ def _edit(how: str, model: ZeRO3) -> None:
     elif how == "centred":
         for g in gradients:
             g.sub_(g.mean())
+    elif how == "weights":
+        for p in model.parameters():
+            p.data.div_(p.data.square().sum().sqrt() + 1e-3)
+    elif how == "weights by element":
+        for p in model.parameters():
+            p.data.mul_(0.99).clamp_(-0.1, 0.1)
     elif how == "clipped right":
         total = sum(g.pow(2).sum() for g in gradients)
         dist.all_reduce(total)
@@ -302,10 +308,13 @@ def _steps(how: str, num_steps: int = 17) -> list[str]:
         warnings.simplefilter("always")
         for number in range(num_steps):
             model(torch.ones(3, 24)).square().mean().backward()
-            _edit(how, model)
+            if not how.startswith("weights"):
+                _edit(how, model)
             if how != "left out" or number != 2 or rank == 0:
                 optimizer.step()
                 other.step()
+            if how.startswith("weights"):
+                _edit(how, model)
             optimizer.zero_grad()
             plateau.step(5 if how == "plateau" and number == 1 and rank == 1 else -number)
             # The first rank compares once the others have put their notes: after a left-out step
@@ -338,6 +347,8 @@ _EDITS = {
     "clipped": r"all gradients became 0\.\d+ times as large on rank 0, and 0\.\d+ .* rank 1, as by",
     "normalised": r"gradient of '\d\.\w+' became \S+ times as large on rank 0, and .* on rank 1",
     "centred": r"gradient of '\d\.\w+' became 1 times as large and \S+ (larger|smaller) on rank 0",
+    "weights": r"between two steps the weight of '\d\.\w+' became \S+ times as large on rank 0",
+    "weights by element": None,
     "clipped right": None,
     "clipped by the engine": None,
     "by element": None,
@@ -361,6 +372,33 @@ def test_gradients_multiplied_by_a_number_of_each_rank_are_told_once() -> None:
         else:
             (told,) = first[how]
             assert re.search(expected, told), told
+
+
+def _two_steps() -> list[str]:
+    """What a program is told that ends before the step at which it would be."""
+    model = _wide({})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 24)).square().mean().backward()
+            _edit("clipped", model)
+            optimizer.step()
+        threads = [t for t in threading.enumerate() if t.name == "layerzero-steps"]
+        for thread in threads:
+            thread.join(2)
+        assert not caught
+        del optimizer
+        gc.collect()
+    return [str(each.message) for each in caught]
+
+
+def test_unlike_steps_at_the_end_of_a_program_are_told_with_its_optimizer() -> None:
+    first, second = run_ranks(2, _two_steps)
+    (told,) = first
+    assert "step 2: between backward and step all gradients became" in told
+    assert second == []
 
 
 def _averages_by_hand() -> None:
