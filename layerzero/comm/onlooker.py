@@ -8,7 +8,10 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from layerzero.comm.at_exit import end_at_exit
+from layerzero.comm.cuda_driver import ignore_captures_of_other_threads
 
 _T = TypeVar("_T")
 
@@ -43,6 +46,13 @@ def look_on(
     thread.start()
     end_at_exit(thread, stop.set)
     return thread
+
+
+def prepare_thread(device: torch.device) -> None:
+    """Make queries of the device harmless on this thread."""
+    # A new thread is on device 0, where a query would make a context, of some 500 MB.
+    torch.get_device_module(device).set_device(device.index)
+    ignore_captures_of_other_threads()
 
 
 def _run(

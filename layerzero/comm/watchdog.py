@@ -30,9 +30,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.cuda_driver import ignore_captures_of_other_threads
 from layerzero.comm.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
-from layerzero.comm.onlooker import look_on
+from layerzero.comm.onlooker import look_on, prepare_thread
 from layerzero.comm.run_names import own_connection
 from layerzero.comm.slow_waits import is_half_time, warn_half_time
 from layerzero.comm.streams import Event
@@ -103,7 +102,7 @@ class Watchdog:
         """Register a collective that is about to be issued. Cheap: the thread does the rest."""
         self._issued.append(collective)
         if self._thread is None:
-            prepare = functools.partial(_prepare_thread, self._device)
+            prepare = functools.partial(prepare_thread, self._device)
             self._thread = look_on(self, _look, self._pause_s, "layerzero-watchdog", prepare)
 
     def look(self) -> None:
@@ -195,13 +194,6 @@ class Watchdog:
                 )
                 break
         return CollectiveError(text)
-
-
-def _prepare_thread(device: torch.device) -> None:
-    """Make queries of the device's events harmless on this thread."""
-    # A new thread is on device 0, where a query would make a context, of some 500 MB.
-    torch.get_device_module(device).set_device(device.index)
-    ignore_captures_of_other_threads()
 
 
 def _look(watchdog: Watchdog) -> bool:

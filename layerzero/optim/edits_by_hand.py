@@ -1,24 +1,24 @@
-"""Finds by what a program has multiplied gradients or weights, for ranks to compare.
+"""Finds by what a program has multiplied gradients between backward and step, for ranks to compare.
 
     total = sum(p.grad.pow(2).sum() for p in model.parameters()).sqrt()
     for p in model.parameters():
         p.grad.mul_(1 / total)              # `total` is of this rank's parts, not of all gradients
 
 However the number came about, each rank multiplies by another one. So a few elements of each
-gradient are kept as backward leaves them, and as the step has them; and of each weight as a step
-leaves it, and as it is after the next backward. The line through these pairs tells the factor.
-Clamps, noise and masks lie on no line, and are not looked at.
+gradient are kept as backward leaves them, and as the step has them. The line through these pairs
+tells the factor. Clamps, noise and masks lie on no line, and are not looked at.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from layerzero.core.data_watch import grad_of
 from layerzero.core.parameter_info import get_info
@@ -52,7 +52,7 @@ class Edit(NamedTuple):
 
 
 _Samples = dict[str, torch.Tensor]
-"""Some elements of each tensor, by the parameter's name."""
+"""Some elements of each gradient, by the parameter's name."""
 Edits = Mapping[str, Edit]
 """By parameter: those of which it could be told."""
 
@@ -125,79 +125,81 @@ def _common(edits: Edits) -> Edit | None:
     return values[0]
 
 
-class EditsByHand:
-    """What a program does to the gradients and weights of one optimizer before its next step."""
+class GradientEdits:
+    """What a program does to the gradients of one optimizer between backward and its next step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._gradients: _Samples = {}
+        self._before: _Samples = {}
         """After the last backward."""
-        self._weights: list[_Samples] = []
-        """After the last step, and after the first backward since."""
         self._num_backwards = 0
 
     def watch(self) -> None:
         """Look until the next step. Each backward then costs a small copy for each parameter."""
         self._num_backwards = 0
-        self._weights = [self._take(_weight)]
         if self._after_backward not in after_backward:
             after_backward.append(self._after_backward)
 
     def stop(self) -> None:
-        self._gradients, self._weights = {}, []
+        self._before = {}
         if self._after_backward in after_backward:
             after_backward.remove(self._after_backward)
 
-    def after_step(self) -> Callable[[], dict[str, Edits]]:
+    def after_step(self) -> Callable[[], Edits] | None:
         """Stop looking. Does not wait for a device.
 
         Returns:
-            A function that reads the edits of gradients and of weights from the device, which must
-            have come here.
+            A function that reads the edits from the device, which must have come here; None if
+            there is nothing to read.
         """
-        pairs = {}
-        if self._gradients:
-            pairs["gradient"] = self._gradients, self._take(grad_of)
-        if len(self._weights) == 2:
-            pairs["weight"] = self._weights[0], self._weights[1]
+        before = self._before
+        now = self._take() if before else before
         self.stop()
-        return lambda: {kind: _read(old, new) for kind, (old, new) in pairs.items()}
+        return functools.partial(_read, before, now) if before and now else None
 
     def _after_backward(self) -> None:
         self._num_backwards += 1
         if self._optimizer() is None or self._num_backwards > _MAX_BACKWARDS:
             self.stop()
         elif torch._C._current_graph_task_id() < 0:  # Else it is a checkpoint's, in a backward.
-            self._gradients = self._take(grad_of)
-            if len(self._weights) == 1:
-                self._weights.append(self._take(_weight))
+            self._before = self._take()
 
-    def _take(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> _Samples:
-        """Copy some elements of the part, or of its gradient, of each parameter."""
-        optimizer, samples = self._optimizer(), {}
+    def _take(self) -> _Samples:
+        optimizer = self._optimizer()
+        samples: _Samples = {}
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return samples  # They would be read before the graph has run.
         for group in () if optimizer is None else optimizer.param_groups:
             for parameter in group["params"]:
                 info = get_info(parameter)
-                tensor = None if info is None else of(parameter)
-                if info is None or tensor is None or tensor.numel() < _MIN_SAMPLES:
+                gradient = None if info is None else grad_of(parameter)
+                if info is None or gradient is None or gradient.numel() < _MIN_SAMPLES:
                     continue
-                if tensor.dim() == 1 and tensor.is_floating_point():
-                    stride = max(1, tensor.numel() // _NUM_SAMPLES)
-                    samples[info.fqn] = tensor.detach()[::stride][:_NUM_SAMPLES].clone()
+                if gradient.dim() == 1 and gradient.is_floating_point():
+                    stride = max(1, gradient.numel() // _NUM_SAMPLES)
+                    samples[info.fqn] = gradient.detach()[::stride][:_NUM_SAMPLES].clone()
         return samples
 
 
-def _weight(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter
-
-
 def _read(before: _Samples, now: _Samples) -> Edits:
-    edits = {}
-    for name, old in before.items():
-        new = now.get(name)
-        if new is None or new.dtype != old.dtype or new.numel() != old.numel():
-            continue
-        edit = fit(old.tolist(), new.tolist(), torch.finfo(old.dtype).eps)
-        if edit is not None:
-            edits[name] = edit
+    old, new, edits = _values(before), _values(now), {}
+    for name, values in old.items():
+        dtype = before[name].dtype
+        if name in new and now[name].dtype == dtype and len(new[name]) == len(values):
+            edit = fit(values, new[name], torch.finfo(dtype).eps)
+            if edit is not None:
+                edits[name] = edit
     return edits
+
+
+def _values(samples: _Samples) -> dict[str, list[float]]:
+    """Read them, in one copy for each device and dtype: a copy may wait for what is queued."""
+    alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, sample in samples.items():
+        alike.setdefault((sample.device, sample.dtype), []).append(name)
+    values = {}
+    for names in alike.values():
+        found = iter(torch.cat([samples[name] for name in names]).tolist())
+        for name in names:
+            values[name] = [*itertools.islice(found, samples[name].numel())]
+    return values

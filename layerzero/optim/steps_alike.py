@@ -1,5 +1,5 @@
-"""Warns where ranks step one model differently: with other learning rates, with gradients or
-weights that each has multiplied by a number of its own, or not at all.
+"""Warns where ranks step one model differently: with other learning rates, with gradients that each
+has multiplied by a number of its own, or not at all.
 
 Each rank steps its part of every parameter. So where a program decides by what one rank sees, parts
 of one model are trained differently, and nothing fails:
@@ -12,11 +12,13 @@ of one model are trained differently, and nothing fails:
 At steps 1, 2, 4, 8, ... each rank puts a note into torch's store, from a thread, and the first rank
 of each group compares them. Collectives are numbered alike on all ranks, so the number of the last
 one tells whether as many steps were taken by then. Other steps cost a count. What was done to
-gradients and weights (edits_by_hand.py) is known of all but the first step.
+gradients (edits_by_hand.py) is known of all but the first step.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import logging
 import weakref
@@ -29,14 +31,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.onlooker import look_on
+from layerzero.comm.onlooker import look_on, prepare_thread
 from layerzero.comm.run_names import own_connection
 from layerzero.comm.streams import Event
 from layerzero.core.groups import ShardGroup
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
-from layerzero.optim.edits_by_hand import Edit, Edits, EditsByHand, difference, is_edited
+from layerzero.optim.edits_by_hand import Edit, Edits, GradientEdits, difference, is_edited
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each
@@ -58,6 +60,9 @@ _Options = dict[str, list[float | None]]
 _logger = logging.getLogger(__name__)
 
 _num_optimizers: WeakKeyDictionary[RootState, int] = WeakKeyDictionary()
+_slots: dict[str, set[int]] = {}
+"""Group -> those in use. Notes of one slot replace each other, so that optimizers that come and go
+leave no more keys in the store than there were at a time."""
 
 
 class _Note(NamedTuple):
@@ -69,7 +74,17 @@ class _Note(NamedTuple):
     options: int
     """Checksum of all options."""
     has_edits: bool
-    """Whether the program has multiplied gradients or weights by something."""
+    """Whether gradients have changed between backward and this step."""
+
+
+class _Seat(NamedTuple):
+    """Where an optimizer's notes are."""
+
+    slot: str
+    """The beginning of their keys."""
+    optimizer: str
+    """The same on all ranks of the group, which may have given a slot to others meanwhile."""
+    group: ShardGroup
 
 
 @dataclass
@@ -81,20 +96,18 @@ class _Step:
     options: _Options
     names: dict[str, str]
     """Checksum of a parameter's name -> the name."""
-    read_edits: Callable[[], dict[str, Edits]]
+    read_edits: Callable[[], Edits] | None
     ended: Event
-    """When the device has come here, edits can be read."""
-    edits: dict[str, dict[str, Edit]] = field(default_factory=dict)
-    """Of gradients and of weights, by the checksum of the parameter's name; see `note`."""
+    """Edits can be read once the device has come here; None: there is no device to wait for."""
+    edits: dict[str, Edit] = field(default_factory=dict)
+    """By the checksum of the parameter's name; see `note`."""
 
     def note(self) -> _Note:
-        """Read the edits, which waits for the device, and return the note."""
-        if self.ended is not None:
-            self.ended.synchronize()
-        for kind, edits in self.read_edits().items():
-            self.edits[kind] = {_key(name): edit for name, edit in edits.items()}
+        """Read the edits, and return the note."""
+        found = {} if self.read_edits is None else self.read_edits()
+        self.edits = {_key(name): edit for name, edit in found.items()}
         text = json.dumps(self.options, sort_keys=True)
-        has_edits = any(is_edited(edit) for each in self.edits.values() for edit in each.values())
+        has_edits = any(map(is_edited, self.edits.values()))
         return _Note(self.count, self.issued, zlib.crc32(text.encode()), has_edits)
 
 
@@ -110,30 +123,38 @@ class _Steps:
         weakref.finalize(self, _tell, self._found)
         self._context = weakref.ref(root.context)
         self._name = type(optimizer).__name__
-        self._edits = EditsByHand(optimizer)
+        self._edits = GradientEdits(optimizer)
         self._count = 0
         self._step: _Step | None = None
         """The last one that is compared."""
-        self._note = _Note(0, 0, 0, False)
+        self._note: _Note | None = None
         """The last one that was put into the store."""
-        self._groups: list[tuple[str, ShardGroup]] = [
-            (f"{place}/{number}", group)
+        self._seats: list[_Seat] = [
+            _Seat(self._take_slot(group), f"{place}/{number}", group)
             for group in (owner.placement.data_parallel or owner.placement).all_groups
             if group.size > 1 and (place := root.operations.place_on(group)) is not None
         ]
         self._store: dist.Store | None = None
+
+    def _take_slot(self, group: ShardGroup) -> str:
+        name = _key(",".join(map(str, group.ranks)))
+        taken = _slots.setdefault(name, set())
+        slot = next(each for each in itertools.count() if each not in taken)
+        taken.add(slot)
+        weakref.finalize(self, taken.discard, slot)
+        return f"{name}/{slot}"
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._count = count = self._count + 1
         _tell(self._found)
         if _is_compared(count):
             self._compare(optimizer)
-        if _is_compared(count + 1) and self._groups and not is_narrowed(optimizer):
+        if _is_compared(count + 1) and self._seats and not is_narrowed(optimizer):
             self._edits.watch()
 
     def _compare(self, optimizer: torch.optim.Optimizer) -> None:
         read_edits, context = self._edits.after_step(), self._context()
-        if not self._groups or is_narrowed(optimizer):
+        if not self._seats or is_narrowed(optimizer):
             return
         if context is None or context.operations.failure is not None:
             return
@@ -147,15 +168,18 @@ class _Steps:
                     key = _key(info.fqn)
                     names[key], options[key] = info.fqn, values
         count, issued = self._count, context.operations.count
-        ended = context.streams.record_compute_event()
+        ended = None if read_edits is None else context.streams.record_compute_event()
         self._step = _Step(count, issued, options, names, read_edits, ended)
-        look_on(self, _look(count), _PAUSE_S, "layerzero-steps", first_pause_s=_FIRST_PAUSE_S)
+        prepare = functools.partial(prepare_thread, context.device)
+        look_on(self, _look(count), _PAUSE_S, "layerzero-steps", prepare, _FIRST_PAUSE_S)
 
     def look(self, count: int) -> bool:
         """On the thread: publish the note of this step, and compare it. Whether to look again."""
         step = self._step
         if step is None or step.count != count:
             return False  # A later one is on its way.
+        if step.ended is not None and not step.ended.query():
+            return True
         try:
             return self._exchange(step)
         except (RuntimeError, ValueError) as error:
@@ -167,30 +191,35 @@ class _Steps:
         if self._store is None:
             self._store = dist.PrefixStore("layerzero/steps", own_connection())
         store, is_open = self._store, False
-        is_new = self._note.steps != step.count
-        note = step.note() if is_new else self._note
-        for place, group in self._groups:
+        note = self._note
+        is_new = note is None or note.steps != step.count
+        if note is None or is_new:
+            note = step.note()
+        for slot, optimizer, group in self._seats:
             own = group.ranks[group.rank]
             if is_new:
                 # The details are read only where they may differ.
-                store.set(f"{place}/{own}/details", json.dumps([step.options, step.edits]))
-                store.set(f"{place}/{own}", json.dumps(note))
+                details = [optimizer, note, step.options, step.edits]
+                store.set(f"{slot}/{own}/details", json.dumps(details))
+                store.set(f"{slot}/{own}", json.dumps([optimizer, note]))
             if group.rank:
                 continue
-            keys = [f"{place}/{rank}" for rank in group.ranks]
+            keys = [f"{slot}/{rank}" for rank in group.ranks]
             if not store.check(keys):
                 is_open = True
                 continue
             for rank, text in zip(group.ranks, _read(store, keys), strict=True):
-                other = _Note(*json.loads(text))
-                if other.steps < note.steps:
+                of, values = json.loads(text)
+                other = _Note(*values)
+                if of != optimizer or other.steps < note.steps:
                     is_open = True
                 elif other.steps == note.steps and rank != own and not self._found:
                     what = None
                     if other.options != note.options or other.has_edits or note.has_edits:
-                        options, edits = json.loads(store.get(f"{place}/{rank}/details"))
-                        what = _other_option(step, own, options, rank)
-                        what = what or _other_edit(step, own, edits, rank)
+                        *of, options, edits = json.loads(store.get(f"{slot}/{rank}/details"))
+                        if of == [optimizer, values]:
+                            what = _other_option(step, own, options, rank)
+                            what = what or _other_edit(step, own, edits, rank)
                     if what is None and other.issued != note.issued:
                         fewer = own if note.issued > other.issued else rank
                         what = f"rank {fewer} has left out steps that other ranks took"
@@ -214,21 +243,16 @@ def _other_option(step: _Step, own: int, theirs: _Options, rank: int) -> str | N
     return None
 
 
-def _other_edit(
-    step: _Step, own: int, theirs: dict[str, dict[str, list[float]]], rank: int
-) -> str | None:
-    for kind, edits in step.edits.items():
-        others = {key: Edit(*values) for key, values in theirs.get(kind, {}).items()}
-        found = difference(edits, others)
-        if found is not None:
-            key, here, there = found
-            which = f"all {kind}s" if key is None else f"the {kind} of {step.names[key]!r}"
-            when = "between backward and step" if kind == "gradient" else "between two steps"
-            return (
-                f"{when} {which} became {here} on rank {own}, and {there} on rank {rank}, as by "
-                "a norm or mean of each rank's own parts"
-            )
-    return None
+def _other_edit(step: _Step, own: int, theirs: dict[str, list[float]], rank: int) -> str | None:
+    found = difference(step.edits, {key: Edit(*values) for key, values in theirs.items()})
+    if found is None:
+        return None
+    key, here, there = found
+    which = "all gradients" if key is None else f"the gradient of {step.names[key]!r}"
+    return (
+        f"between backward and step {which} became {here} on rank {own}, and {there} on rank "
+        f"{rank}, as by a norm or mean of each rank's own parts"
+    )
 
 
 def _read(store: dist.Store, keys: list[str]) -> list[bytes]:

@@ -384,6 +384,8 @@ class SimulatedDevice(TorchDispatchMode):
         return memory is not None and memory.home is not self.host_stream
 
     def _read_and_wait(self, tensor: Tensor, what: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # It keeps nobody waiting, and does not hide what the program has not ordered.
         stream = self._stream
         stream.tick()
         self.memory.access(tensor, stream, self._use(what, stream), stream, writes=False)

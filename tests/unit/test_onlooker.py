@@ -256,9 +256,9 @@ def test_a_driver_that_is_not_loaded_is_not_loaded_for_this() -> None:
 
 
 def test_pauses_between_looks_grow_from_the_first_to_the_longest() -> None:
-    owner, times, done = Event(Module()), [time.monotonic()], threading.Event()
+    owner, times, done = Module(), [time.monotonic()], threading.Event()
 
-    def look(_: Event) -> bool:
+    def look(_: Module) -> bool:
         times.append(time.monotonic())
         if len(times) == 6:
             done.set()
