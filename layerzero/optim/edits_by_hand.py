@@ -167,18 +167,24 @@ class GradientEdits:
     def _take(self) -> _Samples:
         optimizer = self._optimizer()
         samples: _Samples = {}
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return samples  # They would be read before the graph has run.
         for group in () if optimizer is None else optimizer.param_groups:
             for parameter in group["params"]:
                 info = get_info(parameter)
                 gradient = None if info is None else grad_of(parameter)
                 if info is None or gradient is None or gradient.numel() < _MIN_SAMPLES:
                     continue
+                if not samples and _is_capturing(gradient.device):
+                    return samples  # They would be read before the graph has run.
                 if gradient.dim() == 1 and gradient.is_floating_point():
                     stride = max(1, gradient.numel() // _NUM_SAMPLES)
                     samples[info.fqn] = gradient.detach()[::stride][:_NUM_SAMPLES].clone()
         return samples
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether what is issued now is recorded in a graph instead of run."""
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
 
 
 def _read(before: _Samples, now: _Samples) -> Edits:

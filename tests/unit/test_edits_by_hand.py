@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 
+from layerzero.optim import edits_by_hand
 from layerzero.optim.edits_by_hand import Edit, difference, fit, is_edited
-
-FLOAT = torch.finfo(torch.float32).eps
-BFLOAT = torch.finfo(torch.bfloat16).eps
 
 
 def values(n: int = 16) -> torch.Tensor:
@@ -43,6 +41,14 @@ def test_what_is_no_line_or_does_not_tell_is_not_found() -> None:
     assert fitted(torch.full((16,), 3.0), torch.full((16,), 6.0)) is None
     assert fitted(old[:3], old[:3] * 2) is None
     assert fitted(old, old * math.inf) is None
+
+
+def test_a_capture_is_noticed_on_devices_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert not edits_by_hand._is_capturing(device)
+    module = torch.get_device_module(device)
+    monkeypatch.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)
+    assert edits_by_hand._is_capturing(device)
 
 
 def of(factor: float, offset: float = 0) -> Edit:
