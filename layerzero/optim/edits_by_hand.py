@@ -43,12 +43,9 @@ class Edit(NamedTuple):
 
     def __str__(self) -> str:
         times = f"{self.factor:.3g} times as large"
-        return (
-            times
-            if not self.offset
-            else f"{times} and {abs(self.offset):.3g} "
-            + ("larger" if self.offset > 0 else "smaller")
-        )
+        if not self.offset:
+            return times
+        return f"{times} and {abs(self.offset):.3g} {'larger' if self.offset > 0 else 'smaller'}"
 
 
 _Samples = dict[str, torch.Tensor]
@@ -171,14 +168,18 @@ class GradientEdits:
             for parameter in group["params"]:
                 info = get_info(parameter)
                 gradient = None if info is None else grad_of(parameter)
-                if info is None or gradient is None or gradient.numel() < _MIN_SAMPLES:
+                if info is None or gradient is None or not _is_readable(gradient):
                     continue
                 if not samples and _is_capturing(gradient.device):
                     return samples  # They would be read before the graph has run.
-                if gradient.dim() == 1 and gradient.is_floating_point():
-                    stride = max(1, gradient.numel() // _NUM_SAMPLES)
-                    samples[info.fqn] = gradient.detach()[::stride][:_NUM_SAMPLES].clone()
+                stride = max(1, gradient.numel() // _NUM_SAMPLES)
+                samples[info.fqn] = gradient.detach()[::stride][:_NUM_SAMPLES].clone()
         return samples
+
+
+def _is_readable(gradient: torch.Tensor) -> bool:
+    is_plain = gradient.dim() == 1 and gradient.is_floating_point()
+    return is_plain and gradient.numel() >= _MIN_SAMPLES
 
 
 def _is_capturing(device: torch.device) -> bool:
