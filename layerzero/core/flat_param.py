@@ -29,6 +29,7 @@ from torch import nn
 from layerzero.core.data_watch import watch_data
 from layerzero.core.gradients import GradientBuffer
 from layerzero.core.host import HostMemory
+from layerzero.core.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.core.layout import FlatLayout, alignment_of
 from layerzero.core.parameter_info import (
     ParameterInfo,
@@ -212,6 +213,7 @@ class FlatParam:
             make = torch.zeros if self.is_whole else torch.empty
             self.full = make(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self._storage = self.full.untyped_storage()
+        self._is_large = is_worth_huge_pages(self.full)
         self.unsharded_params = []
         for index, original in enumerate(originals):
             unsharded = nn.Parameter(
@@ -256,6 +258,8 @@ class FlatParam:
 
     def allocate_full(self) -> None:
         self._storage.resize_(self.full_nbytes)
+        if self._is_large:
+            prefer_huge_pages(self.full, collapse=False)
 
     def free_full(self) -> None:
         if not self.is_whole:

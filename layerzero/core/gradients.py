@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from layerzero.core.host import HostMemory
+from layerzero.core.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.core.layout import FlatLayout, GradientLayout, ShardRange
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
@@ -509,10 +510,13 @@ class _Area:
         self.storage = self.tensor.untyped_storage()
         self.places = [owner.place(self.tensor, segment) for segment in owner.layout.segments]
         self.nbytes = self.storage.nbytes()
+        self._is_large = is_worth_huge_pages(self.tensor)
         self.free()
 
     def allocate(self) -> None:
         self.storage.resize_(self.nbytes)
+        if self._is_large:
+            prefer_huge_pages(self.tensor, collapse=False)
 
     def free(self) -> None:
         self.storage.resize_(0)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from layerzero.core.huge_pages import prefer_huge_pages
 from layerzero.core.parameter_info import get_info
-from layerzero.optim.huge_pages import prefer_huge_pages
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.unit import Unit
 

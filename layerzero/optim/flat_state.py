@@ -24,11 +24,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from layerzero.core.data_watch import grad_of, watch_autograd, watch_grad
+from layerzero.core.huge_pages import prefer_huge_pages
 from layerzero.ops import flat_step_, step_reference, sum_squares
 from layerzero.ops.step_reference import StepTensors
 from layerzero.optim.flat_gradient import Gradient, copy_of, find_buffer
 from layerzero.optim.flat_homes import Held, Home
-from layerzero.optim.huge_pages import prefer_huge_pages
 from layerzero.runtime.chunk_squares import ChunkSquares
 
 _ALIGNMENT = 16
