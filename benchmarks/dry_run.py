@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from simulator import Await, Compute, Operation, Post, Program, Signal, Wait
 
-from layerzero.comm.pending import Pending
+from layerzero.comm.pending import Pending, Piece
 from layerzero.comm.streams import OnThread
 
 
@@ -118,25 +118,30 @@ class Recorder:
             calls: Any,
             peers: Sequence[int],
             receives: Sequence[bool],
-            incoming: Sequence[torch.Tensor],
-            outgoing: Sequence[torch.Tensor],
+            pieces: Sequence[Piece],
             later: Sequence[Any] = (),
         ) -> None:
-            # `peers` and `receives` have the later ones, too: to the links, all are under way.
-            ranks = pending.group.ranks
-            sizes: tuple[dict[int, int], dict[int, int]] = {}, {}
-            for peer, is_received in zip(peers, receives, strict=True):
-                tensors = incoming if is_received else outgoing
-                sizes[is_received][ranks[peer]] = tensors[peer].nbytes
-            self.note(Post(pending.name, ranks, *sizes))
-            for peer in range(len(ranks)):
-                if peer == pending.group.rank:
-                    continue
+            # What is received later counts, too: to the links, all is under way at once.
+            ranks, own = pending.group.ranks, pending.group.rank
+            sent: dict[int, int] = {}
+            received: dict[int, int] = {}
+            messages = [
+                (rank, outgoing[peer], incoming[peer])
+                for incoming, outgoing in pieces
+                for peer, rank in enumerate(ranks)
+                if peer != own
+            ]
+            for rank, outgoing, incoming in messages:
+                for sizes, tensor in ((sent, outgoing), (received, incoming)):
+                    if tensor.numel():
+                        sizes[rank] = sizes.get(rank, 0) + tensor.nbytes
+            self.note(Post(pending.name, ranks, sent, received))
+            for _, outgoing, incoming in messages:
                 if self._loopback is not None:
-                    works = self._loopback.carry(outgoing[peer], incoming[peer])
+                    works = self._loopback.carry(outgoing, incoming)
                     self._in_flight.setdefault(pending, []).extend(works)
-                elif incoming[peer].shape == outgoing[peer].shape:
-                    incoming[peer].copy_(outgoing[peer])
+                elif incoming.shape == outgoing.shape:
+                    incoming.copy_(outgoing)
             pending.works = ()
             self.resume()
 

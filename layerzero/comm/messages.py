@@ -30,12 +30,12 @@ Note [Parts arrive where others have left]
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.pending import Operation, Pending
+from layerzero.comm.pending import Operation, Pending, Piece
 from layerzero.core.groups import ShardGroup
 
 
@@ -91,14 +91,27 @@ def exchange(
             receives.append(tensors is incoming)
     peers += late_peers
     receives += [True] * len(late_peers)
-    recovery = None if operation.lookout is None else operation.lookout.recovery
+    _post(pending, calls, peers, receives, [(incoming, outgoing)], later)
+    return pending
+
+
+def _post(
+    pending: Pending,
+    calls: Sequence[functools.partial[dist.Work]],
+    peers: Sequence[int],
+    receives: Sequence[bool],
+    pieces: Sequence[Piece],
+    later: Sequence[tuple[int, functools.partial[dist.Work]]],
+) -> None:
+    """`Pending.post`, unless the pass has failed on some rank."""
+    lookout = pending.operation.lookout
+    recovery = None if lookout is None else lookout.recovery
     if recovery is None:
-        pending.post(calls, peers, receives, incoming, outgoing, later)
-        return pending
+        pending.post(calls, peers, receives, pieces, later)
+        return
     with recovery.lock:
         recovery.begin(pending)
-        pending.post(calls, peers, receives, incoming, outgoing, later)
-    return pending
+        pending.post(calls, peers, receives, pieces, later)
 
 
 def exchange_in_place(
@@ -118,6 +131,40 @@ def exchange_in_place(
             else own[(rank + step - num_steps) % size]
         )
     return parts, exchange(parts, own, group, operation, num_steps=num_steps)
+
+
+def exchange_halves(
+    received: torch.Tensor, sent: torch.Tensor, group: ShardGroup, operation: Operation
+) -> Pending:
+    """Exchange one tensor with the other rank of two, in two messages each way.
+
+    See Note [Two ranks keep the own chunk apart] in core/pair_input.py.
+
+    Args:
+        received: [N], N even; written. Its second half lies where the first half of `sent` does,
+            and is received once that has left.
+        sent: [N] in the same dtype.
+    """
+    pending = Pending(operation, group, sent.nbytes)
+    process_group, peer = group.process_group, 1 - group.rank
+    arriving, leaving = received.chunk(2), sent.chunk(2)
+
+    def message(
+        method: Callable[..., dist.Work], halves: Sequence[torch.Tensor], piece: int
+    ) -> functools.partial[dist.Work]:
+        tag = operation.tag(halves[piece].nbytes, piece)
+        return functools.partial(method, [halves[piece]], peer, tag)
+
+    calls = [
+        message(process_group.send, leaving, 0),
+        message(process_group.recv, arriving, 0),
+        message(process_group.send, leaving, 1),
+    ]
+    later = [(0, message(process_group.recv, arriving, 1))]
+    # The own entry of each list is not looked at.
+    pieces = [([half] * 2, [other] * 2) for half, other in zip(arriving, leaving, strict=True)]
+    _post(pending, calls, [peer] * 4, [False, True, False, True], pieces, later)
+    return pending
 
 
 def _steps_under_way(size: int) -> int:

@@ -36,17 +36,17 @@ class Operation(NamedTuple):
     def __str__(self) -> str:
         return f"{self.verb} of {self.unit} (#{self.number})"
 
-    def tag(self, nbytes: int) -> int:
+    def tag(self, nbytes: int, piece: int = 0) -> int:
         """See Note [A message carries its name] in messages.py.
 
-        In [2**30, 2**31), clear of small user tags.
+        In [2**30, 2**31), clear of small user tags. `piece`: its number, of those between a pair.
         """
-        name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}/{self.model}"
+        name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}/{self.model}/{piece}"
         return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
 
 
-Messages = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
-"""What is received from each rank of a group, and what is sent to it."""
+Piece = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""What is received from each rank of a group in one message, and what is sent to it."""
 
 
 class Pending:
@@ -70,7 +70,7 @@ class Pending:
         """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
         to wait for: what ran on the current stream is in order there by itself."""
         self._finish: Callable[[], object] | None = None
-        self._messages: Messages = ((), ())
+        self._pieces: Sequence[Piece] = ()
         self._posted: list[dist.Work | None] = []
         """None: waited for already, which must not be done twice."""
         self._later: Sequence[tuple[int, functools.partial[dist.Work]]] = ()
@@ -85,14 +85,23 @@ class Pending:
         return str(self.operation)
 
     @property
-    def sizes(self) -> list[tuple[int, int, int, int]]:
+    def sizes(self) -> list[list[tuple[int, int, int, int]]]:
         """See `recovery.Message`; empty once it has been waited for."""
-        tag, own = self.operation.tag, self.group.rank
+        tag, pieces = self.operation.tag, self._pieces
+        if not pieces:
+            return []
         return [
-            (0, 0, 0, 0)
-            if rank == own
-            else (tag(sent.nbytes), sent.nbytes, tag(received.nbytes), received.nbytes)
-            for rank, (received, sent) in enumerate(zip(*self._messages, strict=True))
+            [
+                (
+                    tag(outgoing[rank].nbytes, piece),
+                    outgoing[rank].nbytes,
+                    tag(incoming[rank].nbytes, piece),
+                    incoming[rank].nbytes,
+                )
+                for piece, (incoming, outgoing) in enumerate(pieces)
+                if rank != self.group.rank
+            ]
+            for rank in range(self.group.size)
         ]
 
     def post(
@@ -100,21 +109,21 @@ class Pending:
         calls: Sequence[functools.partial[dist.Work]],
         peers: Sequence[int],
         receives: Sequence[bool],
-        incoming: Sequence[torch.Tensor],
-        outgoing: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
         later: Sequence[tuple[int, functools.partial[dist.Work]]] = (),
     ) -> None:
         """Post its messages: `calls`, each with its peer's group rank.
 
         Args:
             peers: of `calls`, then of `later`; so `receives`, whether it is received.
+            pieces: all that is received and sent; of several, each rank has as many.
             later: messages that `wait` posts, in order, each with the place in `calls` of the one
                 that must be over before. To other ranks they count as posted.
 
         Raises:
             CollectiveError: the connection to a peer is closed.
         """
-        self._messages = incoming, outgoing
+        self._pieces = pieces
         self._peers, self._receives, self._later = peers, receives, later
         try:
             # In one call from C, amid which no signal can raise: a handle that is lost would leave
@@ -247,7 +256,7 @@ class Pending:
         if recovery is not None:
             recovery.in_flight.discard(self)
         if self._posted:
-            self.works, self._posted, self._later, self._messages = (), [], (), ((), ())
+            self.works, self._posted, self._later, self._pieces = (), [], (), ()
         if recovery is not None and recovery.reason is not None:
             # What has arrived may be an answer without meaning.
             raise recovery.error(self.name)

@@ -64,9 +64,9 @@ class Message(Protocol):
         """Stays so once it has been waited for, which another thread may do at any time."""
 
     @property
-    def sizes(self) -> Sequence[tuple[int, int, int, int]]:
-        """For each rank of the group: tag and bytes of what this rank sends to it, and of what it
-        receives from it; no message has 0 bytes."""
+    def sizes(self) -> Sequence[Sequence[tuple[int, int, int, int]]]:
+        """For each rank of the group, and each piece: tag and bytes of what this rank sends to it,
+        and of what it receives from it; no message has 0 bytes."""
 
 
 class Recovery:
@@ -189,13 +189,16 @@ class Recovery:
                         self._answer(json.loads(store.get(key))["waits"], own, group, index)
 
     def _answer(
-        self, waits: dict[str, dict[str, list[int]]], own: str, group: ShardGroup, peer: int
+        self, waits: dict[str, dict[str, list[list[int]]]], own: str, group: ShardGroup, peer: int
     ) -> None:
         process_group = group.process_group
-        for number, sizes in waits.items():
-            sent_tag, sent, received_tag, received = sizes[own]
-            if int(number) in self._posted:
-                continue  # Its messages are on their way.
+        pieces = (
+            piece
+            for number, sizes in waits.items()
+            if int(number) not in self._posted  # Else its messages are on their way.
+            for piece in sizes[own]
+        )
+        for sent_tag, sent, received_tag, received in pieces:
             if received:
                 tensor = torch.zeros(received, dtype=torch.uint8)
                 work = process_group.send([tensor], peer, received_tag)

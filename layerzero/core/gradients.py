@@ -26,9 +26,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from layerzero.core import pair_input
 from layerzero.core.host import HostMemory
 from layerzero.core.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.core.layout import FlatLayout, GradientLayout, ShardRange
+from layerzero.core.pair_input import PairInput
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
 from layerzero.core.sum_dtype import sum_dtype
@@ -69,6 +71,8 @@ class GradientBuffer:
     """Sum that waits on the host if `sums_on` is set: unsharded, or a first hop's chunk."""
     shard_sum: torch.Tensor | None
     """[chunk after the first hop], float32 at least: sum of earlier micro-batches."""
+    pair: PairInput | None
+    """Takes the place of `buffer` where nothing waits to be added to, between two ranks on gloo."""
 
     def __init__(
         self,
@@ -101,6 +105,8 @@ class GradientBuffer:
         self.holds_sum = False
         self.shard_sum = None
         self.host_sum = None
+        self.pair: PairInput | None = None
+        self._may_pair = False
         self._earlier = _NOTHING
         self._held: list[list[torch.Tensor]] = []
         """Gradients to add to the sum once the pass is complete."""
@@ -136,7 +142,23 @@ class GradientBuffer:
             self.layout.numel,
         )
         self._whole = Segments.concatenate([self.layout.numel])
+        self._plan_pair()
         self._split_sizes, self._split_indices = self._plan_split()
+
+    def keep_own_chunk_apart(self) -> None:
+        """Pack for `reduce_with_peer`, if chunks are large; only between two ranks on gloo."""
+        self._may_pair = True
+        self._plan_pair()
+
+    def _plan_pair(self) -> None:
+        numel, self.pair = self.layout.chunk_numel, None
+        # In low precision the sum needs memory of its own, in a wider dtype.
+        if not (self._may_pair and self.sum_is_buffer and numel % 2 == 0):
+            return
+        if numel * self._dtype.itemsize >= pair_input.LEAST_NBYTES:
+            rank = self._placement.shard_group.rank
+            with torch.inference_mode(False):
+                self.pair = PairInput(self.layout, rank, self._dtype, self._device, self._source)
 
     def place(
         self, buffer: torch.Tensor, segment: ShardRange
@@ -175,6 +197,12 @@ class GradientBuffer:
         return self._outgoing.tensor
 
     @property
+    def buffers(self) -> list[torch.Tensor]:
+        """What is allocated while gradients wait or are reduced."""
+        pair = [] if self.pair is None else [self.pair.memory]
+        return [self._outgoing.tensor, self._sum.tensor, *pair]
+
+    @property
     def buffer_nbytes(self) -> int:
         """Bytes of `buffer` while it is allocated."""
         return self._outgoing.nbytes
@@ -196,6 +224,7 @@ class GradientBuffer:
         sums = {id(s): s for s in (self.shard_sum, self._earlier.shard_sum) if s is not None}
         held = sum(gradient.nbytes for gradients in self._held for gradient in gradients)
         in_areas = sum(area.storage.nbytes() for area in areas.values())
+        in_areas += 0 if self.pair is None else self.pair.resident_nbytes
         return in_areas + held + sum(each.nbytes for each in sums.values())
 
     @property
@@ -239,13 +268,17 @@ class GradientBuffer:
 
         Args:
             keep_accumulating: leave the sum in `sum`, to which more gradients will be added; else
-                it ends in `buffer`, ready to be sent.
+                it ends in `buffer` or in `pair`, ready to be sent.
             pack: what fills `buffer` if nothing waits; does what `pack_` does.
         """
         if self._placement.num_ranks == 1:
             self._collect_local(unsharded_params)
             return
         gradients = self._take(unsharded_params)
+        if not self.holds_sum and self.pair is not None and not keep_accumulating:
+            self.pair.fill(gradients)
+            self.holds_sum = True
+            return
         if not self.holds_sum:
             area, fill = (self._sum, pack_) if keep_accumulating else (self._outgoing, pack)
             area.allocate()
@@ -305,6 +338,8 @@ class GradientBuffer:
         """Return to what was when the last pass was complete. No reduction may be under way."""
         before = self._earlier
         self._held = []
+        if self.pair is not None:
+            self.pair.drop()
         if self._sum is not before.area:
             self._outgoing.free()
             self._sum.free()
@@ -421,6 +456,8 @@ class GradientBuffer:
     def free_buffer(self) -> None:
         """Free the reduction's input. May be called from another thread, and twice."""
         self._outgoing.free()
+        if self.pair is not None:
+            self.pair.free()
 
     def release_buffer(self) -> None:
         """Free both buffers; gradients that wait are in `shard_sum` or `host_sum` by now."""

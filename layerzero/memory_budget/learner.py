@@ -377,8 +377,9 @@ def _held_by_engine(root: RootState) -> Iterator[torch.Tensor]:
         for handle in unit.handles:
             gradients = handle.gradients
             yield from (handle.main_shard, handle.compute_shard, handle.full)
-            yield from (gradients.buffer, gradients.sum)
-            fields = (*vars(handle).values(), *vars(gradients).values())
+            yield from gradients.buffers
+            tables = () if gradients.pair is None else gradients.pair.tables
+            fields = (*vars(handle).values(), *vars(gradients).values(), *tables)
             yield from (each.table for each in fields if isinstance(each, Segments))
     yield from root.units[0].module.buffers()
     yield from root.units[0].module.parameters()

@@ -109,7 +109,7 @@ class PlannedRank:
             if handle.has_compute_shard:
                 mark([handle.compute_shard], "compute shards")
             mark([handle.main_shard], "shards")
-            mark([handle.gradients.buffer, handle.gradients.sum], "reduction buffers")
+            mark(handle.gradients.buffers, "reduction buffers")
         mark(model.buffers(), "module buffers")
         mark((each for each in model.parameters() if get_info(each) is None), "whole parameters")
 

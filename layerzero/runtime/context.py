@@ -18,8 +18,10 @@ import torch
 
 from layerzero.comm import collectives
 from layerzero.comm.collectives import Add
+from layerzero.comm.messages import messages_carry_names
 from layerzero.comm.streams import Event, Streams
 from layerzero.core.groups import ShardGroup
+from layerzero.core.placement import Placement
 from layerzero.ops import ordered_sum_, pack_
 from layerzero.runtime.chunk_squares import ChunkSquares
 from layerzero.runtime.operations import Operations
@@ -109,8 +111,15 @@ class RuntimeContext:
 
     all_gather = staticmethod(collectives.all_gather)
     reduce_scatter = staticmethod(collectives.reduce_scatter)
+    reduce_with_peer = staticmethod(collectives.reduce_with_peer)
     pack: Callable[..., object] = staticmethod(pack_)
     """What fills the buffer that a reduction sends."""
+
+    def keeps_own_chunk_apart(self, placement: Placement) -> bool:
+        """Whether `reduce_with_peer` reduces its gradients; see core/pair_input.py."""
+        groups = placement.reduce_groups
+        is_pair = placement.shard_group.size == placement.num_ranks == 2
+        return is_pair and len(groups) == 1 and messages_carry_names(groups[0], self.device)
 
     def before_delivery(self) -> None:
         """All reductions of a backward are done, and no `.grad` is written yet."""

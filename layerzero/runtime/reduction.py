@@ -166,16 +166,22 @@ class Reduction:
         # then needs the others: reduce-scatter plus all-gather, instead of an all-reduce.
         copies = placement.owned_slices > 1 and not self.is_partial
         is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
-        chunk, started = context.reduce_scatter(
-            gradients.buffer,
-            groups[0],
-            operations[0],
-            scale=scales[0],
-            deterministic=options.deterministic,
-            order=None if placement.world is None else placement.world_slices,
-            out=result if is_only_hop else None,
-            add=context.add,
-        )
+        chunks = None if gradients.pair is None else gradients.pair.take()
+        if chunks is not None:
+            chunk, started = context.reduce_with_peer(
+                *chunks, groups[0], operations[0], scales[0], context.add
+            )
+        else:
+            chunk, started = context.reduce_scatter(
+                gradients.buffer,
+                groups[0],
+                operations[0],
+                scale=scales[0],
+                deterministic=options.deterministic,
+                order=None if placement.world is None else placement.world_slices,
+                out=result if is_only_hop else None,
+                add=context.add,
+            )
         if is_only_hop:
             # The ordinary case: no work depends on the result of the only hop. `stream.run` would
             # block the host until it is done, where there are neither streams nor a thread.

@@ -211,6 +211,9 @@ class Unit:
         """Become unit `index` of the model whose units share `context`."""
         self.context = context
         self.index = index
+        for handle in self.handles:
+            if context.keeps_own_chunk_apart(handle.placement):
+                handle.gradients.keep_own_chunk_apart()
 
     def rename(self, prefix: str) -> None:
         """The module became part of another: put `prefix` before every name."""

@@ -2,7 +2,7 @@
 
 context     profile          a gather is asked for, refused by the limiter, waited for
             all_gather,      a collective is issued
-            reduce_scatter
+            reduce_scatter, reduce_with_peer
             set_in_backward  a backward pass begins or ends
 operations  next             which job a collective belongs to, by its number: on gloo another
                              thread may issue it
@@ -93,6 +93,7 @@ class Recorder:
         put(context, "profile", self._profile)
         put(context, "all_gather", self._all_gather)
         put(context, "reduce_scatter", self._reduce_scatter)
+        put(context, "reduce_with_peer", self._reduce_with_peer)
         put(context, "set_in_backward", self._set_in_backward)
         put(root.operations, "next", self._next)
         put(scheduler, "begin_forward", self._begin_forward)
@@ -184,16 +185,32 @@ class Recorder:
             chunks: torch.Tensor, group: ShardGroup, operation: Operation, *args: Any, **kwargs: Any
         ) -> Any:
             hop = self._hop(operation, group, chunks.nbytes)
-            result, pending = method(chunks, group, operation, *args, **kwargs)
-            if hop is None:
-                return result, pending
-            timed = TimedCollective(pending, hop, self.clock)
-            # A `FinishingStream` has a thread that waits for it from now on.
-            if not self._on_device and not isinstance(self._root.streams.reduce, FinishingStream):
-                timed.wait_on(self._waiters)
-            return result, timed
+            return self._timed(hop, *method(chunks, group, operation, *args, **kwargs))
 
         return reduce_scatter
+
+    def _reduce_with_peer(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce_with_peer(
+            own: torch.Tensor,
+            received: torch.Tensor,
+            sent: torch.Tensor,
+            group: ShardGroup,
+            operation: Operation,
+            *args: Any,
+        ) -> Any:
+            hop = self._hop(operation, group, own.nbytes + sent.nbytes)
+            return self._timed(hop, *method(own, received, sent, group, operation, *args))
+
+        return reduce_with_peer
+
+    def _timed(self, hop: Hop | None, result: torch.Tensor, pending: Pending) -> Any:
+        if hop is None:
+            return result, pending
+        timed = TimedCollective(pending, hop, self.clock)
+        # A `FinishingStream` has a thread that waits for it from now on.
+        if not self._on_device and not isinstance(self._root.streams.reduce, FinishingStream):
+            timed.wait_on(self._waiters)
+        return result, timed
 
     def _hop(self, operation: Operation, group: ShardGroup, nbytes: int) -> Hop | None:
         index = self._job_of.pop(operation.number, None)

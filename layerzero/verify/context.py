@@ -168,6 +168,9 @@ class VerifiedContext(RuntimeContext):
         else:
             pack_(out, srcs, segs)
 
+    def keeps_own_chunk_apart(self, placement: Placement) -> bool:
+        return False  # What is sent is looked for in one buffer.
+
     def reduce_scatter(  # type: ignore[no-redef]
         self,
         chunks: torch.Tensor,

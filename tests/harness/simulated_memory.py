@@ -30,6 +30,7 @@ _NAMES = {
     "FlatParam.keep_shard": "shard kept for backward",
     "FlatParam.write_compute_slice": "staged main shard",
     "_Area.allocate": "gradient buffer",
+    "PairInput.fill": "gradient buffer",
     "GradientBuffer.add_host_sum_to": "staged sum",
     "GradientBuffer.add_sharded": "sharded sum",
     "Reduction._allocate_chunk": "reduced chunk",

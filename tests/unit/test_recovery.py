@@ -39,7 +39,7 @@ def test_a_message_in_flight_counts_as_posted_until_it_has_left_and_after() -> N
     assert not pending.is_posted
     work, part = SimpleNamespace(wait=lambda *_: True), torch.zeros(2)
     post = functools.partial(lambda: cast("Any", work))
-    pending.post([post], [1], [True], [part] * 2, [part] * 2)
+    pending.post([post], [1], [True], [([part] * 2, [part] * 2)])
     pending.wait()
     assert in_flight.seen == [(True, 2)]
     assert pending.is_posted and not pending.sizes and not in_flight
