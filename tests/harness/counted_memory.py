@@ -40,16 +40,18 @@ def measure(
     steps: int = 10,
     in_order: bool = False,
 ) -> Measured:
-    """The most that lives in any of `steps` steps after a first one. Collective.
+    """The most that lives in any step after a first one. Collective.
 
-    How late a thread of gloo frees what a reduction held differs from step to step, and so does
-    the peak: a plan has the highest, which few steps may miss. `resting` is without the batch.
+    How late a thread of gloo frees what a reduction held depends on the machine, and so does the
+    peak: a plan has the highest. So `steps` run as they come, and then three in which a reduction
+    is finished only once something waits for it or for what came after it. `resting` is without
+    the batch.
+
     A thread that does not run although the data of its reduction is there, as on a machine with
     too few cores, is in no plan: `in_order`, who waits for a later gather waits for it, too.
     """
-    count = StorageCount()
-    keeps_up = _threads_keep_up() if in_order else contextlib.nullcontext()
-    with count.watching(), _threads_counted(count), keeps_up:
+    count, pace = StorageCount(), _Pace(keeps_up=in_order)
+    with count.watching(), _threads_counted(count), _threads_paced(pace):
         model = ZeRO3(make(), **arguments)
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, batch)
         stepper = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
@@ -57,6 +59,9 @@ def measure(
         gc.collect()
         count.restart()
         for _ in range(steps):
+            _step(model, stepper, args, kwargs)
+        pace.keeps_up = pace.is_late = True
+        for _ in range(3):
             _step(model, stepper, args, kwargs)
         del args, kwargs
         gc.collect()
@@ -91,13 +96,47 @@ def _threads_counted(count: StorageCount) -> Iterator[None]:
         streams._run_all = run_all
 
 
-@contextlib.contextmanager
-def _threads_keep_up() -> Iterator[None]:
-    """A collective's wait ends when the reductions queued before it are finished as well.
+class _Pace:
+    """When threads finish reductions; usually as soon as they can."""
 
-    Their data came first: that of one pair of ranks arrives in order.
-    """
+    def __init__(self, keeps_up: bool) -> None:
+        self.keeps_up = keeps_up
+        """A collective's wait ends when the reductions queued before it are finished as well.
+        Their data came first: that of one pair of ranks arrives in order."""
+        self.is_late = False
+        """None is finished before something waits for it."""
+
+
+_LATEST = 1.0
+"""Seconds after which a late one is finished all the same: other ranks may wait for its messages,
+which nothing on this rank does."""
+
+
+@contextlib.contextmanager
+def _threads_paced(pace: _Pace) -> Iterator[None]:
     last: list[streams.OnThread | None] = [None]
+
+    class OnThread(streams.OnThread):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._before = last[0] if pace.is_late else None
+            self._is_awaited = threading.Event()
+
+        def run(self) -> None:
+            if pace.is_late:
+                self._is_awaited.wait(_LATEST)
+            super().run()
+
+        def come_to_rest(self) -> None:
+            self.hurry()
+            super().come_to_rest()
+
+        def hurry(self) -> None:
+            item: Any = self
+            while item is not None and not item._is_awaited.is_set():
+                item._is_awaited.set()
+                before, item._before = item._before, None
+                item = before
 
     class Stream(streams.FinishingStream):
         def _enqueue(self, work: Callable[[], Any]) -> Any:
@@ -107,15 +146,18 @@ def _threads_keep_up() -> Iterator[None]:
     class Pending(pending.Pending):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._before = last[0]
+            self._before = last[0] if pace.keeps_up else None
 
         def wait(self) -> None:
+            if self._before is not None:
+                self._before.hurry()
             super().wait()
             if self._before is not None and threading.current_thread() is not self._before._thread:
                 self._before._has_run.wait()
 
     with (
         mock.patch.object(streams, "FinishingStream", Stream),
+        mock.patch.object(streams, "OnThread", OnThread),
         mock.patch.object(collectives, "Pending", Pending),
         mock.patch.object(messages, "Pending", Pending),
     ):
