@@ -9,12 +9,14 @@ Note [Two ranks keep the own chunk apart]
         memory  [        | first half sent | second half sent]
                 [first half arrives | second half arrives]       once the first half has been sent
 
-    which takes 1.25 U. The price is a second message each way, and a second call to pack.
+    which takes 1.25 U. The price is a second message each way, and a second call to pack. Between
+    the two calls, gradients that lie in the own chunk alone are dropped: what they held can hold
+    the memory that is allocated next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,8 @@ from layerzero.ops import Segments, pack_
 LEAST_NBYTES = 4 << 20
 """Bytes of the smallest chunk that is kept apart: of a smaller one, the second message would cost
 more time than the memory is worth."""
+_PACKED = torch.empty(0)
+"""Stands for a gradient that is packed and dropped."""
 
 
 class Chunks(NamedTuple):
@@ -62,21 +66,29 @@ class PairInput:
         self._own: torch.Tensor | None = None
         self.tables = [_table(layout, chunk, sources) for chunk in (rank, 1 - rank)]
         """What is packed where: the own chunk, and the peer's."""
+        own, peers = (
+            {sources[owned.param] for owned in layout.chunk(chunk) if owned.numel}
+            for chunk in (rank, 1 - rank)
+        )
+        self._own_only = own - peers
         self.free()
 
     @property
     def resident_nbytes(self) -> int:
         return self._storage.nbytes() + (0 if self._own is None else self._own.nbytes)
 
-    def fill(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Allocate the memory and pack the gradients."""
+    def fill(self, gradients: list[torch.Tensor]) -> None:
+        """Allocate the memory and pack the gradients; drop those that the own chunk alone needs."""
+        own_table, peers_table = self.tables
         # Not views of anything that is freed by itself: `.grad` is made of it.
         self._own = torch.empty_like(self._sent)
+        prefer_huge_pages(self._own, collapse=False)
+        pack_(self._own, gradients, own_table)
+        for source in self._own_only:
+            gradients[source] = _PACKED
         self._storage.resize_(self._nbytes)
-        for buffer in (self._own, self.memory):
-            prefer_huge_pages(buffer, collapse=False)
-        for chunk, table in zip((self._own, self._sent), self.tables, strict=True):
-            pack_(chunk, gradients, table)
+        prefer_huge_pages(self.memory, collapse=False)
+        pack_(self._sent, gradients, peers_table)
 
     def take(self) -> Chunks | None:
         """What was filled, for the reduction, which then holds the own chunk alone; else None."""

@@ -163,6 +163,34 @@ def test_a_reduction_holds_one_and_a_quarter_of_its_input() -> None:
     run_ranks(2, _held)
 
 
+def _dropped() -> None:
+    numel, rank, cpu = 1000, dist.get_rank(), torch.device("cpu")
+    numels = [numel // 2, numel, numel // 2]  # The second one lies in both chunks.
+    layout = FlatLayout.build(numels, group_size=2, alignment=1)
+    chunks = GradientLayout.build(layout, range(3))
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.arange(2.0 * numel).to(dtype)
+        parts = values.split(numels)
+        count = StorageCount()
+        with count.watching():
+            gradients = [part.clone() for part in parts]
+            pair = PairInput(chunks, rank, torch.float32, cpu, {0: 0, 1: 1, 2: 2})
+            count.restart()
+            pair.fill(gradients)
+            taken = pair.take()
+        assert taken is not None
+        assert torch.equal(torch.cat([taken.own, taken.sent]), values.float().roll(-rank * numel))
+        # A quarter of the gradients was dropped before three quarters of the input were allocated.
+        tables = sum(each.table.nbytes for each in pair.tables)
+        held = 0.75 * values.nbytes + 1.25 * 4 * values.numel()
+        assert count.peak - tables == held, (dtype, count.peak, held)
+        pair.free()
+
+
+def test_gradients_of_the_own_chunk_are_dropped_before_the_peers_are_packed() -> None:
+    run_ranks(2, _dropped)
+
+
 def _one_fails() -> None:
     torch.manual_seed(0)
     net = _Net()
