@@ -1,12 +1,15 @@
-"""Finds by what a program has multiplied gradients between backward and step, for ranks to compare.
+"""Finds by what a program has multiplied gradients between backward and step, and weights between
+two steps, for ranks to compare.
 
     total = sum(p.grad.pow(2).sum() for p in model.parameters()).sqrt()
     for p in model.parameters():
         p.grad.mul_(1 / total)              # `total` is of this rank's parts, not of all gradients
+        p.data.div_(p.data.square().mean().sqrt())      # of this rank's part of the weight
 
 However the number came about, each rank multiplies by another one. So a few elements of each
-gradient are kept as backward leaves them, and as the step has them. The line through these pairs
-tells the factor. Clamps, noise and masks lie on no line, and are not looked at.
+gradient are kept as backward leaves them, and as the step has them; and of each weight, as one step
+leaves them and the next one has them. The line through these pairs tells the factor. Clamps, noise
+and masks lie on no line, and are not looked at.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from layerzero.core.data_watch import grad_of
 from layerzero.core.parameter_info import get_info
@@ -30,7 +34,9 @@ _MIN_SAMPLES = 4
 _MAX_BACKWARDS = 256
 """Without a step: then the program has gone on to another optimizer."""
 _TOLERANCE = 1e-3
-"""Factors of two ranks that differ by less, relative to the larger, count as equal."""
+"""Factors of gradients on two ranks that differ by less, relative to the larger, count as equal."""
+_WEIGHTS_TOLERANCE = 1e-4
+"""Of weights: those that are scaled at each step change little by it."""
 
 
 class Edit(NamedTuple):
@@ -39,26 +45,30 @@ class Edit(NamedTuple):
     factor: float
     offset: float
     tolerance: float
-    """Relative error that the dtype leaves in both."""
+    """Relative error up to which another rank's count as the same."""
 
     def __str__(self) -> str:
-        times = f"{self.factor:.3g} times as large"
+        # With as many digits as tell apart what the smallest tolerance does.
+        times = f"{self.factor:.5g} times as large"
         if not self.offset:
             return times
         return f"{times} and {abs(self.offset):.3g} {'larger' if self.offset > 0 else 'smaller'}"
 
 
 _Samples = dict[str, torch.Tensor]
-"""Some elements of each gradient, by the parameter's name."""
+"""Some elements of each gradient or weight, by the parameter's name."""
 Edits = Mapping[str, Edit]
 """By parameter: those of which it could be told."""
 
 
-def fit(old: Sequence[float], new: Sequence[float], eps: float) -> Edit | None:
+def fit(
+    old: Sequence[float], new: Sequence[float], eps: float, tolerance: float = _TOLERANCE
+) -> Edit | None:
     """The edit that makes `new` of `old`; None if there is none, or the values do not tell.
 
     Args:
         eps: relative rounding error of the values.
+        tolerance: of the edit, but for what rounding adds.
     """
     if len(old) < _MIN_SAMPLES or not all(map(math.isfinite, (*old, *new))):
         return None
@@ -76,7 +86,8 @@ def fit(old: Sequence[float], new: Sequence[float], eps: float) -> Edit | None:
         return None
     if abs(offset) <= 2 * rounding:
         offset = 0.0
-    return Edit(factor, offset, _TOLERANCE + 4 * eps)
+    # By so much may values that are off by `rounding` turn the line (Cauchy-Schwarz).
+    return Edit(factor, offset, tolerance + math.sqrt(len(old) / spread) * rounding / factor)
 
 
 def difference(own: Edits, theirs: Edits) -> tuple[str | None, Edit, Edit] | None:
@@ -150,7 +161,7 @@ class GradientEdits:
             there is nothing to read.
         """
         before = self._before
-        now = self._take() if before else before
+        now = _take(self._optimizer(), grad_of) if before else before
         self.stop()
         return functools.partial(_read, before, now) if before and now else None
 
@@ -159,27 +170,56 @@ class GradientEdits:
         if self._optimizer() is None or self._num_backwards > _MAX_BACKWARDS:
             self.stop()
         elif torch._C._current_graph_task_id() < 0:  # Else it is a checkpoint's, in a backward.
-            self._before = self._take()
-
-    def _take(self) -> _Samples:
-        optimizer = self._optimizer()
-        samples: _Samples = {}
-        for group in () if optimizer is None else optimizer.param_groups:
-            for parameter in group["params"]:
-                info = get_info(parameter)
-                gradient = None if info is None else grad_of(parameter)
-                if info is None or gradient is None or not _is_readable(gradient):
-                    continue
-                if not samples and _is_capturing(gradient.device):
-                    return samples  # They would be read before the graph has run.
-                stride = max(1, gradient.numel() // _NUM_SAMPLES)
-                samples[info.fqn] = gradient.detach()[::stride][:_NUM_SAMPLES].clone()
-        return samples
+            self._before = _take(self._optimizer(), grad_of)
 
 
-def _is_readable(gradient: torch.Tensor) -> bool:
-    is_plain = gradient.dim() == 1 and gradient.is_floating_point()
-    return is_plain and gradient.numel() >= _MIN_SAMPLES
+class WeightEdits:
+    """What a program does to the weights of one optimizer between two of its steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._before: _Samples = {}
+        """After the last step."""
+        self._now: _Samples = {}
+        """Before the next one."""
+
+    def watch(self) -> None:
+        """Look from here on until the next step."""
+        self._before, self._now = _take(self._optimizer(), torch.Tensor.detach), {}
+
+    def before_step(self) -> None:
+        if self._before:
+            self._now = _take(self._optimizer(), torch.Tensor.detach)
+
+    def after_step(self) -> Callable[[], Edits] | None:
+        """As that of `GradientEdits`. Factors only: a step of another optimizer may have added the
+        same number to all elements."""
+        before, now = self._before, self._now
+        self._before = self._now = {}
+        return functools.partial(_read_factors, before, now) if before and now else None
+
+
+def _take(
+    optimizer: torch.optim.Optimizer | None,
+    of: Callable[[nn.Parameter], torch.Tensor | None],
+) -> _Samples:
+    samples: _Samples = {}
+    for group in () if optimizer is None else optimizer.param_groups:
+        for parameter in group["params"]:
+            info = get_info(parameter)
+            values = None if info is None else of(parameter)
+            if info is None or values is None or not _is_readable(values):
+                continue
+            if not samples and _is_capturing(values.device):
+                return samples  # They would be read before the graph has run.
+            stride = max(1, values.numel() // _NUM_SAMPLES)
+            samples[info.fqn] = values.detach()[::stride][:_NUM_SAMPLES].clone()
+    return samples
+
+
+def _is_readable(values: torch.Tensor) -> bool:
+    is_plain = values.dim() == 1 and values.is_floating_point()
+    return is_plain and values.numel() >= _MIN_SAMPLES
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -188,15 +228,20 @@ def _is_capturing(device: torch.device) -> bool:
     return ask is not None and bool(ask())
 
 
-def _read(before: _Samples, now: _Samples) -> Edits:
+def _read(before: _Samples, now: _Samples, tolerance: float = _TOLERANCE) -> Edits:
     old, new, edits = _values(before), _values(now), {}
     for name, values in old.items():
         dtype = before[name].dtype
         if name in new and now[name].dtype == dtype and len(new[name]) == len(values):
-            edit = fit(values, new[name], torch.finfo(dtype).eps)
+            edit = fit(values, new[name], torch.finfo(dtype).eps, tolerance)
             if edit is not None:
                 edits[name] = edit
     return edits
+
+
+def _read_factors(before: _Samples, now: _Samples) -> Edits:
+    edits = _read(before, now, _WEIGHTS_TOLERANCE)
+    return {name: edit for name, edit in edits.items() if not edit.offset}
 
 
 def _values(samples: _Samples) -> dict[str, list[float]]:

@@ -1,5 +1,5 @@
-"""Warns where ranks step one model differently: with other learning rates, with gradients that each
-has multiplied by a number of its own, or not at all.
+"""Warns where ranks step one model differently: with other learning rates, with gradients or
+weights that each has multiplied by a number of its own, or not at all.
 
 Each rank steps its part of every parameter. So where a program decides by what one rank sees, parts
 of one model are trained differently, and nothing fails:
@@ -8,11 +8,12 @@ of one model are trained differently, and nothing fails:
     ReduceLROnPlateau(optimizer).step(loss)           # by this rank's loss
     {"params": [p], "lr": 1 / p.shape[-1]}            # by the shape of a shard
     p.grad.div_(p.grad.std())                         # by the spread of a shard's gradient
+    p.data.div_(p.data.square().mean().sqrt())        # by the size of a shard's weights
 
 At steps 1, 2, 4, 8, ... each rank puts a note into torch's store, from a thread, and the first rank
 of each group compares them. Collectives are numbered alike on all ranks, so the number of the last
 one tells whether as many steps were taken by then. Other steps cost a count. What was done to
-gradients (edits_by_hand.py) is known of all but the first step.
+gradients and weights (edits_by_hand.py) is known of all but the first step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ from layerzero.core.groups import ShardGroup
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
-from layerzero.optim.edits_by_hand import Edit, Edits, GradientEdits, difference, is_edited
+from layerzero.optim.edits_by_hand import (
+    Edit,
+    Edits,
+    GradientEdits,
+    WeightEdits,
+    difference,
+    is_edited,
+)
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each
@@ -48,6 +56,11 @@ _PAUSE_S, _FIRST_PAUSE_S = 0.1, 0.005
 _EVERY = 1024
 """Steps between two notes, once there are more."""
 _OPTIONS = ("lr", "weight_decay")
+_EDITS = (
+    ("between backward and step", "all gradients", "the gradient of"),
+    ("since the step before", "all weights", "the weight of"),
+)
+"""Of gradients and of weights: when they were edited, and what all of them and one are called."""
 
 _WHY = (
     " Each rank steps its part of every parameter, so all must step alike: decide by what all "
@@ -74,7 +87,7 @@ class _Note(NamedTuple):
     options: int
     """Checksum of all options."""
     has_edits: bool
-    """Whether gradients have changed between backward and this step."""
+    """Whether gradients have changed between backward and this step, or weights since the last."""
 
 
 class _Seat(NamedTuple):
@@ -96,18 +109,19 @@ class _Step:
     options: _Options
     names: dict[str, str]
     """Checksum of a parameter's name -> the name."""
-    read_edits: Callable[[], Edits] | None
+    read_edits: tuple[Callable[[], Edits] | None, ...]
+    """Of each of `_EDITS`."""
     ended: Event
     """Edits can be read once the device has come here; None: there is no device to wait for."""
-    edits: dict[str, Edit] = field(default_factory=dict)
-    """By the checksum of the parameter's name; see `note`."""
+    edits: list[dict[str, Edit]] = field(default_factory=list)
+    """Of each of `_EDITS`, by the checksum of the parameter's name; see `note`."""
 
     def note(self) -> _Note:
         """Read the edits, and return the note."""
-        found = {} if self.read_edits is None else self.read_edits()
-        self.edits = {_key(name): edit for name, edit in found.items()}
+        found = [{} if read is None else read() for read in self.read_edits]
+        self.edits = [{_key(name): edit for name, edit in each.items()} for each in found]
         text = json.dumps(self.options, sort_keys=True)
-        has_edits = any(map(is_edited, self.edits.values()))
+        has_edits = any(is_edited(edit) for each in self.edits for edit in each.values())
         return _Note(self.count, self.issued, zlib.crc32(text.encode()), has_edits)
 
 
@@ -123,7 +137,7 @@ class _Steps:
         weakref.finalize(self, _tell, self._found)
         self._context = weakref.ref(root.context)
         self._name = type(optimizer).__name__
-        self._edits = GradientEdits(optimizer)
+        self._edits = GradientEdits(optimizer), WeightEdits(optimizer)
         self._count = 0
         self._step: _Step | None = None
         """The last one that is compared."""
@@ -144,16 +158,22 @@ class _Steps:
         weakref.finalize(self, taken.discard, slot)
         return f"{name}/{slot}"
 
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        _, weights = self._edits
+        weights.before_step()
+
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._count = count = self._count + 1
         _tell(self._found)
         if _is_compared(count):
             self._compare(optimizer)
         if _is_compared(count + 1) and self._seats and not is_narrowed(optimizer):
-            self._edits.watch()
+            for edits in self._edits:
+                edits.watch()
 
     def _compare(self, optimizer: torch.optim.Optimizer) -> None:
-        read_edits, context = self._edits.after_step(), self._context()
+        gradients, weights = self._edits
+        read_edits, context = (gradients.after_step(), weights.after_step()), self._context()
         if not self._seats or is_narrowed(optimizer):
             return
         if context is None or context.operations.failure is not None:
@@ -168,7 +188,7 @@ class _Steps:
                     key = _key(info.fqn)
                     names[key], options[key] = info.fqn, values
         count, issued = self._count, context.operations.count
-        ended = None if read_edits is None else context.streams.record_compute_event()
+        ended = context.streams.record_compute_event() if any(read_edits) else None
         self._step = _Step(count, issued, options, names, read_edits, ended)
         prepare = functools.partial(prepare_thread, context.device)
         look_on(self, _look(count), _PAUSE_S, "layerzero-steps", prepare, _FIRST_PAUSE_S)
@@ -243,16 +263,17 @@ def _other_option(step: _Step, own: int, theirs: _Options, rank: int) -> str | N
     return None
 
 
-def _other_edit(step: _Step, own: int, theirs: dict[str, list[float]], rank: int) -> str | None:
-    found = difference(step.edits, {key: Edit(*values) for key, values in theirs.items()})
-    if found is None:
-        return None
-    key, here, there = found
-    which = "all gradients" if key is None else f"the gradient of {step.names[key]!r}"
-    return (
-        f"between backward and step {which} became {here} on rank {own}, and {there} on rank "
-        f"{rank}, as by a norm or mean of each rank's own parts"
-    )
+def _other_edit(step: _Step, own: int, theirs: list[dict[str, Any]], rank: int) -> str | None:
+    for (when, of_all, of_one), ours, edits in zip(_EDITS, step.edits, theirs, strict=True):
+        found = difference(ours, {key: Edit(*values) for key, values in edits.items()})
+        if found is not None:
+            key, here, there = found
+            which = of_all if key is None else f"{of_one} {step.names[key]!r}"
+            return (
+                f"{when} {which} became {here} on rank {own}, and {there} on rank {rank}, as by a "
+                "norm or mean of each rank's own parts"
+            )
+    return None
 
 
 def _read(store: dist.Store, keys: list[str]) -> list[bytes]:
@@ -285,5 +306,6 @@ def _count_steps(optimizer: torch.optim.Optimizer) -> None:
             owner = known.get(id(parameter))
             if owner is not None and owner.placement.num_ranks > 1:
                 steps = _Steps(owner, optimizer)
+                optimizer.register_step_pre_hook(steps.before_step)
                 optimizer.register_step_post_hook(steps.after_step)
                 return

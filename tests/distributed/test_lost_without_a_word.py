@@ -265,7 +265,7 @@ def test_norms_of_shards_taken_by_hand_warn_once() -> None:
 
 
 def _edit(how: str, model: ZeRO3) -> None:
-    """What a program does to gradients between backward and step."""
+    """What a program does to gradients and weights between backward and step."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
     if how == "clipped":
         total = sum(g.pow(2).sum() for g in gradients).sqrt().item()
@@ -277,6 +277,21 @@ def _edit(how: str, model: ZeRO3) -> None:
     elif how == "centred":
         for g in gradients:
             g.sub_(g.mean())
+    elif how == "weights normalised":  # As nGPT does after each step, here by hand.
+        for p in model.parameters():
+            p.data.mul_(0.1 / (p.data.square().mean() + 1e-12).sqrt())
+    elif how == "weights to a norm":
+        with torch.no_grad():
+            weights = list(model.parameters())
+            norm = sum(w.square().sum() for w in weights).sqrt()
+            for w in weights:
+                w.div_(norm)
+    elif how == "weights normalised right":
+        for p in model.parameters():
+            p.data.mul_(0.1 / layerzero.global_norm(p))
+    elif how == "weights by element":
+        for p in model.parameters():
+            p.data.clamp_(-0.05, 0.05).add_(torch.randn(p.numel()), alpha=1e-3 * dist.get_rank())
     elif how == "clipped right":
         total = sum(g.pow(2).sum() for g in gradients)
         dist.all_reduce(total)
@@ -294,18 +309,20 @@ def _steps(how: str, num_steps: int = 17) -> list[str]:
     model, rank = _wide({}), dist.get_rank()
     sharded_params = list(model.parameters())
     groups = [{"params": [p], "lr": 0.1 / (1 + p.numel())} for p in sharded_params]
-    alike = [{"params": [p], "lr": 0.1 / p.layerzero.shape[-1]} for p in sharded_params]
+    alike = [{"params": [p], "lr": 2.4 / p.layerzero.shape[-1]} for p in sharded_params]
     optimizer = torch.optim.SGD(groups if how == "sizes of shards" else alike)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    other = torch.optim.AdamW(sharded_params, lr=1e-4)
+    optimizers: list[torch.optim.Optimizer] = [optimizer]
+    if not how.startswith("weights"):  # What another one adds to weights would hide the factor.
+        optimizers.append(torch.optim.AdamW(sharded_params, lr=1e-4))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(num_steps):
             model(torch.ones(3, 24)).square().mean().backward()
             _edit(how, model)
             if how != "left out" or number != 2 or rank == 0:
-                optimizer.step()
-                other.step()
+                for each in optimizers:
+                    each.step()
             optimizer.zero_grad()
             plateau.step(5 if how == "plateau" and number == 1 and rank == 1 else -number)
             # The first rank compares once the others have put their notes: after a left-out step
@@ -338,6 +355,11 @@ _EDITS = {
     "clipped": r"all gradients became 0\.\d+ times as large on rank 0, and 0\.\d+ .* rank 1, as by",
     "normalised": r"gradient of '\d\.\w+' became \S+ times as large on rank 0, and .* on rank 1",
     "centred": r"gradient of '\d\.\w+' became 1 times as large and \S+ (larger|smaller) on rank 0",
+    "weights normalised": r"since the step before the weight of '\d\.\w+' became \S+ times as "
+    r"large on rank 0, and \S+ times as large on rank 1",
+    "weights to a norm": r"since the step before all weights became \S+ times as large on rank 0",
+    "weights normalised right": None,
+    "weights by element": None,
     "clipped right": None,
     "clipped by the engine": None,
     "by element": None,
@@ -352,7 +374,7 @@ def _all_edits() -> dict[str, list[str]]:
     return told
 
 
-def test_gradients_multiplied_by_a_number_of_each_rank_are_told_once() -> None:
+def test_what_each_rank_multiplies_by_a_number_of_its_own_is_told_once() -> None:
     first, second = run_ranks(2, _all_edits)
     for how, expected in _EDITS.items():
         assert second[how] == []
@@ -361,6 +383,8 @@ def test_gradients_multiplied_by_a_number_of_each_rank_are_told_once() -> None:
         else:
             (told,) = first[how]
             assert re.search(expected, told), told
+            here, there = re.findall(r"became (.+?) on rank 0, and (.+?) on rank 1", told)[0]
+            assert here != there, told
 
 
 def _two_steps() -> list[str]:

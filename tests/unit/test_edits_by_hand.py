@@ -30,6 +30,25 @@ def test_a_factor_and_an_offset_are_found(factor: float, offset: float, dtype: t
     assert is_edited(edit) == ((factor, offset) != (1, 0))
 
 
+def test_the_tolerance_covers_what_rounding_turns_the_line_by() -> None:
+    # Large beside their spread, as weights of a norm are: rounding is large beside it too.
+    old = (1 + 0.02 * values()).to(torch.bfloat16)
+    for factor in (0.5, 0.77, 1.5, 3.1):
+        edit = fit(old.tolist(), (old * factor).tolist(), torch.finfo(old.dtype).eps, 1e-6)
+        assert edit is not None
+        assert 1e-2 < edit.tolerance < 2
+        assert math.isclose(edit.factor, factor, rel_tol=edit.tolerance)
+    edit = fit(values().tolist(), (values() * 2).tolist(), torch.finfo(torch.float32).eps, 1e-4)
+    assert edit is not None
+    assert 1e-4 < edit.tolerance < 1.02e-4
+
+
+def test_a_message_tells_factors_apart_that_differ_by_the_smallest_tolerance() -> None:
+    assert str(of(1.00012)) == "1.0001 times as large"
+    assert str(of(0.99998)) == "0.99998 times as large"
+    assert str(of(1.00000004, -0.25)) == "1 times as large and 0.25 smaller"
+
+
 def test_what_is_no_line_or_does_not_tell_is_not_found() -> None:
     old = values()
     noise = torch.randn(16, generator=torch.Generator().manual_seed(1))
