@@ -138,6 +138,8 @@ class _Steps:
         self._context = weakref.ref(root.context)
         self._name = type(optimizer).__name__
         self._edits = GradientEdits(optimizer), WeightEdits(optimizer)
+        self._num_writebacks = 0
+        """When these began to look."""
         self._count = 0
         self._step: _Step | None = None
         """The last one that is compared."""
@@ -167,7 +169,9 @@ class _Steps:
         _tell(self._found)
         if _is_compared(count):
             self._compare(optimizer)
-        if _is_compared(count + 1) and self._seats and not is_narrowed(optimizer):
+        context = self._context()
+        if _is_compared(count + 1) and self._seats and context and not is_narrowed(optimizer):
+            self._num_writebacks = context.num_writebacks
             for edits in self._edits:
                 edits.watch()
 
@@ -178,6 +182,9 @@ class _Steps:
             return
         if context is None or context.operations.failure is not None:
             return
+        if context.num_writebacks != self._num_writebacks:
+            # Rightly, each row may have got a factor of its own, and a rank may hold one row alone.
+            read_edits = None, None
         names: dict[str, str] = {}
         options: _Options = {}
         for group in optimizer.param_groups:

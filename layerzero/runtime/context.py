@@ -46,6 +46,8 @@ class RuntimeContext:
     """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
     replaced: list[str]
     """Names of unsharded parameters that the model's forward has replaced by other objects."""
+    num_writebacks: int
+    """How often whole parameters (and gradients) that a program may have changed came back."""
     in_backward: bool
     """Whether autograd is running a backward pass of this model."""
     weights_written: Event
@@ -71,6 +73,7 @@ class RuntimeContext:
         self.tensor_parallel_groups = tuple(tensor_parallel_groups)
         self.owner = owner
         self.replaced = []
+        self.num_writebacks = 0
         self.in_backward = False
         self.weights_written = None
         self.shard_uploaded = None

@@ -66,6 +66,7 @@ def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
                 unit.views.show_sharded()
                 unit.set_training_state(TrainingState.IDLE)
         if finished and options.writeback:
+            root.context.num_writebacks += 1
             with torch.no_grad():
                 for entry in summoned:
                     _write_back(root, entry, options)

@@ -289,6 +289,10 @@ def _edit(how: str, model: ZeRO3) -> None:
     elif how == "weights normalised right":
         for p in model.parameters():
             p.data.mul_(0.1 / layerzero.global_norm(p))
+    elif how == "weights, row by row":
+        with model.summon_full_params():
+            for p in model.parameters():
+                p.data.mul_(torch.tensor([[0.5], [2.0]]))
     elif how == "weights by element":
         for p in model.parameters():
             p.data.clamp_(-0.05, 0.05).add_(torch.randn(p.numel()), alpha=1e-3 * dist.get_rank())
@@ -307,7 +311,10 @@ def _edit(how: str, model: ZeRO3) -> None:
 def _steps(how: str, num_steps: int = 17) -> list[str]:
     """Warnings of some steps, in which ranks decide by what each of them sees."""
     model, rank = _wide({}), dist.get_rank()
+    if how == "weights, row by row":  # Each rank holds one row.
+        model = wrapped(lambda: nn.Linear(32, 2, bias=False), auto_wrap_policy=None)
     sharded_params = list(model.parameters())
+    width = sharded_params[0].layerzero.shape[-1]
     groups = [{"params": [p], "lr": 0.1 / (1 + p.numel())} for p in sharded_params]
     alike = [{"params": [p], "lr": 2.4 / p.layerzero.shape[-1]} for p in sharded_params]
     optimizer = torch.optim.SGD(groups if how == "sizes of shards" else alike)
@@ -318,7 +325,7 @@ def _steps(how: str, num_steps: int = 17) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(num_steps):
-            model(torch.ones(3, 24)).square().mean().backward()
+            model(torch.ones(3, width)).square().mean().backward()
             _edit(how, model)
             if how != "left out" or number != 2 or rank == 0:
                 for each in optimizers:
@@ -359,6 +366,7 @@ _EDITS = {
     r"large on rank 0, and \S+ times as large on rank 1",
     "weights to a norm": r"since the step before all weights became \S+ times as large on rank 0",
     "weights normalised right": None,
+    "weights, row by row": None,
     "weights by element": None,
     "clipped right": None,
     "clipped by the engine": None,
