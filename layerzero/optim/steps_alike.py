@@ -169,8 +169,12 @@ class _Steps:
         _tell(self._found)
         if _is_compared(count):
             self._compare(optimizer)
+        if _is_compared(count + 1):
+            self._watch(optimizer)
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         context = self._context()
-        if _is_compared(count + 1) and self._seats and context and not is_narrowed(optimizer):
+        if self._seats and context is not None and not is_narrowed(optimizer):
             self._num_writebacks = context.num_writebacks
             for edits in self._edits:
                 edits.watch()
