@@ -119,6 +119,7 @@ class _Step:
     def note(self) -> _Note:
         """Read the edits, and return the note."""
         found = [{} if read is None else read() for read in self.read_edits]
+        self.read_edits = ()  # They hold what was copied of each gradient and weight.
         self.edits = [{_key(name): edit for name, edit in each.items()} for each in found]
         text = json.dumps(self.options, sort_keys=True)
         has_edits = any(is_edited(edit) for each in self.edits for edit in each.values())
