@@ -34,18 +34,13 @@ from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
 from layerzero.log import log_units
 from layerzero.memory_budget import MemoryChoice, learn
-from layerzero.optim import attach, next_step, nonfinite
+from layerzero.optim import attach, next_step, nonfinite, torch_norm
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
-from layerzero.optim.earlier import replace_in_optimizers
 from layerzero.optim.in_backward import StepInBackward
 from layerzero.runtime import leftovers, surroundings
-from layerzero.runtime.backward_inputs import refuse_sharded_inputs
-from layerzero.runtime.misuse import explain_uncaught
 from layerzero.runtime.phases import duration
 from layerzero.runtime.root import RootState, UnshardHandle, root_of
 from layerzero.runtime.sharded_params import remember_root
-from layerzero.runtime.shards_in_collectives import refuse_shards_in_collectives
-from layerzero.runtime.shards_in_files import look_for_shards_in_files
 from layerzero.runtime.summon import SummonOptions, summon
 from layerzero.runtime.unit import Unit, get_unit, set_unit
 from layerzero.runtime.unit_view import UnitView
@@ -199,11 +194,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         guard_saving(module)
         log_units(module, root, topology.placement.is_first)
         attach.watch()
-        explain_uncaught()
-        refuse_sharded_inputs()
-        refuse_shards_in_collectives()
-        look_for_shards_in_files()
-        replace_in_optimizers(root.units)
+        torch_norm.install()
         patch_torch()
         surroundings.install(module)
         self.__dict__["_learner"] = None

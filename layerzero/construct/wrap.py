@@ -12,7 +12,7 @@ from torch import nn
 from layerzero.construct.torch_arguments import run_torch_policy
 from layerzero.core.flat_param import OriginalParameter
 from layerzero.core.names import WRAPPER_NAMES
-from layerzero.core.parameter_info import get_info
+from layerzero.core.parameter_info import get_info, sharded_param_of
 from layerzero.core.views import Slot
 from layerzero.runtime.unit import Unit, get_unit
 
@@ -235,15 +235,16 @@ def _refuse_shared_with_wrapped(
     plans: list[UnitPlan], owners: Iterable[tuple[OriginalParameter, list[UnitPlan]]]
 ) -> None:
     wrapped = {
-        id(parameter): (plan, fqn)
+        id(sharded): (plan, fqn)
         for plan in plans
         if plan.existing is not None
-        for fqn, reference in plan.existing.originals
-        if (parameter := reference()) is not None
+        for handle in plan.existing.handles
+        for fqn, sharded in zip(handle.fqns, handle.sharded_params, strict=True)
     }
     for original, _ in owners:
-        if id(original.parameter) in wrapped:
-            plan, fqn = wrapped[id(original.parameter)]
+        found = wrapped.get(id(sharded_param_of(original.parameter)))
+        if found is not None:
+            plan, fqn = found
             raise ValueError(
                 f"parameter {original.fqn!r} was tied to {fqn!r} of {plan.label!r}, which has been "
                 "wrapped separately: they would no longer be tied; wrap both with one "

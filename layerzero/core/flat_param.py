@@ -37,7 +37,8 @@ from layerzero.core.parameter_info import (
     get_info,
     rename,
     set_info,
-    take_kept_sharded_param,
+    set_sharded_param,
+    sharded_param_of,
 )
 from layerzero.core.placement import Placement
 from layerzero.core.tensor_parallel import TensorParallelSplit, split_of
@@ -185,7 +186,7 @@ class FlatParam:
         part = self.main_shard[offset : offset + stop - start]
         shape, split = original.parameter.shape, self.splits[index]
         # After `rewrap`, reuse the former Parameter object if its range did not change.
-        kept = take_kept_sharded_param(original.parameter)
+        kept = sharded_param_of(original.parameter)
         info = None if kept is None else get_info(kept)
         is_same = info is not None and (info.shape, info.range) == (shape, (start, stop))
         lies_alike = kept is not None and (kept.dtype, kept.device) == (part.dtype, part.device)
@@ -197,6 +198,7 @@ class FlatParam:
             sharded = nn.Parameter(part, requires_grad=original.parameter.requires_grad)
         copy_attributes(original.parameter, sharded)
         set_info(sharded, ParameterInfo(original.fqn, shape, (start, stop), split))
+        set_sharded_param(original.parameter, sharded)
         return sharded
 
     def _make_full(
@@ -221,6 +223,7 @@ class FlatParam:
                 requires_grad=original.parameter.requires_grad,
             )
             copy_attributes(original.parameter, unsharded)
+            set_sharded_param(unsharded, self.sharded_params[index])
             self.unsharded_params.append(unsharded)
         if not self.is_whole:
             self._storage.resize_(0)

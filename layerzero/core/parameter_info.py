@@ -50,15 +50,28 @@ def rename(parameter: nn.Parameter, fqn: str) -> None:
     set_info(parameter, replace(info, fqn=fqn))
 
 
-def keep_sharded_param(parameter: nn.Parameter, sharded_param: nn.Parameter) -> None:
-    """Record what `parameter` was gathered from, to reuse it when `parameter` is sharded again."""
+_num_marked = 0
+
+
+def set_sharded_param(parameter: nn.Parameter, sharded_param: nn.Parameter) -> None:
+    """Record which sharded parameter stands for a full one: the original, or a gathered copy.
+
+    An optimizer that holds the full one is given the sharded one instead (optim/attach.py), and
+    `rewrap` uses the sharded one again.
+    """
+    global _num_marked
+    _num_marked += 1
     setattr(parameter, _SHARDED_PARAM, sharded_param)
 
 
-def take_kept_sharded_param(parameter: nn.Parameter) -> nn.Parameter | None:
-    """Return and forget what `keep_sharded_param` recorded; None if there is nothing."""
-    sharded_param: nn.Parameter | None = parameter.__dict__.pop(_SHARDED_PARAM, None)
-    return sharded_param
+def sharded_param_of(parameter: torch.Tensor) -> nn.Parameter | None:
+    """What `set_sharded_param` recorded; None if there is nothing."""
+    return getattr(parameter, _SHARDED_PARAM, None)
+
+
+def num_marked() -> int:
+    """Number of calls of `set_sharded_param` so far, to look again only after another one."""
+    return _num_marked
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -68,6 +81,7 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """
     attributes = dict(source.__dict__)
     attributes.pop(_ATTRIBUTE, None)
+    attributes.pop(_SHARDED_PARAM, None)
     attributes.pop("_is_param", None)  # torch's mark on parameters that are tensor subclasses.
     target.__dict__.update(attributes)
     if nn.Parameter in type(source).__mro__ and type(target) is nn.Parameter:

@@ -14,7 +14,7 @@ and the names below; everything else is internal, which `tests/unit/test_imports
                 `broadcast_from_first`: collectives
     devices     `current_accelerator`, `check_device_type`: which can be used
     optimizers  `attach`: functions called for each optimizer of sharded parameters;
-                `clip_grad_norm_`, `clip_factor`, `clipped`; `foreach_norm`: torch's own, of parts
+                `clip_grad_norm_`, `clip_factor`, `clipped`
     plans       `NamePattern`, `optional_by_name`, `load_yaml`, `read_plan_options`,
                 `merge_precision`, `near_matches`, `split_act_ckpt`, `is_mode`, and the names of
                 options
@@ -36,7 +36,6 @@ from layerzero.core.tensor_parallel import TensorParallelSplit, local_of, split_
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.optim import attach
 from layerzero.optim.clip import clip_factor, clip_grad_norm_, clipped
-from layerzero.optim.norms_by_hand import foreach_norm
 from layerzero.plan.checkpointing import is_mode, split_act_ckpt
 from layerzero.plan.optional_names import optional_by_name
 from layerzero.plan.options import (
@@ -82,7 +81,6 @@ __all__ = [
     "clipped",
     "copy_attributes",
     "current_accelerator",
-    "foreach_norm",
     "gather_small",
     "get_info",
     "get_unit",

@@ -7,10 +7,6 @@ decisions that all ranks share do.
 # Imported for their effect: they register functions for optimizers of sharded parameters.
 from layerzero.optim import after_failure as after_failure
 from layerzero.optim import element_wise as element_wise
-from layerzero.optim import foreign_norms as foreign_norms
-from layerzero.optim import norms_by_hand as norms_by_hand
-from layerzero.optim import refused as refused
-from layerzero.optim import steps_alike as steps_alike
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.decay import decay_groups
 from layerzero.optim.lion import Lion

@@ -10,6 +10,10 @@ Callbacks are registered once, at import:
 
 It wraps two methods of `torch.optim.Optimizer`. For the reasons and alternatives see
 docs/internals/decisions/0018-optimizers-are-recognised-by-their-parameters.md.
+
+A full parameter that a sharded one stands for (the original, taken before wrapping; or one gathered
+by `unshard()` or `summon_full_params`) would train nothing. An optimizer that is given one gets the
+sharded one instead; an optimizer that was built before, at its next step.
 """
 
 from __future__ import annotations
@@ -19,13 +23,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from layerzero.core.parameter_info import get_info
+from layerzero.core.parameter_info import get_info, num_marked, sharded_param_of
 
 _Function = Callable[[torch.optim.Optimizer], None]
 
 _ATTACHED = "_layerzero_attached"
 """Mark on an optimizer. Copies (`copy`, `pickle`) lose their hooks, and this mark with them."""
+
+_LOOKED = "_layerzero_looked"
+"""Attribute of an optimizer: `num_marked()` when its parameters were last looked at."""
 
 _on_sharded_params: list[_Function] = []
 _on_first_step: list[_Function] = []
@@ -57,12 +65,41 @@ def watch() -> None:
     if not hasattr(torch.optim.Optimizer.add_param_group, _ATTACHED):
         _look_after("add_param_group")
         _look_after("__setstate__")
+        register_optimizer_step_pre_hook(_before_any_step)
 
 
 def look_at(optimizer: torch.optim.Optimizer) -> None:
-    """Attach to an optimizer whose sharded parameters did not come through `add_param_group`."""
+    """Give an optimizer sharded parameters for full ones that they stand for, and attach to it, if
+    it has sharded parameters that did not come through `add_param_group`.
+
+    Raises:
+        RuntimeError: it has state for such a full parameter; on every rank.
+    """
+    for group in optimizer.param_groups:
+        for place, parameter in enumerate(group["params"]):
+            sharded = sharded_param_of(parameter)
+            if sharded is None:
+                continue
+            if parameter in optimizer.state:
+                info = get_info(sharded)
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} was built before wrapping and has state for "
+                    f"{info.fqn if info else 'a parameter'!r}, whose shape is that of the full "
+                    "parameter: it would update nothing; build it again from the wrapped model's "
+                    "parameters()"
+                )
+            # In place: the optimizer may have other references to the list.
+            group["params"][place] = sharded
     if holds_sharded_params(optimizer):
         _attach(optimizer)
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # A model wrapped, or a `summon_full_params` left, since the last look may have made parameters
+    # of this optimizer stale.
+    if optimizer.__dict__.get(_LOOKED) != num_marked():
+        optimizer.__dict__[_LOOKED] = num_marked()
+        look_at(optimizer)
 
 
 def _look_after(method: str) -> None:
@@ -71,6 +108,9 @@ def _look_after(method: str) -> None:
 
     @functools.wraps(original)
     def wrapped(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        group = args[0] if args else kwargs.get("param_group")
+        if method == "add_param_group" and isinstance(group, dict) and "params" in group:
+            group["params"] = _with_sharded(group["params"])
         original(self, *args, **kwargs)
         # Only the newest group: checking all of them for each new one would take quadratic time.
         newest = self.param_groups[-1:] if method == "add_param_group" else self.param_groups
@@ -79,6 +119,22 @@ def _look_after(method: str) -> None:
 
     setattr(wrapped, _ATTACHED, True)
     setattr(torch.optim.Optimizer, method, wrapped)
+
+
+def _with_sharded(given: Any) -> Any:
+    """What `params` of a group may be (a tensor, tensors, pairs of name and tensor), with sharded
+    parameters for full ones that they stand for."""
+    if isinstance(given, torch.Tensor):
+        given = [given]
+    if isinstance(given, set):
+        return given  # torch refuses it.
+    listed = list(given)
+    for place, each in enumerate(listed):
+        named = isinstance(each, tuple)
+        tensor = each[1] if named else each
+        if isinstance(tensor, torch.Tensor) and (sharded := sharded_param_of(tensor)) is not None:
+            listed[place] = (each[0], sharded) if named else sharded
+    return listed
 
 
 def _has_sharded_param(group: dict[str, Any]) -> bool:

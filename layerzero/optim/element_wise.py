@@ -1,18 +1,16 @@
-"""Warns about optimizers that are not element-wise: known ones by name, others by a trial step.
+"""Checks, at an optimizer's first step, that its class can work on sharded parameters.
 
 An element-wise optimizer updates each element as it would in a full parameter, so sharding does not
-change training. An optimizer that uses a norm, a row or a matrix of its parameter uses that of the
-shard, and silently trains differently. A class does not show which kind it is; but a few steps on a
-small parameter, and on the same elements cut into parts, do.
+change training. One that uses a norm, a row or a matrix of its parameter uses that of the shard.
+torch's element-wise classes and ours pass, classes known to be wrong are refused on every rank, and
+of any other class one sentence says what it must not need.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
 
@@ -22,7 +20,6 @@ from layerzero.optim import attach
 from layerzero.optim.decay import original_ndim
 from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.in_backward import is_narrowed
-from layerzero.optim.probe import differs_on_parts
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.runtime.sharded_params import Owner, owner_of_each
 
@@ -40,36 +37,14 @@ _ELEMENT_WISE = (
     torch.optim.SGD,
     torch.optim.SparseAdam,
 )
-
-_USES: list[tuple[str, str, bool]] = [
-    (r"(?i)adafactor|^came$|^sm3$|lomo$|^adalite$", "rows, columns and norms of a parameter", True),
-    (
-        r"(?i)muon|shampoo|^soap|kron|psgd|k-?fac|galore|^scion|^dion|^apollo|^flora|^fira|^racs"
-        r"|^alice|spectral|adahessian|^polargrad",
-        "matrices of a parameter",
-        True,
-    ),
-    (r"(?i)lamb$|lars|^larc$|novograd|fromage|^nero$", "the norm of a parameter", True),
-    (
-        r"(?i)prodigy|dadapt|^mechanic|^dog$|^ldog$|^adams$",
-        "a step size or decay from sums over the elements of all parameters",
-        False,
-    ),
-    (
-        r"(?i)^stableadamw|^adamp$|^sgdp$|^adai|mini$|^aida$",
-        "norms or means over a parameter",
-        True,
-    ),
-    (r"(?i)^ranger", "the mean over rows of a gradient, which a shard lacks", True),
-    (
-        r"(?i)(8|4)bit|fp8$",
-        "blocks of neighbouring elements to quantize its state, which shards cut elsewhere",
-        True,
-    ),
-]
-"""Patterns of class names, what these optimizers use that a sharded parameter lacks, and whether
-each parameter, if whole, is enough for them."""
-
+_DISTRIBUTE = {
+    "ZeroRedundancyOptimizer",
+    "PostLocalSGDOptimizer",
+    "OSS",
+    "DistributedFusedAdam",
+    "DistributedFusedLAMB",
+}
+"""Names of classes that split or average parameters over ranks themselves."""
 _REFUSED: dict[type[torch.optim.Optimizer], tuple[str, bool]] = {
     torch.optim.LBFGS: (
         "needs the gradients of all parameters together, and calls its collective closure until "
@@ -85,10 +60,6 @@ _REFUSED: dict[type[torch.optim.Optimizer], tuple[str, bool]] = {
 """Optimizers with which ranks would take different paths: the reason, for the message, and whether
 each parameter, if whole, is enough for them."""
 
-_PERTURBS = re.compile(r"(?<!B)S(AM|am)$")
-_perturbing: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Sharpness-aware optimizers: wrappers whose own `step` may never be called."""
-
 
 class _ShardedParams(NamedTuple):
     """The sharded parameters that an optimizer has of one model."""
@@ -102,15 +73,20 @@ class _ShardedParams(NamedTuple):
         """Whether other ranks hold some of the elements; otherwise only shapes differ."""
         return self.owner.placement.num_main_shards > 1 or self.owner.is_tensor_parallel
 
-    @property
-    def change_anything(self) -> bool:
-        return self.are_parts or self.ndim != 1
-
 
 @attach.on_sharded_params
-def _note(optimizer: torch.optim.Optimizer) -> None:
-    if _PERTURBS.search(type(optimizer).__name__):
-        _perturbing.add(optimizer)
+def _refuse_distributed(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        TypeError: the optimizer distributes parameters itself.
+    """
+    names = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _DISTRIBUTE]
+    if names:
+        raise TypeError(
+            f"{names[0]} was given parameters of a ZeRO3 module: it would overwrite other ranks' "
+            "shards with this rank's. ZeRO3 splits the optimizer state over ranks already: pass "
+            "the parameters to an ordinary optimizer such as torch.optim.AdamW"
+        )
 
 
 @attach.on_sharded_params
@@ -143,101 +119,47 @@ def _whole_of(optimizer: torch.optim.Optimizer, parameters: str = "matrices") ->
     return f"layerzero.optim.WholeTensorOptimizer({parameters}, {name}, ...)"
 
 
-def _instead(optimizer: torch.optim.Optimizer, whole_is_enough: bool) -> str:
-    element_wise = "one that treats each element by itself, such as torch.optim.AdamW or SGD"
-    if not whole_is_enough:
-        return f"Use {element_wise}"
-    whole = _whole_of(optimizer, "model.parameters()")
-    return f"Use {whole}, which steps it on whole tensors, or {element_wise}"
-
-
 @attach.on_first_step
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Check an optimizer before its first step, and warn if needed.
+    """Check an optimizer before its first step.
 
     Raises:
         NotImplementedError: on every rank, if ranks would take different paths with it.
     """
-    uses, whole_is_enough = _what_it_uses(optimizer)
-    may_be_split = not all(g["params"] for g in optimizer.param_groups) or _decays_nothing(
-        optimizer
-    )
-    if uses is None and not may_be_split and not _perturbing and _is_known(type(optimizer)):
+    is_known = _is_known(type(optimizer))
+    has_empty_groups = not all(group["params"] for group in optimizer.param_groups)
+    if is_known and not has_empty_groups and not _decays_nothing(optimizer):
         return  # Early: with one optimizer per parameter, the search below would be quadratic.
     sharded_params = _sharded_params_of(optimizer)
     if sharded_params is None:
         return
-    for cls, (why, whole_would_do) in _REFUSED.items():
+    name = type(optimizer).__name__
+    whole = _whole_of(optimizer, "model.parameters()")
+    element_wise = "one that treats each element by itself, such as torch.optim.AdamW or SGD"
+    for cls, (why, whole_is_enough) in _REFUSED.items():
         if isinstance(optimizer, cls) and sharded_params.are_parts:
+            instead = f"{whole}, which steps it on whole tensors, or " if whole_is_enough else ""
             raise NotImplementedError(
-                f"{cls.__name__} {why}. It was given this rank's shards of a model. "
-                f"{_instead(optimizer, whole_would_do)}; or leave the model unsharded "
-                "(DistributedDataParallel)"
+                f"{cls.__name__} {why}. It was given this rank's shards of a model. Use {instead}"
+                f"{element_wise}; or leave the model unsharded (DistributedDataParallel)"
             )
     if not is_narrowed(optimizer):
         _warn_of_decay(optimizer, sharded_params)
-    held = {id(parameter) for parameter in _parameters(optimizer)}
-    for each in list(_perturbing):
-        if sharded_params.are_parts and any(
-            id(parameter) in held for parameter in _parameters(each)
-        ):
-            name = type(each).__name__
-            warn_once(
-                f"not element-wise: {name}",
-                f"{name} perturbs weights by the norm of all gradients, but was given this rank's "
-                "shards only: use the norm over all ranks, layerzero.global_norm(model), instead",
-                is_first=sharded_params.owner.issues_warnings,
-                stacklevel=5,
-            )
-    if isinstance(optimizer, WholeTensorOptimizer):
-        _warn_of_sums(optimizer, sharded_params)
-        return
-    if optimizer in _perturbing or not sharded_params.change_anything:
-        return
-    if uses is None and sharded_params.owner.issues_warnings and not _is_known(type(optimizer)):
-        ndim = 2 if sharded_params.ndim > 1 else 1
-        if differs_on_parts(optimizer, ndim, 2 if sharded_params.are_parts else 1):
-            uses = "more than one element at a time (shown by a step on stand-in parameters)"
-            whole_is_enough = True
-    if uses is not None:
-        name = type(optimizer).__name__
+    if not is_known and (sharded_params.are_parts or sharded_params.ndim > 1):
         warn_once(
-            f"not element-wise: {name}",
-            f"{name} uses {uses}: with shards, which are 1-D parts, it trains differently than "
-            f"with whole parameters. {_instead(optimizer, whole_is_enough)}",
+            f"not known to be element-wise: {name}",
+            f"{name} was given sharded parameters, which are this rank's 1-D parts. If it uses "
+            "more than one element at a time (a norm, a mean, rows or matrices of a parameter), it "
+            f"trains differently than unsharded: use {whole}, or {element_wise}",
             is_first=sharded_params.owner.issues_warnings,
             stacklevel=5,
         )
 
 
-def _warn_of_sums(optimizer: WholeTensorOptimizer, sharded_params: _ShardedParams) -> None:
-    """Warn if the optimizer inside needs more than the tensors that its rank owns."""
-    inner = optimizer.inner
-    uses, whole_is_enough = (None, True) if inner is None else _what_it_uses(inner)
-    if uses is not None and not whole_is_enough and sharded_params.are_parts:
-        name = type(inner).__name__
-        warn_once(
-            f"not tensor by tensor: {name}",
-            f"{name} uses {uses}: inside WholeTensorOptimizer each rank has those that it owns, so "
-            "it trains differently than in one process. Use one that treats each tensor by itself",
-            is_first=sharded_params.owner.issues_warnings,
-            stacklevel=6,
-        )
-
-
-def _what_it_uses(optimizer: torch.optim.Optimizer) -> tuple[str | None, bool]:
-    """What its class is known to use, or None; and whether each parameter, if whole, is enough."""
-    for cls in type(optimizer).__mro__[:-1]:
-        for pattern, uses, whole_is_enough in _USES:
-            if issubclass(cls, torch.optim.Optimizer) and re.search(pattern, cls.__name__):
-                return uses, whole_is_enough
-    return None, False
-
-
 def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
-    """Whether its `step` is that of one of torch's element-wise optimizers."""
+    """Whether its `step` is that of one of torch's element-wise optimizers, or of ours."""
     owner = next(each for each in cls.__mro__ if "step" in vars(each))
-    return owner in _ELEMENT_WISE or issubclass(owner, FlatOptimizer)
+    return owner in _ELEMENT_WISE or issubclass(owner, (FlatOptimizer, WholeTensorOptimizer))
 
 
 def _decays_nothing(optimizer: torch.optim.Optimizer) -> bool:

@@ -19,7 +19,6 @@ from layerzero.comm.collectives import gather_small
 from layerzero.core.parameter_info import get_info
 from layerzero.core.placement import Placement
 from layerzero.core.sum_dtype import sum_dtype
-from layerzero.optim.norms_by_hand import foreach_norm
 from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.root import RootState
 from layerzero.runtime.sharded_params import Owner, owner_of_each, owners
@@ -251,6 +250,6 @@ def _power(
     """Sum of |x|^p over local elements (their maximum for infinity), as a scalar."""
     if not tensors:
         return torch.zeros((), dtype=dtype, device=device)
-    norms = torch.stack(foreach_norm(tensors, norm_type, dtype=dtype))
+    norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=dtype))
     power = norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
     return power.to(device) if device is not None else power

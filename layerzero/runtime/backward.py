@@ -22,7 +22,6 @@ from layerzero.config import BackwardPrefetch
 from layerzero.runtime import leftovers
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.exec_order import Order
-from layerzero.runtime.interrupts import Uninterrupted
 from layerzero.runtime.operations import Operations, remembers_failure
 from layerzero.runtime.passes import BackwardPass, ForwardCall, Sentinel
 from layerzero.runtime.reducer import GradientReducer
@@ -245,10 +244,9 @@ class Backward:
             # Otherwise the gradients stay on this rank, and there is no collective to take part in.
             if self._reducer.requires_sync or self._reducer.sums_sharded:
                 self._reduce_untouched(ended)
-            with Uninterrupted():  # All ranks complete the pass, or none.
-                self._reducer.deliver()
-                self._reducer.commit()
-                self._complete(ended, first)
+            self._reducer.deliver()
+            self._reducer.commit()
+            self._complete(ended, first)
         except BaseException as error:
             self._abort(error)
             raise

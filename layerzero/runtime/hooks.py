@@ -10,6 +10,7 @@ output tensors afterwards.
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Generator
 from types import GeneratorType
@@ -21,7 +22,6 @@ from torch._compile import _disable_dynamo
 
 from layerzero.notices import warn_once
 from layerzero.runtime.graph_modes import check_compile
-from layerzero.runtime.misuse import explain
 from layerzero.runtime.passes import ForwardCall
 from layerzero.runtime.root import root_of
 from layerzero.runtime.states import TrainingState
@@ -187,7 +187,7 @@ def _call(
             outputs = cast_floating(outputs, unit.output_dtype)
     except BaseException as error:
         if call is not None:
-            explain(error)  # Before `abandon_call` changes what modules show.
+            _note_shape(error, unit)
             root.abandon_call(call, error)
         raise
     root.end_call(call, outputs)
@@ -196,6 +196,22 @@ def _call(
     if torch.is_grad_enabled():
         _watch_gradients(outputs, call)
     return outputs
+
+
+_SHAPES = re.compile(r"\b(shape|size)s?\b")
+_NOTE = "only this unit's own parameters are full here; those of other units are 1-D shards"
+
+
+def _note_shape(error: BaseException, unit: Unit) -> None:
+    """Extend an error about shapes: torch's own message does not say which tensors are shards."""
+    text = str(error.args[0]) if error.args else ""
+    if isinstance(error, RuntimeError) and _SHAPES.search(text) and _NOTE not in text:
+        text += (
+            f"\n{unit.label}: {_NOTE}. To use a parameter of another unit, call the module that "
+            "owns it, put both modules into one unit (auto_wrap_policy), or register the method "
+            "that uses it with layerzero.register_forward_method"
+        )
+        error.args = (text, *error.args[1:])
 
 
 class _End:

@@ -307,7 +307,7 @@ class GradientReducer:
 
     def commit(self, num_micro_batches: int = 1) -> None:
         """The pass is complete, and nothing of it can fail any more: write `.grad`, and the sums of
-        micro-batches. Call it where no signal can interrupt.
+        micro-batches.
 
         Args:
             num_micro_batches: 0 if only what waited was reduced.

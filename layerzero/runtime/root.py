@@ -30,7 +30,6 @@ from layerzero.runtime.backward import Backward
 from layerzero.runtime.cast_watch import CastWatch
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.guards import refuse_export
-from layerzero.runtime.interrupts import Uninterrupted
 from layerzero.runtime.operations import Operations, remembers_failure
 from layerzero.runtime.passes import ForwardCall, ForwardPass
 from layerzero.runtime.rate_limiter import RateLimiter
@@ -477,9 +476,8 @@ class RootState:
             for unit in reversed(self.units):
                 if unit.is_trainable:
                     self.reducer.reduce(unit)
-            with Uninterrupted():
-                self.reducer.deliver()
-                self.reducer.commit(num_micro_batches=0)
+            self.reducer.deliver()
+            self.reducer.commit(num_micro_batches=0)
         except BaseException as error:
             self.abort(error)
             raise
@@ -495,9 +493,8 @@ class RootState:
         """
         if isinstance(error, CollectiveError) or self.operations.has_failed:
             return  # See Note [A failed collective is final].
-        with Uninterrupted():
-            self._tell_others(error)
-            self._end_pass()
+        self._tell_others(error)
+        self._end_pass()
 
     def _tell_others(self, error: BaseException | None) -> None:
         # One in backward has told them already, or does it here: when depends on when Python drops

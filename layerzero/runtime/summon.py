@@ -13,7 +13,7 @@ from torch import nn
 from layerzero.comm.collectives import broadcast_from_first, gather_small
 from layerzero.core.layout import ShardRange
 from layerzero.core.parameter_hooks import kind_of_hooks
-from layerzero.core.parameter_info import copy_attributes
+from layerzero.core.parameter_info import copy_attributes, set_sharded_param
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.root import RootState
@@ -65,6 +65,11 @@ def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
             for unit in units:
                 unit.views.show_sharded()
                 unit.set_training_state(TrainingState.IDLE)
+            for entry in summoned:
+                for sharded, full in zip(
+                    entry.handle.sharded_params, entry.parameters or (), strict=False
+                ):
+                    set_sharded_param(full, sharded)  # From here on it stands for nothing.
         if finished and options.writeback:
             root.context.num_writebacks += 1
             with torch.no_grad():

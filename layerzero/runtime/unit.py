@@ -63,8 +63,6 @@ class Unit:
     """Whether module attributes are the unsharded parameters."""
     is_trainable: bool
     """Whether any parameter requires grad."""
-    originals: list[tuple[str, weakref.ref[nn.Parameter]]]
-    """Name of each original parameter, and a weak reference to the object before wrapping."""
     output_dtype: torch.dtype | None
     """Dtype that floating-point outputs are cast to; None: no cast."""
     open_starts: set[int]
@@ -117,11 +115,6 @@ class Unit:
         self.open_starts = set()
         self.saved_casts = {}
         self.output_dtype: torch.dtype | None = None
-        self.originals = [
-            (original.fqn, weakref.ref(original.parameter))
-            for group in originals
-            for original in group
-        ]
         self.forward_prefetch = None
         self.backward_prefetch = None
         self.awaits_values = False
@@ -222,7 +215,6 @@ class Unit:
         for handle in self.handles:
             handle.rename(prefix)
         self.views.rename(prefix)
-        self.originals = [(f"{prefix}.{fqn}", parameter) for fqn, parameter in self.originals]
 
     def remove_state_dict_hooks(self) -> None:
         for hook in self.state_dict_hooks:

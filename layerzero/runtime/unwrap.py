@@ -9,7 +9,7 @@ from torch import nn
 
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
-from layerzero.core.parameter_info import copy_attributes, keep_sharded_param
+from layerzero.core.parameter_info import copy_attributes, set_sharded_param
 from layerzero.runtime import guards, hooks
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.root import root_if_alive
@@ -132,7 +132,7 @@ def _give_back(unit: Unit, handle: FlatParamHandle, number: int) -> dict[int, nn
         value = handle.view_of(flat, index).clone()
         parameter = nn.Parameter(value, requires_grad=sharded.requires_grad)
         copy_attributes(sharded, parameter)
-        keep_sharded_param(parameter, sharded)
+        set_sharded_param(parameter, sharded)
         unit.views.give_back(sharded, parameter)
         full[id(sharded)] = parameter
     return full

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import layerzero
 from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.checkpoint import ParameterShard
-from tests.harness.checks import assert_bitwise, warns_on_first_rank
+from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import run_ranks
 
@@ -190,8 +190,9 @@ def _optimizer_first() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     loss_of(module(torch.ones(2, WIDTH))).backward()
     optimizer.step()
-    with warns_on_first_rank(r"built before wrapping and has state.*stem\.weight"):
-        ZeRO3(module)
+    model = ZeRO3(module)
+    with pytest.raises(RuntimeError, match=r"built before wrapping and has state.*stem\.weight"):
+        optimizer.step()
     del optimizer
     gc.collect()
     with warnings.catch_warnings():
@@ -203,7 +204,7 @@ def _optimizer_first() -> None:
         assert kept
 
 
-def test_an_optimizer_that_trained_before_wrapping_is_warned_of() -> None:
+def test_an_optimizer_that_trained_before_wrapping_is_refused() -> None:
     run_ranks(2, _optimizer_first)
 
 
@@ -222,13 +223,13 @@ def _optimizer_goes_on() -> None:
         optimizer = torch.optim.SGD([g for g in groups if g["params"]], momentum=0.9)
         if is_first:
             models.append(ZeRO3(module, auto_wrap_policy={Block}))
-            own = list(models[0].parameters())
-            assert {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, own))
         for step in range(2):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             loss_of(models[0](torch.randn(3, WIDTH, generator=generator))).backward()
             optimizer.step()
             optimizer.zero_grad()
+        own = list(models[0].parameters())
+        assert {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, own))
         assert isinstance(
             next(iter(optimizer.state_dict()["state"].values()))["momentum_buffer"], ParameterShard
         )

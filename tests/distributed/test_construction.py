@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
 from layerzero import ZeRO3
-from tests.harness.checks import assert_bitwise, assert_same_parameters, warns_on_first_rank
+from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike, sharded, zero3
 from tests.harness.models import (
     CASES,
@@ -497,19 +497,6 @@ def _refuses_other_things() -> None:
 
 def test_wrapping_twice_and_what_is_no_module_are_refused() -> None:
     run_ranks(2, _refuses_other_things)
-
-
-def _old_optimizer() -> None:
-    model = seeded(Mlp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()  # its state is of whole parameters: it cannot go on with the shards
-    with warns_on_first_rank("optimizer"):
-        ZeRO3(model, auto_wrap_policy={Block})
-
-
-def test_an_optimizer_that_stepped_before_wrapping_gets_a_warning() -> None:
-    run_ranks(2, _old_optimizer)
 
 
 def _replaced_data() -> None:

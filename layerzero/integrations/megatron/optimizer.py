@@ -27,7 +27,6 @@ from layerzero.integrations.engine import (
     Placement,
     clip_factor,
     copy_attributes,
-    foreach_norm,
     get_info,
     make_shard_group,
 )
@@ -314,7 +313,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
         """
         power = torch.zeros((), device=self._device)
         for gradients in self._gradients(of_copies=False):
-            norms = foreach_norm(gradients, 2.0, dtype=torch.float32)
+            norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
             power += torch.stack(norms).square().sum().to(self._device)
         return math.sqrt(self._totals.sum("gradient norm", power).item())
 

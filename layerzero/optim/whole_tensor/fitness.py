@@ -7,17 +7,21 @@ together, by an optimizer each, and in two calls of one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerzero.optim.probe import CallsCollectives, no_traces
 from layerzero.optim.whole_tensor.inner import Group, Inner, options_of
 
 _STEPS = 3
 _SIZES = ((4, 6), (5, 3))
+_MOST_OPERATIONS = 3000
 _Optimize = Callable[[list[nn.Parameter]], None]
 
 
@@ -62,12 +66,12 @@ def steps_bucket_by_bucket(
         return _trained(make, ndim, step, seed)
 
     try:
-        with no_traces():
+        with _no_traces():
             expected = run(together)
             if not _are_close(expected, run(together, seed=1)):
                 return True  # It draws random numbers.
             apart = [_trained(make, ndim, together, 0, only)[0] for only in range(len(_SIZES))]
-    except CallsCollectives:
+    except _CallsCollectives:
         raise TypeError(
             f"WholeTensorOptimizer: {name} communicates in its step, and would wait for ranks that "
             "own other tensors; use a class for one process, the owners do the rest"
@@ -81,7 +85,7 @@ def steps_bucket_by_bucket(
             "treats each tensor by itself"
         )
     try:
-        with no_traces():
+        with _no_traces():
             return _are_close(expected, run(in_two_calls))
     except Exception:
         return False
@@ -116,3 +120,39 @@ def _are_close(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
         torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
         for one, other in zip(some, others, strict=True)
     )
+
+
+class _CallsCollectives(Exception):
+    """The step began a collective."""
+
+
+class _Watched(TorchDispatchMode):
+    """Stops a trial at a collective, or after too many operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._count += 1
+        if "c10d" in func.namespace:
+            raise _CallsCollectives
+        if self._count > _MOST_OPERATIONS:
+            raise RuntimeError("a trial step takes too many operations")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _no_traces() -> Iterator[None]:
+    """A context for trial steps: no hooks, no warnings, no collective, no random number drawn."""
+    hooks: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _Watched():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for each, former in zip(hooks, kept, strict=True):
+            each.update(former)
