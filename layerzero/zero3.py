@@ -34,10 +34,10 @@ from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
 from layerzero.log import log_units
 from layerzero.memory_budget import MemoryChoice, learn
-from layerzero.optim import attach, next_step, nonfinite, torch_norm
+from layerzero.optim import attach, nonfinite, torch_norm
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.in_backward import StepInBackward
-from layerzero.runtime import leftovers, surroundings
+from layerzero.runtime import surroundings
 from layerzero.runtime.phases import duration
 from layerzero.runtime.root import RootState, UnshardHandle, root_of
 from layerzero.runtime.sharded_params import remember_root
@@ -121,7 +121,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         on_nonfinite: what becomes of a step with a gradient that is infinite or NaN, decided by all
             ranks together at the end of each backward that reduces: "raise": the backward raises
             FloatingPointError, with the name of a parameter, and changes nothing. "skip": it logs a
-            warning, `.grad` is None, and stays so until `optimizer.step()`, which changes neither
+            warning, `.grad` is zero, and stays so until `optimizer.step()`, which changes neither
             parameters nor state, or `zero_grad()`. None: nothing is looked at. Costs one pass over
             this rank's gradients and one small all-gather, which blocks the host.
         optional_mean: over which ranks gradients of optional modules are averaged: "all", or
@@ -189,7 +189,6 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         self.__dict__["_kept_whole"] = [p for p in module.parameters() if get_info(p) is None]
         if arguments.on_nonfinite is not None:
             nonfinite.install(root, arguments.on_nonfinite, self.__dict__["_kept_whole"])
-        next_step.watch()
         advice.warn(module, arguments, plan, topology.placement)
         guard_saving(module)
         log_units(module, root, topology.placement.is_first)
@@ -238,14 +237,6 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         unit = self._unit
         where = str(unit.handles[0].placement) if unit.handles else "no parameters of its own"
         return f"{len(self._subtree())} units of {type(self.module).__name__}, {where}"
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`; also drops the sums of micro-batches that a pass which failed
-        has left."""
-        self.module.zero_grad(set_to_none)
-        root = self._root_state
-        if root in leftovers.have():
-            leftovers.drop(root)
 
     # State ----------------------------------------------------------------------------------
 

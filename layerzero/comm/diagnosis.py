@@ -34,6 +34,10 @@ class CollectiveError(RuntimeError):
     """A collective did not finish. The message names operation, unit and ranks."""
 
 
+class PeerRaised(RuntimeError):
+    """Another rank raised and told this one in an exchange; all ranks can go on."""
+
+
 def diagnose(
     operation: str,
     group: ShardGroup,

@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
@@ -31,13 +30,10 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.onlooker import look_on
-from layerzero.comm.recovery import Recovery
 from layerzero.comm.run_names import own_connection
 from layerzero.comm.slow_waits import SlowWaits, Waiting, pause_for
 
 PAUSE_S = 0.5
-_ANSWERS = 20
-"""Times that messages of other ranks are answered in each pause, once a pass has failed."""
 _HISTORY = 1024
 """Collectives a rank remembers; ranks further apart than about this cannot be compared."""
 _TAG = 0x3FFFFFFF
@@ -53,16 +49,15 @@ class Lookout:
     """(number, verb, unit) of the latest collectives of the model, on all its groups, in order."""
     waiting: set[Waiting]
     """Collectives that threads of this rank wait for now."""
-    recovery: Recovery | None
-    """None where ranks cannot go on after an exception on one of them."""
+    in_flight: set[Waiting]
+    """Messages posted and not yet waited for. A pass that fails waits for all of them, also for one
+    that nothing referred to yet when it failed: gloo writes into their memory."""
     verdict: str | None
     """Which ranks took different paths, and at which operation; once set, all waits are broken."""
 
-    def __init__(
-        self, places: Mapping[dist.ProcessGroup, str], recovery: Recovery | None = None
-    ) -> None:
+    def __init__(self, places: Mapping[dist.ProcessGroup, str]) -> None:
         """`places`: prefix of this model's notes in the store, for each group (`ModelNumber`)."""
-        self.recovery = recovery
+        self.in_flight = set()
         self.issued = deque(maxlen=_HISTORY)
         self.waiting = set()
         self.verdict = None
@@ -76,18 +71,8 @@ class Lookout:
         """Register a wait that is about to begin. Cheap: the lookout's thread does the rest."""
         self.waiting.add(collective)
         if self._thread is None:
-            self.start(collective.group.limit)
-
-    def start(self, limit: timedelta) -> None:
-        """Start the thread, for waits of this limit."""
-        if self._thread is None:
-            pause_s = min(PAUSE_S, pause_for(limit))
+            pause_s = min(PAUSE_S, pause_for(collective.group.limit))
             self._thread = look_on(self, _look, pause_s, "layerzero-lookout")
-
-    def forget_issued(self) -> None:
-        """Operations are numbered anew."""
-        self.issued.clear()
-        self._published = ()
 
     def look(self) -> None:
         """Check the current waits once; called by the thread after each pause."""
@@ -99,16 +84,6 @@ class Lookout:
                 collective.num_looks += 1
                 if collective.num_looks > 1:
                     long.append(collective)
-            recovery = self.recovery
-            if recovery is not None and (long or recovery.reason is not None):
-                try:
-                    if recovery.look(long):
-                        for _ in range(_ANSWERS):
-                            time.sleep(PAUSE_S / _ANSWERS)
-                            recovery.answer()
-                        return
-                except (RuntimeError, ValueError) as error:
-                    _logger.debug("cannot look for exceptions of other ranks: %s", error)
             if not long:
                 return
             self._find_out(long)

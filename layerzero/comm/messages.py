@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.pending import Operation, Pending, Piece
+from layerzero.comm.pending import Operation, Pending
 from layerzero.core.groups import ShardGroup
 
 
@@ -91,27 +91,8 @@ def exchange(
             receives.append(tensors is incoming)
     peers += late_peers
     receives += [True] * len(late_peers)
-    _post(pending, calls, peers, receives, [(incoming, outgoing)], later)
+    pending.post(calls, peers, receives, later)
     return pending
-
-
-def _post(
-    pending: Pending,
-    calls: Sequence[functools.partial[dist.Work]],
-    peers: Sequence[int],
-    receives: Sequence[bool],
-    pieces: Sequence[Piece],
-    later: Sequence[tuple[int, functools.partial[dist.Work]]],
-) -> None:
-    """`Pending.post`, unless the pass has failed on some rank."""
-    lookout = pending.operation.lookout
-    recovery = None if lookout is None else lookout.recovery
-    if recovery is None:
-        pending.post(calls, peers, receives, pieces, later)
-        return
-    with recovery.lock:
-        recovery.begin(pending)
-        pending.post(calls, peers, receives, pieces, later)
 
 
 def exchange_in_place(
@@ -161,9 +142,7 @@ def exchange_halves(
         message(process_group.send, leaving, 1),
     ]
     later = [(0, message(process_group.recv, arriving, 1))]
-    # The own entry of each list is not looked at.
-    pieces = [([half] * 2, [other] * 2) for half, other in zip(arriving, leaving, strict=True)]
-    _post(pending, calls, [peer] * 4, [False, True, False, True], pieces, later)
+    pending.post(calls, [peer] * 4, [False, True, False, True], later)
     return pending
 
 

@@ -9,7 +9,6 @@ from itertools import compress
 from operator import not_
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from layerzero.comm.diagnosis import CollectiveError, diagnose
@@ -45,10 +44,6 @@ class Operation(NamedTuple):
         return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
 
 
-Piece = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
-"""What is received from each rank of a group in one message, and what is sent to it."""
-
-
 class Pending:
     """Handle of a collective in flight."""
 
@@ -70,7 +65,6 @@ class Pending:
         """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
         to wait for: what ran on the current stream is in order there by itself."""
         self._finish: Callable[[], object] | None = None
-        self._pieces: Sequence[Piece] = ()
         self._posted: list[dist.Work | None] = []
         """None: waited for already, which must not be done twice."""
         self._later: Sequence[tuple[int, functools.partial[dist.Work]]] = ()
@@ -84,46 +78,25 @@ class Pending:
     def name(self) -> str:
         return str(self.operation)
 
-    @property
-    def sizes(self) -> list[list[tuple[int, int, int, int]]]:
-        """See `recovery.Message`; empty once it has been waited for."""
-        tag, pieces = self.operation.tag, self._pieces
-        if not pieces:
-            return []
-        return [
-            [
-                (
-                    tag(outgoing[rank].nbytes, piece),
-                    outgoing[rank].nbytes,
-                    tag(incoming[rank].nbytes, piece),
-                    incoming[rank].nbytes,
-                )
-                for piece, (incoming, outgoing) in enumerate(pieces)
-                if rank != self.group.rank
-            ]
-            for rank in range(self.group.size)
-        ]
-
     def post(
         self,
         calls: Sequence[functools.partial[dist.Work]],
         peers: Sequence[int],
         receives: Sequence[bool],
-        pieces: Sequence[Piece],
         later: Sequence[tuple[int, functools.partial[dist.Work]]] = (),
     ) -> None:
         """Post its messages: `calls`, each with its peer's group rank.
 
         Args:
             peers: of `calls`, then of `later`; so `receives`, whether it is received.
-            pieces: all that is received and sent; of several, each rank has as many.
             later: messages that `wait` posts, in order, each with the place in `calls` of the one
-                that must be over before. To other ranks they count as posted.
+                that must be over before.
 
         Raises:
             CollectiveError: the connection to a peer is closed.
         """
-        self._pieces = pieces
+        if self.operation.lookout is not None:
+            self.operation.lookout.in_flight.add(self)
         self._peers, self._receives, self._later = peers, receives, later
         try:
             # In one call from C, amid which no signal can raise: a handle that is lost would leave
@@ -158,10 +131,6 @@ class Pending:
             self.peer = self._peers[first + place]
             self._posted.extend(map(functools.partial.__call__, (call,)))  # See `post`.
         self.works = self._in_order()
-
-    @property
-    def is_posted(self) -> bool:
-        return self.works is not None or bool(self._posted)
 
     @property
     def is_reached(self) -> bool:
@@ -252,14 +221,10 @@ class Pending:
         finally:
             if lookout is not None:
                 lookout.waiting.discard(self)
-        recovery = None if self.operation.lookout is None else self.operation.lookout.recovery
-        if recovery is not None:
-            recovery.in_flight.discard(self)
+        if self.operation.lookout is not None:
+            self.operation.lookout.in_flight.discard(self)
         if self._posted:
-            self.works, self._posted, self._later, self._pieces = (), [], (), ()
-        if recovery is not None and recovery.reason is not None:
-            # What has arrived may be an answer without meaning.
-            raise recovery.error(self.name)
+            self.works, self._posted, self._later = (), [], ()
 
     def diagnose(self, error: RuntimeError) -> CollectiveError:
         """Make the error for a failed exchange with `peer`. Blocks the host for some seconds."""

@@ -48,6 +48,8 @@ class Waiting(Protocol):
     def name(self) -> str:
         """Name of the operation; the same on every rank."""
 
+    def wait(self) -> None: ...
+
 
 class WatchesWaits(Protocol):
     """An object that a thread tells of its waits: a `Lookout`, or `other_waits`."""

@@ -100,7 +100,7 @@ class _Unwatched:
     def __init__(self) -> None:
         self.issued: deque[object] = deque(maxlen=1)
         self.waiting: set[object] = set()
-        self.recovery = None
+        self.in_flight: set[object] = set()
 
     def begin_wait(self, _: object) -> None:
         return None
@@ -114,8 +114,6 @@ class PlannedOperations(Operations):
         self.failure = None
         self.phases = Phases(device, groups)
         self.count = 0
-        self.recovery = None
-        self._counts = self._judge = lambda: None
         self._numbers = {}
         self._lookout = cast("Any", _Unwatched())
 
@@ -134,7 +132,6 @@ class PlannedExchange(Exchange):
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.is_apart = self.can_announce = False
 
     def name(self, addition: str) -> None:
         pass

@@ -1,19 +1,41 @@
-"""Refuses optimizer steps after a collective failed: `.grad` may be half written."""
+"""Checks at each optimizer step what became of the backward before it.
+
+After a collective failed `.grad` may be half written: the step is refused. Where the engine keeps
+something of the step (runtime/placeholders.py), the optimizer sees no gradient.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from layerzero.optim import attach
+from layerzero.optim.in_backward import whole_groups
 from layerzero.runtime.operations import has_failures
-from layerzero.runtime.sharded_params import owner_of_each
+from layerzero.runtime.root import RootState
+from layerzero.runtime.sharded_params import live_roots, owner_of_each, owners
+
+
+def skipping_models(optimizer: torch.optim.Optimizer) -> list[RootState]:
+    """Models of its parameters whose step `on_nonfinite="skip"` leaves out."""
+    return [root for root in _kept(optimizer) if root.reducer.is_skipping]
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> Iterator[RootState]:
+    """Models of its parameters that keep something of the step; usually none, at little cost."""
+    for root in live_roots():
+        if root.reducer.keeps_step:
+            own = {id(parameter) for group in whole_groups(optimizer) for parameter in group}
+            if any(id(each.sharded_param) in own for each in owners(root)):
+                yield root
 
 
 @attach.on_sharded_params
-def _check_each_step(optimizer: torch.optim.Optimizer) -> None:
+def _look_after_steps(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -21,11 +43,17 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     Raises:
         CollectiveError: a collective failed in the model of one of the parameters.
     """
-    if not has_failures():
-        return
-    owners = owner_of_each()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            owner = owners.get(id(parameter))
-            if owner is not None and owner.root.operations.has_failed:
-                owner.root.operations.refuse()
+    if has_failures():
+        owner_of = owner_of_each()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = owner_of.get(id(parameter))
+                if owner is not None and owner.root.operations.has_failed:
+                    owner.root.operations.refuse()
+    for root in _kept(optimizer):
+        root.reducer.before_step()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for root in _kept(optimizer):
+        root.reducer.after_step()

@@ -12,7 +12,6 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
-from layerzero.optim import next_step
 from layerzero.optim.claims import claim, name_of, refuse_taken
 from layerzero.optim.clip import clip_factor, refuse_used
 from layerzero.optim.edges import EdgeExchange, make_exchanges
@@ -375,7 +374,6 @@ class FlatOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also drops what `clip_grad_norm_` left for the next step."""
         self._factor = None
-        next_step.begin(self)
         for flat in self._flats or ():
             flat.forget_gradients()
         if not set_to_none:

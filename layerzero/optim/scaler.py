@@ -15,7 +15,8 @@ from layerzero.comm.pending import Operation
 from layerzero.core.groups import make_shard_group, mesh_groups, resolve_process_groups
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
-from layerzero.optim import attach, next_step
+from layerzero.optim import attach
+from layerzero.optim.after_failure import skipping_models
 from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.joined import scaler_call
 
@@ -91,12 +92,10 @@ class GradScaler(torch.amp.GradScaler):
         # On the device of the scale, which the group supports; gradients may be on the host.
         assert self._scale is not None, "a loss was scaled"
         found_inf = found_inf.to(self._scale.device)
-        skipped = next_step.models_with_leftovers(optimizer)
-        if any(root.reducer.is_skipping for root in skipped):
+        for root in skipping_models(optimizer):
             # An overflow that `on_nonfinite="skip"` has found: no gradient is left to show it.
             found_inf = torch.ones_like(found_inf)
-            for root in skipped:
-                root.reducer.stop_skipping()
+            root.reducer.give_up()
         self._num_agreements += 1
         groups = [
             make_shard_group(process_group, found_inf.device, self._timeout)

@@ -126,7 +126,7 @@ class ZeRO3PipelineStage(PipelineStage):
         super().clear_runtime_states()
         if self._in_step:
             self._root.abort()
-            self._root.drop_leftovers()
+            self._root.give_up_step()
         self._in_step = True
         self._root.begin_micro_batches(keep_unsharded=not self._reshards)
 

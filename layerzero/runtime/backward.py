@@ -10,16 +10,13 @@ Note [When a unit is done in backward]
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch.autograd import Variable
 
 from layerzero.config import BackwardPrefetch
-from layerzero.runtime import leftovers
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.exec_order import Order
 from layerzero.runtime.operations import Operations, remembers_failure
@@ -135,19 +132,11 @@ class Backward:
         def show_sharded(_: object) -> None:
             backward = backward_ref()
             if backward is not None and backward._is_abandoned:
-                backward._note_failure()
+                backward._reducer.note_failure()  # `zero_grad` may come before the next pass.
                 for unit in backward._units:
                     unit.show_sharded()
 
         return show_sharded
-
-    def _note_failure(self) -> None:
-        """Tell the other ranks; `zero_grad` may come before the next pass."""
-        root = self._context.owner()
-        if root is not None:
-            leftovers.note(cast(leftovers.HasLeftovers, root))
-        with contextlib.suppress(RuntimeError):  # The store may be gone.
-            self.operations.stop("an exception in backward")
 
     def _enter_backward(self, current: BackwardPass, unit: Unit, start: int | None) -> None:
         self._passes[0].touched.add(unit)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from layerzero.comm.pending import Operation
-from layerzero.comm.recovery import settle
 from layerzero.comm.streams import Event, Waitable
 from layerzero.core.flat_param import FlatParam
 from layerzero.core.groups import ShardGroup
@@ -124,7 +123,8 @@ class FlatParamHandle(FlatParam):
 
     def settle(self) -> None:
         """Wait for gathers of a pass that has failed."""
-        settle([gather.wait for gather in self._gathers])
+        for gather in self._gathers:
+            gather.wait()
         self._gathers = []
 
     def reshard(self) -> None:

@@ -24,7 +24,6 @@ from layerzero.comm.loop_threads import wake_without_preempting
 from layerzero.comm.messages import messages_carry_names
 from layerzero.comm.model_numbers import number_model
 from layerzero.comm.pending import Operation
-from layerzero.comm.recovery import PeerRaised, Recovery, settle
 from layerzero.comm.streams import Streams
 from layerzero.comm.watchdog import Watchdog
 from layerzero.core.groups import ShardGroup
@@ -46,14 +45,6 @@ class HasOperations(Protocol):
 
     @property
     def operations(self) -> Operations: ...
-
-
-class ComparesPasses(Protocol):
-    """The root of a model."""
-
-    def count_passes(self) -> list[int]: ...
-
-    def compare_passes(self, counts: list[list[int]]) -> None: ...
 
 
 def remembers_failure(method: _Method) -> _Method:
@@ -82,27 +73,18 @@ class Operations:
     """Prefix of unit names, to tell models apart that share a group."""
     phases: Phases
     """The phases of `model.timeout`."""
-    failure: CollectiveError | PeerRaised | None
-    """Why no collective may begin: the first one that failed (see Note [A failed collective is
-    final]); or a pass failed, and the ranks have not met since."""
+    failure: CollectiveError | None
+    """The error of the first collective that failed; see Note [A failed collective is final]."""
     count: int
     """Number of the last collective."""
-    recovery: Recovery | None
-    """None where ranks cannot go on after an exception on one of them."""
 
     def __init__(
         self,
         device: torch.device,
         streams: Streams,
         groups: Iterable[ShardGroup],
-        recovers: bool = True,
     ) -> None:
-        """Collective over groups seen the first time.
-
-        Args:
-            groups: all groups that the model uses.
-            recovers: whether ranks go on after an exception on one of them, where they can.
-        """
+        """`groups`: all that the model uses. Collective over those seen the first time."""
         self.prefix = ""
         self.failure = None
         self._device = device
@@ -117,13 +99,7 @@ class Operations:
         if named:
             wake_without_preempting()
         places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
-        self.recovery = None
-        if recovers and named and len(named) == len(self._numbers):
-            one_of_each = {g.process_group: g for g in groups if g.process_group in named}
-            self.recovery = Recovery(places, [*one_of_each.values()])
-        self._lookout = Lookout(places, self.recovery) if places else None
-        self._groups = groups
-        self._judge: Callable[[], ComparesPasses | None] = lambda: None
+        self._lookout = Lookout(places) if places else None
 
     def set_prefix(self, prefix: str) -> None:
         """Set `prefix` for the collectives that follow."""
@@ -190,7 +166,7 @@ class Operations:
         Returns:
             The error of the first one that failed.
         """
-        if not isinstance(self.failure, CollectiveError):
+        if self.failure is None:
             self.failure = error
         _failed.add(self)
         return self.failure
@@ -198,60 +174,21 @@ class Operations:
     @property
     def has_failed(self) -> bool:
         """Whether a collective has failed, which is final."""
-        return isinstance(self.failure, CollectiveError)
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a pass has failed on some rank, and the ranks have not met since."""
-        return self.recovery is not None and self.recovery.reason is not None
-
-    def compare_with(self, judge: Callable[[], ComparesPasses | None]) -> None:
-        """Weak reference to who is asked when ranks meet after a pass that failed."""
-        self._judge = judge
-
-    def stop(self, text: str) -> None:
-        """A pass has failed on this rank: have the others end it, too."""
-        if self.has_failed:
-            return
-        if self.recovery is not None and self._lookout is not None:
-            self._lookout.start(min(group.limit for group in self._groups))
-            self.recovery.stop(text)
+        return self.failure is not None
 
     def come_to_rest(self) -> None:
         """Wait for messages in flight that nobody refers to, because something raised right after
         they were posted. Call it once all others have been waited for."""
-        if self.recovery is not None:
-            settle([pending.wait for pending in [*self.recovery.in_flight]])
-
-    def stopped(self) -> None:
-        """The pass has ended here, with nothing in flight."""
-        if self.recovery is not None and self.recovery.reason is not None:
-            self.failure = self.recovery.error("the next operation")
-
-    def _go_on(self, recovery: Recovery) -> None:
-        """Meet all ranks after a pass that failed. Collective; blocks the host."""
-        try:
-            judge = self._judge()
-            known = recovery.go_on([self.count, *([] if judge is None else judge.count_passes())])
-        except CollectiveError as error:
-            raise self.remember(error) from None
-        self.failure = None
-        self.count = max(row[0] for row in known)
         if self._lookout is not None:
-            self._lookout.forget_issued()
-        if judge is not None:
-            judge.compare_passes([row[1:] for row in known])
+            for pending in [*self._lookout.in_flight]:
+                pending.wait()
 
     def refuse(self) -> None:
-        """Called instead of starting a collective after `failure`. Ranks meet after a pass that
-        failed, and go on.
+        """Called instead of starting a collective after `failure`.
 
         Raises:
-            CollectiveError: a collective has failed; repeats the first error.
+            CollectiveError: always; repeats the first error.
         """
-        if self.recovery is not None and not self.has_failed:
-            self._go_on(self.recovery)
-            return
         raise CollectiveError(
             "an earlier collective of this model failed, and its connections are unusable: "
             f"restart the ranks. The earlier error:\n{self.failure}"

@@ -16,7 +16,6 @@ from torch import nn
 
 from layerzero.comm.collectives import flags_tensor, gather_flags
 from layerzero.comm.pending import Pending
-from layerzero.comm.recovery import settle
 from layerzero.config import Accumulation
 from layerzero.core.gradients import Gradient
 from layerzero.core.groups import ShardGroup
@@ -24,6 +23,7 @@ from layerzero.core.parameter_hooks import stepped_by_torch
 from layerzero.runtime.accumulation import AccumulationCosts, choose_sharded
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.delivery import Delivery, note_steps
+from layerzero.runtime.placeholders import Placeholders
 from layerzero.runtime.reduction import Reduction, reduce_unit
 from layerzero.runtime.unit import Unit
 
@@ -45,8 +45,6 @@ class GradientReducer:
 
     num_waiting: int
     """Micro-batches whose gradients wait for their reduction."""
-    num_delivered: int
-    """Passes that have delivered gradients."""
 
     on_delivered: Callable[[Unit | None], None] | None
     """Called with each unit once its `.grad`s of a backward pass are complete; last with None."""
@@ -60,16 +58,17 @@ class GradientReducer:
         self.requires_sync = True
         self.sums_sharded = accumulation == "sharded"
         self._is_auto = self._may_decide = accumulation == "auto"
-        self.num_waiting = self.num_delivered = 0
+        self.num_waiting = 0
         self._num_micro_batches = 2
         self._reason = ""
-        self._count_before = 0
         self.on_delivered = None
         self._step: Callable[[Unit | None], None] | None = None
         self._watchers: list[weakref.WeakMethod[Callable[[Unit | None], None]]] = []
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
         self._delivery = Delivery()
+        self._placeholders = Placeholders()
+        self._hid_placeholders = False
         self.is_skipping = self._skips_next = False
         self._judge: Judge | None = None
         self._cleared: list[nn.Parameter] = []
@@ -132,7 +131,8 @@ class GradientReducer:
 
     def begin_backward(self) -> None:
         """A backward pass of the whole model begins; "auto" decides where gradients accumulate."""
-        self._count_before = self._context.operations.count
+        self.give_up_if_cleared()
+        self._placeholders.take()
         # Only for the first micro-batch: the later ones must add up in the same place.
         if not self._is_auto or self.requires_sync or self.adds_up:
             return
@@ -200,12 +200,8 @@ class GradientReducer:
         last = [*self._undelivered, *(r for r in self._in_flight if not r.is_partial)]
         if not last:
             self._complete_all()
-            self._agree()
             return
         with torch.no_grad():
-            if self._context.operations.recovery is not None:
-                # The exchange then also says that all ranks have come this far.
-                self._complete_all()
             presence = self._exchange_presence(last)
             self._complete_all()
             arrived = presence()
@@ -221,23 +217,6 @@ class GradientReducer:
             self._delivery.run_hooks(hooked)
         if self.on_delivered is not None:
             self._complete = [*dict.fromkeys(reduction.unit for reduction, _ in arrived), None]
-
-    def _agree(self) -> None:
-        """Agree that a micro-batch of `no_sync` is complete, where other ranks could end it.
-
-        Else a rank that raises would leave others ahead of it. Not where the backward had no
-        collective, as a pipeline's or one of `zero3_size=1`: there ranks need not be alike.
-        """
-        operations = self._context.operations
-        if operations.recovery is None or operations.count == self._count_before:
-            return
-        own = torch.ones(1, dtype=torch.uint8, device=self._context.device)
-        placements = {id(h.placement): h.placement for unit in self._units for h in unit.handles}
-        for placement in placements.values():
-            for group in placement.groups:
-                if group.size > 1:
-                    operation = operations.next("agreement", "a micro-batch", group)
-                    gather_flags(own, group, operation)[1].wait()
 
     def judge_by(self, judge: Judge, parameters: Iterable[nn.Parameter]) -> None:
         """Call `judge` before each delivery.
@@ -255,6 +234,44 @@ class GradientReducer:
             for reduction, _ in arrived:
                 reduction.handle.gradients.release()
         return self._skips_next
+
+    # What is kept of a step, until the program gives it up: see placeholders.py -----------------
+
+    @property
+    def keeps_step(self) -> bool:
+        """Whether the step is left out, or earlier micro-batches wait for one that failed."""
+        return self.is_skipping or self._placeholders.are_placed or self._hid_placeholders
+
+    def note_failure(self) -> None:
+        """A pass has failed. The sums of earlier micro-batches stay."""
+        if self.adds_up:
+            self._put_placeholders(watch_writes=True)
+
+    def _put_placeholders(self, watch_writes: bool) -> None:
+        handles = [handle for unit in self._units if unit.is_trainable for handle in unit.handles]
+        params = (p for handle in handles for p in handle.sharded_params if p.requires_grad)
+        self._placeholders.put(params, watch_writes)
+
+    def give_up_if_cleared(self) -> None:
+        if self._placeholders.are_cleared:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The program begins another step: drop what is kept of this one."""
+        self._placeholders.take()
+        self._hid_placeholders = False
+        self.stop_skipping()
+        self.forget_sums()
+
+    def before_step(self) -> None:
+        """An optimizer steps, and must not take placeholders for gradients."""
+        self.give_up_if_cleared()
+        self._hid_placeholders = self._placeholders.take()
+
+    def after_step(self) -> None:
+        self.stop_skipping()
+        self._hid_placeholders = False
+        self.note_failure()
 
     def stop_skipping(self) -> None:
         self.is_skipping = self._skips_next = False
@@ -322,8 +339,9 @@ class GradientReducer:
                 self.on_delivered(unit)
         self.num_waiting += num_micro_batches
         if self.requires_sync:
-            self.num_delivered += 1
             self._end_accumulation()
+        if self.is_skipping:
+            self._put_placeholders(watch_writes=False)
 
     def _keep_sums(self) -> None:
         """See Note [A pass adds only when it is complete] in gradients.py."""
@@ -340,7 +358,9 @@ class GradientReducer:
     def drop(self) -> None:
         """Drop what the pass that failed brought, after waiting for reductions that read it. Sums
         of earlier micro-batches stay: `Unit.reset` returns to them."""
-        settle([each.pending.wait for each in self._in_flight if each.pending is not None])
+        for each in self._in_flight:
+            if each.pending is not None:
+                each.pending.wait()
         self._in_flight = []
         self._undelivered = []
         self._complete = []

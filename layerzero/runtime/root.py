@@ -23,7 +23,6 @@ from layerzero.comm.streams import Streams
 from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
-from layerzero.runtime import leftovers
 from layerzero.runtime.autocast import CastCache, in_autocast
 from layerzero.runtime.awaited import check_first_forward
 from layerzero.runtime.backward import Backward
@@ -113,8 +112,6 @@ class RootState:
         self._unsharded_checks = UnshardedChecks(self.context, self.units)
         self._clock = 0
         self._call_depth = 0
-        self._count_before = -1
-        """`Operations.count` before the last forward."""
         self._start = 0
         """When the last forward began that was no recomputation."""
         self._forward_pass = ForwardPass(0)
@@ -126,7 +123,6 @@ class RootState:
             self.reducer,
             abort=lambda error: None if (method := abort()) is None else method(error),
         )
-        self.operations.compare_with(weakref.ref(self))
         self.looks_first = any(unit.awaits_values for unit in self.units)
         self._watcher: Callable[[], bool] | None = None
         self._join_units()
@@ -135,9 +131,7 @@ class RootState:
         return Streams(self.device, finishing_thread)
 
     def _make_operations(self, groups: list[ShardGroup]) -> Operations:
-        # Tensor-parallel collectives are in no model's numbers alone, so nobody can answer them.
-        recovers = all(group.size == 1 for group in self.tensor_parallel_groups)
-        return Operations(self.device, self.streams, groups, recovers)
+        return Operations(self.device, self.streams, groups)
 
     def _make_scheduler(
         self,
@@ -190,17 +184,14 @@ class RootState:
         """Whether the model is inside a join; see `JoinedRoot`."""
         return False
 
-    def check_between_steps(self, what: str, is_collective: bool = True) -> None:
-        """Refuse a collective call inside forward or backward, or after a failure.
-
-        Args:
-            is_collective: whether ranks meet here after a pass that failed.
+    def check_between_steps(self, what: str) -> None:
+        """Refuse a call inside forward or backward, or after a collective failed.
 
         Raises:
             RuntimeError: starts with `what`.
         """
         self.backward.clear_abandoned()
-        if self.operations.has_failed or (self.operations.failure is not None and is_collective):
+        if self.operations.has_failed:
             self.operations.refuse()
         if self.context.in_backward or self._call_depth:
             raise RuntimeError(what)
@@ -208,9 +199,7 @@ class RootState:
     @contextmanager
     def phase(self, limit: timedelta) -> Iterator[None]:
         """Implements `ZeRO3.timeout`."""
-        self.check_between_steps(
-            "timeout: entered inside forward or backward; enter it around it", is_collective=False
-        )
+        self.check_between_steps("timeout: entered inside forward or backward; enter it around it")
         with self.operations.phases.phase(limit):
             yield
 
@@ -229,10 +218,7 @@ class RootState:
         def judged(reductions: Sequence[Reduction]) -> bool:
             root = root_ref()
             assert root is not None, "it delivers gradients"
-            if judge(root, reductions):
-                leftovers.note(root)
-                return True
-            return False
+            return judge(root, reductions)
 
         sharded = [p for unit in self.units for p in unit.sharded_params]
         self.reducer.judge_by(judged, [*sharded, *others])
@@ -366,8 +352,8 @@ class RootState:
         self._forward_pass = ForwardPass(self._clock)
         if self.context.in_backward:
             return  # A recomputation: its visits belong to the backward pass.
-        self._count_before = self.operations.count
         self._start = self._clock
+        self.reducer.give_up_if_cleared()
         self.structure.check("forward")
         check_surroundings(
             sharded_param for each in self.units for sharded_param in each.sharded_params
@@ -467,6 +453,7 @@ class RootState:
             "reduce_gradients: called inside forward or backward; call it between them, or leave "
             "no_sync before the last backward"
         )
+        self.reducer.give_up_if_cleared()
         if not self.reducer.adds_up:
             return
         syncs = self.reducer.requires_sync
@@ -493,37 +480,12 @@ class RootState:
         """
         if isinstance(error, CollectiveError) or self.operations.has_failed:
             return  # See Note [A failed collective is final].
-        self._tell_others(error)
         self._end_pass()
 
-    def _tell_others(self, error: BaseException | None) -> None:
-        # One in backward has told them already, or does it here: when depends on when Python drops
-        # the graph, which must not decide whether.
-        if error is not None and self._is_alone():
-            return
-        self.operations.stop(
-            "an exception in backward" if error is None else f"{type(error).__name__}: {error}"
-        )
-
-    def drop_leftovers(self) -> None:
-        """Drop what a step that failed or was skipped has left; see leftovers.py."""
+    def give_up_step(self) -> None:
+        """Drop what a step that failed or was left out keeps, without a `zero_grad`."""
         self.backward.clear_abandoned()
-        self.reducer.stop_skipping()
-        self.reducer.forget_sums()
-
-    def _is_alone(self) -> bool:
-        """Whether the pass had no collective, and needs none: then it concerns this rank only.
-
-        Not where units are gathered, also before the first gather: a unit that stayed from an
-        earlier micro-batch is freed here alone, and gathered once more when the pass is run again.
-        """
-        operations = self.operations
-        no_collective = operations.count == self._count_before and not operations.is_stopped
-        return no_collective and not self.reducer.requires_sync and not self._gathers()
-
-    def _gathers(self) -> bool:
-        """Whether any unit is gathered from other ranks in each pass."""
-        return any(h.placement.shard_group.size > 1 for unit in self.units for h in unit.handles)
+        self.reducer.give_up()
 
     def _end_pass(self) -> None:
         if self.backward.is_recorded:
@@ -539,58 +501,13 @@ class RootState:
         # that had been posted.
         self.streams.come_to_rest()
         self.operations.come_to_rest()
-        if self.reducer.adds_up:
-            leftovers.note(self)
+        self.reducer.note_failure()
         for unit in self.units:
             unit.reset()
             unit.forget_starts_after(self._start)
-        if self.operations.is_stopped:
-            # What was gathered into a compute shard may be an answer without meaning.
-            self.scheduler.mark_stale()
         self.context.limiter.reset()
         self.context.take_replaced()
         self.context.after_abort()
-        self.operations.stopped()
-
-    def count_passes(self) -> list[int]:
-        """How far this rank is: passes that have delivered gradients, micro-batches that wait,
-        recorded orders, calls whose backward may come."""
-        reducer, units = self.reducer, self.units
-        num_calls = sum(len(unit.open_starts) for unit in units if not unit.is_optional)
-        num_recorded = self.scheduler.recorder.num_recorded
-        return [reducer.num_delivered, reducer.num_waiting, num_recorded, num_calls]
-
-    def compare_passes(self, counts: list[list[int]]) -> None:
-        """All ranks go on after a pass that failed on some; they must be equally far.
-
-        Args:
-            counts: `count_passes` of each rank.
-
-        Raises:
-            CollectiveError: some ranks had delivered gradients that others have not.
-            RuntimeError: some had completed more micro-batches; all have dropped them.
-        """
-        if len({row[0] for row in counts}) > 1:
-            raise self.operations.remember(
-                CollectiveError(
-                    "a rank raised when others had completed the backward already, so gradients "
-                    "differ between ranks: restart the ranks from the last checkpoint"
-                )
-            )
-        if len({tuple(row) for row in counts}) > 1:
-            # Some completed a pass without meeting the rank that raised in it.
-            self.scheduler.forget_orders()
-            for unit in self.units:
-                unit.forget_starts_after(-1)
-        # Where nothing is gathered, a rank that raised runs its own micro-batches again, and the
-        # others those that they have not completed: the sums stay right.
-        if len({row[1] for row in counts}) > 1 and self._gathers():
-            self.reducer.forget_sums()
-            raise RuntimeError(
-                "a rank raised in a micro-batch of no_sync that others had completed already, so "
-                "the sums of micro-batches were dropped on every rank: run the step again from its "
-                "first micro-batch"
-            )
 
 
 def root_of(unit: Unit) -> RootState:

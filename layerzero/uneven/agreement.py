@@ -104,9 +104,6 @@ class JoinedAgreement(Agreement):
         self.is_unsettled = False
         self.end()
 
-    def _decides(self, event: int) -> bool:
-        return False  # What the others bring besides is needed at once.
-
     def _say(self, wish: int) -> list[int]:
         if not self._follows:
             return super()._say(wish)

@@ -22,9 +22,6 @@ class JoinedReducer(OptionalReducer):
         has_rest = bool(self._waiting - self._reduced)
         return self.requires_sync and not has_rest and any(unit.is_trainable for unit in units)
 
-    def _agree(self) -> None:
-        """Nothing: ranks meet before the next pass in any case, and tell each other of errors."""
-
     def _scale(self, reduction: Reduction, counts: dict[int, int]) -> None:
         seat = self._seat
         if reduction.unit.index in seat.participants:

@@ -169,7 +169,7 @@ class JoinedRoot(ShadowingRoot):
         Not for an interrupt, and not after a failed collective: the others may be gone.
         """
         operations, seat = self.operations, self._seat
-        is_told = seat.all_know or operations.has_failed or operations.is_stopped
+        is_told = seat.all_know or operations.has_failed
         if is_told or not isinstance(error, Exception) or isinstance(error, CollectiveError):
             return
         if self.context.in_backward:

@@ -67,7 +67,7 @@ def _trains(num_steps: int) -> list[dict[str, int]]:
         optimizer.step()
         optimizer.zero_grad()
         if step in (num_steps // 5, num_steps - 1):
-            dist.barrier()  # A key of a recovery is deleted by the next one.
+            dist.barrier()
             found.append(_counts())
             dist.barrier()
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,8 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, ReductionPolicy, ZeRO3
-from layerzero.comm.recovery import PeerRaised
-from tests.harness.fault_at import FaultAt, differences, recorded_orders, snapshot
+from tests.harness.fault_at import FaultAt, differences, snapshot
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
@@ -119,10 +117,6 @@ def _sweep(settings: Settings, reentrant: bool, starts: tuple[int, ...], stride:
                     except torch.OutOfMemoryError:
                         reached = True
                         failures += 1
-                    except PeerRaised:
-                        # Seldom: this rank waited in an exchange before it came to its own
-                        # operation of that number. It does not count as a failure.
-                        reached = True
                     _assert_alike(reached)
                     if not reached:
                         return
@@ -140,6 +134,10 @@ def _sweep(settings: Settings, reentrant: bool, starts: tuple[int, ...], stride:
             number += 1
             at += stride
     return failures
+
+
+def _append_count(counts: list[int], mode: FaultAt) -> None:
+    counts.append(mode.count)
 
 
 def _assert_alike(reached: bool) -> None:
@@ -237,198 +235,3 @@ def test_a_pass_may_run_out_of_memory_at_any_operation(
         settings = SETTINGS[place : place + 1]
         (failures, _) = run_ranks(2, _sweep_all, settings, reentrant, 3, timeout=1800)
         assert failures > 50
-
-
-def _kept_errors() -> list[RuntimeError]:
-    """Errors that live on: they keep the frames of those who waited, with all that is in them."""
-    gc.collect()
-    found = [each for each in gc.get_objects() if issubclass(type(each), RuntimeError)]
-    return [each for each in found if each.__traceback__ is not None]
-
-
-def _append_count(counts: list[int], mode: FaultAt) -> None:
-    counts.append(mode.count)
-
-
-def _fails_on_one(
-    places: Sequence[int | str], settings: list[Settings], parts: tuple[int, ...]
-) -> list[str]:
-    """One rank fails in one micro-batch of a step, at each of these operations; all retry."""
-    texts: list[str] = []
-    for arguments in settings:
-        before = len(texts)
-        clean, clean_optimizer = build(arguments)
-        model, optimizer = build(arguments)
-        number = 0
-        for at in places:
-            for which in parts:
-                turn = at if isinstance(at, int) else 1
-                victim, calls = (number + turn) % dist.get_world_size(), 0
-
-                def run(
-                    model: ZeRO3, number: int, syncs: bool, which: int = which, at: int | str = at
-                ) -> None:
-                    nonlocal calls
-                    calls += 1
-                    if calls - 1 == which:
-                        fault = at if victim == dist.get_rank() else 0  # noqa: B023
-                        orders = recorded_orders(model)
-                        try:
-                            with FaultAt(fault):
-                                micro_batch(model, number, syncs)
-                        except RuntimeError as error:
-                            texts.append(f"{type(error).__name__}: {error}")
-                        else:
-                            return  # It has fewer operations; a rank that is alone in this hangs.
-                        root_state(model).backward.clear_abandoned()
-                        assert recorded_orders(model) == orders, f"{arguments}, {at}"  # noqa: B023
-                        assert not _kept_errors(), arguments  # noqa: B023
-                    micro_batch(model, number, syncs)
-
-                step_of(clean, clean_optimizer, number, micro_batch)
-                step_of(model, optimizer, number, run)
-                for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
-                    assert torch.equal(mine, theirs), f"{arguments}: operation {at} of {which}"
-                of_ranks: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(of_ranks, recorded_orders(model))
-                assert all(each == of_ranks[0] for each in of_ranks), arguments
-                number += 1
-        assert len(texts) > before, f"nothing was raised with {arguments}"
-    return texts
-
-
-def test_a_rank_that_runs_out_of_memory_ends_the_pass_of_all_and_all_retry() -> None:
-    """Rank 0 before its first gather, when a unit is full from the micro-batch before; rank 1 in
-    backward; then rank 1 at the end of a forward, when rank 0 is in backward."""
-    texts = run_ranks(2, _fails_in_three_places)
-    assert len(texts[0]) == 3
-    for own, other in zip(*texts, strict=True):
-        assert {each.partition(":")[0] for each in (own, other)} == {
-            "OutOfMemoryError",
-            "PeerRaised",
-        }
-    assert "rank 0 raised OutOfMemoryError" in texts[1][0]
-    assert "rank 1 raised an exception in backward" in texts[0][1]
-
-
-def _fails_where_nothing_is_gathered(places: list[int], settings: list[Settings]) -> int:
-    """One rank fails in a micro-batch that the other completes; each runs again what failed on it.
-    Returns how many passes failed on this rank."""
-    failures = 0
-    for arguments in settings:
-        clean, clean_optimizer = build(arguments)
-        model, optimizer = build(arguments)
-        for number, (at, which) in enumerate((at, which) for at in places for which in range(3)):
-            faults = [at if number % dist.get_world_size() == dist.get_rank() else 0]
-
-            def run(model: ZeRO3, number: int, syncs: bool, which: int = which) -> None:
-                nonlocal failures
-                fault = faults.pop() if number % 3 == which and faults else 0  # noqa: B023
-                while True:
-                    try:
-                        with FaultAt(fault):
-                            micro_batch(model, number, syncs)
-                        return
-                    except RuntimeError:
-                        failures += 1
-                        fault = 0
-
-            step_of(clean, clean_optimizer, number, micro_batch)
-            step_of(model, optimizer, number, run)
-            for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
-                assert torch.equal(mine, theirs), f"{arguments}: operation {at} of {which}"
-    return failures
-
-
-def test_a_rank_may_fail_in_a_micro_batch_that_others_complete(
-    pytestconfig: pytest.Config,
-) -> None:
-    in_full = pytestconfig.getoption("--seeds") > 0
-    places = [*range(1, 120, 17)] if in_full else [20, 70]
-    settings = [each for each in SETTINGS if each.get("zero3_size") == 1]
-    failures = run_ranks(2, _fails_where_nothing_is_gathered, places, settings, timeout=300)
-    assert all(each >= len(places) for each in failures)
-
-
-def _evaluates(model: ZeRO3, at: int) -> int:
-    """Returns the number of operations, `at` of which raises."""
-    with torch.no_grad(), FaultAt(at) as mode:
-        model(batch(7))
-    return mode.count
-
-
-def _fails_in_evaluation() -> None:
-    """Rank 1 fails at the end of a forward, when rank 0 goes on to the next one."""
-    clean, clean_optimizer = build(SETTINGS[-1])
-    model, optimizer = build(SETTINGS[-1])
-    _evaluates(model, 0)
-    at = _evaluates(model, 0) * dist.get_rank()
-    with pytest.raises(RuntimeError, match="out of memory"):
-        for _ in range(2):
-            _evaluates(model, at)
-    if dist.get_rank() == 0:
-        assert root_state(model).scheduler.recorder.num_recorded == 3
-    for number in range(2):
-        step_of(clean, clean_optimizer, number, micro_batch)
-        step_of(model, optimizer, number, micro_batch)
-    for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, recorded_orders(model))
-    assert of_ranks[0] == of_ranks[1]
-
-
-def _raises(_: torch.Tensor) -> None:
-    raise ValueError("a hook of rank 0")
-
-
-def _fails_behind_the_last_exchange() -> list[str]:
-    """A hook of a sharded parameter raises on rank 0, when rank 1 has its gradients already."""
-    model, _ = build(SETTINGS[1])
-    micro_batch(model, 0, True)
-    if dist.get_rank() == 0:
-        next(model.parameters()).register_hook(_raises)
-    texts = []
-    for number in range(1, 4):
-        try:
-            micro_batch(model, number, True)
-        except (RuntimeError, ValueError) as error:
-            texts.append(f"{type(error).__name__}: {error}")
-    return texts
-
-
-def test_a_rank_that_fails_when_others_have_their_gradients_ends_all() -> None:
-    """Rank 1 steps, and hears of it in its next forward; nobody waits until the timeout."""
-    own, other = run_ranks(2, _fails_behind_the_last_exchange, timeout=60)
-    final = "CollectiveError: a rank raised when others had completed the backward already"
-    assert [each.partition(":")[0] for each in other] == ["PeerRaised", "CollectiveError"]
-    assert "rank 0 raised" in other[0]
-    assert own[0] == "ValueError: a hook of rank 0"
-    assert own[1].startswith(final) and other[1].startswith(final)
-
-
-@pytest.mark.slow
-def test_a_rank_may_fail_in_a_forward_that_others_have_ended() -> None:
-    run_ranks(2, _fails_in_evaluation)
-
-
-def _fails_in_three_places() -> list[str]:
-    texts = _fails_on_one([2, 70], SETTINGS[:1], (1,))
-    return texts + _fails_on_one([_LOSS], SETTINGS[-1:], (1,))
-
-
-@pytest.mark.slow
-def test_one_rank_may_fail_anywhere(pytestconfig: pytest.Config) -> None:
-    """Where micro-batches of `no_sync` have no collective, it concerns that rank alone."""
-    in_full = pytestconfig.getoption("--seeds") > 0
-    places, parts = ([_LOSS, 2, 9, 20, 70, 110], (0, 1, 2)) if in_full else ([_LOSS, 70], (1,))
-    # Where micro-batches of `no_sync` gather nothing, others may have completed one that fails
-    # here, and all drop their sums (docs/reference/errors.md): there only the last one fails.
-    alone = [
-        each
-        for each in SETTINGS
-        if each.get("zero3_size") == 1 or not each.get("reshard_after_forward", True)
-    ]
-    gathers = [each for each in SETTINGS if each not in alone]
-    run_ranks(2, _fails_on_one, places, gathers, parts, timeout=600)
-    run_ranks(2, _fails_on_one, places[-2:], alone, (2,), timeout=120)

@@ -66,7 +66,11 @@ def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
     """Copies of parameters, `.grad`, optimizer state, recorded orders and sums of micro-batches."""
     root = root_state(model)
     found: list[Any] = [_copy(each) for each in model.parameters()]
-    found += [_copy(each.grad) for each in model.parameters()]
+    # Zeros stand for None while the engine keeps something of a step (runtime/placeholders.py).
+    gradients = (
+        p.grad if p.grad is not None and p.grad.any() else None for p in model.parameters()
+    )
+    found += map(_copy, gradients)
     for parameter in model.parameters():
         found += [(key, _copy(value)) for key, value in optimizer.state.get(parameter, {}).items()]
     found.append(recorded_orders(model))

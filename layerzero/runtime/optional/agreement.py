@@ -13,9 +13,7 @@ from collections.abc import (
     Sequence,
 )
 
-from layerzero.comm.diagnosis import CollectiveError
-from layerzero.comm.pending import Pending
-from layerzero.comm.recovery import PeerRaised
+from layerzero.comm.diagnosis import CollectiveError, PeerRaised
 from layerzero.runtime.optional.exchange import Exchange
 from layerzero.runtime.optional.places import Places
 
@@ -65,7 +63,6 @@ class Agreement:
         self._rows: list[list[int]] = []
         self._num_bits = 0
         self._answers: list[list[bool]] | None = None
-        self._announced: Pending | None = None
         """The exchange whose answer this rank has no use for."""
         self.abort()
 
@@ -133,10 +130,7 @@ class Agreement:
         while event not in self._contract:
             self._finish_contract()
             if self._may_exchange:
-                if self._decides(event):
-                    self._announce(event)
-                else:
-                    self._meet(event)
+                self._meet(event)
             elif event % 2:
                 return False
             else:
@@ -238,16 +232,11 @@ class Agreement:
         self._places.abort()
         self._contract.clear()
         self._rows, self._num_bits = [], 0
-        self._answers = self._announced = None
+        self._answers = None
         self._may_expect = False
         self._exchanges = self._repeats = True
         self.is_open = False
         self.needed = frozenset()
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether exchanges have process groups of their own."""
-        return self._exchange.is_apart
 
     def report(self, error: BaseException) -> bool:
         """This rank leaves the pass with an error: raise on ranks that exchange here, too.
@@ -346,23 +335,7 @@ class Agreement:
                 break
             self._contract.append(event)
 
-    def _decides(self, event: int) -> bool:
-        """Whether all ranks take part in this event next, whatever the others want."""
-        return self._exchange.can_announce and self._candidates()[:1] == [event]
-
-    def _announce(self, event: int) -> None:
-        """Exchange wishes like `_meet`, without waiting for others: this rank decides."""
-        self._end_announced()
-        self._announced = self._exchange.announce(self._row(event, self._bits()))
-        self._follow(event)
-
-    def _end_announced(self) -> None:
-        if self._announced is not None:
-            announced, self._announced = self._announced, None
-            announced.wait()
-
     def _say(self, wish: int) -> list[int]:
-        self._end_announced()
         bits = self._bits()
         self._rows = self._exchange(self._row(wish, bits))
         self._num_bits, self._answers = len(bits), None

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from layerzero.comm.collectives import all_gather, gather_small
+from layerzero.comm.collectives import gather_small
 from layerzero.comm.new_groups import new_group
-from layerzero.comm.pending import Pending
 from layerzero.comm.texts import gather_texts
 from layerzero.core.groups import ShardGroup
 from layerzero.core.placement import Placement
@@ -26,18 +25,11 @@ class Exchange:
     has gloo groups of its own.
     """
 
-    can_announce: bool
-    """Whether there is `announce`: not with several groups, one behind the other, nor where ranks
-    learn from a row that one of them raised."""
-
     def __init__(self, placement: Placement, operations: Operations, on_device: bool) -> None:
         """Collective over each group of the placement if `on_device`, which makes new groups."""
         self.rank = placement.rank
         self._operations = operations
-        self.is_apart = on_device
         self._groups = [_on_host(g) for g in placement.groups] if on_device else placement.groups
-        has_one_way = len(self._groups) == 1 and not on_device
-        self.can_announce = has_one_way and operations.recovery is not None
         self._subject = _SUBJECT
 
     def name(self, addition: str) -> None:
@@ -59,14 +51,6 @@ class Exchange:
             operation = self._operations.next_on_host("agreement", self._subject, group)
             rows = gather_small(rows, group, operation)
         return sorted(rows.view(-1, len(row)).tolist())
-
-    def announce(self, row: Sequence[int]) -> Pending:
-        """Take part in an exchange whose answer this rank has no use for, where `can_announce`.
-        Does not block the host; wait for what it returns before the next exchange."""
-        own = torch.tensor(row)
-        (group,) = self._groups
-        operation = self._operations.next_on_host("agreement", self._subject, group)
-        return all_gather(own.new_empty(group.size * len(row)), own, group, operation)
 
     def texts(self, text: str | None) -> dict[int, str]:
         """The texts of the ranks that have one, by rank. Collective; blocks the host."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layerzero.comm.recovery import PeerRaised
+from layerzero.comm.diagnosis import CollectiveError, PeerRaised
 from layerzero.config import BackwardPrefetch, ReductionPolicy
 from layerzero.runtime.operations import remembers_failure
 from layerzero.runtime.optional.agreement import Agreement
@@ -144,15 +144,11 @@ class OptionalRoot(RootState):
 
         return on_output_gradient
 
-    def _tell_others(self, error: BaseException | None) -> None:
-        if self.operations.recovery is not None and not self.agreement.is_apart:
-            # Whatever the others wait for, an exchange or a gather: recovery.py ends it.
-            super()._tell_others(error)
-            return
-        # Not for an interrupt, after which the others may be gone.
-        is_own = error is None or isinstance(error, Exception)
-        if self.operations.failure is None and isinstance(error, PeerRaised):
-            return  # All raise at the same place.
-        is_open = is_own and not self.operations.is_stopped
-        if not (is_open and self.agreement.report(error or RuntimeError("a backward pass failed"))):
-            super()._tell_others(error)
+    def abort(self, error: BaseException | None = None) -> None:
+        """Also raises on ranks that wait in the agreement, unless they raise at the same place."""
+        is_own = error is None or (
+            isinstance(error, Exception) and not isinstance(error, (PeerRaised, CollectiveError))
+        )
+        if is_own and not self.operations.has_failed:  # After an interrupt the others may be gone.
+            self.agreement.report(error or RuntimeError("a backward pass failed"))
+        super().abort(error)
