@@ -44,17 +44,9 @@ help:
 
 venv: $(INSTALLED)
 
-# One process a GPU, or two on the CPU. The flags are checked before any rank starts: a refusal is
-# one line, and not also what torchrun has to say about a failed rank. The `--` keeps torchrun from
-# reading our --log as a short form of its own flags.
+# One process a GPU, or two on the CPU.
 train: $(INSTALLED)
-	@set -e; \
-	gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
-	if [ "$$gpus" -gt 0 ]; then ranks=$$gpus; else ranks=2; fi; \
-	WORLD_SIZE=$$ranks $(BIN)/python examples/lm_options.py $(ARGS); \
-	$(if $(filter -h --help,$(ARGS)),exit;) set -x; \
-	OMP_NUM_THREADS=$$(( $(CORES) > ranks ? $(CORES) / ranks : 1 )) \
-	$(BIN)/torchrun --standalone --nproc-per-node $$ranks -- examples/train_lm.py $(ARGS)
+	@$(BIN)/python examples/lm_launcher.py $(ARGS)
 
 # One thread a process: pytest-xdist already fills the cores, and each test starts ranks of its own.
 # Tests of one file, which wait alike, stay on one worker until another has nothing left.

@@ -1,7 +1,6 @@
 """The example's flags, and every check that is possible before a process group exists.
 
-Uses the standard library only. Run as a program, it checks its flags and exits, so that `make
-train` reports bad flags in one line before it starts any rank.
+Uses the standard library only, so that flags are checked before torch is imported.
 """
 
 import argparse
@@ -222,7 +221,3 @@ def refuse_on_rank(message: str, place: Place) -> NoReturn:
         time.sleep(SILENT_EXIT_DELAY_S)
         raise SystemExit(2)
     refuse(message)
-
-
-if __name__ == "__main__":
-    load_options(sys.argv[1:], Place.from_environment().world_size)

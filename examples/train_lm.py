@@ -9,10 +9,14 @@ are the same for every `--engine`, so loss, speed and memory can be compared lin
 
 import json
 import math
+import os
 import sys
 import time
 from datetime import timedelta
 from typing import Any, NamedTuple
+
+if __name__ == "__main__" and "RANK" not in os.environ:
+    print("Training a small language model: torch starts", flush=True)
 
 import torch
 import torch.distributed as dist

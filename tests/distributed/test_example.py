@@ -22,13 +22,13 @@ from layerzero.checkpoint.format.folder import committed_steps
 from tests.harness.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
 SMALL = ["--layers", "1", "--width", "16", "--seq", "16", "--steps", "12", "--batch", "2"]
 NUM_STEPS = 12
 
 
 def _train(arguments: list[str], die_after: tuple[int, float] | None = None) -> list[float]:
     """Train as `main` does, on these ranks; returns the losses. `die_after`: see `_die`."""
-    sys.path.insert(0, str(EXAMPLES))
     import lm_options
     import train_lm
 
@@ -194,16 +194,45 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed() -> None:
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(
-    bad: list[str], reason: str, flags: list[str], tmp_path: Path
+    bad: list[str],
+    reason: str,
+    flags: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    import lm_options
+
     (tmp_path / "used" / "step-00000003").mkdir(parents=True)
     (tmp_path / "file").touch()
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "lm_options.py", *flags, *(f.format(tmp_path) for f in bad)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    error = done.stderr.splitlines()[-1]
+    with pytest.raises(SystemExit) as stop:
+        lm_options.load_options([*flags, *(flag.format(tmp_path) for flag in bad)], 2)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("train_lm.py: error: argument --")
     assert reason in error
+
+
+def _run(program: str, *arguments: str, **environment: str) -> list[str]:
+    """Lines that a program of the example writes to a pipe, errors included."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / program, *arguments],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=True,
+    )
+    return done.stdout.decode().split("\n")
+
+
+@pytest.mark.parametrize("program", ["lm_launcher.py", "train_lm.py"])
+def test_a_line_is_out_before_torch_is_imported(program: str, tmp_path: Path) -> None:
+    # Ends without flushing: a line that was only buffered is lost.
+    (tmp_path / "torch.py").write_text("import os\nos.write(1, b'torch')\nos._exit(0)\n")
+    first, then = _run(program, PYTHONPATH=str(tmp_path))
+    assert first.startswith("Training a small language model")
+    assert then == "torch"
+
+
+def test_help_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise AssertionError")
+    assert _run("lm_launcher.py", "--help", PYTHONPATH=str(tmp_path))[0].startswith("usage:")
