@@ -240,7 +240,7 @@ setup(
         ],
     },
     extras_require={
-        "examples": ["tqdm", "matplotlib"],
+        "examples": ["matplotlib"],
         "checkpoint": ["tqdm"],
         "plans": PLANS,
         "plots": ["matplotlib"],

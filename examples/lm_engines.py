@@ -13,6 +13,8 @@ class Wrapped(NamedTuple):
     model: nn.Module
     clip_grad_norm: Callable[[float], Tensor]
     """Clips gradients to a norm over all parameters of all ranks; returns the norm before."""
+    layout: str
+    """How the model lies on the ranks, for the user."""
 
 
 def wrap(engine: str, model: ByteTransformer, device: torch.device) -> Wrapped:
@@ -29,7 +31,7 @@ def wrap_layerzero(model: ByteTransformer, device: torch.device) -> Wrapped:
     from layerzero import ZeRO3
 
     sharded = ZeRO3(model, auto_wrap_policy={Block}, device=device)
-    return Wrapped(sharded, sharded.clip_grad_norm_)
+    return Wrapped(sharded, sharded.clip_grad_norm_, sharded_by_layer(model))
 
 
 def wrap_fully_shard(model: ByteTransformer, device: torch.device) -> Wrapped:
@@ -41,14 +43,20 @@ def wrap_fully_shard(model: ByteTransformer, device: torch.device) -> Wrapped:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return Wrapped(model, clip_of(model))
+    clip = clip_of(model)
+    # The norm is a DTensor, whose local value is not the norm.
+    return Wrapped(model, lambda norm: clip(norm).full_tensor(), sharded_by_layer(model))
 
 
 def wrap_ddp(model: ByteTransformer, device: torch.device) -> Wrapped:
     from torch.nn.parallel import DistributedDataParallel
 
     replicated = DistributedDataParallel(model.to(device))
-    return Wrapped(replicated, clip_of(replicated))
+    return Wrapped(replicated, clip_of(replicated), "a whole copy on each rank")
+
+
+def sharded_by_layer(model: ByteTransformer) -> str:
+    return f"{len(model.blocks) + 1} units (each layer, and the rest), sharded over the ranks"
 
 
 def clip_of(model: nn.Module) -> Callable[[float], Tensor]:

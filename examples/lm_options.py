@@ -115,7 +115,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--log",
         type=Path,
         help="file that gets one JSON object a step: step, loss (mean over ranks), rank_losses"
-        " (float32, unrounded), tokens_per_s (all ranks), bytes_per_rank (peak so far)",
+        " (float32, unrounded), learning_rate, grad_norm (before clipping), tokens_per_s (all"
+        " ranks), bytes_per_rank (peak so far)",
     )
     add = parser.add_argument_group("checkpoints", "for --engine layerzero").add_argument
     add("--checkpoint-dir", type=Path, help="folder of checkpoints; the last step is always saved")

@@ -1,18 +1,20 @@
-"""Reports a run to its user: memory, progress bar, log and loss curve."""
+"""Reports a run to its user: memory, progress, log and loss curve."""
 
 import json
 import os
 import resource
 import sys
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import torch
-from tqdm import tqdm
 
 PROC_STATUS = Path("/proc/self/status")
 CURVE_WINDOW = 10
+REPORT_EVERY_S = 5.0
 
 
 class MemoryMeter:
@@ -54,6 +56,9 @@ class StepRecord(NamedTuple):
     """Mean of `rank_losses`."""
     rank_losses: list[float]
     """Nats per byte, each rank's float32 value unrounded."""
+    learning_rate: float
+    grad_norm: float
+    """Before clipping."""
     tokens_per_s: float
     """Total of all ranks."""
     bytes_per_rank: int
@@ -61,36 +66,40 @@ class StepRecord(NamedTuple):
 
 
 class StepReport:
-    """A progress bar on a terminal, and a log with one JSON object for each step. For one rank."""
+    """Prints progress, and writes a log with one JSON object for each step. For one rank."""
 
     def __init__(self, num_steps: int, log: Path | None, num_done: int = 0) -> None:
         """`num_done`: steps that a resumed run has done; the log is then appended to."""
         if log is not None and num_done:
             forget_steps_after(num_done, log)
         self._log: TextIO | None = None if log is None else log.open("a" if num_done else "w")
-        # In a file, each refresh of the bar is a line, so it refreshes rarely there.
-        self._bar = tqdm(
-            total=num_steps,
-            initial=num_done,
-            unit="step",
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,
-            dynamic_ncols=True,
-        )
+        self._num_steps = num_steps
+        self._first = num_done + 1
+        self._last_printed, self._printed_at = num_done, time.monotonic()
 
     def add(self, record: StepRecord) -> None:
         if self._log is not None:
             self._log.write(json.dumps(record._asdict()) + "\n")
             # Flushed, so that a killed run leaves all its steps.
             self._log.flush()
-        self._bar.set_postfix_str(
-            f"loss {record.loss:.3f}, {record.tokens_per_s:,.0f} tokens/s,"
-            f" {record.bytes_per_rank:,} bytes/rank",
-            refresh=False,
+        since_s = time.monotonic() - self._printed_at
+        if since_s >= REPORT_EVERY_S or record.step in (self._first, self._num_steps):
+            self._print(record, since_s)
+
+    def _print(self, record: StepRecord, since_s: float) -> None:
+        """Print one line, which reads the same on a terminal and in a file."""
+        step_s = since_s / (record.step - self._last_printed)
+        left = timedelta(seconds=round(step_s * (self._num_steps - record.step)))
+        self._last_printed, self._printed_at = record.step, time.monotonic()
+        print(
+            f"step {record.step:{len(str(self._num_steps))}}/{self._num_steps}"
+            f"  loss {record.loss:.3f}  lr {record.learning_rate:.1e}"
+            f"  grad norm {record.grad_norm:.2f}  {record.tokens_per_s:,.0f} tokens/s"
+            f"  peak {record.bytes_per_rank / 1e9:.2f} GB/rank  {left} left",
+            flush=True,
         )
-        self._bar.update()
 
     def close(self) -> None:
-        self._bar.close()
         if self._log is not None:
             self._log.close()
 

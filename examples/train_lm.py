@@ -10,6 +10,7 @@ are the same for every `--engine`, so loss, speed and memory can be compared lin
 import json
 import math
 import os
+import re
 import sys
 import time
 from datetime import timedelta
@@ -158,16 +159,21 @@ def train(
         inputs, targets = batches.draw(meter.device)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
-        wrapped.clip_grad_norm(MAX_GRAD_NORM)
+        grad_norm = wrapped.clip_grad_norm(MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
+        lr = schedule.get_last_lr()[0]
         schedule.step()
 
         rank_losses, peak_nbytes = gather_over_ranks(loss, meter.peak_nbytes())
         losses.append(sum(rank_losses) / len(rank_losses))
         if report is not None:
             tokens_per_s = step_tokens / (time.perf_counter() - step_started)
-            report.add(StepRecord(step, losses[-1], rank_losses, tokens_per_s, peak_nbytes))
+            report.add(
+                StepRecord(
+                    step, losses[-1], rank_losses, lr, grad_norm.item(), tokens_per_s, peak_nbytes
+                )
+            )
         checkpoints.save_if_due(losses)
     run_s = time.perf_counter() - run_started
     if report is not None:
@@ -186,7 +192,9 @@ def sample(model: nn.Module, options: Options, device: torch.device) -> str:
         logits = model(text[:, -options.seq :].to(device))[:, -1].float().cpu()
         weights = torch.softmax(logits / SAMPLE_TEMPERATURE, dim=-1)
         text = torch.cat((text, torch.multinomial(weights, 1, generator=generator)), dim=1)
-    return bytes(text[0].tolist()).decode(errors="replace")
+    # Without control codes, which a model may write and a terminal obeys.
+    readable = bytes(text[0].tolist()).decode("latin-1")
+    return re.sub(r"[^\n -~]", "\N{REPLACEMENT CHARACTER}", readable)
 
 
 def publish(outcome: Outcome, sampled: str, options: Options) -> None:
@@ -205,9 +213,22 @@ def publish(outcome: Outcome, sampled: str, options: Options) -> None:
         }
     )
     (options.out / "results.json").write_text(results + "\n")
-    print(f"\n--- sampled from the trained model ---{sampled}\n---\n")
+    print(f"---{sampled}\n---")
     print(f"Loss curve: {options.out / 'loss.png'}")
     print(results, flush=True)
+
+
+def header(wrapped: Wrapped, num_parameters: int, options: Options, place: Place) -> str:
+    """What is trained, by what, on what, and where results go."""
+    device = next(wrapped.model.parameters()).device.type
+    outputs = [options.out / "loss.png", options.out / "results.json"]
+    outputs += [path for path in (options.log, options.checkpoint_dir) if path is not None]
+    return (
+        f"Model: {options.layers} layers of width {options.width}, {num_parameters:,} parameters\n"
+        f"Engine: {options.engine}, {wrapped.layout}\n"
+        f"Ranks: {place.world_size} on {device} ({dist.get_backend()})\n"
+        f"Output: {', '.join(map(str, outputs))}"
+    )
 
 
 def train_and_sample(
@@ -217,8 +238,13 @@ def train_and_sample(
     meter = MemoryMeter(device)
     torch.manual_seed(options.seed)
     model = ByteTransformer(options.layers, options.width, options.seq)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     wrapped = wrap(options.engine, model, device)
+    if place.rank == 0:
+        print(header(wrapped, num_parameters, options, place), flush=True)
     outcome = train(wrapped, corpus, meter, options, place)
+    if place.rank == 0:
+        print(f"Sampling {SAMPLE_NUM_BYTES} bytes, each a forward of all ranks", flush=True)
     return outcome, sample(wrapped.model, options, device)
 
 

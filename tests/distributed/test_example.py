@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -236,3 +237,29 @@ def test_a_line_is_out_before_torch_is_imported(program: str, tmp_path: Path) ->
 def test_help_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise AssertionError")
     assert _run("lm_launcher.py", "--help", PYTHONPATH=str(tmp_path))[0].startswith("usage:")
+
+
+@pytest.mark.parametrize(
+    ("program", "engine", "ranks", "layout"),
+    [
+        ("lm_launcher.py", "layerzero", 2, "2 units"),
+        ("lm_launcher.py", "fully_shard", 2, "2 units"),
+        ("train_lm.py", "ddp", 1, "a whole copy"),
+    ],
+)
+def test_a_pipe_gets_clean_lines(
+    program: str, engine: str, ranks: int, layout: str, flags: list[str]
+) -> None:
+    lines = _run(program, *flags, "--engine", engine, CUDA_VISIBLE_DEVICES="")
+    assert not [line for line in lines if not line.isprintable()]
+    starts = ["Training a small", *["Starting: torchrun"] * (ranks > 1), "Model: 1 layers of width"]
+    starts += [f"Engine: {engine}, {layout}", f"Ranks: {ranks} on cpu (gloo)", "Output: "]
+    end = lines.index("Sampling 160 bytes, each a forward of all ranks")
+    reports = lines[len(starts) : end]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=False)] == starts
+    number = r"[\d,.]+(?:e[-+]\d+)?"
+    pattern = rf"step +(\d+)/{NUM_STEPS}  loss {number}  lr {number}  grad norm {number}"
+    pattern += rf"  {number} tokens/s  peak {number} GB/rank  [\d:]+ left"
+    steps = [int(re.sub(pattern, r"\1", line)) for line in reports]
+    assert steps == sorted({*steps, 1, NUM_STEPS})
+    assert json.loads(lines[-2])["engine"] == engine
