@@ -10,7 +10,7 @@ import torch
 
 from layerzero import notices
 
-pytest_plugins = ["tests.harness.skips"]
+pytest_plugins = ["tests.harness.expected_time", "tests.harness.skips"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

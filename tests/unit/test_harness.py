@@ -1,5 +1,6 @@
 """The harness itself: every way a rank can end is told apart, and nothing stays behind."""
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness import expected_time
 from tests.harness.checks import assert_bitwise, assert_close, assert_same_parameters
 from tests.harness.models import CASES, Mlp, loss_of
 from tests.harness.ranks import run_ranks
@@ -230,8 +232,8 @@ def test_needs_a_gpu(): pytest.skip("no GPU")
 """
 
 
-def _pytest_on(folder: Path, *args: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pytest", "-p", "tests.harness.skips", "-c", os.devnull]
+def _pytest_on(folder: Path, *args: str, plugin: str = "skips") -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-p", f"tests.harness.{plugin}", "-c", os.devnull]
     done = subprocess.run(
         [*command, "--rootdir", str(folder), *args, str(folder)], capture_output=True, text=True
     )
@@ -249,3 +251,15 @@ def test_strict_skips_fail_what_is_skipped_without_need(tmp_path: Path) -> None:
     assert code == 1
     assert "unexpected skip: test_b.py: Skipped: could not import 'nonesuch'" in text
     assert "unexpected skip: test_c.py::test: Skipped: dislike" in text
+
+
+def test_a_run_prints_how_many_tests_it_has_and_how_long_they_take(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("def test_x(): pass\ndef test_y(): pass\n")
+    _, text = _pytest_on(tmp_path, "-n", "2", plugin="expected_time")
+    assert text.count(f"2 tests, 2 at a time: {expected_time.FIRST_TIME}\n") == 1
+    cached = tmp_path / ".pytest_cache" / "v" / expected_time.KEY
+    tests = json.loads(cached.read_text())
+    assert sorted(tests) == ["test_a.py::test_x", "test_a.py::test_y"]
+    cached.write_text(json.dumps(dict.fromkeys(tests, 300.0)))
+    _, text = _pytest_on(tmp_path, "-n", "2", plugin="expected_time")
+    assert text.count("2 tests, 2 at a time: about 5 minutes, as they took here before\n") == 1
