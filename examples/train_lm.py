@@ -7,10 +7,10 @@ are the same for every `--engine`, so loss, speed and memory can be compared lin
 `--checkpoint-dir`, a run may be killed at any time and resumed with `--resume`.
 """
 
+import functools
 import json
 import math
 import os
-import re
 import sys
 import time
 from datetime import timedelta
@@ -183,22 +183,29 @@ def train(
 
 
 @torch.no_grad()
-def sample(model: nn.Module, options: Options, device: torch.device) -> str:
-    """Let the model continue a prompt. Collective: all ranks run each forward, on equal bytes."""
+def sample(model: nn.Module, options: Options, place: Place, device: torch.device) -> None:
+    """Let the model continue a prompt; rank 0 prints each byte as it comes.
+
+    Collective: all ranks run each forward, on equal bytes.
+    """
+    say = functools.partial(print, end="", flush=True) if place.rank == 0 else lambda _: None
+    say(f"Sampling {SAMPLE_NUM_BYTES} bytes from the trained model:{SAMPLE_PROMPT.decode()}")
     model.eval()
     generator = torch.Generator().manual_seed(options.seed)
     text = torch.tensor([list(SAMPLE_PROMPT)])
     for _ in range(SAMPLE_NUM_BYTES):
         logits = model(text[:, -options.seq :].to(device))[:, -1].float().cpu()
         weights = torch.softmax(logits / SAMPLE_TEMPERATURE, dim=-1)
-        text = torch.cat((text, torch.multinomial(weights, 1, generator=generator)), dim=1)
-    # Without control codes, which a model may write and a terminal obeys.
-    readable = bytes(text[0].tolist()).decode("latin-1")
-    return re.sub(r"[^\n -~]", "\N{REPLACEMENT CHARACTER}", readable)
+        byte = torch.multinomial(weights, 1, generator=generator)
+        text = torch.cat((text, byte), dim=1)
+        # Control codes are left out: a terminal would obey them.
+        char = chr(int(byte))
+        say(char if char == "\n" or " " <= char <= "~" else "\N{REPLACEMENT CHARACTER}")
+    say("\n")
 
 
-def publish(outcome: Outcome, sampled: str, options: Options) -> None:
-    """Write the curve and the results to `--out`; print the sample and the results."""
+def publish(outcome: Outcome, options: Options) -> None:
+    """Write the curve and the results to `--out`; print the results."""
     save_loss_curve(
         outcome.losses, f"Byte-level transformer under {options.engine}", options.out / "loss.png"
     )
@@ -213,7 +220,6 @@ def publish(outcome: Outcome, sampled: str, options: Options) -> None:
         }
     )
     (options.out / "results.json").write_text(results + "\n")
-    print(f"---{sampled}\n---")
     print(f"Loss curve: {options.out / 'loss.png'}")
     print(results, flush=True)
 
@@ -233,7 +239,7 @@ def header(wrapped: Wrapped, num_parameters: int, options: Options, place: Place
 
 def train_and_sample(
     options: Options, corpus: bytearray, place: Place, device: torch.device
-) -> tuple[Outcome, str]:
+) -> Outcome:
     """Build, train and sample. Collective over the default group."""
     meter = MemoryMeter(device)
     torch.manual_seed(options.seed)
@@ -243,9 +249,8 @@ def train_and_sample(
     if place.rank == 0:
         print(header(wrapped, num_parameters, options, place), flush=True)
     outcome = train(wrapped, corpus, meter, options, place)
-    if place.rank == 0:
-        print(f"Sampling {SAMPLE_NUM_BYTES} bytes, each a forward of all ranks", flush=True)
-    return outcome, sample(wrapped.model, options, device)
+    sample(wrapped.model, options, place, device)
+    return outcome
 
 
 def main() -> None:
@@ -254,12 +259,12 @@ def main() -> None:
     if options.checkpoint_dir is not None:
         leave_with_launcher()
     device = join_group(place)
-    outcome, sampled = train_and_sample(options, corpus, place, device)
+    outcome = train_and_sample(options, corpus, place, device)
     # Not in a `finally`: a failed rank must end at once, but destroying a group may wait for other
     # ranks.
     dist.destroy_process_group()
     if place.rank == 0:
-        publish(outcome, sampled, options)
+        publish(outcome, options)
 
 
 if __name__ == "__main__":

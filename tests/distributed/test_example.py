@@ -43,8 +43,7 @@ def _train(arguments: list[str], die_after: tuple[int, float] | None = None) -> 
         dist.all_gather_object(pids, os.getpid())
         if rank == 0:
             threading.Thread(target=_die, args=(options.log, pids, *die_after), daemon=True).start()
-    outcome, _ = train_lm.train_and_sample(options, corpus, place, torch.device("cpu"))
-    return outcome.losses
+    return train_lm.train_and_sample(options, corpus, place, torch.device("cpu")).losses
 
 
 def _die(log: Path, pids: list[int], num_lines: int, delay_s: float) -> None:
@@ -254,7 +253,7 @@ def test_a_pipe_gets_clean_lines(
     assert not [line for line in lines if not line.isprintable()]
     starts = ["Training a small", *["Starting: torchrun"] * (ranks > 1), "Model: 1 layers of width"]
     starts += [f"Engine: {engine}, {layout}", f"Ranks: {ranks} on cpu (gloo)", "Output: "]
-    end = lines.index("Sampling 160 bytes, each a forward of all ranks")
+    end = lines.index("Sampling 160 bytes from the trained model:")
     reports = lines[len(starts) : end]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=False)] == starts
     number = r"[\d,.]+(?:e[-+]\d+)?"
