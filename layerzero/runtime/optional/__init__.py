@@ -27,10 +27,8 @@ Note [What is learned]
     which gradients exist, also of required units, which need no exchange of their own then. In a
     backward that reaches no optional unit on any rank there is nothing to agree on.
 
-    Of several wishes at a place the one is followed that comes first in the recorded order, in
-    forward behind the latest event there. A rank that wants the very first knows the answer: it
-    issues the gather right behind its exchange, without waiting for the others' rows
-    (`Exchange.announce`). Only a rank that passes something waits.
+    If several ranks request units at one place, the request that comes first in the recorded order
+    is followed, in forward behind the latest event there.
 
     In forward they prefetch what the contract has, and the required unit behind it; the first unit
     of a region only once a rank has said that it enters. A place that a rank enters costs a second

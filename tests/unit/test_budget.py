@@ -1,0 +1,122 @@
+"""Ceilings that only fall: lines by folder, files that an import loads, what is replaced in torch.
+
+Raising a number, or adding a name to a set, needs a decision record in the same commit.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "layerzero"
+
+LINES = {"": 53_032, "core": 2_649, "comm": 2_648, "runtime": 7_667, "construct": 3_840}
+"""Lines of Python in the package and in its folders, the folders inside them included."""
+LOADED_FILES = 236
+"""Files of the package that `import layerzero` loads."""
+REPLACED = {
+    # docs/internals/decisions/0018-optimizers-are-recognised-by-their-parameters.md
+    "torch.optim.Optimizer.__setstate__",
+    "torch.optim.Optimizer.add_param_group",
+    # docs/internals/decisions/0019-torch-gathers-our-shards.md
+    "torch.distributed._state_dict_utils._gather_state_dict",
+    "torch.distributed.checkpoint.state_dict._gather_state_dict",
+    # docs/internals/decisions/0024-torchs-gradient-norm-is-the-global-one.md
+    "torch.nn.utils.clip_grad._get_total_norm",
+    "torch.nn.utils.get_total_norm",
+}
+"""What a process finds changed in torch and Python once it has built and trained a model."""
+
+_PROGRAM = """
+import importlib, json, signal, sys, threading
+import torch, torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+OWNERS = '''
+sys threading signal builtins
+torch torch.autograd torch.linalg torch.nn.functional torch.nn.init torch.utils.checkpoint
+torch.nn.utils torch.nn.utils.clip_grad torch.nn.parallel torch.func torch.jit torch.random
+torch.distributed torch.distributed.distributed_c10d torch.distributed._state_dict_utils
+torch.distributed.checkpoint.state_dict torch.optim.optimizer torch.amp.grad_scaler
+torch.Tensor torch.nn.Module torch.nn.Parameter torch.optim.Optimizer torch.optim.AdamW
+torch.UntypedStorage torch.amp.GradScaler torch.distributed.ProcessGroup
+torch.nn.parallel.DistributedDataParallel torch.optim.lr_scheduler.LRScheduler
+'''.split()
+
+def owner_of(name):
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        module, _, attribute = name.rpartition(".")
+        return getattr(owner_of(module), attribute)
+
+def look():
+    found = {}
+    for owner in OWNERS:
+        for name, value in list(vars(owner_of(owner)).items()):
+            if callable(value) or isinstance(value, (staticmethod, classmethod, property)):
+                found[f"{owner}.{name}"] = value
+    for number in (signal.SIGINT, signal.SIGTERM):
+        found[f"handler of {number}"] = signal.getsignal(number)
+    return found
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+plain = nn.Linear(2, 2)  # What torch itself loads at a first step is there before.
+plain(torch.ones(1, 2)).sum().backward()
+torch.optim.AdamW(plain.parameters()).step()
+before, modules = look(), set(sys.modules)
+import layerzero
+loaded = [name for name in sys.modules if name.split(".")[0] == "layerzero"]
+model = layerzero.ZeRO3(
+    nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), auto_wrap_policy={nn.Linear}
+)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+threads = [thread.name for thread in threading.enumerate()]
+classes = [type(parameter).__name__ for parameter in model.parameters()]
+del model, optimizer
+after = look()
+changed = [name for name in before if after.get(name) is not before[name]]
+print(json.dumps({"changed": changed, "threads": threads, "classes": classes,
+                  "looked at": len(before), "loaded": len(loaded)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    """What a process found that built, trained and deleted a model."""
+    command = [sys.executable, "-W", "ignore", "-c", _PROGRAM]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_only_what_decisions_allow_is_replaced_in_torch_and_python(found: dict) -> None:
+    assert found["looked at"] > 1000
+    # A module's function is found under each name that torch gives the module.
+    assert set(found["changed"]) == REPLACED
+
+
+def test_a_plain_loop_runs_one_thread_and_changes_no_class(found: dict) -> None:
+    assert found["threads"] == ["MainThread", "layerzero-watchdog"]
+    assert set(found["classes"]) == {"Parameter"}
+
+
+def test_an_import_loads_no_more_files(found: dict) -> None:
+    assert found["loaded"] <= LOADED_FILES
+
+
+@pytest.mark.parametrize("folder", LINES, ids=lambda folder: folder or "all")
+def test_a_folder_has_no_more_lines(folder: str) -> None:
+    files = (PACKAGE / folder).rglob("*.py")
+    lines = sum(path.read_bytes().count(b"\n") for path in files)
+    assert lines <= LINES[folder], f"{lines} lines in {folder or 'the package'}"
