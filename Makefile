@@ -112,7 +112,7 @@ docs: $(DOCS_VENV)/.installed
 $(DOCS_VENV)/.installed: constraints.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		mkdocs-material 'mkdocstrings[python]'
+		mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
 
 # From runs on this machine, which should have nothing else to do.

@@ -41,8 +41,8 @@ TEST = [
     *("pytest>=8", "pytest-xdist>=3.5", "safetensors>=0.4"),
     *(*PLANS, *MODELS, *LIGHTNING, *MEGATRON_TEST, *RAY_TEST),
 ]
-# `make docs` has an environment of its own for these.
-DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0"]
+# `make docs` has an environment of its own for these. ruff breaks long signatures into lines.
+DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "ruff"]
 HERE = Path(__file__).resolve().parent
 WANTED = os.environ.get("LAYERZERO_BUILD_EXT", "")
 # The oldest torch whose stable ABI is used, hence the oldest that the binary runs with.
