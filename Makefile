@@ -107,7 +107,7 @@ gpu-check gpu-bench: gpu-%:
 # In an environment of its own: docstrings are read from the source, so torch is not needed.
 DOCS_VENV := .venv-docs
 docs: $(DOCS_VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build $(ARGS)
+	NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 $(DOCS_VENV)/bin/mkdocs build $(ARGS)
 
 $(DOCS_VENV)/.installed: constraints.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
