@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,7 @@ def of_kind(*endings: str) -> list[str]:
 PAGES = [
     name for name in of_kind(".md") if not name.startswith((".github/", "benchmarks/", "csrc/"))
 ]
+RESULTS = [name for name in of_kind(".md") if name.startswith("benchmarks/results/")]
 # Records of decisions keep what was true when they were made.
 CURRENT = [name for name in PAGES if "/decisions/" not in name]
 SOURCES = [
@@ -286,7 +287,7 @@ def broken_links(text: str, page: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS])
 def test_links_of_a_page_lead_somewhere(page: str) -> None:
     assert broken_links((REPOSITORY / page).read_text(), page) == []
 
@@ -300,6 +301,74 @@ def test_every_page_is_reached_from_the_index() -> None:
     index = (DOCS / "README.md").read_text()
     listed = {os.path.normpath(f"docs/{path}") for path in re.findall(r"\]\(([^)#]+\.md)", index)}
     assert {page for page in PAGES if page.startswith("docs/")} - listed == {"docs/README.md"}
+
+
+def not_as_in_nav(config: str, pages: Iterable[str]) -> list[str]:
+    """Pages of docs/ that nav of mkdocs.yml lacks, and its entries without a page.
+
+    `make docs` fails on both; this fails earlier, and where mkdocs is not installed.
+    """
+    in_nav = re.findall(r"([\w/]+\.md)$", config.partition("\nnav:\n")[2], re.MULTILINE)
+    # docs/site_links.py adds these; index.md is the README.md of the repository.
+    added = {"index.md", "benchmarks/results/index.md"}
+    added |= {page for page in PAGES if "/" not in page and page != "README.md"}
+    wanted = {page.removeprefix("docs/") for page in pages if "/decisions/" not in page}
+    return sorted((set(in_nav) - added) ^ wanted)
+
+
+def test_nav_lists_every_page() -> None:
+    pages = [page for page in PAGES if page.startswith("docs/")]
+    assert not_as_in_nav((REPOSITORY / "mkdocs.yml").read_text(), pages) == []
+
+
+def test_a_page_out_of_nav_is_found() -> None:
+    config = "x: y.md\nnav:\n  - Start: index.md\n  - README.md\n  - A:\n      - a/gone.md\n"
+    pages = ["docs/README.md", "docs/a/new.md", "docs/internals/decisions/0001.md"]
+    assert not_as_in_nav(config, pages) == ["a/gone.md", "a/new.md"]
+
+
+# The API reference ----------------------------------------------------------------------------
+
+API = DOCS / "reference" / "api"
+ADAPTERS = ("transformers", "accelerate", "lightning", "megatron", "megatron_checkpoint")
+API_PACKAGES = (
+    *("", "optim", "checkpoint", "parallel", "memory_plan", "step_ledger", "errors"),
+    *(f"integrations.{name}" for name in ADAPTERS),
+)
+
+
+def public_names(package: str) -> set[str]:
+    """`__all__` of a package or module below layerzero."""
+    path = REPOSITORY.joinpath("layerzero", *package.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    found = re.search(r"^__all__ = (\[.*?\])", path.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None, path
+    return set(ast.literal_eval(found[1]))
+
+
+def shown_names(page: str) -> set[str]:
+    """The last part of each `::: path.of.name`."""
+    paths = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    return {path.rpartition(".")[2] for path in paths}
+
+
+def test_the_api_pages_have_every_public_name() -> None:
+    pages = "\n".join(path.read_text() for path in sorted(API.glob("*.md")))
+    modules = {"checkpoint", "errors", "optim", "__version__"}
+    names = set().union(*(public_names(package) for package in API_PACKAGES)) - modules
+    assert names - shown_names(pages) == set()
+
+
+def test_the_list_of_api_pages_has_each_name_beside_its_page() -> None:
+    rows = (API.parent / "api.md").read_text().splitlines()
+    for path in API.glob("*.md"):
+        (row,) = [row for row in rows if f"(api/{path.name})" in row]
+        assert set(re.findall(r"`(\w+)`", row)) == shown_names(path.read_text()), path.name
+
+
+def test_the_names_that_an_api_page_shows_are_found() -> None:
+    page = "# T\n\n::: layerzero.units\n\n::: layerzero.a.B\n    options:\n      members: false\n"
+    assert shown_names(page) == {"units", "B"}
 
 
 # The table of life_of_a_parameter.md ----------------------------------------------------------
