@@ -23,11 +23,12 @@ HALF_CORES := $(shell echo $$(( $(CORES) > 1 ? $(CORES) / 2 : 1 )))
 # Some tests only wait for a timeout to run out: the others use the cores meanwhile.
 WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 
-.PHONY: help venv train test soak faults check bench gpu-check gpu-bench docs docs-figures wheel clean
+.PHONY: help venv train test test-processors soak faults check bench gpu-check gpu-bench docs docs-figures wheel clean
 
 help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
 	@echo 'make test    run the test suite                                   ARGS goes to pytest'
+	@echo 'make test-processors  the numeric tests as on other processors, a line for each setting of MKL, ATen and oneDNN'
 	@echo 'make soak    random models and actions, SEEDS=200; CASES=10000 forged files of a kind; 10,000 flipped bits; KILLS=1000;'
 	@echo '             and sweeps in full of which make test takes a case of each class'
 	@echo 'make faults  ranks killed at every call that writes a checkpoint; the fault matrix'
@@ -53,6 +54,10 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	@echo 'Collecting the tests takes half a minute on 2 cores of an AMD EPYC; then follows how many run, and for how long.'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# Each setting in turn takes a few minutes; make test runs two of them on a few files.
+test-processors: $(INSTALLED)
+	$(BIN)/python -m tests.processors $(ARGS)
 
 # What make test does with a few seeds and stages, in full; before a release, or after a change of
 # the engine or of what writes checkpoints.

@@ -187,7 +187,8 @@ def _call(
             outputs = cast_floating(outputs, unit.output_dtype)
     except BaseException as error:
         if call is not None:
-            _note_shape(error, unit)
+            if len(root.units) > 1:
+                _note_shape(error, unit)
             root.abandon_call(call, error)
         raise
     root.end_call(call, outputs)

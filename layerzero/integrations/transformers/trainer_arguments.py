@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from layerzero import ZeRO3
+from layerzero.integrations.engine import attach
 
 _ELEMENTWISE = (
     "adamw_torch",
@@ -90,11 +91,14 @@ def check_arguments(args: Any) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: ZeRO3) -> None:
-    """Check that the optimizer was made from the sharded model.
+    """Check that the optimizer has the sharded model's parameters; give them to one that was built
+    before.
 
     Raises:
+        RuntimeError: it was built before, and has state of full parameters.
         ValueError: it has parameters that are not the sharded model's.
     """
+    attach.look_at(optimizer)
     own = {id(parameter) for parameter in model.parameters()}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if strangers:
