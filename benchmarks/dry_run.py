@@ -122,14 +122,17 @@ class Recorder:
             later: Sequence[Any] = (),
         ) -> None:
             # What is received later counts, too: to the links, all is under way at once.
-            ranks, own = pending.group.ranks, pending.group.rank
+            ranks = pending.group.ranks
             sent: dict[int, int] = {}
             received: dict[int, int] = {}
+            of_peer: dict[int, tuple[list[Any], list[Any]]] = {}
+            every = [*calls, *(call for _, call in later)]
+            for call, peer, is_received in zip(every, peers, receives, strict=True):
+                of_peer.setdefault(peer, ([], []))[is_received].append(call.args[0][0])
             messages = [
-                (rank, outgoing[peer], incoming[peer])
-                for incoming, outgoing in pieces
-                for peer, rank in enumerate(ranks)
-                if peer != own
+                (ranks[peer], *(torch.empty(0) if each is None else each for each in pair))
+                for peer, tensors in of_peer.items()
+                for pair in itertools.zip_longest(*tensors)
             ]
             for rank, outgoing, incoming in messages:
                 for sizes, tensor in ((sent, outgoing), (received, incoming)):

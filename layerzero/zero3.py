@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from layerzero import guards
 from layerzero.config import (
     Accumulation,
     BackwardPrefetch,
@@ -28,7 +29,6 @@ from layerzero.config import (
 )
 from layerzero.construct import advice
 from layerzero.construct.build import build
-from layerzero.construct.foreign import guard_saving
 from layerzero.construct.topology import agree_on_topology, plan_on_every_rank
 from layerzero.construct.wrap import WrapPolicy
 from layerzero.core.parameter_info import get_info
@@ -37,7 +37,6 @@ from layerzero.memory_budget import MemoryChoice, learn
 from layerzero.optim import attach, nonfinite, torch_norm
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.in_backward import StepInBackward
-from layerzero.runtime import surroundings
 from layerzero.runtime.phases import duration
 from layerzero.runtime.root import RootState, UnshardHandle, root_of
 from layerzero.runtime.sharded_params import remember_root
@@ -189,13 +188,12 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         self.__dict__["_kept_whole"] = [p for p in module.parameters() if get_info(p) is None]
         if arguments.on_nonfinite is not None:
             nonfinite.install(root, arguments.on_nonfinite, self.__dict__["_kept_whole"])
+        guards.install(module, root)
         advice.warn(module, arguments, plan, topology.placement)
-        guard_saving(module)
         log_units(module, root, topology.placement.is_first)
         attach.watch()
         torch_norm.install()
         patch_torch()
-        surroundings.install(module)
         self.__dict__["_learner"] = None
         if arguments.memory_budget is not None:
             self.__dict__["_learner"] = learn(root, topology.placement, arguments.memory_budget)

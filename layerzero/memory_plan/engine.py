@@ -141,7 +141,6 @@ class _PlannedRoot(RootState):
                 PlannedVerifiedContext, count=count, on_accelerator=on_accelerator
             )
         super().__init__(*arguments, **named)
-        self._unsharded_checks.leave_out_first_forward()
 
     def _make_streams(self, finishing_thread: bool) -> Streams:
         of_reductions = functools.partial(self._storages.of_kind, "reduction buffers")

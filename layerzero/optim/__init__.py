@@ -6,7 +6,6 @@ decisions that all ranks share do.
 
 # Imported for their effect: they register functions for optimizers of sharded parameters.
 from layerzero.optim import after_failure as after_failure
-from layerzero.optim import element_wise as element_wise
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.decay import decay_groups
 from layerzero.optim.lion import Lion

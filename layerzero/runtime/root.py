@@ -37,10 +37,8 @@ from layerzero.runtime.reduction import Reduction
 from layerzero.runtime.several_reductions import make_reducer
 from layerzero.runtime.states import Hold, ShardState, TrainingState
 from layerzero.runtime.structure import Ignored, Structure
-from layerzero.runtime.surroundings import check_surroundings
 from layerzero.runtime.unit import Unit, get_unit
 from layerzero.runtime.unshard_scheduler import UnshardScheduler
-from layerzero.runtime.unsharded_checks import UnshardedChecks
 
 _EXPLICIT = int(Hold.EXPLICIT)
 _is_tracing = torch._C._is_tracing
@@ -109,7 +107,6 @@ class RootState:
         self.reducer = self._make_reducer(reduction)
         self._casts = CastCache(device)
         self.cast_watch = CastWatch(self.units, device)
-        self._unsharded_checks = UnshardedChecks(self.context, self.units)
         self._clock = 0
         self._call_depth = 0
         self._start = 0
@@ -331,9 +328,9 @@ class RootState:
             if call.in_autocast:
                 self._note_casts(call)
             self.scheduler.unshard_for_call(unit, in_backward=self.context.in_backward)
-            first_forward = self._unsharded_checks.first_forward
-            if first_forward is not None and unit.depth == 1 and not self.context.in_backward:
-                first_forward.begin_call(unit)
+            if unit.depth == 1 and not self.context.in_backward:
+                for begin_call in self.context.extensions.begin_call:
+                    begin_call(unit)
         except BaseException as error:
             self.abandon_call(call, error)
             raise
@@ -355,10 +352,8 @@ class RootState:
         self._start = self._clock
         self.reducer.give_up_if_cleared()
         self.structure.check("forward")
-        check_surroundings(
-            sharded_param for each in self.units for sharded_param in each.sharded_params
-        )
-        self._unsharded_checks.before_forward()
+        for before_forward in self.context.extensions.before_forward:
+            before_forward()
         self.context.note_weights()
         self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.adds_up)
 
@@ -391,9 +386,9 @@ class RootState:
 
     def _end_call(self, call: ForwardCall, grad_enabled: bool, is_outermost: bool) -> None:
         try:
-            first_forward = self._unsharded_checks.first_forward
-            if first_forward is not None and call.unit.depth == 1 and not self.context.in_backward:
-                first_forward.end_call(call.unit)
+            if call.unit.depth == 1 and not self.context.in_backward:
+                for end_call in self.context.extensions.end_call:
+                    end_call(call.unit)
         finally:
             self._leave(call)
         # A recomputed unit stays in BACKWARD, and is freed when its backward is done.
@@ -410,8 +405,8 @@ class RootState:
         if is_outermost:
             # The user may write main shards on the host after a forward.
             self.context.wait_for_uploads()
-            error = self._unsharded_checks.after_forward()
-            if error is not None:
+            errors = [check() for check in self.context.extensions.after_forward]
+            for error in filter(None, errors):
                 raise error
             self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
 

@@ -17,7 +17,7 @@ from layerzero.config import MixedPrecision, ReshardAfterForward
 from layerzero.core.canary import AwaitedBuffer
 from layerzero.core.flat_param import OriginalParameter
 from layerzero.core.views import ParameterViews
-from layerzero.runtime import saved_casts, stray_gradients
+from layerzero.runtime import saved_casts
 from layerzero.runtime.context import RuntimeContext
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.saved_casts import SavedCast
@@ -130,7 +130,6 @@ class Unit:
         ]
         self._holds = 0
         self._is_watched = False
-        self._watched_params: dict[nn.Parameter, object] = {}
         for handle, group in zip(handles, originals, strict=True):
             for original, sharded, full in zip(
                 group, handle.sharded_params, handle.unsharded_params, strict=True
@@ -405,16 +404,9 @@ class Unit:
             if tuple(trainable) != handle.gradients.layout.trainable:
                 handle.gradients.set_trainable(trainable)
         self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)
-        self._watched_params |= stray_gradients.watch(
-            (
-                sharded_param
-                for handle in self.handles
-                if handle.placement.num_ranks > 1
-                for sharded_param in handle.sharded_params
-                if sharded_param.requires_grad and sharded_param not in self._watched_params
-            ),
-            is_first=self.handles[0].placement.is_first if self.handles else True,
-        )
+        if self.has_joined:
+            for trainable_changed in self.context.extensions.trainable_changed:
+                trainable_changed(self)
 
     def watch_gradients(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Call `on_gradient` for gradients from outside the unit's forward (explicit `unshard`)."""

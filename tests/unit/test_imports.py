@@ -20,6 +20,7 @@ LAYERS = [
     "runtime",
     "optim",
     "verify",
+    "guards",
     "uneven",
     "state_dict",
     "errors",

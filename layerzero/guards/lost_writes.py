@@ -19,20 +19,18 @@ from collections.abc import Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from layerzero.guards.equal_draws import EqualDraws
 from layerzero.notices import outside, warn_once
 from layerzero.runtime.context import RuntimeContext
-from layerzero.runtime.equal_draws import EqualDraws
+from layerzero.runtime.extension import Extension, Extensions
 from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.runtime.unit import Unit
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class UnshardedChecks:
+class LostWrites(Extension):
     """Checks the unsharded parameters of all units of a model before and after each forward."""
-
-    first_forward: FirstForward | None
-    """None once the first training forward has ended."""
 
     def __init__(self, context: RuntimeContext, units: Sequence[Unit]) -> None:
         self._context = context
@@ -47,12 +45,6 @@ class UnshardedChecks:
             for fqn, unsharded in zip(h.fqns, h.unsharded_params, strict=True)
         ]
         self._versions = [unsharded._version for _, unsharded in self._copies]
-        handles = [handle for unit in units for handle in unit.handles]
-        self.first_forward = FirstForward(EqualDraws(handles))
-
-    def leave_out_first_forward(self) -> None:
-        """Have the first forward checked like all others, without comparing sums of bits."""
-        self.first_forward = None
 
     def before_forward(self) -> None:
         """Check before a forward of the model, outside backward.
@@ -95,56 +87,59 @@ class UnshardedChecks:
             pairs = zip(self._copies, self._versions, versions, strict=True)
             names = [fqn for (fqn, _), before, after in pairs if before != after]
             self._versions = versions
-        if self.first_forward is not None and self.first_forward.was_training:
-            first, self.first_forward = self.first_forward, None
-            names = names or first.written()
-            if names:
-                self.first_forward = FirstForward(first.draws)
-            else:
-                self._warn_of(first.draws)
-        if not names:
-            return None
-        return RuntimeError(
-            f"the forward wrote into the full parameters {_listed(names)}. These are copies that "
-            "are freed after use, so the writes are lost: use buffers, exclude these parameters "
-            "from sharding (ignored_parameters), or write between steps, inside "
-            "summon_full_params()"
-        )
-
-    def _warn_of(self, draws: EqualDraws) -> None:
-        text = draws.found()
-        if text is not None:
-            is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)
-            warn_once(text, text, is_first=is_first, stacklevel=outside())
+        return _written_into(names) if names else None
 
 
-class FirstForward:
-    """Sums the bits of unsharded parameters before and after each call of their unit."""
+def _written_into(names: Sequence[str]) -> RuntimeError:
+    return RuntimeError(
+        f"the forward wrote into the full parameters {_listed(names)}. These are copies that are "
+        "freed after use, so the writes are lost: use buffers, exclude these parameters from "
+        "sharding (ignored_parameters), or write between steps, inside summon_full_params()"
+    )
 
-    draws: EqualDraws
-    """Is shown them, too."""
 
-    def __init__(self, draws: EqualDraws) -> None:
-        self.was_training = False
-        self.draws = draws
+class FirstForward(Extension):
+    """Sums the bits of unsharded parameters before and after each call of their unit, in the first
+    training forward that changes none; then it is done."""
+
+    def __init__(self, extensions: Extensions, units: Sequence[Unit]) -> None:
+        self._extensions = extensions
+        self._units = units
+        self._draws = EqualDraws([handle for unit in units for handle in unit.handles])
+        self._begin()
+
+    def _begin(self) -> None:
+        self._was_training = False
         self._before: dict[Unit, list[torch.Tensor]] = {}
         self._pairs: list[tuple[Unit, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def begin_call(self, unit: Unit) -> None:
-        """The unit is unsharded, and its outermost call is about to run."""
         if torch.is_grad_enabled() and unit.module.training:
-            self.was_training = True
+            self._was_training = True
             self._before[unit] = _digests(unit)
             # Hidden from dispatch modes: selective checkpointing counts operations.
             with _disable_current_modes(), torch.no_grad():
                 for handle in unit.handles:
-                    self.draws.note(handle)
+                    self._draws.note(handle)
 
     def end_call(self, unit: Unit) -> None:
-        """The outermost call of the unit has ended, and the unit is still unsharded."""
         before = self._before.pop(unit, None)
         if before is not None:
             self._pairs.append((unit, before, _digests(unit)))
+
+    def after_forward(self) -> RuntimeError | None:
+        if not self._was_training:
+            return None
+        names = self.written()
+        self._begin()
+        if names:
+            return _written_into(names)
+        self._extensions.remove(self)
+        text = self._draws.found()
+        if text is not None:
+            is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)
+            warn_once(text, text, is_first=is_first, stacklevel=outside())
+        return None
 
     def written(self) -> list[str]:
         """Names of parameters whose bits changed. Blocks the host."""

@@ -6,7 +6,7 @@ gradient is right if it is a sum over elements, and wrong if it is a norm or nee
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -14,15 +14,25 @@ from torch import nn
 from layerzero.core.parameter_hooks import accumulator_of, is_accumulating
 from layerzero.core.parameter_info import get_info
 from layerzero.notices import warn_once
+from layerzero.runtime.extension import Extension
+from layerzero.runtime.unit import Unit
 
 
-def watch(sharded_params: Iterable[nn.Parameter], is_first: bool) -> dict[nn.Parameter, Any]:
-    """Warn once if autograd computes a gradient of a sharded parameter. Costs nothing until then.
+class StrayGradients(Extension):
+    """Warns once. Costs nothing until autograd computes such a gradient."""
 
-    Returns:
-        For each of them an object to keep alive: autograd holds the hooked node only weakly.
-    """
-    return {sharded_param: _watch(sharded_param, is_first) for sharded_param in sharded_params}
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._accumulators: dict[nn.Parameter, object] = {}
+        """Autograd holds a hooked node only weakly."""
+        for unit in units:
+            self.trainable_changed(unit)
+
+    def trainable_changed(self, unit: Unit) -> None:
+        is_first = unit.handles[0].placement.is_first if unit.handles else True
+        for handle in unit.handles:
+            for sharded_param in handle.sharded_params if handle.placement.num_ranks > 1 else ():
+                if sharded_param.requires_grad and sharded_param not in self._accumulators:
+                    self._accumulators[sharded_param] = _watch(sharded_param, is_first)
 
 
 def _watch(sharded_param: nn.Parameter, is_first: bool) -> Any:

@@ -1,0 +1,29 @@
+"""Guards: refusals and warnings about programs that sharding would change in silence.
+
+Each is an `Extension` of the model, or stands on a public hook of torch; the engine imports none.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from layerzero.guards import element_wise as element_wise  # Looks at optimizers from here on.
+from layerzero.guards.lost_writes import FirstForward, LostWrites
+from layerzero.guards.saving import guard_saving
+from layerzero.guards.stray_gradients import StrayGradients
+from layerzero.guards.surroundings import Surroundings
+from layerzero.runtime.root import RootState
+
+
+def install(module: nn.Module, root: RootState) -> None:
+    """Guard a model that has just been built. Not collective.
+
+    Args:
+        module: the outermost wrapped module.
+    """
+    guard_saving(module)
+    extensions = root.context.extensions
+    extensions.add(Surroundings(module, root.units))
+    extensions.add(StrayGradients(root.units))
+    extensions.add(LostWrites(root.context, root.units))
+    extensions.add(FirstForward(extensions, root.units))

@@ -1,0 +1,64 @@
+"""Extension, the one way in for features: the engine calls its methods at fixed places of a step.
+
+The engine imports no feature. A feature derives from `Extension`, defines the methods it needs, and
+is added to `RuntimeContext.extensions` once the model is built. Each event is a tuple of the
+methods that extensions define, so one that nobody needs costs a loop over nothing. Extensions are
+called in the order in which they were added, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_Events = tuple[Callable[..., Any], ...]
+
+
+class Extension:
+    """A feature of one model. Methods that it does not define are not called.
+
+    `unit` is a `Unit`, which lies above this file.
+    """
+
+    def before_forward(self) -> None:
+        """A forward of the model begins, outside of backward; nothing is gathered yet."""
+
+    def begin_call(self, unit: Any) -> None:
+        """The outermost call of a unit begins, outside of backward; the unit is unsharded."""
+
+    def end_call(self, unit: Any) -> None:
+        """That call has ended, and the unit is still unsharded."""
+
+    def after_forward(self) -> RuntimeError | None:
+        """The forward has ended, and units were freed. Returns an error to raise, or None."""
+
+    def trainable_changed(self, unit: Any) -> None:
+        """Other parameters of the unit require grad than before."""
+
+
+class Extensions:
+    """The extensions of one model: for each event, the methods to call."""
+
+    before_forward: _Events
+    begin_call: _Events
+    end_call: _Events
+    after_forward: _Events
+    trainable_changed: _Events
+
+    def __init__(self) -> None:
+        self._all: list[Extension] = []
+        self._bind()
+
+    def add(self, extension: Extension) -> None:
+        self._all.append(extension)
+        self._bind()
+
+    def remove(self, extension: Extension) -> None:
+        self._all.remove(extension)
+        self._bind()
+
+    def _bind(self) -> None:
+        for event in type(self).__annotations__:
+            own = getattr(Extension, event)
+            methods = (getattr(e, event) for e in self._all if getattr(type(e), event) is not own)
+            setattr(self, event, tuple(methods))
