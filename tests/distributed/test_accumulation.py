@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3
 from tests.harness.compare import (
+    Shared,
     assert_same_gradients,
     assert_trains_alike,
-    roundings_of,
     sharded,
-    steps_of,
     zero3,
 )
 from tests.harness.internals import inner_units
@@ -28,10 +27,12 @@ from tests.harness.recording import (
     recorded_operations,
 )
 from tests.harness.reference import (
+    Terms,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
     full_parameters,
+    plain,
     seeded,
 )
 from tests.harness.traffic import SentBytes
@@ -95,13 +96,14 @@ _NAMES = ["mlp", "transformer", "tied_across_units", "unused_parts", "frozen_par
 
 def _train(hows: Sequence[str], names: list[str], options: dict, every: int = 1) -> None:
     """Each model in the `every`th of `hows`, in turns."""
-    world_size = dist.get_world_size()
-    roundings = 64 if options.get("accumulation") == "sharded" else None
+    # In shards each micro-batch is summed over ranks first; groups of ranks are summed first, too.
+    in_groups = options.get("zero3_size", 1) > 1 and "deterministic" not in options
+    in_shards = options.get("accumulation") == "sharded" and dist.get_world_size() > 1
     for number, name in enumerate(names):
         case = CASES[name]
         batches = _micro_batches(name, steps=2, count=3)
-        # Each rank adds up its own micro-batches first, as the reference does: bitwise on two.
-        truth = list(steps_of(seeded(case.build), batches, run=_in_turn))
+        # Else each rank adds up its own micro-batches first, as the reference does: bitwise.
+        truth = Shared(plain(case))
         for how in hows[number % every :: every]:
             try:
                 assert_trains_alike(
@@ -109,7 +111,8 @@ def _train(hows: Sequence[str], names: list[str], options: dict, every: int = 1)
                     truth,
                     batches,
                     run=UNSHARDED[how],
-                    roundings=roundings or roundings_of(world_size, case),
+                    reference_run=_in_turn,
+                    regrouped=in_groups or in_shards,
                 )
             except AssertionError as error:
                 raise AssertionError(f"{name}, {how}: {error}") from error
@@ -140,15 +143,14 @@ def _with_sync_on() -> None:
     """Every backward is reduced; the reduced gradients add up in `.grad`."""
     for name in _NAMES:
         case = CASES[name]
-        model, plain = sharded(case), seeded(case.build)
-        roundings = roundings_of(dist.get_world_size(), case)
+        model, reference = sharded(case), plain(case)
         for seed in range(2):
             model.zero_grad()
-            plain.zero_grad()
+            reference.zero_grad()
             for step in batches_of(case, dist.get_world_size(), steps=3, seed=seed):
                 forward_backward(model, step[dist.get_rank()])
-                backward_of_all_ranks(plain, step)
-                assert_same_gradients(model, plain, roundings, f"{name}: gradient of")
+                backward_of_all_ranks(reference, step)
+                assert_same_gradients(model, reference, what=f"{name}: gradient of")
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -159,13 +161,14 @@ def test_with_sync_on_reduced_gradients_add_up(world_size: int) -> None:
 def _mixed() -> None:
     """Some reduced, some not, in one step."""
     case = CASES["mlp"]
-    model, plain = sharded(case), seeded(case.build)
+    model, reference = sharded(case), plain(case)
+    terms = Terms()
     steps = batches_of(case, dist.get_world_size(), steps=6)
     for index, step in enumerate(steps):
         model.set_requires_gradient_sync(index % 3 != 1)
         forward_backward(model, step[dist.get_rank()])
-        backward_of_all_ranks(plain, step)
-    assert_same_gradients(model, plain, roundings=64)
+        backward_of_all_ranks(reference, step, terms=terms)
+    assert_same_gradients(model, reference, terms)
 
 
 def test_reduced_and_unreduced_micro_batches_may_mix() -> None:
@@ -175,7 +178,7 @@ def test_reduced_and_unreduced_micro_batches_may_mix() -> None:
 def _used_in_one_micro_batch_only() -> None:
     """A gradient of an earlier micro-batch is reduced although the last one brings none."""
     case = CASES["branches"]
-    model, plain = sharded(case), seeded(case.build)
+    model, reference = sharded(case), plain(case)
     rows = batches_of(CASES["mlp"], 2 * dist.get_world_size(), steps=1)[0]
     paths = ([0, 1, 2], [1])
     step = [
@@ -184,10 +187,10 @@ def _used_in_one_micro_batch_only() -> None:
     ]
     for how in UNSHARDED.values():
         model.zero_grad()
-        plain.zero_grad()
+        reference.zero_grad()
         how(model, step[dist.get_rank()])
-        backward_of_all_ranks(plain, step, _in_turn)
-        assert_same_gradients(model, plain)
+        backward_of_all_ranks(reference, step, _in_turn)
+        assert_same_gradients(model, reference)
 
 
 def test_what_only_an_earlier_micro_batch_used_is_reduced_too() -> None:
@@ -229,10 +232,10 @@ def test_no_gradient_bytes_travel_in_no_sync() -> None:
 
 
 def _sum_of_ranks() -> None:
-    model, plain = zero3(Mlp, Block, gradient_reduction="sum"), seeded(Mlp)
+    model, reference = zero3(Mlp, Block, gradient_reduction="sum"), seeded(Mlp)
     assert_trains_alike(
         model,
-        plain,
+        reference,
         _micro_batches("mlp", steps=2, count=3),
         run=_no_sync,
         reference_run=_in_turn,
@@ -246,7 +249,7 @@ def test_a_summed_reduction_sums_micro_batches_and_ranks() -> None:
 
 def _eval_between() -> None:
     case = CASES["mlp"]
-    model, plain = sharded(case), seeded(case.build)
+    model, reference = sharded(case), plain(case)
     step = _micro_batches("mlp", steps=1, count=2)[0]
     own = step[dist.get_rank()]
     with model.no_sync():
@@ -255,8 +258,8 @@ def _eval_between() -> None:
         model(own[0])
     before = full_parameters(model)
     forward_backward(model, own[1])
-    backward_of_all_ranks(plain, step, _in_turn)
-    assert_same_gradients(model, plain)
+    backward_of_all_ranks(reference, step, _in_turn)
+    assert_same_gradients(model, reference)
     for name, value in full_parameters(model).items():
         assert torch.equal(value, before[name]), name
 
@@ -317,11 +320,11 @@ def _six_ranks(zero3_size: int, names: list[str], in_full: bool) -> None:
                 try:
                     assert_trains_alike(
                         model,
-                        seeded(CASES[name].build),
+                        plain(CASES[name]),
                         _micro_batches(name, steps=2, count=2),
                         run=_no_sync,
                         reference_run=_in_turn,
-                        roundings=64,
+                        regrouped=True,
                     )
                 except AssertionError as error:
                     raise AssertionError(f"{name}, {mode}, {accumulation}: {error}") from error
@@ -392,11 +395,12 @@ def _one_forward_one_backward(model: nn.Module, micro_batches: Micro) -> Tensor:
 def _pipelined(accumulation: str) -> None:
     case = CASES["mlp"]
     batches = _micro_batches("mlp", steps=2, count=4)
-    truth = list(steps_of(seeded(case.build), batches, run=_one_forward_one_backward))
+    truth = Shared(plain(case))
     for layers, options in LAYERS.items():
         model = sharded(case, accumulation=accumulation, **options)
         try:
-            assert_trains_alike(model, truth, batches, run=_one_forward_one_backward, roundings=64)
+            run = _one_forward_one_backward
+            assert_trains_alike(model, truth, batches, run=run, regrouped=True)
         except AssertionError as error:
             raise AssertionError(f"{layers}: {error}") from error
 
@@ -488,14 +492,14 @@ def _an_unused_unit() -> None:
     case = CASES["branches"]
     rows = batches_of(CASES["mlp"], 2 * dist.get_world_size(), steps=1)[0]
     model = sharded(case, accumulation="sharded")
-    plain = seeded(case.build)
+    reference, terms = plain(case), Terms()
     step = [
         [(rows[2 * rank + index], path) for index, path in enumerate(([0, 1, 2], [1]))]
         for rank in range(dist.get_world_size())
     ]
     _no_sync(model, step[dist.get_rank()])
-    backward_of_all_ranks(plain, step, _in_turn)
-    assert_same_gradients(model, plain, 64)
+    backward_of_all_ranks(reference, step, _in_turn, terms=terms)
+    assert_same_gradients(model, reference, terms)
 
 
 def test_in_shards_what_only_an_earlier_micro_batch_used_is_reduced_too() -> None:
@@ -505,7 +509,7 @@ def test_in_shards_what_only_an_earlier_micro_batch_used_is_reduced_too() -> Non
 def _fails_amid(accumulation: str) -> None:
     """A failed micro-batch leaves the earlier ones as they were."""
     case = CASES["mlp"]
-    model, plain = sharded(case, accumulation=accumulation), seeded(case.build)
+    model, reference = sharded(case, accumulation=accumulation), plain(case)
     step = batches_of(case, dist.get_world_size(), steps=1)[0]
     own = step[dist.get_rank()]
     with model.no_sync():
@@ -515,9 +519,9 @@ def _fails_amid(accumulation: str) -> None:
             forward_backward(model, own)
         hook.remove()
     forward_backward(model, own)
-    backward_of_all_ranks(plain, step)
-    backward_of_all_ranks(plain, step)
-    assert_same_gradients(model, plain)
+    backward_of_all_ranks(reference, step)
+    backward_of_all_ranks(reference, step)
+    assert_same_gradients(model, reference)
     assert set(gradient_nbytes(model).values()) == {0}
 
 
@@ -624,7 +628,7 @@ def test_the_first_unit_stays_between_micro_batches(with_root: bool) -> None:
 def _changes_amid() -> None:
     """Weights that change between two micro-batches are seen by the second."""
     case = CASES["mlp"]
-    model, plain = sharded(case), seeded(case.build)
+    model, reference, terms = sharded(case), plain(case), Terms()
     step = batches_of(case, dist.get_world_size(), steps=1)[0]
     own = step[dist.get_rank()]
 
@@ -635,12 +639,13 @@ def _changes_amid() -> None:
 
     with model.no_sync():
         forward_backward(model, own)
-    backward_of_all_ranks(plain, step)
+    backward_of_all_ranks(reference, step, terms=terms)
     halve(model)
-    halve(plain)
+    halve(reference)
     forward_backward(model, own)
-    backward_of_all_ranks(plain, step)
-    assert_same_gradients(model, plain, 64)
+    # The reference adds the first passes of both ranks before the second.
+    backward_of_all_ranks(reference, step, terms=terms)
+    assert_same_gradients(model, reference, terms)
 
 
 def test_weights_changed_between_micro_batches_are_not_stale() -> None:

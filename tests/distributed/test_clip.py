@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_same_parameters
-from tests.harness.compare import assert_same_gradients, assert_same_values, sharded, zero3
+from tests.harness.compare import (
+    assert_clips,
+    assert_same_gradients,
+    assert_same_values,
+    follow,
+    sharded,
+    zero3,
+)
 from tests.harness.models import CASES, Block, Case, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
@@ -18,6 +25,7 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
+    plain,
     seeded,
 )
 
@@ -25,30 +33,25 @@ NORMS = (2.0, 1.0, 3.0, 0.5, math.inf)
 _NAMES = ("mlp", "odd_shapes", "unused_parts", "frozen_parts", "tied_across_units")
 
 
-def _with_gradients(case: Case) -> tuple[ZeRO3, nn.Module]:
-    model, plain = sharded(case), seeded(case.build)
+def _with_gradients(case: Case) -> ZeRO3:
+    model, reference = sharded(case), plain(case)
     step = batches_of(case, dist.get_world_size(), steps=1)[0]
     forward_backward(model, step[dist.get_rank()])
-    backward_of_all_ranks(plain, step)
-    return model, plain
+    backward_of_all_ranks(reference, step)
+    assert_same_gradients(model, reference)
+    return model
 
 
 def _clip(norm_type: float, names: tuple[str, ...]) -> None:
     for name in names:
         case = CASES[name]
         for share in (0.3, 2.0):  # below the norm, above it
-            model, plain = _with_gradients(case)
+            model = _with_gradients(case)
             # torch has no infinity norm of an empty tensor.
-            parameters = [parameter for parameter in plain.parameters() if parameter.numel()]
-            gradients = [each.grad for each in parameters if each.grad is not None]
+            found = full_gradients(model).values()
+            gradients = [each for each in found if each is not None and each.numel()]
             limit = share * float(nn.utils.get_total_norm(gradients, norm_type))
-            own = model.clip_grad_norm_(limit, norm_type)
-            expected = nn.utils.clip_grad_norm_(parameters, limit, norm_type)
-            assert own.dim() == 0
-            # Sums of a few hundred powers, in another order and perhaps another dtype.
-            torch.testing.assert_close(own.float(), expected.float(), rtol=1e-5, atol=0)
-            assert_same_on_all_ranks(own, f"{name}: norm")
-            assert_same_gradients(model, plain, 256, f"{name}: gradient of")
+            assert_same_on_all_ranks(assert_clips(model, limit, norm_type), f"{name}: norm")
 
 
 def _clip_by_each() -> None:
@@ -70,7 +73,7 @@ def test_gradients_of_several_dtypes_have_one_norm(norm_type: float) -> None:
 
 
 def _below_the_limit() -> None:
-    model, _ = _with_gradients(CASES["mlp"])
+    model = _with_gradients(CASES["mlp"])
     before = full_gradients(model)
     model.clip_grad_norm_(1e6)
     assert_same_parameters(full_gradients(model), before, what="gradient of")
@@ -93,7 +96,7 @@ def test_without_gradients_the_norm_is_zero() -> None:
 
 
 def _not_finite(value: float, norm_type: float) -> None:
-    model, _ = _with_gradients(CASES["mlp"])
+    model = _with_gradients(CASES["mlp"])
     if dist.get_rank() == 1:  # one element on one rank
         sharded_param = next(
             each for each in model.parameters() if each.grad is not None and each.numel()
@@ -123,18 +126,19 @@ def test_ranks_without_an_element_take_part() -> None:
 
 def _training(optimizer: str) -> None:
     case = CASES["transformer"]
-    model, plain = sharded(case), seeded(case.build)
-    optimizers = [OPTIMIZERS[optimizer](each.parameters()) for each in (model, plain)]
+    model, reference = sharded(case), plain(case)
+    optimizers = [OPTIMIZERS[optimizer](each.parameters()) for each in (model, reference)]
     for step in batches_of(case, dist.get_world_size(), steps=4):
         for each in optimizers:
             each.zero_grad()
         forward_backward(model, step[dist.get_rank()])
-        backward_of_all_ranks(plain, step)
-        model.clip_grad_norm_(0.5)
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        backward_of_all_ranks(reference, step)
+        assert_same_gradients(model, reference)
+        assert_clips(model, 0.5)
+        follow(model, reference)
         for each in optimizers:
             each.step()
-    assert_same_values(model, plain, roundings=256)
+        assert_same_values(model, reference)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -143,17 +147,16 @@ def test_clipped_training_follows_the_reference(optimizer: str) -> None:
 
 
 def _after_no_sync() -> None:
-    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    model, reference = zero3(Mlp, Block), seeded(Mlp)
     batches = batches_of(CASES["mlp"], 2 * dist.get_world_size(), steps=1)[0]
     step = [batches[2 * rank : 2 * rank + 2] for rank in range(dist.get_world_size())]
     own = step[dist.get_rank()]
     with model.no_sync():
         forward_backward(model, own[0])
     forward_backward(model, own[1])
-    backward_of_all_ranks(plain, step, _both)
-    norm, expected = model.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-    assert_same_gradients(model, plain, roundings=64)
+    backward_of_all_ranks(reference, step, _both)
+    assert_same_gradients(model, reference)
+    assert_clips(model, 0.1)
 
 
 def _both(model: nn.Module, micro_batches: list[Tensor]) -> Tensor:
@@ -165,7 +168,7 @@ def test_the_norm_after_no_sync_is_that_of_the_sum() -> None:
 
 
 def _bad_norm_type() -> None:
-    model, _ = _with_gradients(CASES["mlp"])
+    model = _with_gradients(CASES["mlp"])
     for norm_type in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="norm_type"):
             model.clip_grad_norm_(1.0, norm_type)

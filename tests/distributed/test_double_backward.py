@@ -7,10 +7,11 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import ZeRO3
+from tests.harness.compare import assert_same_gradients
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import full_nbytes
-from tests.harness.reference import full_gradients
+from tests.harness.reference import backward_of_all_ranks
 
 
 def penalised(model: nn.Module, x: torch.Tensor, other_first: bool) -> torch.Tensor:
@@ -23,6 +24,11 @@ def penalised(model: nn.Module, x: torch.Tensor, other_first: bool) -> torch.Ten
 
 
 def _penalty(other_first: bool) -> None:
+    def run(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = penalised(model, batch, other_first)
+        loss.backward()
+        return loss.detach()
+
     torch.manual_seed(0)
     model = ZeRO3(Mlp(), auto_wrap_policy={Block})
     torch.manual_seed(0)
@@ -36,13 +42,10 @@ def _penalty(other_first: bool) -> None:
         ]
         optimizer.zero_grad()
         plain_optimizer.zero_grad()
-        penalised(model, batches[dist.get_rank()], other_first).backward()
-        for batch in batches:
-            (penalised(plain, batch, other_first) / len(batches)).backward()
+        run(model, batches[dist.get_rank()])
+        backward_of_all_ranks(plain, batches, run)
         assert set(full_nbytes(model).values()) == {0}
-        gradients = full_gradients(model)
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6)
+        assert_same_gradients(model, plain)
         optimizer.step()
         plain_optimizer.step()
 

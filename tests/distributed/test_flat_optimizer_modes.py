@@ -17,8 +17,8 @@ from layerzero.core.parameter_info import get_info
 from layerzero.optim import SGD, AdamW, Lion, nonempty_parameters
 from layerzero.state_dict.errors import CheckpointError
 from tests.distributed.test_flat_optimizer import needs_fma
-from tests.harness.checks import assert_bitwise
-from tests.harness.compare import sharded, zero3
+from tests.harness.checks import assert_bitwise, assert_within
+from tests.harness.compare import assert_clips, assert_norm_of_gradients, sharded, zero3
 from tests.harness.models import CASES, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import batches_of, forward_backward
@@ -62,8 +62,9 @@ def _modes() -> None:
                 schedule.step()
                 each.zero_grad()
         _same_weights(ours, theirs, str(options))
-        norm, expected = ours.clip_grad_norm_(1.0), optimizer.clip_grad_norm_(1.0)
-        torch.testing.assert_close(norm, expected)
+        forward_backward(ours, _batch(0))
+        assert_norm_of_gradients(optimizer.clip_grad_norm_(1.0), ours)
+        assert_clips(ours, 1.0)
 
 
 @needs_fma
@@ -128,14 +129,19 @@ def _dtypes() -> None:
             forward_backward(model, _batch(step).to(dtype))
             for parameter, own in zip(model.parameters(), wide, strict=True):
                 own.grad = parameter.grad.double()
+                own.data.copy_(parameter.detach())
             optimizer.step()
             reference.step()
             optimizer.zero_grad()
-        tolerance = {torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-        for parameter, own in zip(model.parameters(), wide, strict=True):
-            torch.testing.assert_close(
-                parameter.double(), own.double(), rtol=tolerance, atol=tolerance
-            )
+            for parameter, own in zip(model.parameters(), wide, strict=True):
+                # The value is rounded to its dtype, by half a unit; of the update, which is about
+                # the learning rate, each of some 30 operations rounds in the dtype of the states.
+                of_states = torch.promote_types(dtype, torch.float32)
+                bound = (
+                    torch.finfo(dtype).eps / 2 * own.abs() + 30 * torch.finfo(of_states).eps * 1e-2
+                )
+                assert_within(parameter.detach().double(), own.detach(), bound.detach(), str(dtype))
+        for parameter in model.parameters():
             state = optimizer.state[parameter]["exp_avg"]
             assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         if dtype == torch.float64:

@@ -15,8 +15,8 @@ import layerzero
 import layerzero.optim.flat_state as flat_state
 from layerzero import MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
 from layerzero.optim import SGD, AdamW
-from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks
-from tests.harness.compare import zero3
+from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_within
+from tests.harness.compare import assert_norm_of_gradients, zero3
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import forward_backward
@@ -58,7 +58,8 @@ def _assert_right(model: ZeRO3, optimizer: AdamW, what: str) -> None:
     wide = [each.grad.double() for each in model.parameters() if each.grad is not None]
     like = [each for each in model.parameters() if each.grad is not None]
     true = layerzero.global_norm(wide, like=like).float()
-    torch.testing.assert_close(norm, true, rtol=2e-7, atol=0, msg=lambda text: f"{what}: {text}")
+    # Summed in float64: only a tie in the one rounding to float32 may fall to another side.
+    assert_within(norm, true, torch.finfo(torch.float32).eps * true.item(), what)
     assert_same_on_all_ranks(norm, what)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -176,8 +177,8 @@ def _hooks_and_halves() -> None:
     for step in range(2):
         forward_backward(model, _batch(step))
         norms = [optimizer.clip_grad_norm_(1e9).double() for optimizer in halves]
-        true = layerzero.global_norm(model).double()
-        torch.testing.assert_close((norms[0] ** 2 + norms[1] ** 2).sqrt(), true)
+        both = (norms[0] ** 2 + norms[1] ** 2).sqrt().float()
+        assert_norm_of_gradients(both, model)
         for optimizer in halves:
             optimizer.zero_grad()
     model, optimizer = _watched()
@@ -237,4 +238,4 @@ def _written_through_data() -> list[tuple[float, float]]:
 def test_gradients_written_through_data_have_their_own_norm() -> None:
     for steps in run_ranks(2, _written_through_data):
         for norm, expected in steps:
-            assert norm == pytest.approx(expected, rel=1e-6)
+            assert norm == pytest.approx(expected, rel=torch.finfo(torch.float32).eps)

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import layerzero
 from layerzero import ZeRO3
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
+from tests.harness.checks import assert_close_in_float64
 from tests.harness.models import Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
@@ -113,7 +114,7 @@ def _check(model: ZeRO3, plan: Plan, clips: float | None, active: bool) -> None:
         for (name, ours), theirs in zip(
             model.named_parameters(), expected.parameters(), strict=True
         ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12, msg=f"{name} {plan}")
+            assert_close_in_float64(ours, theirs, f"{name} {plan}")
 
 
 def _every_distribution(once: bool) -> None:
@@ -319,7 +320,7 @@ def _same_weights(model: ZeRO3, expected: nn.Module, what: str) -> None:
         for (name, ours), theirs in zip(
             model.named_parameters(), expected.parameters(), strict=True
         ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12, msg=f"{what}: {name}")
+            assert_close_in_float64(ours, theirs, f"{what}: {name}")
 
 
 def test_loops_of_all_kinds() -> None:

@@ -21,12 +21,12 @@ from tests.harness.checks import (
     warns_on_first_rank,
 )
 from tests.harness.compare import (
+    Shared,
+    assert_clips,
     assert_same_gradients,
     assert_same_values,
     assert_trains_alike,
-    roundings_of,
     sharded,
-    steps_of,
     zero3,
 )
 from tests.harness.internals import inner_units
@@ -35,10 +35,13 @@ from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations
 from tests.harness.reference import (
     OPTIMIZERS,
+    Terms,
+    backward_of_all_ranks,
     batches_of,
     forward_backward,
     full_gradients,
     full_parameters,
+    plain,
     seeded,
     train_rank,
 )
@@ -67,6 +70,11 @@ def _layered(case: str, zero3_size: int, mode: str, **options: Any) -> ZeRO3:
         return sharded(CASES[case], **_options(zero3_size, mode, **options))
 
 
+def _is_regrouped(zero3_size: int, mode: str) -> bool:
+    """Whether shard groups are summed before all, and not all in one hop in rank order."""
+    return 1 < zero3_size < dist.get_world_size() and mode != "shard"
+
+
 # Same as unsharded ----------------------------------------------------------------------------
 
 
@@ -76,7 +84,7 @@ def _train(runs: list[tuple[str, list[tuple[int, str]]]], optimizer: str) -> Non
     for name, splits in runs:
         case = CASES[name]
         batches = batches_of(case, world_size, steps=2)
-        truth = list(steps_of(seeded(case.build), batches, optimizer))
+        truth = Shared(plain(case))
         for zero3_size, mode in splits:
             try:
                 assert_trains_alike(
@@ -84,7 +92,7 @@ def _train(runs: list[tuple[str, list[tuple[int, str]]]], optimizer: str) -> Non
                     truth,
                     batches,
                     optimizer,
-                    roundings=roundings_of(world_size, case),
+                    regrouped=_is_regrouped(zero3_size, mode),
                 )
             except AssertionError as error:
                 raise AssertionError(f"{name}, {zero3_size=}, {mode}: {error}") from error
@@ -155,7 +163,7 @@ def _on_a_mesh(mode: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     batches = batches_of(CASES["mlp"], 4, steps=3)
     model = zero3(Mlp, Block, process_group=mesh, outer=mode)
-    assert_trains_alike(model, seeded(Mlp), batches)
+    assert_trains_alike(model, seeded(Mlp), batches, regrouped=_is_regrouped(2, mode))
     handle = inner_units(model)[0].handles[0]
     expected = {"zero1": 4, "replicate": 2, "shard": 4}[mode]
     assert handle.placement.num_main_shards == expected
@@ -186,7 +194,8 @@ def _nested() -> None:
     model = ZeRO3(model, zero3_size=2)
     groups = {h.placement.shard_group.process_group for u in inner_units(model) for h in u.handles}
     assert len(groups) == 1
-    assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=2))
+    batches = batches_of(CASES["mlp"], 4, steps=2)
+    assert_trains_alike(model, seeded(Mlp), batches, regrouped=True)
     with recorded_operations(model) as operations:
         forward_backward(model, batches_of(CASES["mlp"], 4, steps=1)[0][dist.get_rank()])
     presence = [operation for operation in operations if operation.verb == "gradient presence"]
@@ -517,10 +526,10 @@ def _trains_with_kept_shards(mode: str, names: list[str]) -> None:
     for name in names:
         assert_trains_alike(
             _layered(name, 2, mode, reshard_after_forward="compute_shard"),
-            seeded(CASES[name].build),
+            plain(CASES[name]),
             batches_of(CASES[name], 4, steps=3),
             "adamw",
-            roundings=64,
+            regrouped=_is_regrouped(2, mode),
         )
 
 
@@ -550,18 +559,16 @@ def test_what_stays_after_forward_is_checked() -> None:
 def _clips_alike(mode: str) -> None:
     case = CASES["unused_parts"]
     step = batches_of(case, 4, steps=1)[0]
-    flat, model = sharded(case), _layered("unused_parts", 2, mode)
+    model, reference, terms = _layered("unused_parts", 2, mode), plain(case), Terms()
+    backward_of_all_ranks(reference, step, terms=terms)
     for norm_type in (2.0, 1.0, float("inf")):
-        norms = []
-        for each in (flat, model):
-            each.zero_grad()
-            forward_backward(each, step[dist.get_rank()])
-            own = global_norm([p.grad for p in each.parameters() if p.grad is not None], norm_type)
-            norms.append(each.clip_grad_norm_(0.05, norm_type))
-            assert_bitwise(own, norms[-1], "norm")
-        torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
-        assert_same_on_all_ranks(norms[1], "norm")
-        assert_same_gradients(model, flat, 64)
+        model.zero_grad()
+        forward_backward(model, step[dist.get_rank()])
+        assert_same_gradients(model, reference, terms)
+        own = global_norm([p.grad for p in model.parameters() if p.grad is not None], norm_type)
+        norm = assert_clips(model, 0.05, norm_type)
+        assert_bitwise(own, norm, "norm")
+        assert_same_on_all_ranks(norm, "norm")
 
 
 @pytest.mark.parametrize("mode", ["zero1", "replicate"])
@@ -590,18 +597,18 @@ def test_an_overflow_on_one_rank_of_a_mesh_holds_all_back() -> None:
 
 
 def _summons(mode: str) -> None:
-    model, plain = _layered("mlp", 2, mode), seeded(Mlp)
+    model, reference = _layered("mlp", 2, mode), seeded(Mlp)
     for options in ({}, {"rank0_only": True}):
         with model.summon_full_params(**options), torch.no_grad():
             if not options or dist.get_rank() == 0:
                 for parameter in model.parameters():
                     parameter.add_(1.0)
         with torch.no_grad():
-            for parameter in plain.parameters():
+            for parameter in reference.parameters():
                 parameter.add_(1.0)
-        assert_same_values(model, plain)
+        assert_same_values(model, reference)
     batches = batches_of(CASES["mlp"], 4, steps=2)
-    assert_trains_alike(model, plain, batches)
+    assert_trains_alike(model, reference, batches, regrouped=_is_regrouped(2, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -661,7 +668,7 @@ def _bad_input() -> None:
     with warns_on_first_rank("outer='replicate' has no effect"):
         ZeRO3(seeded(Mlp), outer="replicate")
     model = zero3(Mlp, Block, process_group=mesh, zero3_size=2)
-    assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=1))
+    assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=1), regrouped=True)
 
 
 def test_sizes_that_do_not_fit_or_differ_are_refused_on_every_rank() -> None:
@@ -676,7 +683,7 @@ def _replicas_that_stay() -> None:
     world_size = dist.get_world_size()
     model = _layered("mlp", 2, "replicate", reshard_after_forward=False)
     batches = batches_of(CASES["mlp"], world_size, steps=3)
-    assert_trains_alike(model, seeded(Mlp), batches, roundings=roundings_of(world_size))
+    assert_trains_alike(model, seeded(Mlp), batches, regrouped=True)
     with recorded_operations(model) as operations:
         forward_backward(model, batches[0][dist.get_rank()])
     assert sorted(gathered(operations)) == sorted({unit.label for unit in inner_units(model)})

@@ -13,11 +13,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, MixedPrecision, ZeRO3, units
+from tests.harness.checks import assert_bitwise
+from tests.harness.compare import assert_same_gradients
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import recorded_operations
-from tests.harness.reference import full_gradients
+from tests.harness.reference import Terms, backward_of_all_ranks, full_gradients
 
 
 def wrapped(build: type[nn.Module] = Mlp, **options) -> ZeRO3:
@@ -86,27 +88,29 @@ class ForceField(nn.Module):
         return energy.sum() + force.square().sum()
 
 
+def batches(seed: int) -> list[torch.Tensor]:
+    """What `batch` gives on each rank."""
+    generators = [
+        torch.Generator().manual_seed(10 * seed + r) for r in range(dist.get_world_size())
+    ]
+    return [torch.randn(3, WIDTH, generator=each) for each in generators]
+
+
 def _forces() -> None:
+    def run(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch)
+        loss.backward()
+        return loss.detach()
+
     model = wrapped(ForceField)
     torch.manual_seed(0)
     plain = ForceField()
     for step in range(3):
         model.zero_grad()
         plain.zero_grad()
-        loss = model(batch(step))
-        loss.backward()
-        for rank in range(dist.get_world_size()):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            expected = plain(torch.randn(3, WIDTH, generator=generator))
-            (expected / dist.get_world_size()).backward()
-            if rank == dist.get_rank():
-                assert torch.equal(loss, expected)
-        gradients = full_gradients(model)
-        for name, parameter in plain.named_parameters():
-            if parameter.grad is None:
-                assert gradients[name] is None
-            else:
-                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-5)
+        losses = backward_of_all_ranks(plain, batches(step), run)
+        assert_bitwise(run(model, batch(step)), losses[dist.get_rank()], "loss")
+        assert_same_gradients(model, plain)
 
 
 def test_gradients_inside_a_forward_train_a_force_field() -> None:
@@ -129,16 +133,17 @@ def _mixed() -> None:
     model = wrapped(Mixed)
     torch.manual_seed(0)
     plain = Mixed()
-    inputs = [batch(1).requires_grad_(), batch(2).requires_grad_()]
-    sum(model(x).sum() for x in inputs).backward()
-    for rank in range(dist.get_world_size()):
-        for seed in (1, 2):
-            generator = torch.Generator().manual_seed(10 * seed + rank)
-            x = torch.randn(3, WIDTH, generator=generator).requires_grad_()
-            (plain(x).sum() / dist.get_world_size()).backward()
-    gradients = full_gradients(model)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-5)
+
+    def run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        loss = sum(model(x.requires_grad_()).sum() for x in inputs)
+        loss.backward()
+        return loss.detach()
+
+    # The recomputations are backward passes of their own, and each is reduced on its own.
+    terms = Terms()
+    backward_of_all_ranks(plain, list(zip(batches(1), batches(2), strict=True)), run, terms=terms)
+    run(model, (batch(1), batch(2)))
+    assert_same_gradients(model, plain, terms)
 
 
 def test_a_unit_called_plain_and_recomputed_in_two_forwards_of_one_backward() -> None:

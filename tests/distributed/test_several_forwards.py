@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_gradients, assert_trains_alike, sharded
 from tests.harness.models import CASES, Case, RepeatedModule, loss_of
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
     RunFn,
+    Terms,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
@@ -108,18 +110,22 @@ def _micro_batches(case: Case, steps: int, count: int, seed: int = 0) -> list[li
     return [[step[i : i + count] for i in range(0, len(step), count)] for step in each]
 
 
+def _assert_pattern_trains_alike(name: str, model: ZeRO3, plain: nn.Module, batches: list) -> None:
+    """Each backward is reduced on its own: sums over ranks first, if there are several."""
+    run, is_one = _run(PATTERNS[name]), PATTERNS[name] is _one_backward_of_the_sum
+    in_turn = run if is_one else _run(_in_turn)
+    assert_trains_alike(model, plain, batches, run=run, reference_run=in_turn, regrouped=not is_one)
+
+
 def _pattern(name: str, options: dict) -> None:
     for case_name in ("mlp", "repeated_module", "unused_parts", "tied_in_unit"):
         case = CASES[case_name]
         try:
-            # Each backward is reduced on its own: sums in another order than one rank's.
-            assert_trains_alike(
+            _assert_pattern_trains_alike(
+                name,
                 sharded(case, **options),
                 seeded(case.build),
                 _micro_batches(case, steps=2, count=4),
-                run=_run(PATTERNS[name]),
-                reference_run=_run(_in_turn),
-                roundings=64,
             )
         except AssertionError as error:
             raise AssertionError(f"{case_name}: {error}") from error
@@ -149,16 +155,16 @@ def test_micro_batches_in_any_pattern_give_the_summed_gradient(name: str, option
 
 def _pattern_without_sync(name: str) -> None:
     case = CASES["mlp"]
-    model, plain = sharded(case), seeded(case.build)
+    model, plain, terms = sharded(case), seeded(case.build), Terms()
     step = _micro_batches(case, steps=1, count=4)[0]
     own = step[dist.get_rank()]
     with model.no_sync():
         PATTERNS[name](model, own[:3])
     PATTERNS[name](model, own[3:])
-    backward_of_all_ranks(plain, step, _run(_in_turn))
-    assert_same_gradients(model, plain, roundings=64)
+    backward_of_all_ranks(plain, step, _run(_in_turn), terms=terms)
+    assert_same_gradients(model, plain, terms)
     batches = _micro_batches(case, steps=2, count=3, seed=1)
-    assert_trains_alike(model, plain, batches, run=_run(PATTERNS[name]), roundings=128)
+    _assert_pattern_trains_alike(name, model, plain, batches)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -171,14 +177,7 @@ def _patterns_change_between_steps() -> None:
     model, plain = sharded(case), seeded(case.build)
     for seed, name in enumerate([*PATTERNS, *reversed(PATTERNS)]):
         batches = _micro_batches(case, steps=1, count=3, seed=seed)
-        assert_trains_alike(
-            model,
-            plain,
-            batches,
-            run=_run(PATTERNS[name]),
-            reference_run=_run(_in_turn),
-            roundings=512,
-        )
+        _assert_pattern_trains_alike(name, model, plain, batches)
 
 
 def test_the_pattern_may_change_between_steps() -> None:
@@ -217,7 +216,7 @@ def _two_losses() -> None:
     case = CASES["mlp"]
     batches = batches_of(case, dist.get_world_size(), steps=3)
     assert_trains_alike(
-        sharded(case), seeded(case.build), batches, run=_backward_of_two_losses, roundings=64
+        sharded(case), seeded(case.build), batches, run=_backward_of_two_losses, regrouped=True
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,33 +23,86 @@ def assert_bitwise(actual: Tensor, expected: Tensor, what: str = "tensor") -> No
         raise AssertionError(f"{what} is not bitwise equal: {_difference(actual, expected, same)}")
 
 
-def assert_close(actual: Tensor, expected: Tensor, roundings: int, what: str = "tensor") -> None:
-    """Within `roundings` units of roundoff of the largest magnitude in `expected`.
+def assert_within(
+    actual: Tensor, expected: Tensor, bound: Tensor | float, what: str = "tensor"
+) -> None:
+    """No element further off than `bound`, which `Sum` or another function here gives.
 
-    Give the number of operations whose order or rounding may differ; 0 asks for bitwise equality.
-    The unit is float32's at least: a float64 tensor that depends on float32 ones is no better.
+    A bound follows from arithmetic, never from what a test happened to need.
     """
-    if roundings == 0:
-        assert_bitwise(actual, expected, what)
-        return
     _assert_alike(actual, expected, what)
-    if not expected.numel():
-        return
-    unit = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
-    bound = roundings * unit * expected.abs().max().item()
     same = (actual - expected).abs() <= bound  # False for a NaN
     if not bool(same.all()):
+        place = tuple((~same).nonzero()[0].tolist())
+        there = bound[place].item() if isinstance(bound, Tensor) else bound
         where = _difference(actual, expected, same)
-        raise AssertionError(f"{what} differs by more than {bound:.3g}: {where}")
+        raise AssertionError(f"{what} differs by more than {there:.3g}: {where}")
+
+
+def assert_close(actual: Tensor, expected: Tensor, roundings: int, what: str = "tensor") -> None:
+    """Within `roundings` units of roundoff of the largest magnitude in `expected`."""
+    unit = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    assert_within(actual, expected, roundings * unit * largest, what)
+
+
+class Sum(NamedTuple):
+    """A sum, with what bounds how far the same terms in another order may be from it."""
+
+    value: Tensor
+    magnitudes: Tensor
+    """The sum of the magnitudes of its terms: where they cancel, far more than the value."""
+    count: int
+    """Of terms."""
+
+    @property
+    def bound(self) -> Tensor:
+        """Each addition rounds by half a unit of what it adds, which is at most all magnitudes, in
+        either order. Two more units are for the scaling of a mean, before or after the sum."""
+        return (self.count + 1) * torch.finfo(self.value.dtype).eps * self.magnitudes
+
+
+def assert_close_in_float64(actual: Any, expected: Any, what: str = "tensor") -> None:
+    """For other operators on the same numbers, all in float64; also mappings of tensors by name.
+
+    They round by some 1e-15 of what they add up, and a term that is missing, scaled or in another's
+    place is far above 1e-9 of the largest element: any bound between tells them apart. Sums
+    that cancel are as exact as the others, so the largest of a mapping is that of all its tensors.
+    """
+    if not isinstance(expected, Mapping):
+        actual, expected = {"": actual}, {"": expected}
+    found = [value for value in expected.values() if value is not None and value.numel()]
+    for value in found:
+        assert value.dtype == torch.float64, f"{what}: expected float64, got {value.dtype}"
+    largest = max((value.abs().max().item() for value in found), default=0.0)
+    bounds = dict.fromkeys(expected, 1e-9 * largest)
+    assert_same_parameters(actual, expected, bounds, what)
+
+
+def assert_norm(
+    actual: Tensor, tensors: Iterable[Tensor], norm_type: float = 2.0, what: str = "norm"
+) -> None:
+    """`actual` is the norm of all elements of `tensors`; the true one is computed in float64.
+
+    A sum of powers cannot cancel: in any order it is off by at most half a unit for each of its
+    additions, relative to itself; a power and a root by two units each, and twice where norms of
+    parts are put together. The largest element is exact.
+    """
+    values = torch.cat([each.detach().flatten().double() for each in tensors])
+    true = torch.linalg.vector_norm(values, norm_type) if values.numel() else values.sum()
+    eps = torch.finfo(actual.dtype).eps
+    roundings = 0.0 if norm_type == math.inf else (values.numel() / 2 + 4) / norm_type + 4
+    assert_within(actual.double(), true, roundings * eps * true.item(), what)
 
 
 def assert_same_parameters(
     actual: Mapping[str, Tensor | None],
     expected: Mapping[str, Tensor | None],
-    roundings: int = 0,
+    bounds: Mapping[str, Tensor | float] | int | None = None,
     what: str = "parameter",
+    roundings: int = 0,
 ) -> None:
-    """The same names in the same order, None where None is expected, values as in `assert_close`.
+    """The same names in the same order, None where None is expected; bitwise or within `bounds`.
 
     Also for gradients; say so with `what`.
     """
@@ -57,12 +111,17 @@ def assert_same_parameters(
     )
     for name, value in expected.items():
         got = actual[name]
+        place = f"{what} {name}" if name else what
         if value is None or got is None:
             assert value is None and got is None, (
-                f"{what} {name}: got {_kind(got)}, expected {_kind(value)}"
+                f"{place}: got {_kind(got)}, expected {_kind(value)}"
             )
-            continue
-        assert_close(got, value, roundings, f"{what} {name}")
+        elif isinstance(bounds, int) or roundings:
+            assert_close(got, value, roundings or bounds, place)
+        elif bounds is None:
+            assert_bitwise(got, value, place)
+        else:
+            assert_within(got, value, bounds[name], place)
 
 
 def assert_same_on_all_ranks(value: Any, what: str = "value") -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
-from tests.harness.checks import assert_close, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
 from tests.harness.models import Case
 from tests.harness.reference import (
     OPTIMIZERS,
     RunFn,
+    Terms,
     backward_of_all_ranks,
     forward_backward,
     full_gradients,
@@ -38,102 +41,144 @@ def zero3(build: Callable[[], nn.Module], *units: type[nn.Module], **options: An
     return ZeRO3(seeded(build), **options)
 
 
-def roundings_of(world_size: int, case: Case | None = None) -> int:
-    """What `assert_close` may forgive, where sums over ranks may run in any order.
+class Shared:
+    """One reference for several models, trained alike: what it computed for one serves all others
+    that come to the same step with the same bits."""
 
-    Two terms have one order, so two ranks are bitwise. More: each of a few steps adds an error of
-    (world_size - 1) roundings to gradients, which cancellation makes larger.
-    """
-    return 0 if world_size <= 2 and (case is None or case.is_exact) else 64
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.known: dict[tuple[int, bool, bytes], Step] = {}
 
 
 class Step(NamedTuple):
-    """What one step of the reference gave."""
+    """What one step of the reference gave, before its optimizer."""
 
     losses: list[Tensor]
     """Of each rank's batch."""
     gradients: dict[str, Tensor | None]
-    parameters: dict[str, Tensor]
-    """After the step."""
-
-
-def steps_of(
-    reference: nn.Module,
-    batches: Sequence[Sequence[Any]],
-    optimizer: str = "sgd_momentum",
-    run: RunFn = forward_backward,
-    reduction: str = "mean",
-) -> Iterator[Step]:
-    """Train a plain module; arguments as those of `assert_trains_alike`, which takes a list of them
-    where several models have one reference."""
-    own_optimizer = OPTIMIZERS[optimizer](reference.parameters())
-    for step in batches:
-        own_optimizer.zero_grad()
-        losses = backward_of_all_ranks(reference, step, run, reduction)
-        gradients = full_gradients(reference)
-        own_optimizer.step()
-        yield Step(losses, gradients, full_parameters(reference))
+    bounds: dict[str, Tensor | float] | None
+    """Of gradients whose terms are added in another order; None: in this one."""
 
 
 def assert_trains_alike(
     model: nn.Module,
-    reference: nn.Module | Sequence[Step],
+    reference: nn.Module | Shared,
     batches: Sequence[Sequence[Any]],
     optimizer: str = "sgd_momentum",
     run: RunFn = forward_backward,
     reference_run: RunFn | None = None,
-    roundings: int | None = None,
+    regrouped: bool = False,
     reduction: str = "mean",
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
     """Train both; each loss, gradient and parameter is compared at each step. Collective.
 
+    Bitwise, but for gradients that are `regrouped`: these are as close as the order of a sum
+    allows, and the reference goes on with those of the model. So no error grows over the steps, and
+    losses and parameters are bitwise then, too.
+
     Args:
         model: wrapped; trained on this rank's part of `batches` [step][rank].
-        reference: the same model, plain; trained on all of them. Or what `steps_of` gave for it.
+        reference: the same model, plain; trained on all of them.
         optimizer: a name in `OPTIMIZERS`.
         run: forward and backward of one batch, see `backward_of_all_ranks`.
         reference_run: of the reference, where it differs.
-        roundings: as in `assert_close`; None: those of the number of ranks.
+        regrouped: the model does not add up the gradients of each rank's passes, and then those of
+            ranks in their order: it adds over ranks first, or over groups of them.
         reduction: what `gradient_reduction` the model has.
         group: the ranks that share the model, in the order of `batches`; None: all.
 
     Returns:
         This rank's losses.
     """
-    if roundings is None:
-        roundings = roundings_of(dist.get_world_size(group))
     rank = dist.get_rank(group)
-    own_optimizer = OPTIMIZERS[optimizer](model.parameters())
+    known: dict[tuple[int, bool, bytes], Step] = {}
+    if isinstance(reference, Shared):
+        reference, known = copy.deepcopy(reference.model), reference.known
+    optimizers = [OPTIMIZERS[optimizer](each.parameters()) for each in (model, reference)]
+    assert_same_values(model, reference, "before the first step: parameter")
     losses = []
-    expected: Iterator[Step]
-    if isinstance(reference, nn.Module):
-        expected = steps_of(reference, batches, optimizer, reference_run or run, reduction)
-    else:
-        assert len(reference) == len(batches)
-        expected = iter(reference)
     for index, step in enumerate(batches):
-        own_optimizer.zero_grad()
+        for each in optimizers:
+            each.zero_grad()
         losses.append(run(model, step[rank]))
-        truth = next(expected)
-        assert_close(losses[-1], truth.losses[rank], roundings, f"step {index}: loss")
+        key = index, regrouped, _bits(reference)
+        if key not in known:
+            known[key] = _step(reference, step, reference_run or run, reduction, regrouped)
+        truth = known[key]
+        assert_bitwise(losses[-1], truth.losses[rank], f"step {index}: loss")
         what = f"step {index}: gradient of"
-        assert_same_parameters(full_gradients(model), truth.gradients, roundings, what)
-        own_optimizer.step()
-        what = f"after step {index}: parameter"
-        assert_same_parameters(full_parameters(model), truth.parameters, roundings, what)
+        gradients = full_gradients(model)
+        assert_same_parameters(gradients, truth.gradients, truth.bounds, what)
+        for name, parameter in reference.named_parameters():
+            parameter.grad = gradients[name]
+        for each in optimizers:
+            each.step()
+        assert_same_values(model, reference, f"after step {index}: parameter")
     return losses
 
 
+def _step(
+    model: nn.Module, batches: Sequence[Any], run: RunFn, reduction: str, regrouped: bool
+) -> Step:
+    terms = Terms() if regrouped else None
+    losses = backward_of_all_ranks(model, batches, run, reduction, terms)
+    bounds = None if terms is None else terms.bounds(model)
+    return Step(losses, full_gradients(model), bounds)
+
+
+def _bits(model: nn.Module) -> bytes:
+    return b"".join(
+        parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+        for parameter in model.parameters()
+    )
+
+
 def assert_same_gradients(
-    model: nn.Module, reference: nn.Module, roundings: int = 0, what: str = "gradient of"
+    model: nn.Module,
+    reference: nn.Module,
+    terms: Terms | None = None,
+    what: str = "gradient of",
 ) -> None:
-    """Collective. None where the reference has None."""
-    assert_same_parameters(full_gradients(model), full_gradients(reference), roundings, what)
+    """Collective. None where the reference has None.
+
+    Bitwise, or with the `terms` of the reference as close as their sum in another order.
+    """
+    bounds = None if terms is None else terms.bounds(reference)
+    assert_same_parameters(full_gradients(model), full_gradients(reference), bounds, what)
 
 
-def assert_same_values(
-    model: nn.Module, reference: nn.Module, roundings: int = 0, what: str = "parameter"
+def assert_same_values(model: nn.Module, reference: nn.Module, what: str = "parameter") -> None:
+    """Collective. The full parameters, by name, bitwise."""
+    assert_same_parameters(full_parameters(model), full_parameters(reference), what=what)
+
+
+def assert_norm_of_gradients(
+    norm: Tensor, model: nn.Module, norm_type: float = 2.0, what: str = "norm"
 ) -> None:
-    """Collective. The full parameters, by name."""
-    assert_same_parameters(full_parameters(model), full_parameters(reference), roundings, what)
+    """Collective. `norm` is that of the model's own full gradients."""
+    gradients = [each for each in full_gradients(model).values() if each is not None]
+    assert_norm(norm, gradients, norm_type, what)
+
+
+def assert_clips(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clip the gradients. Collective.
+
+    Returns:
+        Their norm, which is right, and by which they are scaled: bitwise.
+    """
+    before = full_gradients(model)
+    norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)  # type: ignore[operator]
+    assert norm.dim() == 0
+    assert_norm(norm, [each for each in before.values() if each is not None], norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scaled = {name: None if each is None else each * factor for name, each in before.items()}
+    assert_same_parameters(full_gradients(model), scaled, what="clipped gradient of")
+    return norm
+
+
+def follow(model: nn.Module, reference: nn.Module) -> None:
+    """Give a plain model the full gradients of `model`, after both were compared. Collective."""
+    gradients = full_gradients(model)
+    for name, parameter in reference.named_parameters():
+        parameter.grad = gradients[name]

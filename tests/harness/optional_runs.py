@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from layerzero import BackwardPrefetch, ZeRO3
 from layerzero.core.parameter_info import get_info
+from tests.harness.checks import assert_close_in_float64
 from tests.harness.internals import inner_units
 from tests.harness.optional_models import (
     WAYS,
@@ -31,8 +32,6 @@ from tests.harness.optional_models import (
 )
 
 STEPS = 5
-CLOSE = {"rtol": 1e-8, "atol": 1e-9}
-"""In float64, where the order of sums may differ: what differs by more is an error."""
 
 
 # Models and settings ------------------------------------------------------------------------------
@@ -437,4 +436,4 @@ def _same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _close(actual: Tensor, expected: Tensor, what: str) -> None:
-    torch.testing.assert_close(actual, expected, **CLOSE, msg=lambda text: f"{what}: {text}")
+    assert_close_in_float64(actual, expected, what)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.harness.checks import Sum
 from tests.harness.models import Case, loss_of
 
 RunFn = Callable[[nn.Module, Any], Tensor]
@@ -29,6 +31,17 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return build()
 
 
+def plain(case: Case) -> nn.Module:
+    """The case's model from seed 0, in one process: what the engine is compared with.
+
+    Its parameters are dense, as the engine lays them out: strided ones round otherwise in BLAS.
+    """
+    model = seeded(case.build)
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+    return model
+
+
 def batches_of(case: Case, world_size: int, steps: int, seed: int = 0) -> list[list[Any]]:
     """Batches as [step][rank], the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
@@ -42,22 +55,65 @@ def forward_backward(model: nn.Module, batch: Any) -> Tensor:
     return loss.detach()
 
 
+class Terms:
+    """What was added up in each gradient of a plain model: one term for each backward of each rank.
+
+    The engine adds the same terms, maybe in another order. Several calls add up, as gradients do.
+    """
+
+    def __init__(self) -> None:
+        self._magnitudes: dict[nn.Parameter, Tensor] = {}
+        self._counts: dict[nn.Parameter, int] = {}
+
+    @contextmanager
+    def collected(self, parameters: Sequence[nn.Parameter], scale: float) -> Iterator[None]:
+        """Of the backward passes inside, each to be multiplied by `scale`."""
+
+        def add(parameter: nn.Parameter, gradient: Tensor) -> None:
+            term = gradient.detach().abs() * scale
+            self._magnitudes[parameter] = self._magnitudes.get(parameter, 0) + term
+            self._counts[parameter] = self._counts.get(parameter, 0) + 1
+
+        hooks = [
+            parameter.register_hook(partial(add, parameter))
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def bounds(self, model: nn.Module) -> dict[str, Tensor | float]:
+        """Of each gradient of the plain model, by name, however its terms are ordered."""
+        return {
+            name: 0.0
+            if parameter.grad is None
+            else Sum(parameter.grad, self._magnitudes[parameter], self._counts[parameter]).bound
+            for name, parameter in model.named_parameters()
+        }
+
+
 def backward_of_all_ranks(
     model: nn.Module,
     batches: Sequence[Any],
     run: RunFn = forward_backward,
     reduction: str = "mean",
+    terms: Terms | None = None,
 ) -> list[Tensor]:
     """Add to each `.grad` the mean (or sum) over the batches of the gradient of each.
 
     A parameter without a gradient in one batch counts as zero there; without one in any it is left
-    alone, as an optimizer expects.
+    alone, as an optimizer expects. Sums are in rank order, and a mean multiplies them by 1/N
+    afterwards: so does the engine in one group of gloo ranks, bitwise.
 
     Args:
         model: a plain module.
         batches: one for each rank.
         run: forward and backward of one batch; may make several of either.
         reduction: "mean" or "sum".
+        terms: collects what is added up, for a model that adds in another order.
 
     Returns:
         What `run` returned for each batch.
@@ -66,14 +122,15 @@ def backward_of_all_ranks(
     before = [parameter.grad for parameter in parameters]
     sums: list[Tensor | None] = [None] * len(parameters)
     losses = []
-    for batch in batches:
-        model.zero_grad(set_to_none=True)
-        losses.append(run(model, batch))
-        for index, parameter in enumerate(parameters):
-            sums[index] = _add(sums[index], parameter.grad)
-    divisor = len(batches) if reduction == "mean" else 1
+    scale = 1 / len(batches) if reduction == "mean" else 1.0
+    with nullcontext() if terms is None else terms.collected(parameters, scale):
+        for batch in batches:
+            model.zero_grad(set_to_none=True)
+            losses.append(run(model, batch))
+            for index, parameter in enumerate(parameters):
+                sums[index] = _add(sums[index], parameter.grad)
     for parameter, old, total in zip(parameters, before, sums, strict=True):
-        parameter.grad = _add(old, None if total is None else total / divisor)
+        parameter.grad = _add(old, None if total is None else total * scale)
     return losses
 
 

@@ -1,5 +1,6 @@
 """The harness itself: every way a rank can end is told apart, and nothing stays behind."""
 
+import functools
 import json
 import os
 import re
@@ -15,13 +16,23 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import expected_time
-from tests.harness.checks import assert_bitwise, assert_close, assert_same_parameters
+from tests.harness.checks import (
+    Sum,
+    assert_bitwise,
+    assert_close_in_float64,
+    assert_norm,
+    assert_same_parameters,
+    assert_within,
+)
+from tests.harness.compare import Shared, assert_clips, assert_trains_alike
 from tests.harness.models import CASES, Mlp, loss_of
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
+    Terms,
     backward_of_all_ranks,
     batches_of,
+    forward_backward,
     full_gradients,
     full_parameters,
     seeded,
@@ -190,16 +201,17 @@ def _differ(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def test_reference_gradient_is_the_mean_over_ranks() -> None:
-    model = seeded(Mlp)
+    model, terms = seeded(Mlp), Terms()
     batches = batches_of(CASES["mlp"], world_size=4, steps=1)[0]
-    backward_of_all_ranks(model, batches)
-    mean = full_gradients(model)
+    backward_of_all_ranks(model, batches, terms=terms)
+    mean, bounds = full_gradients(model), terms.bounds(model)
     model.zero_grad()
     torch.stack([loss_of(model(batch)) for batch in batches]).mean().backward()
-    assert_same_parameters(mean, full_gradients(model), roundings=8, what="gradient")
+    once = full_gradients(model)
+    assert_same_parameters(once, mean, bounds, "gradient")
     backward_of_all_ranks(model, batches, reduction="sum")
-    total = {name: 5 * value for name, value in mean.items() if value is not None}
-    assert_same_parameters(full_gradients(model), total, roundings=16, what="gradient")
+    total = {name: once[name] + 4 * value for name, value in mean.items() if value is not None}
+    assert_same_parameters(full_gradients(model), total, what="gradient")
 
 
 def test_checks_name_the_parameter_and_the_place() -> None:
@@ -209,7 +221,7 @@ def test_checks_name_the_parameter_and_the_place() -> None:
     assert_bitwise(value, value.clone())
     with pytest.raises(AssertionError, match=r"parameter w is not .*1 of 4 .* at \(1, 0\)"):
         assert_same_parameters({"w": other}, {"w": value})
-    assert_same_parameters({"w": other}, {"w": value}, roundings=100)
+    assert_same_parameters({"w": other}, {"w": value}, {"w": 1.1e-5})
     with pytest.raises(AssertionError, match="1 of 4"):
         assert_bitwise(value, torch.tensor([[1.0, 2.0], [3.0, -0.0]]))
     with pytest.raises(AssertionError, match=r"got a tensor \(2, 2\), expected None"):
@@ -219,7 +231,119 @@ def test_checks_name_the_parameter_and_the_place() -> None:
     with pytest.raises(AssertionError, match="float64"):
         assert_bitwise(value, value.double())
     with pytest.raises(AssertionError, match="differs by more"):
-        assert_close(torch.tensor([float("nan")]), torch.tensor([1.0]), roundings=5)
+        assert_within(torch.tensor([float("nan")]), torch.tensor([1.0]), 5.0)
+
+
+def _cancelling(dtype: torch.dtype) -> torch.Tensor:
+    """Seven terms each, which cancel to about a thousandth of themselves."""
+    generator = torch.Generator().manual_seed(0)
+    terms = torch.randn(7, 1000, generator=generator, dtype=dtype)
+    terms[6] = 1e-3 * terms[6] - terms[:6].sum(0)
+    return terms
+
+
+def _in_order(terms: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(terms[0])
+    for term in terms:
+        total = total + term
+    return total
+
+
+def _wrong(terms: torch.Tensor) -> list[torch.Tensor]:
+    """One term missing, one too large by a thousandth, two elements in each other's place."""
+    scaled, swapped = terms.clone(), terms.clone()
+    scaled[2] *= 1.001
+    swapped[3, :2] = terms[3, :2].flip(0)
+    return [_in_order(each) for each in (terms[1:], scaled, swapped)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_compared_by_its_terms(dtype: torch.dtype) -> None:
+    terms = _cancelling(dtype)
+    total = Sum(_in_order(terms), _in_order(terms.abs()), len(terms))
+    other = _in_order(terms.flip(0))
+    assert bool(((other - total.value).abs() > 16 * torch.finfo(dtype).eps * other.abs()).any())
+    assert_within(other, total.value, total.bound)
+    # A thousandth is less than bfloat16 can tell.
+    for wrong in _wrong(terms) if dtype == torch.float32 else _wrong(terms)[::2]:
+        with pytest.raises(AssertionError, match="differs by more than"):
+            assert_within(wrong, total.value, total.bound)
+
+
+def test_float64_tells_another_order_from_another_term() -> None:
+    terms = _cancelling(torch.float64)
+    total = _in_order(terms)
+    assert_close_in_float64(_in_order(terms.flip(0)), total)
+    assert_close_in_float64({"a": terms[0], "b": None}, {"a": terms[0], "b": None})
+    for wrong in _wrong(terms):
+        with pytest.raises(AssertionError, match="differs by more than"):
+            assert_close_in_float64(wrong, total)
+    with pytest.raises(AssertionError, match=r"expected float64, got torch\.float32"):
+        assert_close_in_float64(total.float(), total.float())
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, 0.5, float("inf")])
+def test_a_norm_may_be_summed_in_any_order(norm_type: float) -> None:
+    values = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    parts = torch.stack([part.norm(norm_type) for part in values.split(7)])
+    norm = parts.norm(norm_type)
+    assert_norm(norm, [values[:9].view(3, 3), values[9:].flip(0)], norm_type)
+    for wrong in (norm * 1.001, values[values.abs() < values.abs().max()].norm(norm_type)):
+        with pytest.raises(AssertionError, match="norm differs by more than"):
+            assert_norm(wrong, [values], norm_type)
+
+
+def _in_turn(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([forward_backward(model, batch) for batch in batches])
+
+
+def _reversed(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
+    return _in_turn(model, batches[::-1]).flip(0)
+
+
+def _without_the_last(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
+    losses = _in_turn(model, batches[:-1])
+    with torch.no_grad():
+        return torch.cat([losses, loss_of(model(batches[-1]).requires_grad_()).view(1)])
+
+
+def _scaled(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
+    losses = _in_turn(model, batches)
+    next(model.parameters()).grad.mul_(1.001)
+    return losses
+
+
+def _trains_alike() -> None:
+    """One plain model beside another: passes in another order, and wrong gradients."""
+    each = batches_of(CASES["mlp"], world_size=4, steps=3)
+    batches = [[step] for step in each]
+    alike = functools.partial(assert_trains_alike, batches=batches, reference_run=_in_turn)
+    for reference in (seeded(Mlp), Shared(seeded(Mlp)), Shared(seeded(Mlp))):
+        alike(seeded(Mlp), reference, run=_reversed, regrouped=True)
+    alike(seeded(Mlp), seeded(Mlp), run=_in_turn)
+    for run, regrouped in ((_reversed, False), (_without_the_last, True), (_scaled, True)):
+        with pytest.raises(AssertionError, match="step 0: gradient of"):
+            alike(seeded(Mlp), seeded(Mlp), run=run, regrouped=regrouped)
+    with pytest.raises(AssertionError, match="before the first step: parameter"):
+        alike(seeded(Mlp), seeded(Mlp, seed=1), run=_in_turn)
+
+
+def test_training_alike_forgives_an_order_and_no_gradient() -> None:
+    run_ranks(1, _trains_alike)
+
+
+def _clips() -> None:
+    model = seeded(Mlp)
+    model.clip_grad_norm_ = lambda *args: torch.nn.utils.clip_grad_norm_(model.parameters(), *args)
+    forward_backward(model, batches_of(CASES["mlp"], world_size=1, steps=1)[0][0])
+    assert_clips(model, 0.01)
+    model.clip_grad_norm_ = lambda *args: model.stem.weight.grad.norm()
+    with pytest.raises(AssertionError, match="norm differs by more than"):
+        assert_clips(model, 0.01)
+
+
+def test_clipping_is_compared_with_the_model_itself() -> None:
+    run_ranks(1, _clips)
 
 
 SKIPPED_TESTS = """
