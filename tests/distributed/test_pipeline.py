@@ -24,9 +24,8 @@ from torch.distributed.pipelining import (
 from layerzero import ZeRO3
 from layerzero.parallel import ZeRO3PipelineStage, clip_grad_norm_, gather_as_scheduled
 from tests.harness.checks import (
-    assert_close,
+    assert_close_in_float64,
     assert_same_on_all_ranks,
-    assert_same_parameters,
 )
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block
@@ -35,8 +34,6 @@ from tests.harness.recording import full_nbytes, gathered, recorded_operations, 
 from tests.harness.reference import OPTIMIZERS, full_gradients, full_parameters, seeded
 
 MICRO_BATCHES = 4
-ROUNDINGS = 64
-"""Gradients are summed over micro-batches and ranks in another order than autograd's."""
 UNITS = 3
 """Of each part: two blocks, and what is left."""
 
@@ -133,9 +130,10 @@ class Pipeline:
         return losses
 
     def assert_same(self, read: Callable[[nn.Module], dict[str, Any]], what: str) -> None:
+        """Gradients are summed over micro-batches and ranks in another order than autograd's."""
         for index, model in zip(self.indices, self.models, strict=True):
             expected = read(self.reference.parts[index])
-            assert_same_parameters(read(model), expected, ROUNDINGS, f"{what} of part {index}:")
+            assert_close_in_float64(read(model), expected, f"{what} of part {index}:")
 
     def train(self, steps: int) -> list[dict[int, tuple[list[str], list[str]]]]:
         """Compare every step with the reference; (gathered, reduced) of each stage and step."""
@@ -157,7 +155,7 @@ class Pipeline:
             expected = self.reference_losses(batches)[self.mesh["dp"].get_local_rank()]
             if losses is not None:
                 for loss, other in zip(losses, expected, strict=True):
-                    assert_close(loss.detach(), other.detach(), ROUNDINGS, f"step {step}: loss")
+                    assert_close_in_float64(loss.detach(), other.detach(), f"step {step}: loss")
             self.assert_same(full_gradients, f"step {step}: gradient")
             for optimizer in [*optimizers, reference_optimizer]:
                 optimizer.step()
@@ -188,7 +186,7 @@ def _trains(kinds: tuple[str, ...]) -> None:
     "kinds", [("gpipe", "1f1b"), ("interleaved", "interleaved as scheduled")], ids=lambda k: k[0]
 )
 def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step(kinds: tuple[str, ...]) -> None:
-    run_ranks(4, _trains, kinds)
+    run_ranks(4, _trains, kinds, in_float64=True)
 
 
 def _trains_compiled() -> None:
@@ -201,7 +199,7 @@ def _trains_compiled() -> None:
 
 
 def test_the_blocks_of_a_stage_may_be_compiled() -> None:
-    run_ranks(4, _trains_compiled)
+    run_ranks(4, _trains_compiled, in_float64=True)
 
 
 def _plain_stage_trains() -> None:
@@ -216,7 +214,7 @@ def _plain_stage_trains() -> None:
 
 
 def test_a_stage_of_torchs_own_gives_the_same_numbers_for_more_bytes() -> None:
-    run_ranks(4, _plain_stage_trains)
+    run_ranks(4, _plain_stage_trains, in_float64=True)
 
 
 def _frees_between() -> None:
@@ -227,7 +225,7 @@ def _frees_between() -> None:
 
 
 def test_a_stage_may_free_its_units_between_micro_batches() -> None:
-    run_ranks(4, _frees_between)
+    run_ranks(4, _frees_between, in_float64=True)
 
 
 def _evaluates() -> None:
@@ -248,14 +246,14 @@ def _evaluates() -> None:
                 assert not any(full_nbytes(model).values()), f"{kind}: freed after evaluation"
             if losses is not None:
                 expected = pipeline.reference(x).detach()
-                assert_close(output.detach(), expected, ROUNDINGS, f"{kind}: output")
+                assert_close_in_float64(output.detach(), expected, f"{kind}: output")
                 mean = torch.stack(losses).mean().detach()
-                assert_close(mean, F.mse_loss(expected, target), ROUNDINGS, f"{kind}: loss")
+                assert_close_in_float64(mean, F.mse_loss(expected, target), f"{kind}: loss")
         pipeline.train(steps=2)
 
 
 def test_a_schedule_evaluates_between_steps() -> None:
-    run_ranks(4, _evaluates)
+    run_ranks(4, _evaluates, in_float64=True)
 
 
 def _as_scheduled() -> None:
@@ -280,7 +278,7 @@ def _as_scheduled() -> None:
 
 
 def test_gathers_are_issued_when_the_schedule_says() -> None:
-    run_ranks(4, _as_scheduled)
+    run_ranks(4, _as_scheduled, in_float64=True)
 
 
 def _several_steps_without_sync() -> None:
@@ -299,7 +297,7 @@ def _several_steps_without_sync() -> None:
 
 
 def test_steps_of_a_schedule_add_up_under_no_sync() -> None:
-    run_ranks(4, _several_steps_without_sync)
+    run_ranks(4, _several_steps_without_sync, in_float64=True)
 
 
 def _clips() -> None:
@@ -312,7 +310,7 @@ def _clips() -> None:
         norm = clip_grad_norm_(pipeline.stages, max_norm, norm_type)
         expected = nn.utils.clip_grad_norm_(pipeline.reference.parameters(), max_norm, norm_type)
         assert expected > 2 * max_norm, "else nothing is scaled"
-        assert_close(norm, expected, ROUNDINGS, f"norm of type {norm_type}")
+        assert_close_in_float64(norm, expected, f"norm of type {norm_type}")
         assert_same_on_all_ranks(norm, "norm")
         pipeline.assert_same(full_gradients, f"gradient clipped by {norm_type}")
         for model in [*pipeline.models, pipeline.reference]:
@@ -323,7 +321,7 @@ def _clips() -> None:
 
 
 def test_clipping_takes_the_norm_of_all_stages() -> None:
-    run_ranks(4, _clips)
+    run_ranks(4, _clips, in_float64=True)
 
 
 def _error_in_a_step() -> None:
@@ -349,7 +347,7 @@ def _error_in_a_step() -> None:
 
 
 def test_the_step_after_one_that_failed_starts_clean() -> None:
-    run_ranks(2, _error_in_a_step)
+    run_ranks(2, _error_in_a_step, in_float64=True)
 
 
 def _refuses() -> None:

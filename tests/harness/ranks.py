@@ -53,6 +53,7 @@ def run_ranks(
     timeout: float = 60.0,
     expect_exit: Mapping[int, int] | None = None,
     backend: str = "gloo",
+    in_float64: bool = False,
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks, in an initialised default group.
 
@@ -66,6 +67,8 @@ def run_ranks(
         expect_exit: rank to the exit code it must end with (negative: the signal that kills it).
             Such a rank must not return; the others go on without it.
         backend: of the default group.
+        in_float64: makes that the default dtype of models and batches, for comparisons by
+            `assert_close_in_float64`.
 
     Returns:
         What each rank returned, in rank order; None for the ranks of `expect_exit`.
@@ -75,7 +78,7 @@ def run_ranks(
             rank its state, exit code, traceback and output.
     """
     expected = dict(expect_exit or {})
-    payload = pickle.dumps((fn, args))
+    payload = pickle.dumps((_in_float64, (fn, *args)) if in_float64 else (fn, args))
     group: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         try:
@@ -99,6 +102,11 @@ def run_ranks(
     if any(member.output for member in group):
         print(report)
     return [member.value() for member in group]
+
+
+def _in_float64(fn: Callable[..., Any], *args: Any) -> Any:
+    torch.set_default_dtype(torch.float64)
+    return fn(*args)
 
 
 @dataclass(frozen=True)
