@@ -88,8 +88,9 @@ def assert_norm(
     additions, relative to itself; a power and a root by two units each, and twice where norms of
     parts are put together. The largest element is exact.
     """
-    values = torch.cat([each.detach().flatten().double() for each in tensors])
-    true = torch.linalg.vector_norm(values, norm_type) if values.numel() else values.sum()
+    nothing = torch.zeros(1, dtype=torch.float64)
+    values = torch.cat([nothing, *(each.detach().flatten().double() for each in tensors)])
+    true = torch.linalg.vector_norm(values, norm_type)
     eps = torch.finfo(actual.dtype).eps
     roundings = 0.0 if norm_type == math.inf else (values.numel() / 2 + 4) / norm_type + 4
     assert_within(actual.double(), true, roundings * eps * true.item(), what)
