@@ -104,8 +104,19 @@ def run_ranks(
     return [member.value() for member in group]
 
 
-def _in_float64(fn: Callable[..., Any], *args: Any) -> Any:
+@contextlib.contextmanager
+def float64_by_default() -> Iterator[None]:
+    """In this process what `run_ranks(..., in_float64=True)` does on ranks; also a decorator."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@float64_by_default()
+def _in_float64(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.harness.checks import assert_close_in_float64
+from tests.harness.ranks import float64_by_default
+
 pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
 import lightning.pytorch as pl
@@ -25,7 +28,7 @@ from layerzero import MixedPrecision as EngineMixedPrecision
 from layerzero.checkpoint import CheckpointError
 from layerzero.integrations.lightning import ZeRO3Strategy
 from layerzero.optim import WholeTensorOptimizer
-from tests.harness.checks import assert_bitwise, assert_close, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.models import Block
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import recorded_operations, reduced
@@ -43,8 +46,6 @@ from tests.integrations.trainers import (
 )
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-ROUNDINGS = 64
-"""Of one process beside two ranks: their batches add up in another order, for 8 steps of AdamW."""
 
 
 def _fit(strategy: Any = None, **arguments: Any) -> Regression:
@@ -74,7 +75,7 @@ class _Operations(Callback):
         self.recording.__exit__(None, None, None)
 
 
-def _train() -> tuple[list[float], dict[str, Tensor]]:
+def _train() -> None:
     model = _fit()
     _assert_same_run(model, _fit(ddp()))
     assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1"]
@@ -82,8 +83,20 @@ def _train() -> tuple[list[float], dict[str, Tensor]]:
     for each in ("layerzero", zero3_strategy(plan=plan)):
         _assert_same_run(_fit(each), model)
     _accumulation_reduces_once()
-    _clipping()
+    clip = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+    clipped = _fit(**clip)
+    _assert_same_run(clipped, _fit(ddp(), **clip))
+    assert clipped.losses != model.losses
     _many_uses_of_one_model()
+
+
+def _train_in_float64() -> tuple[list[float], dict[str, Tensor]]:
+    """Clipped by a norm that is summed in another order than DDP's, and not clipped."""
+    model = _fit()
+    clip = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}
+    ours, theirs = _fit(**clip), _fit(ddp(), **clip)
+    assert ours.losses != model.losses
+    assert_close_in_float64(full(ours), full(theirs), "clipped")
     return model.losses, full(model)
 
 
@@ -94,15 +107,6 @@ def _accumulation_reduces_once() -> None:
     num_steps = 2 * NUM_BATCHES // 2
     assert len(reduced(operations.operations)) == 3 * num_steps
     _assert_same_run(ours, _fit(ddp(), accumulate_grad_batches=2))
-
-
-def _clipping() -> None:
-    free = _fit()
-    for algorithm, bound, roundings in (("norm", 0.1, ROUNDINGS), ("value", 0.02, 0)):
-        options = {"gradient_clip_val": bound, "gradient_clip_algorithm": algorithm}
-        ours, theirs = _fit(**options), _fit(ddp(), **options)
-        assert ours.losses != free.losses
-        assert_same_parameters(full(ours), full(theirs), roundings)
 
 
 def _many_uses_of_one_model() -> None:
@@ -125,12 +129,19 @@ def _many_uses_of_one_model() -> None:
     assert ours_losses == losses and losses
 
 
-def test_training_equals_ddp_and_one_process() -> None:
-    (losses, parameters), (other_losses, _) = run_ranks(RANKS, _train)
+def test_training_equals_ddp() -> None:
+    run_ranks(RANKS, _train)
+
+
+@float64_by_default()
+def test_training_equals_one_process() -> None:
+    """Batches of two ranks add up in another order than one batch of both."""
+    results = run_ranks(RANKS, _train_in_float64, in_float64=True)
+    (losses, parameters), (other_losses, _) = results
     model = _fit()
     mean = (torch.tensor(losses) + torch.tensor(other_losses)) / 2
-    assert_close(mean, torch.tensor(model.losses), ROUNDINGS, "losses")
-    assert_same_parameters(parameters, full(model), ROUNDINGS)
+    assert_close_in_float64(mean, torch.tensor(model.losses), "losses")
+    assert_close_in_float64(parameters, full(model), "parameter")
 
 
 # Checkpoints ----------------------------------------------------------------------------------
@@ -206,12 +217,14 @@ def _described(value: Any) -> Any:
     return [_described(each) for each in value] if isinstance(value, list) else value
 
 
+@float64_by_default()
 def test_a_file_goes_on_here_under_ddp_and_in_one_process(tmp_path: Path) -> None:
-    ((result,), _) = run_ranks(RANKS, _files, tmp_path)
+    ((result,), _) = run_ranks(RANKS, _files, tmp_path, in_float64=True)
     alone = trainer().validate(
         seeded(seed=7), rows(), ckpt_path=tmp_path / "ours.ckpt", verbose=False
     )
-    assert result["val_loss"] == pytest.approx(alone[0]["val_loss"], rel=1e-6)
+    losses = (torch.tensor(each["val_loss"]) for each in (result, alone[0]))
+    assert_close_in_float64(*losses, "val_loss")
     model = seeded(seed=7)
     trainer().fit(model, rows(), ckpt_path=tmp_path / "ours.ckpt")
     assert len(model.losses) == NUM_BATCHES
@@ -377,7 +390,7 @@ class _TwoOptimizers(Regression):
         return [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in parts]
 
 
-def _manual(tmp_path: Path) -> list[float]:
+def _manual(tmp_path: Path) -> None:
     _precisions()
     model = seeded(_TwoOptimizers)
     own = trainer(max_epochs=1)
@@ -391,7 +404,12 @@ def _manual(tmp_path: Path) -> list[float]:
     one = trainer(zero3_strategy(state_dict_type="sharded"), max_epochs=1)
     with pytest.raises(CheckpointError, match="contains the state of optimizers named '0', '1'"):
         one.fit(seeded(), rows(), ckpt_path=tmp_path / "sharded")
-    return whole.losses
+
+
+def _losses_of_two() -> list[float]:
+    model = seeded(_TwoOptimizers)
+    trainer().fit(model, rows())
+    return model.losses
 
 
 class _Whole(Regression):
@@ -442,10 +460,14 @@ def test_whole_tensors_and_several_optimizers_go_on(tmp_path: Path) -> None:
 
 
 def test_precision_plugins_and_manual_optimization(tmp_path: Path) -> None:
-    ours = torch.tensor(run_ranks(RANKS, _manual, tmp_path))
-    alone = seeded(_TwoOptimizers)
-    trainer().fit(alone, rows())
-    assert_close(ours.mean(0), torch.tensor(alone.losses), 2 * ROUNDINGS, "losses")
+    run_ranks(RANKS, _manual, tmp_path)
+
+
+@float64_by_default()
+def test_manual_optimization_equals_one_process() -> None:
+    """Batches of two ranks add up in another order than one batch of both."""
+    ours = torch.tensor(run_ranks(RANKS, _losses_of_two, in_float64=True))
+    assert_close_in_float64(ours.mean(0), torch.tensor(_losses_of_two()), "losses")
 
 
 # The example ----------------------------------------------------------------------------------
