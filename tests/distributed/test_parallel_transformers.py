@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerzero import ParallelManager, ShardingPlan, ZeRO3, units
@@ -20,6 +19,7 @@ from tests.distributed.test_tensor_parallel import (
     whole_values,
 )
 from tests.harness.checks import assert_close_in_float64
+from tests.harness.hugging_face import in_default_dtype
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
 
@@ -48,15 +48,7 @@ def build(family: str = "Llama", layers: int = 2, **options: Any) -> nn.Module:
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:  # ones and zeros would hide what is not there
             nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(_normed, module)
-    return model.to(torch.get_default_dtype())
-
-
-def _normed(module: nn.Module, x: Tensor) -> Tensor:
-    """As transformers has it, but not in float32."""
-    return module.weight * x * (x.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+    return in_default_dtype(model)
 
 
 def batches(num_data: int, steps: int = 2) -> list[list[Tensor]]:
@@ -69,9 +61,7 @@ def batches(num_data: int, steps: int = 2) -> list[list[Tensor]]:
 
 
 def forward_backward(model: nn.Module, ids: Tensor) -> Tensor:
-    # Not with `labels`: that computes the loss in float32.
-    logits = model(input_ids=ids).logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return loss.detach()
 

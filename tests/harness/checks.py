@@ -39,13 +39,6 @@ def assert_within(
         raise AssertionError(f"{what} differs by more than {there:.3g}: {where}")
 
 
-def assert_close(actual: Tensor, expected: Tensor, roundings: int, what: str = "tensor") -> None:
-    """Within `roundings` units of roundoff of the largest magnitude in `expected`."""
-    unit = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
-    largest = expected.abs().max().item() if expected.numel() else 0.0
-    assert_within(actual, expected, roundings * unit * largest, what)
-
-
 class Sum(NamedTuple):
     """A sum, with what bounds how far the same terms in another order may be from it."""
 
@@ -79,6 +72,17 @@ def assert_close_in_float64(actual: Any, expected: Any, what: str = "tensor") ->
     assert_same_parameters(actual, expected, bounds, what)
 
 
+def of_floats(expected: Any) -> Any:
+    """What equals Python's floats that were added up in another order: see
+    `assert_close_in_float64`, which these are."""
+    return pytest.approx(expected, rel=1e-9)
+
+
+def of_milliseconds(expected: float) -> Any:
+    """What equals differences of readings of a clock, which tells nanoseconds."""
+    return pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
 def assert_norm(
     actual: Tensor, tensors: Iterable[Tensor], norm_type: float = 2.0, what: str = "norm"
 ) -> None:
@@ -99,9 +103,8 @@ def assert_norm(
 def assert_same_parameters(
     actual: Mapping[str, Tensor | None],
     expected: Mapping[str, Tensor | None],
-    bounds: Mapping[str, Tensor | float] | int | None = None,
+    bounds: Mapping[str, Tensor | float] | None = None,
     what: str = "parameter",
-    roundings: int = 0,
 ) -> None:
     """The same names in the same order, None where None is expected; bitwise or within `bounds`.
 
@@ -117,8 +120,6 @@ def assert_same_parameters(
             assert value is None and got is None, (
                 f"{place}: got {_kind(got)}, expected {_kind(value)}"
             )
-        elif isinstance(bounds, int) or roundings:
-            assert_close(got, value, roundings or bounds, place)
         elif bounds is None:
             assert_bitwise(got, value, place)
         else:

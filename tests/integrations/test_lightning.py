@@ -357,7 +357,8 @@ def _precisions() -> None:
         assert dtypes == {parameter.dtype for parameter in theirs.parameters()}, precision
     half = EngineMixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ours = _fit(zero3_strategy(mixed_precision=half))
-    assert ours.losses == pytest.approx(_fit().losses, rel=0.1)
+    # Each of some 12 operations behind a loss rounds by half a unit of bfloat16, to either side.
+    assert ours.losses == pytest.approx(_fit().losses, rel=12 * torch.finfo(torch.bfloat16).eps)
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
     overflow = _Overflow()
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))

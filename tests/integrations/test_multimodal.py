@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
+from tests.harness.checks import assert_bitwise
+from tests.harness.compare import assert_clips, assert_same_gradients, assert_same_values, follow
 from tests.harness.ranks import run_ranks
+from tests.harness.reference import backward_of_all_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -85,6 +88,12 @@ def _batch(model: nn.Module, seed: int, has_images: int) -> dict[str, Tensor]:
     return batch
 
 
+def _run(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach()
+
+
 def _train(make: Any, recomputes: bool) -> None:
     torch.manual_seed(0)
     module, optional = make()
@@ -104,19 +113,15 @@ def _train(make: Any, recomputes: bool) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for step, has_images in enumerate(_HAS_IMAGES):
         batches = [_batch(twin, 10 * step + r, has_images[r]) for r in range(world_size)]
-        loss = model(**batches[rank]).loss
-        loss.backward()
-        losses = [twin(**batch).loss for batch in batches]
-        (sum(losses) / world_size).backward()
-        torch.testing.assert_close(loss, losses[rank])
-        norms = model.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-        torch.testing.assert_close(*norms)
+        losses = backward_of_all_ranks(twin, batches, _run)
+        assert_bitwise(_run(model, batches[rank]), losses[rank], f"{step}: loss")
+        assert_same_gradients(model, twin, what=f"{step}: gradient of")
+        assert_clips(model, 1.0)
+        follow(model, twin)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    with model.summon_full_params():
-        for (name, got), expected in zip(module.named_parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-5, msg=name)
+        assert_same_values(model, twin, f"after {step}: parameter")
 
 
 def _train_all() -> None:

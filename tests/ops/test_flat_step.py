@@ -11,6 +11,7 @@ import torch
 
 from layerzero.ops import step_reference as R
 from layerzero.ops import sum_squares
+from tests.harness.checks import assert_close_in_float64
 from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call
 
 KINDS = {R.ADAMW: 3, R.SGD: 1, R.LION: 1}
@@ -220,7 +221,7 @@ def test_a_sum_of_squares_is_taken_in_float64(implementation: str, dtype: torch.
         call(implementation, "sum_squares_", out, x)
         R.sum_squares_(wanted, x)
         assert_same_bits(out, wanted)
-        torch.testing.assert_close(out[0], x.double().square().sum(), rtol=1e-13, atol=0)
+        assert_close_in_float64(out[0], x.double().square().sum())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

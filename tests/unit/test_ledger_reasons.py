@@ -21,6 +21,7 @@ from layerzero.step_ledger.records import (
     Slice,
     Wait,
 )
+from tests.harness.checks import of_floats
 
 
 def _gather(number: int, asked: float, called: float, arrived: float, cause: str = TRANSFER) -> Job:
@@ -37,7 +38,7 @@ def _causes(record: Record, wait: int = 0, peer: Record | None = None) -> list[t
     records = {0: record} if peer is None else {0: record, 1: peer}
     segments = explain(record, record.waits[wait], LastPeers(records))
     whole = record.waits[wait]
-    assert sum(s.seconds for s in segments) == pytest.approx(whole.end - whole.begin)
+    assert sum(s.seconds for s in segments) == of_floats(whole.end - whole.begin)
     # Neighbours with one reason count as one.
     return [
         (reason, round(sum(s.seconds for s in same), 6))

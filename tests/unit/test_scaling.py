@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.checks import of_floats
 from tests.harness.pages import REPOSITORY
 
 
@@ -46,7 +47,7 @@ def test_units_of_a_ledger_have_their_own_compute_without_waits(of_benchmarks: A
     trace = {"traceEvents": spans, "otherData": {"num_steps": 2}}
     units = of_benchmarks("device_program").units_of_ledger(trace, itemsize=4)
     assert [tuple(unit) for unit in units] == [
-        pytest.approx((200, 4 / 2, 18 / 2)),
-        pytest.approx((0, 1 / 2, 0)),
-        pytest.approx((200, (20 - 6 - 1) / 2, (30 - 20) / 2)),
+        of_floats((200, 4 / 2, 18 / 2)),
+        of_floats((0, 1 / 2, 0)),
+        of_floats((200, (20 - 6 - 1) / 2, (30 - 20) / 2)),
     ]

@@ -17,6 +17,7 @@ from benchmarks.simulator import (
     Wait,
     simulate,
 )
+from tests.harness.checks import of_floats
 
 FREE = Link(latency_s=0.0)
 
@@ -40,7 +41,7 @@ def on_cores(cores: float, *seconds: float) -> Result:
 
 
 def end_of(result: Result) -> dict[str, float]:
-    return {name: pytest.approx(end) for (_, name), end in result.ends.items()}
+    return {name: of_floats(end) for (_, name), end in result.ends.items()}
 
 
 def test_threads_share_one_core_evenly() -> None:
@@ -69,7 +70,7 @@ def test_a_job_that_comes_later_slows_down_the_first() -> None:
     # Halves until 2 (first has 3 left), thirds until 5 (2 and 1 left), halves until 7.
     result = simulate({0: late}, machine(1))
     assert end_of(result) == {"second": 5, "third": 7, "first": 8}
-    assert result.core_s == pytest.approx(8)
+    assert result.core_s == of_floats(8)
 
 
 def test_a_collective_waits_for_the_last_rank() -> None:
@@ -78,7 +79,7 @@ def test_a_collective_waits_for_the_last_rank() -> None:
         rank: {"main": [Compute(seconds), *ring(200, (0, 1, 2))]}
         for rank, seconds in enumerate((1.0, 7.0, 2.0))
     }
-    assert simulate(programs, machine(3, inside=link)).step_s == pytest.approx(7 + 2 * 0.5 + 2)
+    assert simulate(programs, machine(3, inside=link)).step_s == of_floats(7 + 2 * 0.5 + 2)
 
 
 def test_one_of_several_alike_is_enough() -> None:
@@ -94,7 +95,7 @@ def test_a_collective_overlaps_with_compute_as_the_alpha_beta_formula_says() -> 
     for compute_s, expected in ((2.0, 3 * 0.5 + 6.0), (20.0, 20.0)):
         post, wait = ring(600, (0, 1, 2, 3))
         result = simulate({0: {"main": [post, Compute(compute_s), wait]}}, machine(1, inside=link))
-        assert result.step_s == pytest.approx(expected)
+        assert result.step_s == of_floats(expected)
 
 
 def test_collectives_at_once_share_a_link_and_not_two_links() -> None:
@@ -127,10 +128,10 @@ def test_a_message_costs_both_sides_core_seconds() -> None:
     send: Program = {"main": [Post("m", (0, 1), {1: 8}, {}), Wait("m", (0, 1))]}
     receive: Program = {"main": [Post("m", (0, 1), {}, {0: 8}), Wait("m", (0, 1))]}
     result = simulate({0: send, 1: receive}, machine(16), costs)
-    assert result.core_s == pytest.approx(2 * 1 + (2 + 4) + (4 + 2))
+    assert result.core_s == of_floats(2 * 1 + (2 + 4) + (4 + 2))
     # Each side works on its part while the other works on the next: 6, and the last quarter of 6.
-    assert end_of(result)["main"] == result.ends[1, "main"] == pytest.approx(6 + 6 / 4)
-    assert result.ends[0, "main"] == pytest.approx(6)
+    assert end_of(result)["main"] == result.ends[1, "main"] == of_floats(6 + 6 / 4)
+    assert result.ends[0, "main"] == of_floats(6)
 
 
 def test_messages_that_nothing_overlaps_with_fill_one_core() -> None:
@@ -140,8 +141,8 @@ def test_messages_that_nothing_overlaps_with_fill_one_core() -> None:
         for rank in (0, 1)
     }
     # Two ranks compute 3, send 4 and receive 4 each.
-    assert simulate(programs, machine(1), costs).step_s == pytest.approx(22)
-    assert simulate(programs, machine(2), costs).step_s == pytest.approx(11)
+    assert simulate(programs, machine(1), costs).step_s == of_floats(22)
+    assert simulate(programs, machine(2), costs).step_s == of_floats(11)
 
 
 def test_a_message_starts_when_both_ends_have_posted_it() -> None:
@@ -150,7 +151,7 @@ def test_a_message_starts_when_both_ends_have_posted_it() -> None:
         0: {"main": [swap(0, 1, 0), Wait("swap", (0, 1))]},
         1: {"main": [Compute(5), swap(1, 0, 0), Wait("swap", (0, 1))]},
     }
-    assert simulate(programs, machine(4), costs).ends[0, "main"] == pytest.approx(6)
+    assert simulate(programs, machine(4), costs).ends[0, "main"] == of_floats(6)
 
 
 def test_threads_that_wait_for_each_other_are_named() -> None:
