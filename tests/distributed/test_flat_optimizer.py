@@ -15,14 +15,13 @@ from layerzero import MixedPrecision, OffloadPolicy, ZeRO3
 from layerzero.core.flat_param import FlatParam
 from layerzero.optim import SGD, AdamW, Lion
 from layerzero.state_dict.parameter_shard import ParameterShard
-from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks
+from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import assert_norm_of_gradients, sharded, zero3
 from tests.harness.models import CASES, Block, Case, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import batches_of, forward_backward
 
-_HAS_FMA = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-needs_fma = pytest.mark.skipif(not _HAS_FMA, reason="torch has other arithmetic on this processor")
+needs_fma = pytest.mark.skipif(not HAS_FMA, reason="torch has other arithmetic on this processor")
 
 _PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "adamw": (AdamW, torch.optim.AdamW, {"weight_decay": 0.1}),

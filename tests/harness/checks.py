@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+HAS_FMA = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+"""Whether layerzero's optimizers have the bits of torch's fused ones: else torch's arithmetic is
+another."""
+
 
 def assert_bitwise(actual: Tensor, expected: Tensor, what: str = "tensor") -> None:
     """Equal shape, dtype and bits (a NaN equals the same NaN, 0.0 does not equal -0.0)."""

@@ -22,14 +22,12 @@ import layerzero
 from layerzero import BackwardPrefetch, ReductionPolicy, ZeRO3, checkpoint
 from layerzero.core.parameter_info import get_info
 from layerzero.optim import SGD as FlatSGD
-from tests.harness.checks import assert_bitwise, assert_norm, assert_within
+from tests.harness.checks import HAS_FMA, assert_bitwise, assert_norm, assert_within
 from tests.harness.compare import follow
 from tests.harness.fault_at import FaultAt
 from tests.harness.models import WIDTH, Block
 from tests.harness.reference import Terms, backward_of_all_ranks
 
-_HAS_FMA = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-"""Else `FlatSGD` has other arithmetic than torch's fused optimizer."""
 _OPTIONS = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
 
 
@@ -64,7 +62,7 @@ class TwinMachine:
         self.settings = self._settings(net)
         self.model = ZeRO3(net, **self.settings)
         self.saved: tuple[Path, Any] | None = None
-        self._kind = self.rng.choice([torch.optim.SGD, FlatSGD if _HAS_FMA else torch.optim.SGD])
+        self._kind = self.rng.choice([torch.optim.SGD, FlatSGD if HAS_FMA else torch.optim.SGD])
         self.terms = Terms()
         """Of the twin's gradients."""
         self._make_optimizers()
