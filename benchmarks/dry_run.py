@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from simulator import Await, Compute, Operation, Post, Program, Signal, Wait
 
-from layerzero.comm.pending import Pending, Piece
+from layerzero.comm.pending import Pending
 from layerzero.comm.streams import OnThread
 
 
@@ -118,7 +118,6 @@ class Recorder:
             calls: Any,
             peers: Sequence[int],
             receives: Sequence[bool],
-            pieces: Sequence[Piece],
             later: Sequence[Any] = (),
         ) -> None:
             # What is received later counts, too: to the links, all is under way at once.
