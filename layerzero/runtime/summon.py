@@ -168,7 +168,9 @@ def _gather(
     full = _gather_flat(root, unit, handle, handle.main_shard)
     full_grad = None
     has_grad = [parameter.grad is not None for parameter in handle.sharded_params]
-    if options.with_grads and any(has_grad):
+    # Also without any gradient here: ranks with other experts may have some, and all number the
+    # model's collectives alike.
+    if options.with_grads and (handle.gradients.layout.trainable or any(has_grad)):
         full_grad = _gather_flat(root, unit, handle, _flat_gradient(handle))
     if options.rank0_only and not handle.placement.is_first:
         return _Summoned(handle, None)
