@@ -28,7 +28,7 @@ from common import (
 
 from layerzero.comm.collectives import all_gather, reduce_scatter
 from layerzero.comm.pending import Operation
-from layerzero.core.groups import make_shard_group
+from layerzero.flat.groups import make_shard_group
 
 SIZES_KB = (64, 256, 1024, 4096, 16384)
 

@@ -41,7 +41,7 @@ from benchmarks.common import Spread, difference, environment, interleave, print
 from benchmarks.engines import Transformer, TransformerBlock
 from layerzero import MixedPrecision, ZeRO3
 from layerzero.comm import collectives
-from layerzero.core.groups import ShardGroup
+from layerzero.flat.groups import ShardGroup
 from tests.gpu.mirror import Wires, fake_world, one_rank_group
 
 ENGINES = ("bare", "layerzero", "fully_shard")

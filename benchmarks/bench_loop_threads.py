@@ -1,8 +1,8 @@
 """What is it worth that gloo's threads take no core from those that compute?
 
-See the note in layerzero/comm/loop_threads.py. A transformer on gloo ranks of this machine, AdamW
-included, under DDP, layerzero and `fully_shard`; they share one process group, so they share its
-threads. Each runs in each round with threads that take a core when they wake (Linux's default:
+See the note in layerzero/comm/gloo/loop_threads.py. A transformer on gloo ranks of this machine,
+AdamW included, under DDP, layerzero and `fully_shard`; they share one process group, so they share
+its threads. Each runs in each round with threads that take a core when they wake (Linux's default:
 "takes") and with those that wait for one ("waits"). Ratios are within one round; elapsed time is
 that of the slowest rank, processor time the mean of ranks.
 """
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace) -> Times:
     """Run on each rank."""
     width, layers = SIZES[args.size]
     config = Config(width, layers, 8, args.batch, args.length, args.rounds, args.steps)
-    with mock.patch("layerzero.runtime.operations.wake_without_preempting"):
+    with mock.patch("layerzero.step.operations.wake_without_preempting"):
         steps = {engine: make_step(engine, config) for engine in ENGINES}
     threads: Times = {clock: [[] for _ in KINDS] for clock in CLOCKS[1:]}
 

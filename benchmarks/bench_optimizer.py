@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from layerzero import MixedPrecision, ZeRO3
 from layerzero.ops import ordered_sum_, ordered_sum_squares_
 from layerzero.optim import AdamW
-from layerzero.runtime.chunk_squares import ChunkSquares
+from layerzero.step.chunk_squares import ChunkSquares
 
 WORLD_SIZE = 8
 PARTS = ("sum", "sum and norm", "norm alone", "clip", "step", "cast", "zero_grad")

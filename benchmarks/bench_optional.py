@@ -44,8 +44,8 @@ from common import (
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
-from layerzero.construct import build
-from layerzero.runtime.root import RootState
+from layerzero.build import build
+from layerzero.step.root import RootState
 
 BAR = 1.01
 WARMUP_ROUNDS = 2

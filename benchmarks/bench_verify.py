@@ -38,7 +38,7 @@ from common import (
 from engines import Transformer, TransformerBlock
 
 from layerzero import ZeRO3
-from layerzero.runtime.context import RuntimeContext
+from layerzero.step.context import RuntimeContext
 from layerzero.verify import context as verification
 
 SIZES = {"tiny": (64, 2), "6m": (256, 8), "25m": (512, 8)}  # width, layers

@@ -185,7 +185,7 @@ def _local(tensor: Any) -> Tensor:
 
 def _compute_shards(model: nn.Module) -> list[Tensor]:
     from layerzero import ZeRO3
-    from layerzero.runtime.root import ordered_units
+    from layerzero.step.root import ordered_units
 
     if not isinstance(model, ZeRO3):
         return []

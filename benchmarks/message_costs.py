@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from simulator import Link, MessageCosts
 
-from layerzero.comm.loop_threads import wake_without_preempting
+from layerzero.comm.gloo.loop_threads import wake_without_preempting
 
 SMALL_NBYTES, LARGE_NBYTES = 256 << 10, 2 << 20
 """As in a step. Ranks that post empty messages at the same moment make gloo spin far more."""

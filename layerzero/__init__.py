@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from layerzero import errors, optim
-from layerzero.comm.diagnosis import CollectiveError
 from layerzero.config import (
     BackwardPrefetch,
     MixedPrecision,
@@ -24,9 +23,10 @@ from layerzero.optim import GradScaler, global_norm
 from layerzero.parallel import ParallelManager
 from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_plan
 from layerzero.rewrap import rewrap
-from layerzero.runtime.states import Hold
+from layerzero.step.states import Hold
 from layerzero.uneven.context import join
 from layerzero.version import __version__
+from layerzero.watch.diagnosis import CollectiveError
 from layerzero.zero3 import ZeRO3
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerzero.comm.diagnosis import CollectiveError
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.verify.errors import CorruptionError
+from layerzero.watch.diagnosis import CollectiveError
 
 __all__ = ["CheckpointError", "CollectiveError", "CorruptionError"]

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from layerzero.build.optional import names_of_optional
 from layerzero.config import MixedPrecision
-from layerzero.construct.optional import names_of_optional
-from layerzero.runtime.root import RootState
-from layerzero.runtime.unit import Unit
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit
 
 _logger = logging.getLogger(__name__)
 _SHOWN = 12

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.runtime import hooks
-from layerzero.runtime.root import ordered_units, root_of
-from layerzero.runtime.unit import get_unit
-from layerzero.runtime.unit_view import UnitView
+from layerzero.step import hooks
+from layerzero.step.root import ordered_units, root_of
+from layerzero.step.unit import get_unit
+from layerzero.step.unit_view import UnitView
 
 
 def units(model: nn.Module) -> list[UnitView]:

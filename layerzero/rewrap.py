@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from layerzero.construct.optional import optional_now
-from layerzero.core.parameter_hooks import kind_of_hooks
-from layerzero.core.parameter_info import get_info
+from layerzero.build.optional import optional_now
+from layerzero.flat.parameter_hooks import kind_of_hooks
+from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
-from layerzero.runtime.root import root_of
-from layerzero.runtime.states import TrainingState
-from layerzero.runtime.unit import get_unit
-from layerzero.runtime.unwrap import unwrap
+from layerzero.step.root import root_of
+from layerzero.step.states import TrainingState
+from layerzero.step.unit import get_unit
+from layerzero.step.unwrap import unwrap
 from layerzero.zero3 import ZeRO3
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from layerzero.runtime.guards import refuse_copies
+from layerzero.step.module_guards import refuse_copies
 
 _SHARED = (
     "_parameters",

@@ -14,6 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero import guards
+from layerzero.build import argument_warnings
+from layerzero.build.build import build
+from layerzero.build.topology import agree_on_topology, plan_on_every_rank
+from layerzero.build.wrap import WrapPolicy
 from layerzero.config import (
     Accumulation,
     BackwardPrefetch,
@@ -27,24 +31,20 @@ from layerzero.config import (
     ReshardAfterForward,
     Verify,
 )
-from layerzero.construct import advice
-from layerzero.construct.build import build
-from layerzero.construct.topology import agree_on_topology, plan_on_every_rank
-from layerzero.construct.wrap import WrapPolicy
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.log import log_units
 from layerzero.memory_budget import MemoryChoice, learn
 from layerzero.optim import attach, nonfinite, torch_norm
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.in_backward import StepInBackward
-from layerzero.runtime.phases import duration
-from layerzero.runtime.root import RootState, UnshardHandle, root_of
-from layerzero.runtime.sharded_params import remember_root
-from layerzero.runtime.summon import SummonOptions, summon
-from layerzero.runtime.unit import Unit, get_unit, set_unit
-from layerzero.runtime.unit_view import UnitView
 from layerzero.state_dict import optimizer_shards  # noqa: F401  # watches every optimizer
 from layerzero.state_dict.whole import patch_torch
+from layerzero.step.root import RootState, UnshardHandle, root_of
+from layerzero.step.sharded_params import remember_root
+from layerzero.step.summon import SummonOptions, summon
+from layerzero.step.timeouts import duration
+from layerzero.step.unit import Unit, get_unit, set_unit
+from layerzero.step.unit_view import UnitView
 from layerzero.uneven.joinable import JoinableModel
 from layerzero.verify.signature import step_signature
 from layerzero.wrapper import ModuleWrapper
@@ -189,7 +189,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         if arguments.on_nonfinite is not None:
             nonfinite.install(root, arguments.on_nonfinite, self.__dict__["_kept_whole"])
         guards.install(module, root)
-        advice.warn(module, arguments, plan, topology.placement)
+        argument_warnings.warn(module, arguments, plan, topology.placement)
         log_units(module, root, topology.placement.is_first)
         attach.watch()
         torch_norm.install()

@@ -38,7 +38,7 @@ from layerzero.checkpoint.save_handle import SaveHandle
 from layerzero.checkpoint.save_plan import Content, SavePlan
 from layerzero.checkpoint.schedulers import Stateful, check_schedulers
 from layerzero.config import parse_nbytes
-from layerzero.core.host import HostMemory
+from layerzero.flat.host_memory import HostMemory
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.optimizers import check_optimizers
 from layerzero.state_dict.preconditions import root_state_of

@@ -1,1 +1,1 @@
-"""How bytes move: collectives on 1-D tensors, the streams they run on, and what detects hangs."""
+"""How bytes move: collectives on 1-D tensors, and the streams that they run on."""

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from layerzero.comm import messages
-from layerzero.comm.messages import messages_carry_names
+from layerzero.comm.gloo import messages
+from layerzero.comm.gloo.messages import messages_carry_names
 from layerzero.comm.pending import Operation, Pending
-from layerzero.core.groups import ShardGroup
+from layerzero.flat.groups import ShardGroup
 from layerzero.ops import ordered_sum_
 
 # Backends whose reductions can average (ReduceOp.AVG), which saves the scaling afterwards.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.new_groups import new_group
 from layerzero.comm.pending import Operation
-from layerzero.core.groups import ShardGroup
+from layerzero.flat.groups import ShardGroup
 
 
 def agree_on_group_names(groups: Sequence[ShardGroup], device: torch.device) -> None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
-from layerzero.comm.run_names import remember_run
-from layerzero.core.groups import ShardGroup
+from layerzero.flat.groups import ShardGroup
+from layerzero.watch.run_names import remember_run
 
 
 class ModelNumber(NamedTuple):

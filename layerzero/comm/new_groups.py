@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.diagnosis import CollectiveError, diagnose
-from layerzero.core.groups import DEFAULT_TIMEOUT, ShardGroup
+from layerzero.flat.groups import DEFAULT_TIMEOUT, ShardGroup
+from layerzero.watch.diagnosis import CollectiveError, diagnose
 
 
 def new_group(

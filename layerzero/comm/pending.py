@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from layerzero.comm.diagnosis import CollectiveError, diagnose
-from layerzero.comm.lookout import Lookout
-from layerzero.comm.slow_waits import WatchesWaits, other_waits
 from layerzero.comm.streams import Event
-from layerzero.comm.watchdog import Watchdog
-from layerzero.core.groups import ShardGroup
+from layerzero.flat.groups import ShardGroup
+from layerzero.watch.desync import Lookout
+from layerzero.watch.diagnosis import CollectiveError, diagnose
+from layerzero.watch.slow_waits import WatchesWaits, other_waits
+from layerzero.watch.watchdog import Watchdog
 
 
 class Operation(NamedTuple):

@@ -24,12 +24,10 @@ from typing import Any, Protocol
 
 import torch
 
-from layerzero.comm.at_exit import end_at_exit
-from layerzero.comm.events import PooledEvent, event_pool
-from layerzero.core.device_streams import stream_interface
-
-Event = PooledEvent | None
-"""A place in a stream of a device; None on CPU."""
+from layerzero.flat.device_streams import stream_interface
+from layerzero.watch.at_exit import end_at_exit
+from layerzero.watch.events import Event as Event
+from layerzero.watch.events import PooledEvent, event_pool
 
 _logger = logging.getLogger(__name__)
 

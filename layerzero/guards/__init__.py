@@ -12,7 +12,7 @@ from layerzero.guards.lost_writes import FirstForward, LostWrites
 from layerzero.guards.saving import guard_saving
 from layerzero.guards.stray_gradients import StrayGradients
 from layerzero.guards.surroundings import Surroundings
-from layerzero.runtime.root import RootState
+from layerzero.step.root import RootState
 
 
 def install(module: nn.Module, root: RootState) -> None:

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.decay import original_ndim
 from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
-from layerzero.runtime.sharded_params import Owner, owner_of_each
+from layerzero.step.sharded_params import Owner, owner_of_each
 
 _ELEMENT_WISE = (
     torch.optim.Adadelta,

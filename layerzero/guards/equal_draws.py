@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from layerzero.runtime.flat_param_handle import FlatParamHandle
+from layerzero.step.handle import FlatParamHandle
 
 _NUM_COMPARED = 8
 """Elements at the beginning of each part that must be equal, and not all the same number."""

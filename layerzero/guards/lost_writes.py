@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from layerzero.guards.equal_draws import EqualDraws
 from layerzero.notices import outside, warn_once
-from layerzero.runtime.context import RuntimeContext
-from layerzero.runtime.extension import Extension, Extensions
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.unit import Unit
+from layerzero.step.context import RuntimeContext
+from layerzero.step.extension import Extension, Extensions
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.unit import Unit
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

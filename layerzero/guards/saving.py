@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 
 _METHOD = "save_pretrained"
 

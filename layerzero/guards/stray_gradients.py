@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.core.parameter_hooks import accumulator_of, is_accumulating
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_hooks import accumulator_of, is_accumulating
+from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
-from layerzero.runtime.extension import Extension
-from layerzero.runtime.unit import Unit
+from layerzero.step.extension import Extension
+from layerzero.step.unit import Unit
 
 
 class StrayGradients(Extension):

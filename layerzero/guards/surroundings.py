@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from layerzero.runtime.extension import Extension
-from layerzero.runtime.unit import Unit
+from layerzero.step.extension import Extension
+from layerzero.step.unit import Unit
 
 _ADVICE = (
     "it would overwrite every rank's shards with those of the first rank; ZeRO3 reduces gradients "

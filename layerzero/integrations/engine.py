@@ -23,16 +23,16 @@ and the names below; everything else is internal, which `tests/unit/test_imports
 
 from __future__ import annotations
 
+from layerzero.build.device import check_device_type, current_accelerator
+from layerzero.build.wrap import Choice, WrapPolicy, has_forward, make_chooser
 from layerzero.comm.collectives import broadcast_, broadcast_from_first, gather_small
 from layerzero.comm.new_groups import new_group
 from layerzero.comm.pending import Operation
-from layerzero.construct.device import check_device_type, current_accelerator
-from layerzero.construct.wrap import Choice, WrapPolicy, has_forward, make_chooser
-from layerzero.core.groups import ShardGroup, make_shard_group, resolve_process_groups
-from layerzero.core.names import WRAPPER_NAMES, clean_name
-from layerzero.core.parameter_info import ParameterInfo, copy_attributes, get_info
-from layerzero.core.placement import Placement
-from layerzero.core.tensor_parallel import TensorParallelSplit, local_of, split_of
+from layerzero.flat.groups import ShardGroup, make_shard_group, resolve_process_groups
+from layerzero.flat.names import WRAPPER_NAMES, clean_name
+from layerzero.flat.parameter_info import ParameterInfo, copy_attributes, get_info
+from layerzero.flat.placement import Placement
+from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of, split_of
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.optim import attach
 from layerzero.optim.clip import clip_factor, clip_grad_norm_, clipped
@@ -49,10 +49,10 @@ from layerzero.plan.options import read_options as read_plan_options
 from layerzero.plan.patterns import NamePattern
 from layerzero.plan.resolve import names as list_names
 from layerzero.plan.yaml_file import load as load_yaml
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.root import RootState, ordered_units, root_of
-from layerzero.runtime.states import ShardState, TrainingState
-from layerzero.runtime.unit import get_unit
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.root import RootState, ordered_units, root_of
+from layerzero.step.states import ShardState, TrainingState
+from layerzero.step.unit import get_unit
 
 __all__ = [
     "MODULE_OPTIONS",

@@ -22,16 +22,16 @@ import torch
 
 from layerzero.comm.collectives import gather_small
 from layerzero.config import BackwardPrefetch, GatherBudget
-from layerzero.core.placement import Placement
+from layerzero.flat.placement import Placement
 from layerzero.memory_budget.choice import Costs, MemoryChoice, choose, fitted, ladder
 from layerzero.memory_budget.late import LateStream
 from layerzero.memory_budget.meter import Meter, make_meter
 from layerzero.memory_budget.timeline import Event, Settings, Timeline
 from layerzero.notices import outside, warn_once
 from layerzero.ops import Segments
-from layerzero.runtime.accumulation import AccumulationCosts
-from layerzero.runtime.root import RootState
-from layerzero.runtime.unit import Unit
+from layerzero.step.accumulation import AccumulationCosts
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit
 from layerzero.verify.context import VerifiedContext
 
 _logger = logging.getLogger(__name__)

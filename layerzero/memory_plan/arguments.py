@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerzero.construct.argument_types import check_outer, check_zero3_size, named_device
-from layerzero.construct.arguments import Arguments, check_arguments
-from layerzero.construct.device import check_device_type, current_accelerator
-from layerzero.construct.make_placement import place
-from layerzero.construct.plan import WrapPlan, plan_wrapping
-from layerzero.construct.topology import Topology, check_sizes
-from layerzero.construct.wrap import make_chooser
-from layerzero.core.groups import ShardGroup
+from layerzero.build.argument_types import check_outer, check_zero3_size, named_device
+from layerzero.build.arguments import Arguments, check_arguments
+from layerzero.build.device import check_device_type, current_accelerator
+from layerzero.build.make_placement import place
+from layerzero.build.plan import WrapPlan, plan_wrapping
+from layerzero.build.topology import Topology, check_sizes
+from layerzero.build.wrap import make_chooser
+from layerzero.flat.groups import ShardGroup
 from layerzero.memory_plan.experts import Policy, placements_of, with_all_experts, with_ranks
 from layerzero.memory_plan.hollow import hollow_copy
 from layerzero.memory_plan.transport import Pace, PlannedGroups, planned_axes
-from layerzero.runtime.unit import get_unit
+from layerzero.step.unit import get_unit
 
 _CPU = torch.device("cpu")
 _MODULES = ("ignored_modules", "ignored_parameters", "optional_modules")

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from layerzero.core.placement import Placement
+from layerzero.flat.placement import Placement
 from layerzero.memory_budget.learner import Learner
 from layerzero.memory_budget.meter import Meter
 from layerzero.memory_budget.storages import StorageCount
-from layerzero.runtime.root import RootState
-from layerzero.runtime.unit import Unit
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit
 
 
 class PlannedLearner(Learner):

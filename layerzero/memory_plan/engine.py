@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import nn
 
+from layerzero.build.arguments import Arguments
+from layerzero.build.build import build_units, join_units
+from layerzero.build.compare_values import Digests
+from layerzero.build.materialize import Materializer, Place
+from layerzero.build.plan import WrapPlan
+from layerzero.build.topology import Topology
 from layerzero.comm.streams import Streams
 from layerzero.config import BackwardPrefetch, ReductionPolicy
-from layerzero.construct.arguments import Arguments
-from layerzero.construct.build import build_units, join_units
-from layerzero.construct.materialize import Materializer, Place
-from layerzero.construct.plan import WrapPlan
-from layerzero.construct.same_start import Digests
-from layerzero.construct.topology import Topology
-from layerzero.core.groups import ShardGroup
+from layerzero.flat.groups import ShardGroup
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.memory_plan.budget import PlannedLearner
 from layerzero.memory_plan.transport import (
@@ -30,21 +30,21 @@ from layerzero.memory_plan.transport import (
     PlannedStreams,
 )
 from layerzero.memory_plan.verified import PlannedVerifiedContext
-from layerzero.runtime.context import RuntimeContext
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.operations import Operations
-from layerzero.runtime.optional.exchange import Exchange
-from layerzero.runtime.optional.make_root import make_root
-from layerzero.runtime.optional.reducer import OptionalReducer, OptionalSeveralInFlight
-from layerzero.runtime.optional.root import OptionalRoot
-from layerzero.runtime.optional.scheduler import OptionalScheduler
-from layerzero.runtime.passes import ForwardCall
-from layerzero.runtime.reducer import GradientReducer
-from layerzero.runtime.reduction import Reduction
-from layerzero.runtime.root import RootState
-from layerzero.runtime.several_reductions import SeveralInFlight, make_reducer
-from layerzero.runtime.unit import Unit
-from layerzero.runtime.unshard_scheduler import UnshardScheduler
+from layerzero.optional.exchange import Exchange
+from layerzero.optional.make_root import make_root
+from layerzero.optional.reducer import OptionalReducer, OptionalSeveralInFlight
+from layerzero.optional.root import OptionalRoot
+from layerzero.optional.scheduler import OptionalScheduler
+from layerzero.step.calls import ForwardCall
+from layerzero.step.context import RuntimeContext
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.operations import Operations
+from layerzero.step.reducer import GradientReducer
+from layerzero.step.reduction import Reduction
+from layerzero.step.root import RootState
+from layerzero.step.scheduler import UnshardScheduler
+from layerzero.step.several_reductions import SeveralInFlight, make_reducer
+from layerzero.step.unit import Unit
 from layerzero.zero3 import ZeRO3
 
 ROOT = "the root"

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.construct.experts import AnyGroup, Ranks, ranks_of
-from layerzero.construct.make_placement import place
-from layerzero.construct.plan import WrapPlan
-from layerzero.core.groups import ShardGroup
-from layerzero.core.placement import Outer, Placement
+from layerzero.build.experts import AnyGroup, Ranks, ranks_of
+from layerzero.build.make_placement import place
+from layerzero.build.plan import WrapPlan
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import Outer, Placement
 
 Policy = Callable[[nn.Module, str], Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from layerzero.core.flat_param import FlatParam
+from layerzero.flat.flat_param import FlatParam
 
 
 def fullest_ranks(handles: Iterable[FlatParam], candidates: Collection[int]) -> list[int]:

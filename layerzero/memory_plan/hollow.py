@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from layerzero.core.parameter_info import copy_attributes
-from layerzero.core.tensor_parallel import local_of, split_of
+from layerzero.flat.parameter_info import copy_attributes
+from layerzero.flat.tensor_parallel import local_of, split_of
 
 
 def hollow_copy(module: nn.Module) -> tuple[nn.Module, dict[int, Any]]:

@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.memory_budget.storages import StorageCount, sums
 from layerzero.memory_plan.arguments import Prepared
 from layerzero.memory_plan.engine import ROOT, PlannedModel
 from layerzero.memory_plan.hollow import allocated
 from layerzero.memory_plan.sequences import one_sequence_a_row
-from layerzero.runtime.tensors import find_tensors
+from layerzero.step.tensors import find_tensors
 
 _YOUNG = 1
 """Generation of Python's collector with what a step leaves; older ones are large and not ours."""

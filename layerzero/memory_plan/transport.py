@@ -25,11 +25,11 @@ from layerzero.comm.streams import (
     Streams,
     Waitable,
 )
-from layerzero.comm.watchdog import Watchdog
-from layerzero.core.groups import DEFAULT_TIMEOUT, ShardGroup
-from layerzero.runtime.operations import Operations
-from layerzero.runtime.optional.exchange import Exchange
-from layerzero.runtime.phases import Phases
+from layerzero.flat.groups import DEFAULT_TIMEOUT, ShardGroup
+from layerzero.optional.exchange import Exchange
+from layerzero.step.operations import Operations
+from layerzero.step.timeouts import Phases
+from layerzero.watch.watchdog import Watchdog
 
 
 class _Sent:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from layerzero.memory_budget.storages import StorageCount
-from layerzero.runtime.context import RuntimeContext
+from layerzero.step.context import RuntimeContext
 from layerzero.verify.context import VerifiedContext
 from layerzero.verify.wire import Checksums
 

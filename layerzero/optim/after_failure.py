@@ -1,7 +1,7 @@
 """Checks at each optimizer step what became of the backward before it.
 
 After a collective failed `.grad` may be half written: the step is refused. Where the engine keeps
-something of the step (runtime/placeholders.py), the optimizer sees no gradient.
+something of the step (step/placeholders.py), the optimizer sees no gradient.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from layerzero.optim import attach
 from layerzero.optim.in_backward import whole_groups
-from layerzero.runtime.operations import has_failures
-from layerzero.runtime.root import RootState
-from layerzero.runtime.sharded_params import live_roots, owner_of_each, owners
+from layerzero.step.operations import has_failures
+from layerzero.step.root import RootState
+from layerzero.step.sharded_params import live_roots, owner_of_each, owners
 
 
 def skipping_models(optimizer: torch.optim.Optimizer) -> list[RootState]:

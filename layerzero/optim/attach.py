@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from layerzero.core.parameter_info import get_info, num_marked, sharded_param_of
+from layerzero.flat.parameter_info import get_info, num_marked, sharded_param_of
 
 _Function = Callable[[torch.optim.Optimizer], None]
 

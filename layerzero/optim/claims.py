@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.optim import attach
 
 _holding: WeakSet[torch.optim.Optimizer] = WeakSet()

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.core.data_watch import grad_of
-from layerzero.core.placement import Placement
-from layerzero.core.sum_dtype import sum_dtype
+from layerzero.flat.data_watch import grad_of
+from layerzero.flat.placement import Placement
+from layerzero.flat.sum_dtype import sum_dtype
 from layerzero.optim.norm import Part, checked_norm_type, global_power, root_of_power
-from layerzero.runtime.root import RootState
-from layerzero.runtime.unit import Unit
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit
 
 _Number = TypeVar("_Number", float, torch.Tensor)
 

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from layerzero.core.names import clean_name
-from layerzero.core.parameter_info import get_info
-from layerzero.runtime.states import TrainingState
-from layerzero.runtime.unit import get_unit
+from layerzero.flat.names import clean_name
+from layerzero.flat.parameter_info import get_info
+from layerzero.step.states import TrainingState
+from layerzero.step.unit import get_unit
 
 Rule: TypeAlias = str | type[nn.Module]
 """Selects parameters: by name, or by the class of a module around them."""

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from layerzero.comm.collectives import gather_small
-from layerzero.core.flat_param import FlatParam
-from layerzero.core.placement import Placement
+from layerzero.flat.flat_param import FlatParam
+from layerzero.flat.placement import Placement
 from layerzero.ops.step_reference import QUANT_NUMEL
-from layerzero.runtime.operations import remembers_failure
-from layerzero.runtime.root import RootState
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState
 
 Cut = tuple[int, int]
 _STATES = 3

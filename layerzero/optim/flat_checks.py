@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.optim.claims import name_of
-from layerzero.runtime.root import RootState
-from layerzero.runtime.sharded_params import owner_of_each
+from layerzero.step.root import RootState
+from layerzero.step.sharded_params import owner_of_each
 
 _Groups = Sequence[Mapping[str, Any]]
 

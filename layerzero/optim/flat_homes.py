@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from layerzero.core.huge_pages import prefer_huge_pages
-from layerzero.core.parameter_info import get_info
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.unit import Unit
+from layerzero.flat.huge_pages import prefer_huge_pages
+from layerzero.flat.parameter_info import get_info
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.unit import Unit
 
 _address_of = torch.Tensor.data_ptr
 

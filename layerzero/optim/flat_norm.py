@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from layerzero.core.parameter_info import get_info
-from layerzero.core.placement import Placement
+from layerzero.flat.parameter_info import get_info
+from layerzero.flat.placement import Placement
 from layerzero.optim.clip import Clipped, clipped, grad_norm
 from layerzero.optim.flat_state import FlatState
 from layerzero.optim.norm import Part, global_power
-from layerzero.runtime.chunk_squares import ChunkSquares
-from layerzero.runtime.root import RootState
-from layerzero.runtime.unit import Unit
+from layerzero.step.chunk_squares import ChunkSquares
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit
 
 
 class FlatNorm:

@@ -5,7 +5,7 @@
     states        | a     |    | c   |                parameters of other optimizers have no state
 
 The host's work for a step does not grow with the number of parameters. Where gradients lie is noted
-when they are delivered, and stays known until somebody touches a `.grad` (core/data_watch.py);
+when they are delivered, and stays known until somebody touches a `.grad` (flat/data_watch.py);
 where parameters lie, until somebody other than the optimizer writes one. Then a step looks at each,
 by a few passes in C over lists (`map` over a slot of Tensor): gradients in one buffer, parameters
 in the main shard, state in the memory made here. What is elsewhere, for whatever reason, is found
@@ -23,13 +23,13 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from layerzero.core.data_watch import grad_of, watch_autograd, watch_grad
-from layerzero.core.huge_pages import prefer_huge_pages
+from layerzero.flat.data_watch import grad_of, watch_autograd, watch_grad
+from layerzero.flat.huge_pages import prefer_huge_pages
 from layerzero.ops import flat_step_, step_reference, sum_squares
 from layerzero.ops.step_reference import StepTensors
 from layerzero.optim.flat_gradient import Gradient, copy_of, find_buffer
 from layerzero.optim.flat_homes import Held, Home
-from layerzero.runtime.chunk_squares import ChunkSquares
+from layerzero.step.chunk_squares import ChunkSquares
 
 _ALIGNMENT = 16
 """Elements: the first state of each parameter lies at a multiple of this."""

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from layerzero.runtime.unit import Unit
+from layerzero.step.unit import Unit
 
 _Groups = list[list[nn.Parameter]]
 _Wanted = set[nn.Parameter]

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from layerzero.comm.texts import gather_texts
+from layerzero.comm.gather_texts import gather_texts
 from layerzero.config import OnNonFinite
-from layerzero.core.placement import Placement
+from layerzero.flat.placement import Placement
 from layerzero.ops import sum_squares
 from layerzero.optim.norm import Part, global_power
-from layerzero.runtime.reduction import Reduction
-from layerzero.runtime.root import RootState
+from layerzero.step.reduction import Reduction
+from layerzero.step.root import RootState
 
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes whose squares are finite in float64."""

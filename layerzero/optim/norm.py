@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.collectives import gather_small
-from layerzero.core.parameter_info import get_info
-from layerzero.core.placement import Placement
-from layerzero.core.sum_dtype import sum_dtype
-from layerzero.runtime.operations import remembers_failure
-from layerzero.runtime.root import RootState
-from layerzero.runtime.sharded_params import Owner, owner_of_each, owners
+from layerzero.flat.parameter_info import get_info
+from layerzero.flat.placement import Placement
+from layerzero.flat.sum_dtype import sum_dtype
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState
+from layerzero.step.sharded_params import Owner, owner_of_each, owners
 
 
 class Part(NamedTuple):

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
-from layerzero.core.groups import make_shard_group, mesh_groups, resolve_process_groups
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.groups import make_shard_group, mesh_groups, resolve_process_groups
+from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.after_failure import skipping_models

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from layerzero.optim.norm import global_norm
-from layerzero.runtime.sharded_params import owner_of_each
+from layerzero.step.sharded_params import owner_of_each
 
 _MARK = "_layerzero_global"
 

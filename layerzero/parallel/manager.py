@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from layerzero.build.argument_types import check_mixed_precision, check_module
+from layerzero.build.wrap import has_forward
 from layerzero.config import MixedPrecision, OffloadPolicy
-from layerzero.construct.argument_types import check_mixed_precision, check_module
-from layerzero.construct.wrap import has_forward
 from layerzero.notices import warn_once
 from layerzero.parallel.context import context_parallel
 from layerzero.parallel.mesh import make_meshes

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from layerzero.comm.group_names import agree_on_group_names
 from layerzero.comm.new_groups import new_group, options_like
-from layerzero.core.groups import describe_group, resolve_process_groups
+from layerzero.flat.groups import describe_group, resolve_process_groups
 from layerzero.parallel.sizes import AXES, DATA_AXIS, EXPERT_AXES, MeshSizes
 
 

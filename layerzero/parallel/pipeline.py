@@ -20,13 +20,13 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
+from layerzero.build.optional import names_of_optional
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
-from layerzero.construct.optional import names_of_optional
-from layerzero.core.groups import make_shard_group, resolve_process_groups
+from layerzero.flat.groups import make_shard_group, resolve_process_groups
 from layerzero.optim.clip import clip_factor, grad_norm, scale_gradients_
-from layerzero.runtime.root import RootState, ordered_units, root_of
-from layerzero.runtime.unit import get_unit
+from layerzero.step.root import RootState, ordered_units, root_of
+from layerzero.step.unit import get_unit
 from layerzero.zero3 import ZeRO3, gradients_to_clip
 
 

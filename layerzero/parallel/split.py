@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from layerzero.core.tensor_parallel import local_of
+from layerzero.flat.tensor_parallel import local_of
 from layerzero.parallel.styles import InOrder
 from layerzero.parallel.tp_plans import Styles
 

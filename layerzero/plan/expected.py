@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from layerzero.build.wrap import Choice, UnitPlan, plan_units
 from layerzero.config import BackwardPrefetch
-from layerzero.construct.wrap import Choice, UnitPlan, plan_units
 from layerzero.plan.fields import PlanFields
 from layerzero.plan.order import Lists, Place, Step, backward_lists, forward_lists, order_steps
 from layerzero.plan.resolve import Resolved

@@ -16,14 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.config import (
-    BackwardPrefetch,
-    GatherBudget,
-    MixedPrecision,
-    OffloadPolicy,
-    prefetch_depth,
-)
-from layerzero.construct.argument_types import (
+from layerzero.build.argument_types import (
     check_accumulation,
     check_backward_prefetch,
     check_gradient_reduction,
@@ -35,8 +28,15 @@ from layerzero.construct.argument_types import (
     check_verify,
     check_zero3_size,
 )
-from layerzero.construct.torch_arguments import to_offload, to_precision
-from layerzero.core.groups import LONGEST_TIMEOUT
+from layerzero.build.torch_arguments import to_offload, to_precision
+from layerzero.config import (
+    BackwardPrefetch,
+    GatherBudget,
+    MixedPrecision,
+    OffloadPolicy,
+    prefetch_depth,
+)
+from layerzero.flat.groups import LONGEST_TIMEOUT
 from layerzero.plan.checkpointing import read_act_ckpt
 from layerzero.zero3 import ZeRO3
 

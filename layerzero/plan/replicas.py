@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import broadcast_from_first
-from layerzero.core.groups import ShardGroup
-from layerzero.core.tensor_parallel import local_of
-from layerzero.runtime.operations import remembers_failure
-from layerzero.runtime.root import RootState, root_of
-from layerzero.runtime.unit import get_unit
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.tensor_parallel import local_of
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState, root_of
+from layerzero.step.unit import get_unit
 from layerzero.zero3 import ZeRO3
 
 

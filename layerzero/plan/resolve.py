@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from layerzero.construct.wrap import has_forward
-from layerzero.core.names import WRAPPER_NAMES
-from layerzero.core.parameter_info import get_info
+from layerzero.build.wrap import has_forward
+from layerzero.flat.names import WRAPPER_NAMES
+from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.plan.fields import PlanFields
 from layerzero.plan.options import near_matches
 from layerzero.plan.patterns import Match, NamePattern
-from layerzero.runtime.unit import get_unit
+from layerzero.step.unit import get_unit
 from layerzero.zero3 import ZeRO3
 
 

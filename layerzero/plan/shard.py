@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from layerzero.build.argument_types import check_module
+from layerzero.build.optional import optional_now
+from layerzero.build.wrap import Choice, has_forward
 from layerzero.config import MixedPrecision, OffloadPolicy
-from layerzero.construct.argument_types import check_module
-from layerzero.construct.optional import optional_now
-from layerzero.construct.wrap import Choice, has_forward
-from layerzero.core.groups import resolve_process_groups
+from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.plan.activations import checkpoint_activations
 from layerzero.plan.expected import Expected, expect
@@ -27,9 +27,9 @@ from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, merge_preci
 from layerzero.plan.replicas import keep_buffers_equal
 from layerzero.plan.resolve import Resolved, ResolvedUnit, resolve
 from layerzero.plan.sharding_plan import ShardingPlan
-from layerzero.runtime.root import root_of
-from layerzero.runtime.unit import Unit, get_unit
-from layerzero.runtime.unwrap import modules_of
+from layerzero.step.root import root_of
+from layerzero.step.unit import Unit, get_unit
+from layerzero.step.unwrap import modules_of
 from layerzero.zero3 import ZeRO3
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.construct.argument_types import check_module
+from layerzero.build.argument_types import check_module
 from layerzero.plan.explain import explain
 from layerzero.plan.fields import PlanFields
 from layerzero.plan.options import near_matches

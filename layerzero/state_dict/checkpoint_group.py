@@ -19,16 +19,16 @@ from layerzero.comm.collectives import gather_small
 from layerzero.comm.group_names import agree_on_group_names
 from layerzero.comm.new_groups import new_group
 from layerzero.comm.pending import Operation
-from layerzero.core.groups import (
+from layerzero.flat.groups import (
     DEFAULT_TIMEOUT,
     ShardGroup,
     chosen_timeout,
     describe_group,
     let_backend_wait,
 )
-from layerzero.core.placement import Placement
-from layerzero.runtime.root import RootState
+from layerzero.flat.placement import Placement
 from layerzero.state_dict.errors import CheckpointError
+from layerzero.step.root import RootState
 
 _SLOWEST_DISK = 10_000_000
 """Bytes per second; a rank that writes or reads more slowly may exceed the timeout."""

@@ -10,14 +10,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.root import RootState
-from layerzero.runtime.root import root_of as root_of_unit
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import dtype_name
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.owners import unit_of
 from layerzero.state_dict.stream import FlatSource, stream_sources
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.root import RootState
+from layerzero.step.root import root_of as root_of_unit
 
 _BUCKET_NBYTES = 1 << 30
 

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.core.names import clean_name
-from layerzero.core.parameter_info import get_info
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.root import RootState
+from layerzero.flat.names import clean_name
+from layerzero.flat.parameter_info import get_info
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.json_codec import decode, encode
@@ -33,6 +31,8 @@ from layerzero.state_dict.optimizers import (
 from layerzero.state_dict.preconditions import refuse_experts, root_states_of
 from layerzero.state_dict.stream import FlatSource, source_of_weights, stream_sources
 from layerzero.state_dict.whole_states import gather_whole_states
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.root import RootState
 
 _BUCKET_NBYTES = 1 << 30
 StateDict = dict[str, Any]

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.core.flat_param import OriginalParameter
-from layerzero.core.parameter_info import ParameterInfo, get_info
-from layerzero.runtime.root import root_if_alive
-from layerzero.runtime.states import ShardState, TrainingState
-from layerzero.runtime.unit import Unit
+from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.state_dict.names import extent_of
 from layerzero.state_dict.owners import remember
 from layerzero.state_dict.parameter_shard import ParameterShard
+from layerzero.step.root import root_if_alive
+from layerzero.step.states import ShardState, TrainingState
+from layerzero.step.unit import Unit
 
 
 def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.optim import attach
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.state_dict.errors import CheckpointError, some

@@ -7,8 +7,8 @@ import weakref
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from layerzero.core.parameter_info import get_info
-from layerzero.runtime.unit import Unit
+from layerzero.flat.parameter_info import get_info
+from layerzero.step.unit import Unit
 
 _units = WeakIdKeyDictionary()
 """Weak reference to the unit of each sharded parameter."""

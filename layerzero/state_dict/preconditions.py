@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.runtime.root import RootState, root_of
-from layerzero.runtime.states import TrainingState
-from layerzero.runtime.unit import get_unit
+from layerzero.step.root import RootState, root_of
+from layerzero.step.states import TrainingState
+from layerzero.step.unit import get_unit
 
 
 def refuse_experts(state: RootState, what: str) -> None:

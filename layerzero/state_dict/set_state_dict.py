@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from layerzero.comm.collectives import broadcast_, broadcast_from_first
-from layerzero.core.names import clean_name
-from layerzero.core.parameter_info import get_info
-from layerzero.runtime.root import RootState
+from layerzero.flat.names import clean_name
+from layerzero.flat.parameter_info import get_info
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError, some
@@ -40,6 +39,7 @@ from layerzero.state_dict.optimizers import (
 from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.preconditions import refuse_experts, root_state_of
 from layerzero.state_dict.rank_local import RankLocal
+from layerzero.step.root import RootState
 
 StateDict = dict[str, Any]
 

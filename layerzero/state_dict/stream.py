@@ -19,12 +19,12 @@ from layerzero.comm.collectives import all_gather, broadcast
 from layerzero.comm.pending import Pending
 from layerzero.comm.streams import Waitable
 from layerzero.config import parse_nbytes
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.operations import remembers_failure
-from layerzero.runtime.root import RootState, root_of
 from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.owners import unit_of
 from layerzero.state_dict.preconditions import root_state_of
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState, root_of
 
 
 @dataclass(frozen=True)

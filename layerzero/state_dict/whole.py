@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layerzero.runtime.root import RootState
 from layerzero.state_dict.gather import gather, root_of
 from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.preconditions import refuse_experts
 from layerzero.state_dict.rank_local import RankLocal
+from layerzero.step.root import RootState
 
 _PATCHED = "_gathers_layerzero_shards"
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from layerzero.comm.collectives import gather_small
-from layerzero.core.device_streams import stream_interface
-from layerzero.core.groups import ShardGroup
-from layerzero.runtime.operations import Operations
+from layerzero.flat.device_streams import stream_interface
+from layerzero.flat.groups import ShardGroup
+from layerzero.step.operations import Operations
 from layerzero.step_ledger.records import Stamp
 
 _ROUNDS = 16

@@ -9,9 +9,9 @@ from weakref import WeakSet
 
 from torch import nn
 
-from layerzero.core.groups import ShardGroup, own_rank
-from layerzero.runtime.root import RootState, ordered_units, root_of
-from layerzero.runtime.unit import get_unit
+from layerzero.flat.groups import ShardGroup, own_rank
+from layerzero.step.root import RootState, ordered_units, root_of
+from layerzero.step.unit import get_unit
 from layerzero.step_ledger.advice import Settings, advise
 from layerzero.step_ledger.figures import Explained, GroupRow, RankRow, UnitRow
 from layerzero.step_ledger.merge import Merged, merge, read_clocks

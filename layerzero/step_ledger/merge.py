@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from layerzero.core.groups import ShardGroup
-from layerzero.runtime.operations import Operations
+from layerzero.flat.groups import ShardGroup
+from layerzero.step.operations import Operations
 from layerzero.step_ledger.clocks import Offset, host_s, measure_offset, share
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
 

@@ -26,10 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.streams import FinishingStream, InlineStream, Waitable
-from layerzero.core.groups import ShardGroup
-from layerzero.runtime.root import RootState
-from layerzero.runtime.states import TrainingState
-from layerzero.runtime.unit import Unit
+from layerzero.flat.groups import ShardGroup
+from layerzero.step.root import RootState
+from layerzero.step.states import TrainingState
+from layerzero.step.unit import Unit
 from layerzero.step_ledger.clocks import DeviceClock, HostClock, LaneClock, host_s
 from layerzero.step_ledger.in_flight import TimedCollective, TimedWork, Waiters
 from layerzero.step_ledger.records import (

@@ -13,7 +13,7 @@
     context.py     `layerzero.join`
 
 Note [How a rank shadows]
-    Inside a join all units are optional (see `layerzero.runtime.optional`), as one region. Before
+    Inside a join all units are optional (see `layerzero.optional`), as one region. Before
     each forward, backward, clipping and step, ranks exchange what they want to do next, and all
     choose the same wish. Ranks with that wish run it. The others take part in its collectives with
     nothing of their own, and exchange again, with the wish that they had. A rank that is out of

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from layerzero.runtime.optional.agreement import Agreement
+from layerzero.optional.agreement import Agreement
 from layerzero.uneven.table import GO_ON, Bring, Entry
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol, cast
 
-from layerzero.runtime.backward import Backward
-from layerzero.runtime.exec_order import Order
-from layerzero.runtime.passes import BackwardPass, ForwardPass
+from layerzero.step.backward import Backward
+from layerzero.step.calls import BackwardPass, ForwardPass
+from layerzero.step.exec_order import Order
 
 
 class _Root(Protocol):

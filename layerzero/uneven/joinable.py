@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from layerzero.comm.new_groups import new_group
 from layerzero.optim.scaler import GradScaler
-from layerzero.runtime.root import RootState
-from layerzero.runtime.unit import Unit
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit
 from layerzero.uneven.optimizers import JoinedOptimizers
 from layerzero.uneven.root import JoinedRoot
 from layerzero.uneven.scalers import JoinedScalers

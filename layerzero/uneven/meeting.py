@@ -6,14 +6,14 @@ import functools
 from collections.abc import Sequence
 from typing import NoReturn
 
-from layerzero.comm.diagnosis import CollectiveError
-from layerzero.runtime.operations import Operations, remembers_failure
-from layerzero.runtime.optional.exchange import Exchange
+from layerzero.optional.exchange import Exchange
+from layerzero.step.operations import Operations, remembers_failure
 from layerzero.uneven.agreement import JoinedAgreement
 from layerzero.uneven.scheduler import JoinedScheduler
 from layerzero.uneven.seat import Seat
 from layerzero.uneven.table import GO_ON, Entry, Table
 from layerzero.uneven.wishes import IN_FORWARD, OUT, RAISED, Kind, Parted, Wish, choose
+from layerzero.watch.diagnosis import CollectiveError
 
 
 class EndedByPeer(RuntimeError):

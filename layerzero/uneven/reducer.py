@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerzero.runtime.optional.reducer import OptionalReducer
-from layerzero.runtime.reduction import Reduction
-from layerzero.runtime.several_reductions import SeveralInFlight
+from layerzero.optional.reducer import OptionalReducer
+from layerzero.step.reduction import Reduction
+from layerzero.step.several_reductions import SeveralInFlight
 from layerzero.uneven.seat import Seat
 
 

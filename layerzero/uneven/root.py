@@ -14,17 +14,16 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from layerzero.comm.diagnosis import CollectiveError
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.joined import ScalerCall, joined, joined_scalers, refuse_scaler
 from layerzero.optim.scaler import scaler_that_calls
-from layerzero.runtime.exec_order import Order
-from layerzero.runtime.optional.agreement import Agreement
-from layerzero.runtime.optional.reducer import OptionalReducer
-from layerzero.runtime.optional.regions import OptionalRegions
-from layerzero.runtime.root import RootState, UnshardHandle
-from layerzero.runtime.several_reductions import SeveralInFlight
-from layerzero.runtime.unit import Unit
+from layerzero.optional.agreement import Agreement
+from layerzero.optional.reducer import OptionalReducer
+from layerzero.optional.regions import OptionalRegions
+from layerzero.step.exec_order import Order
+from layerzero.step.root import RootState, UnshardHandle
+from layerzero.step.several_reductions import SeveralInFlight
+from layerzero.step.unit import Unit
 from layerzero.uneven.agreement import JoinedAgreement
 from layerzero.uneven.backward import JoinedBackward
 from layerzero.uneven.loan import Loan
@@ -34,6 +33,7 @@ from layerzero.uneven.scheduler import JoinedScheduler
 from layerzero.uneven.seat import Seat
 from layerzero.uneven.shadow import ShadowingRoot
 from layerzero.uneven.wishes import IN_FORWARD, OUT, Kind, Wish, bits_of
+from layerzero.watch.diagnosis import CollectiveError
 
 
 class JoinedRoot(ShadowingRoot):

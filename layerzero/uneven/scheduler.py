@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerzero.runtime.exec_order import Order
-from layerzero.runtime.optional.scheduler import AgreedOrder, OptionalScheduler
-from layerzero.runtime.unit import Unit
+from layerzero.optional.scheduler import AgreedOrder, OptionalScheduler
+from layerzero.step.exec_order import Order
+from layerzero.step.unit import Unit
 from layerzero.uneven.agreement import JoinedAgreement
 from layerzero.uneven.seat import Seat
 

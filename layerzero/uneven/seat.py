@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from layerzero.runtime.exec_order import Order
-from layerzero.runtime.passes import ForwardPass
+from layerzero.step.calls import ForwardPass
+from layerzero.step.exec_order import Order
 from layerzero.uneven.optimizers import JoinedOptimizers
 from layerzero.uneven.scalers import JoinedScalers
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.optim.clip import clip_grad_norm_, clipped
-from layerzero.runtime.optional.root import OptionalRoot
-from layerzero.runtime.passes import ForwardPass
-from layerzero.runtime.unit import Unit, get_unit
+from layerzero.optional.root import OptionalRoot
+from layerzero.step.calls import ForwardPass
+from layerzero.step.unit import Unit, get_unit
 from layerzero.uneven.backward import JoinedBackward
 from layerzero.uneven.reducer import JoinedReducer
 from layerzero.uneven.scheduler import JoinedScheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from layerzero.runtime.optional.exchange import Exchange
+from layerzero.optional.exchange import Exchange
 from layerzero.uneven.optimizers import JoinedOptimizers
 from layerzero.uneven.wishes import WIDTH, Wish
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from layerzero.config import Verify
-from layerzero.runtime.context import RuntimeContext
+from layerzero.step.context import RuntimeContext
 from layerzero.verify.context import VerifiedContext
 
 __all__ = ["context_for"]

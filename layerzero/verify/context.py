@@ -27,11 +27,11 @@ from layerzero.comm.collectives import (
     gather_small,
     slices_of,
 )
-from layerzero.comm.messages import messages_carry_names
+from layerzero.comm.gather_texts import gather_texts
+from layerzero.comm.gloo.messages import messages_carry_names
 from layerzero.comm.pending import Operation, Pending
-from layerzero.comm.texts import gather_texts
-from layerzero.core.groups import ShardGroup
-from layerzero.core.placement import Placement
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import Placement
 from layerzero.ops import (
     Segments,
     checked_pack_,
@@ -40,8 +40,8 @@ from layerzero.ops import (
     pack_,
     word_sums,
 )
-from layerzero.runtime.context import RuntimeContext
-from layerzero.runtime.unit import Unit
+from layerzero.step.context import RuntimeContext
+from layerzero.step.unit import Unit
 from layerzero.verify.errors import CorruptionError
 from layerzero.verify.packed import Packed
 from layerzero.verify.replicas import find_different

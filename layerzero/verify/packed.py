@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from layerzero.ops import Segments, checked_pack_, pack_
-from layerzero.runtime.unit import Unit
+from layerzero.step.unit import Unit
 from layerzero.verify.wire import Checksums
 
 

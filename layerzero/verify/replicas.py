@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from layerzero.comm.collectives import gather_small
-from layerzero.core.groups import ShardGroup
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.parameter_info import get_info
 from layerzero.ops import word_sums
-from layerzero.runtime.operations import Operations
-from layerzero.runtime.unit import Unit
+from layerzero.step.operations import Operations
+from layerzero.step.unit import Unit
 
 _WHAT = "the model"
 

@@ -4,7 +4,7 @@ Note [Who may write]
     Checksums are taken right after a step of an optimizer, and compared before the next one. What
     was written in between through torch has another version (`Tensor._version`), or is another
     tensor, and is not compared. A write through `.data` changes no version; so a flat parameter of
-    which somebody takes `.data` (core/data_watch.py) is not compared any more.
+    which somebody takes `.data` (flat/data_watch.py) is not compared any more.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from layerzero.core.flat_param import FlatParam
+from layerzero.flat.flat_param import FlatParam
 from layerzero.notices import warn_once
 from layerzero.ops import word_sums
 from layerzero.optim.claims import name_of
 from layerzero.optim.flat_optimizer import FlatOptimizer
-from layerzero.runtime.unit import Unit
+from layerzero.step.unit import Unit
 
 
 class _Noted(NamedTuple):

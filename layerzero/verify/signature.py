@@ -21,15 +21,15 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import gather_small
-from layerzero.core.groups import ShardGroup
-from layerzero.core.parameter_info import ParameterInfo, get_info
-from layerzero.core.placement import Placement
-from layerzero.core.tensor_parallel import TensorParallelSplit, local_of
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.parameter_info import ParameterInfo, get_info
+from layerzero.flat.placement import Placement
+from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of
 from layerzero.optim import attach
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
-from layerzero.runtime.operations import remembers_failure
-from layerzero.runtime.root import RootState
-from layerzero.runtime.sharded_params import owners
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState
+from layerzero.step.sharded_params import owners
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 

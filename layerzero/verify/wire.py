@@ -19,8 +19,8 @@ import torch
 
 from layerzero.comm.collectives import all_to_all, gather_small
 from layerzero.comm.pending import Operation
-from layerzero.core.groups import ShardGroup
-from layerzero.runtime.operations import Operations
+from layerzero.flat.groups import ShardGroup
+from layerzero.step.operations import Operations
 
 _WHAT = "the model"
 _MAX_KEPT = 4096

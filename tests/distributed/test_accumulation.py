@@ -659,7 +659,7 @@ def _decides() -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("layerzero.runtime.reducer")
+    logger = logging.getLogger("layerzero.step.reducer")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     batch = torch.randn(2, 64)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import (
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
-from layerzero.construct import advice
+from layerzero.build import argument_warnings
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
@@ -67,8 +67,8 @@ def _warned() -> dict[str, list[str]]:
             ignored_modules=[Block()], ignored_parameters=[*Block().parameters()]
         ),
     }
-    missing = functools.partial(advice.missing_kernels, torch.device("xpu"))
-    with mock.patch.object(advice, "missing_kernels", lambda _: missing()):
+    missing = functools.partial(argument_warnings.missing_kernels, torch.device("xpu"))
+    with mock.patch.object(argument_warnings, "missing_kernels", lambda _: missing()):
         told["kernels"] = _warnings_of(auto_wrap_policy={Block})
         told["kernels again"] = _warnings_of(auto_wrap_policy={Block})
     model = Mlp()

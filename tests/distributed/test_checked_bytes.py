@@ -20,7 +20,7 @@ from torch import nn
 import layerzero
 from layerzero import MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
 from layerzero.errors import CorruptionError
-from layerzero.runtime.context import RuntimeContext
+from layerzero.step.context import RuntimeContext
 from layerzero.verify.context import VerifiedContext
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.harness.flips import REPLICA, SITES, Trials, flip

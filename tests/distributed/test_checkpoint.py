@@ -33,8 +33,9 @@ from layerzero.checkpoint import (
     set_optimizer_state_dict,
 )
 from layerzero.checkpoint.file_io import batches, transfer
-from layerzero.core import host, layout
-from layerzero.core.layout import CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES
+from layerzero.flat import host_memory as host
+from layerzero.flat import layout
+from layerzero.flat.layout import CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.host_memory import FakeRuntime
 from tests.harness.models import (

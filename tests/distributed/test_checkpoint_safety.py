@@ -23,7 +23,7 @@ from torch import Tensor
 from layerzero import CollectiveError, ZeRO3
 from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save
 from layerzero.checkpoint.file_io import batches
-from layerzero.comm import diagnosis
+from layerzero.watch import diagnosis
 from tests.harness.checks import assert_same_parameters
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import run_ranks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from layerzero import MixedPrecision, ZeRO3, units
-from layerzero.runtime import graph_modes
+from layerzero.step import graph_modes
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_values, assert_trains_alike
 from tests.harness.models import WIDTH, Block, Mlp

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layerzero.comm import collectives, streams, watchdog
+from layerzero.comm import collectives, streams
 from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.streams import Streams
-from layerzero.comm.watchdog import Watchdog
-from layerzero.core.groups import ShardGroup
+from layerzero.flat.groups import ShardGroup
+from layerzero.watch import watchdog
+from layerzero.watch.watchdog import Watchdog
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from layerzero import ZeRO3
-from layerzero.comm.events import EventPool, PooledEvent
-from layerzero.comm.watchdog import Watchdog
+from layerzero.watch.events import EventPool, PooledEvent
+from layerzero.watch.watchdog import Watchdog
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.simulated_device import Stream, simulated_device
 from tests.harness.stream_uses import LAYERED, SETTINGS, accumulation, train, wrapped

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from layerzero.comm.collectives import broadcast
 from layerzero.comm.pending import Operation
-from layerzero.core.groups import describe_group
+from layerzero.flat.groups import describe_group
 from tests.faults.cells import FAULTS, PLACES, POSITIONS, Cell, all_cells, meaning
 from tests.faults.judge import run_cell
 from tests.harness.ranks import run_ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import MixedPrecision, OffloadPolicy, ZeRO3
-from layerzero.core.flat_param import FlatParam
+from layerzero.flat.flat_param import FlatParam
 from layerzero.optim import SGD, AdamW, Lion
 from layerzero.state_dict.parameter_shard import ParameterShard
 from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks

@@ -13,7 +13,7 @@ from torch import nn
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.optim import SGD, AdamW, Lion, nonempty_parameters
 from layerzero.state_dict.errors import CheckpointError
 from tests.distributed.test_flat_optimizer import needs_fma

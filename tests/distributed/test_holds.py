@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import Hold, ZeRO3, units
-from layerzero.runtime.states import ShardState
+from layerzero.step.states import ShardState
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks

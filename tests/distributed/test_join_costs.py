@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import layerzero
 from layerzero import ZeRO3
-from layerzero.runtime.optional.exchange import Exchange
+from layerzero.optional.exchange import Exchange
 from tests.harness.internals import inner_units
 from tests.harness.models import Block, Mlp
 from tests.harness.plain_backend import make_plain_group

@@ -1,5 +1,5 @@
 """The threads of gloo's sockets take no core from a thread that computes; see the note in
-comm/loop_threads.py."""
+comm/gloo/loop_threads.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from layerzero import ZeRO3
-from layerzero.comm import loop_threads
+from layerzero.comm.gloo import loop_threads
 from tests.harness.models import Mlp
 from tests.harness.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from layerzero import MixedPrecision, ReductionPolicy, plan_memory
-from layerzero.core.tensor_parallel import local_of
+from layerzero.flat.tensor_parallel import local_of
 from tests.harness.counted_memory import measure
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.planned_models import CASES, Batch, Block, Tower

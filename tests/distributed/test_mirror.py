@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from layerzero.core.flat_param import FlatParam
+from layerzero.flat.flat_param import FlatParam
 from tests.distributed import test_missing_waits
 from tests.gpu import scenes
 from tests.gpu.mirror_runs import (

@@ -19,9 +19,9 @@ from torch.nn.functional import pad
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
 from layerzero.comm.pending import Pending
-from layerzero.comm.watchdog import Watchdog
-from layerzero.runtime.context import RuntimeContext
-from layerzero.runtime.reducer import GradientReducer
+from layerzero.step.context import RuntimeContext
+from layerzero.step.reducer import GradientReducer
+from layerzero.watch.watchdog import Watchdog
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH
@@ -233,7 +233,7 @@ def _look(watchdogs: list[Watchdog]) -> None:
 
 def _looks(device_arguments: dict[str, Any]) -> tuple[list[str], list[bool], set[bool]]:
     with (
-        mock.patch("layerzero.comm.watchdog.look_on", lambda *_: None),
+        mock.patch("layerzero.watch.watchdog.look_on", lambda *_: None),
         simulated_device(**device_arguments) as device,
     ):
         model = wrapped()
@@ -263,9 +263,9 @@ def _standstill() -> list[bool]:
     """Whether it fails: not while its stream is on the way there, but once that is there."""
     failures = []
     with (
-        mock.patch("layerzero.comm.watchdog.look_on", lambda *_: None),
-        mock.patch("layerzero.comm.watchdog._abort", lambda *_: None),
-        mock.patch("layerzero.comm.watchdog.diagnose", lambda *_: RuntimeError("stands still")),
+        mock.patch("layerzero.watch.watchdog.look_on", lambda *_: None),
+        mock.patch("layerzero.watch.watchdog._abort", lambda *_: None),
+        mock.patch("layerzero.watch.watchdog.diagnose", lambda *_: RuntimeError("stands still")),
         mock.patch.object(Watchdog, "_compare_with_next_rank", lambda _: None),
         simulated_device(lag=COMES_NEVER) as device,
     ):
@@ -283,7 +283,7 @@ def _standstill() -> list[bool]:
             if is_reached:
                 oldest._reached_event.synchronize()
                 assert oldest.is_reached and not oldest.is_done
-            with mock.patch("layerzero.comm.watchdog.time.monotonic", hours.__next__):
+            with mock.patch("layerzero.watch.watchdog.time.monotonic", hours.__next__):
                 watchdog.look()
                 watchdog.look()
             failures.append(watchdog.has_failed)

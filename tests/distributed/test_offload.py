@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3, units
-from layerzero.core import host
+from layerzero.flat import host_memory as host
 from tests.harness.checks import assert_bitwise, assert_same_parameters, warns_on_first_rank
 from tests.harness.compare import assert_same_values, sharded
 from tests.harness.host_memory import FakeRuntime

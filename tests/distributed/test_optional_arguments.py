@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
 from layerzero import ShardingPlan, ZeRO3, shard_with_plan
-from layerzero.construct import topology
+from layerzero.build import topology
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
 from layerzero.plan.optional_names import optional_by_name
-from layerzero.runtime.root import RootState
+from layerzero.step.root import RootState
 from tests.distributed.test_optional_modules import counted_exchanges
 from tests.harness.checks import warns_on_first_rank
 from tests.harness.compare import assert_trains_alike

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.comm import lookout
-from layerzero.runtime.optional.exchange import Exchange
+from layerzero.optional.exchange import Exchange
+from layerzero.watch import desync
 from tests.harness.optional_models import (
     WIDTH,
     Backbone,
@@ -346,7 +346,7 @@ class Parting(nn.Module):
 
 
 def _parts() -> dict[str, str]:
-    lookout.PAUSE_S = 0.1
+    desync.PAUSE_S = 0.1
     messages = {}
     rank = dist.get_rank()
     for steps, route in ((0, [1, 0, 2]), (3, [0, 2, 1]), (3, [0, 1])):

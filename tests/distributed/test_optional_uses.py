@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.comm import lookout
+from layerzero.watch import desync
 from tests.distributed.test_optional_modules import counted_exchanges
 from tests.harness.checks import assert_bitwise, assert_close_in_float64
 from tests.harness.models import WIDTH
@@ -194,7 +194,7 @@ def test_ranks_may_end_a_forward_in_different_units() -> None:
 
 
 def _on_one_rank_alone() -> list[str]:
-    lookout.PAUSE_S = 0.1
+    desync.PAUSE_S = 0.1
     messages = []
     for steps in (0, 3):
         group = dist.new_group(timeout=TIMEOUT)  # A failure leaves its connections unusable.

@@ -1,5 +1,5 @@
 """Reductions between two ranks; see Note [Two ranks keep the own chunk apart] in
-core/pair_input.py."""
+flat/pair_input.py."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch import nn
 from layerzero import MixedPrecision, ReductionPolicy, ZeRO3
 from layerzero.comm.collectives import reduce_with_peer
 from layerzero.comm.pending import Operation
-from layerzero.core import pair_input
-from layerzero.core.groups import make_shard_group
-from layerzero.core.layout import FlatLayout, GradientLayout
-from layerzero.core.pair_input import PairInput
+from layerzero.flat import pair_input
+from layerzero.flat.groups import make_shard_group
+from layerzero.flat.layout import FlatLayout, GradientLayout
+from layerzero.flat.pair_input import PairInput
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.optim import AdamW
 from tests.harness.checks import assert_bitwise

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.comm import lookout, run_names
+from layerzero.watch import desync, run_names
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 
@@ -80,7 +80,7 @@ def error_of(run: Callable[[], object]) -> str:
 
 def _part() -> dict[str, str]:
     """Each case on a group of its own: a failure leaves the connections of a group unusable."""
-    lookout.PAUSE_S = 0.1
+    desync.PAUSE_S = 0.1
     is_other = dist.get_rank() == 1
 
     def goes(route: list[int], steps: int) -> Callable[[dist.ProcessGroup], str]:
@@ -157,7 +157,7 @@ def test_ranks_that_diverge_fail_at_once() -> None:
 
 
 def _parts_in_layers() -> str:
-    lookout.PAUSE_S = 0.1
+    desync.PAUSE_S = 0.1
     model = wrapped(zero3_size=2)
     train(model, 2)
     if dist.get_rank() == 3:
@@ -175,11 +175,11 @@ def test_all_ranks_of_layered_groups_report_the_two_that_diverged() -> None:
 
 
 def _is_slow(**options) -> tuple[list[float], int]:
-    lookout.PAUSE_S = 0.1
+    desync.PAUSE_S = 0.1
     models = [wrapped(**options), wrapped(**options)]
     looks = []
-    find_out = lookout.Lookout._find_out
-    lookout.Lookout._find_out = lambda self, long: (looks.append(1), find_out(self, long))[1]
+    find_out = desync.Lookout._find_out
+    desync.Lookout._find_out = lambda self, long: (looks.append(1), find_out(self, long))[1]
     losses = [train(model) for model in models]
     models[0].module.pause_s = 0.3 * (dist.get_rank() == 1)
     models[1].module.pause_s = 0.3 * (dist.get_rank() == 0)
@@ -198,7 +198,7 @@ def _forgets() -> None:
     def looking() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t.name == "layerzero-lookout"]
 
-    lookout.PAUSE_S = 0.1
+    desync.PAUSE_S = 0.1
     model = wrapped()
     train(model)
     (thread,) = looking()

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan, units
-from layerzero.runtime.states import ShardState
+from layerzero.step.states import ShardState
 from tests.harness.checks import assert_bitwise, warns_on_first_rank
 from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import inner_units, root_state

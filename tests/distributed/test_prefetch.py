@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import BackwardPrefetch, ZeRO3, units
-from layerzero.runtime.unit import Unit
+from layerzero.step.unit import Unit
 from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks

@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.utils.checkpoint import checkpoint as recompute
 
 from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3, rewrap, units
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from tests.harness.checks import assert_close_in_float64, assert_within
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks

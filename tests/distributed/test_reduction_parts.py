@@ -1,5 +1,5 @@
 """Reductions that the engine sums: their bits, and what they hold; see Note [Parts arrive where
-others have left] in comm/messages.py."""
+others have left] in comm/gloo/messages.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from layerzero import ZeRO3
 from layerzero.comm.collectives import reduce_scatter
 from layerzero.comm.pending import Operation
-from layerzero.core.groups import ShardGroup, make_shard_group
+from layerzero.flat.groups import ShardGroup, make_shard_group
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.ops import ordered_sum_
 from tests.harness.models import WIDTH, Block, Mlp

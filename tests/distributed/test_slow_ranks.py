@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from layerzero import CollectiveError, ZeRO3, checkpoint
-from layerzero.comm import slow_waits
-from layerzero.core import groups
+from layerzero.flat import groups
+from layerzero.watch import slow_waits
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from layerzero import BackwardPrefetch, pregather
 from layerzero.optim import WholeTensorOptimizer
-from layerzero.runtime.reducer import GradientReducer
-from layerzero.runtime.unit import Unit
+from layerzero.step.reducer import GradientReducer
+from layerzero.step.unit import Unit
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH

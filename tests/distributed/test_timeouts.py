@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import GradScaler, ZeRO3
-from layerzero.core.groups import BACKEND_GRACE
-from layerzero.runtime.unit import get_unit
+from layerzero.flat.groups import BACKEND_GRACE
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
+from layerzero.step.unit import get_unit
 from tests.harness.internals import root_state
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks

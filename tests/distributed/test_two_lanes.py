@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import MixedPrecision, ReductionPolicy, ZeRO3
-from layerzero.runtime import reduction as reduction_module
-from layerzero.runtime.reducer import GradientReducer
-from layerzero.runtime.several_reductions import SeveralInFlight
-from layerzero.runtime.unit import Unit
+from layerzero.step import reduction as reduction_module
+from layerzero.step.reducer import GradientReducer
+from layerzero.step.several_reductions import SeveralInFlight
+from layerzero.step.unit import Unit
 from tests.distributed import test_experts
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.internals import root_state
@@ -352,7 +352,7 @@ def _is_waited_for(in_flight: str | None) -> list[bool]:
             last = {comm.id: comm.clock[comm.id]}
             return started
 
-        with mock.patch("layerzero.runtime.reducer.reduce_unit", starting):
+        with mock.patch("layerzero.step.reducer.reduce_unit", starting):
             loss.backward()
     return waits
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.core import groups
+from layerzero.flat import groups
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks

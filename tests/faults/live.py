@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero import CollectiveError, ZeRO3, checkpoint
-from layerzero.comm import diagnosis, watchdog
+from layerzero.watch import diagnosis, watchdog
 from tests.faults.cells import Cell
 from tests.faults.strikes import Silent, Strike
 from tests.harness.served_store import serve_store

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from layerzero.comm import messages, new_groups, pending
+from layerzero.comm import new_groups, pending
+from layerzero.comm.gloo import messages
 from tests.faults import links
 from tests.faults.cells import FATAL, Cell
 

@@ -39,9 +39,9 @@ from torch.distributed.distributed_c10d import AllToAllOptions
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from layerzero.comm import collectives, pending
-from layerzero.core import groups
-from layerzero.core.groups import ShardGroup
-from layerzero.core.parameter_info import get_info
+from layerzero.flat import groups
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.parameter_info import get_info
 from tests.harness.internals import inner_units
 
 _ALL_TO_ALL = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else ""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import layerzero.comm.collectives as collectives
-import layerzero.comm.messages as messages
+import layerzero.comm.gloo.messages as messages
 import layerzero.comm.pending as pending
 import layerzero.comm.streams as streams
 from layerzero import ZeRO3

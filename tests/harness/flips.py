@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from layerzero import ZeRO3
-from layerzero.comm import messages
+from layerzero.comm.gloo import messages
 from layerzero.comm.pending import Pending
-from layerzero.core.groups import ShardGroup
 from layerzero.errors import CorruptionError
+from layerzero.flat.groups import ShardGroup
 
 SITES = ("wire", "full buffer", "main shard", "optimizer state")
 REPLICA = "copy of a main shard"

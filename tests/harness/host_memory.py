@@ -6,7 +6,7 @@ import ctypes
 
 
 class FakeRuntime:
-    """Stands in for `layerzero.core.pinned.DeviceRuntime`."""
+    """Stands in for `layerzero.flat.pinned.DeviceRuntime`."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.refuses = refuses

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.runtime.root import RootState, ordered_units, root_of
-from layerzero.runtime.unit import Unit, get_unit
+from layerzero.step.root import RootState, ordered_units, root_of
+from layerzero.step.unit import Unit, get_unit
 
 
 def inner_units(model: nn.Module) -> list[Unit]:

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from layerzero import ops
-from layerzero.comm.events import EventPool
 from layerzero.comm.pending import Pending
 from layerzero.comm.streams import DeviceStream, Streams, _OnStream
-from layerzero.core import flat_param
-from layerzero.core.gradients import GradientBuffer
-from layerzero.core.host import HostMemory
-from layerzero.runtime.context import RuntimeContext
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.reducer import GradientReducer
-from layerzero.runtime.reduction import Reduction
-from layerzero.runtime.unit import Unit
+from layerzero.flat import flat_param
+from layerzero.flat.gradients import GradientBuffer
+from layerzero.flat.host_memory import HostMemory
+from layerzero.step.context import RuntimeContext
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.reducer import GradientReducer
+from layerzero.step.reduction import Reduction
+from layerzero.step.unit import Unit
+from layerzero.watch.events import EventPool
 
 _DEVICE = torch.device("cuda")
 Defect = Callable[[], AbstractContextManager[object]]

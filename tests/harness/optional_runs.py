@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import BackwardPrefetch, ZeRO3
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from tests.harness.checks import assert_close_in_float64
 from tests.harness.internals import inner_units
 from tests.harness.optional_models import (

@@ -43,7 +43,7 @@ for _name in MODULES:
 
 # A rank that died reports nothing, and the others wait for it: with ranks on one machine, shorter.
 with contextlib.suppress(Exception):
-    for _name in ("layerzero.comm.diagnosis", "layerzero.comm.watchdog"):
+    for _name in ("layerzero.watch.diagnosis", "layerzero.watch.watchdog"):
         importlib.import_module(_name).REPORT_SECONDS = 2.0  # type: ignore[attr-defined]
 
 # A collection in a rank visits every object, and a visit copies the page it is on: for all that was

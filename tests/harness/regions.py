@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from layerzero.construct import build
-from layerzero.runtime.optional.regions import OptionalRegions
-from layerzero.runtime.root import RootState
+from layerzero.build import build
+from layerzero.optional.regions import OptionalRegions
+from layerzero.step.root import RootState
 
 Recorded = list[tuple[dict[str, str], str] | None]
 """For each model: the region of each optional unit by FQN, and the mean; None: no regions."""

@@ -32,13 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from layerzero.build import unit_arguments
 from layerzero.comm import collectives
 from layerzero.comm.streams import DeviceStream, Streams
-from layerzero.construct import unit_arguments
-from layerzero.core.gradients import GradientBuffer
-from layerzero.core.host import HostMemory
-from layerzero.runtime import root
-from layerzero.runtime.context import RuntimeContext
+from layerzero.flat.gradients import GradientBuffer
+from layerzero.flat.host_memory import HostMemory
+from layerzero.step import root
+from layerzero.step.context import RuntimeContext
 from tests.harness.simulated_memory import (
     _ENGINE,
     EarlyFree,
@@ -107,7 +107,7 @@ def _engine_function() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_ENGINE) and not file.endswith(("comm/streams.py", "comm/events.py")):
+        if file.startswith(_ENGINE) and not file.endswith(("comm/streams.py", "watch/events.py")):
             return frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
     return ""

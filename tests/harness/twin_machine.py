@@ -20,7 +20,7 @@ from torch import nn
 
 import layerzero
 from layerzero import BackwardPrefetch, ReductionPolicy, ZeRO3, checkpoint
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.optim import SGD as FlatSGD
 from tests.harness.checks import HAS_FMA, assert_bitwise, assert_norm, assert_within
 from tests.harness.compare import follow

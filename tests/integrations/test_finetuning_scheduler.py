@@ -40,7 +40,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import parallelize_module
 
 from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3, units
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.integrations.finetuning_scheduler import ZeRO3StrategyAdapter
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import assert_same_parameters

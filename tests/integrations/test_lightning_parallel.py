@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import SumMetric
 
 from layerzero import ShardingPlan, ZeRO3, units
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import (
     assert_same_on_all_ranks,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 
 from layerzero import MixedPrecision
-from layerzero.runtime.states import ShardState
+from layerzero.step.states import ShardState
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, units
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.integrations.megatron.options import OPTIONS, for_module, read_options
 from layerzero.plan.options import ZERO3_OPTIONS
 from tests.harness.models import WIDTH, Block

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from layerzero import ZeRO3, checkpoint, units
 from layerzero.checkpoint import CheckpointError
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import (
     assert_bitwise,

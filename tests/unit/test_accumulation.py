@@ -2,7 +2,7 @@
 
 import pytest
 
-from layerzero.runtime.accumulation import AccumulationCosts, choose_sharded
+from layerzero.step.accumulation import AccumulationCosts, choose_sharded
 
 MB = 10**6
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerzero.core.parameter_info import ParameterInfo, set_info
+from layerzero.flat.parameter_info import ParameterInfo, set_info
 from layerzero.optim import attach
 
 

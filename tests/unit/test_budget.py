@@ -16,15 +16,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 53_130,
-    "core": 2_649,
-    "comm": 2_632,
-    "runtime": 7_325,
-    "construct": 3_770,
+    "": 53_134,
+    "flat": 2_649,
+    "step": 5_625,
+    "comm": 1_530,
+    "watch": 1_117,
+    "build": 3_770,
     "guards": 725,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-LOADED_FILES = 236
+LOADED_FILES = 238
 """Files of the package that `import layerzero` loads."""
 REPLACED = {
     # docs/internals/decisions/0018-optimizers-are-recognised-by-their-parameters.md

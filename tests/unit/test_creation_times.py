@@ -1,6 +1,6 @@
 """When a node was created, by its number."""
 
-from layerzero.runtime.optional.creation_times import CreationTimes
+from layerzero.optional.creation_times import CreationTimes
 
 
 def test_a_node_is_of_the_latest_call_that_began_before_it() -> None:

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from layerzero.construct.device import check_device_type
-from layerzero.core.device_streams import missing_stream_names, stream_interface
+from layerzero.build.device import check_device_type
+from layerzero.flat.device_streams import missing_stream_names, stream_interface
 
 PACKAGE = Path(__file__).resolve().parents[2] / "layerzero"
 CUDA = torch.device("cuda", 0)

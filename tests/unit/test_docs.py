@@ -41,7 +41,7 @@ def files() -> frozenset[str]:
 
 @functools.cache
 def endings() -> frozenset[str]:
-    """Every path under which a file may be named: `runtime/unit.py`, `unit.py`, ..."""
+    """Every path under which a file may be named: `step/unit.py`, `unit.py`, ..."""
     parts = [name.split("/") for name in files()]
     return frozenset("/".join(each[start:]) for each in parts for start in range(len(each)))
 
@@ -407,6 +407,6 @@ def test_each_file_of_a_step_imports_the_next() -> None:
 
 
 def test_an_arrow_against_the_imports_is_found() -> None:
-    row = "| unshard | `core/layout` -> `zero3`, `zero3` -> `core/nothing` -> `ops/schema` | x |"
-    expected = ["core/layout -> zero3", "zero3 -> core/nothing", "core/nothing -> ops/schema"]
+    row = "| unshard | `flat/layout` -> `zero3`, `zero3` -> `core/nothing` -> `ops/schema` | x |"
+    expected = ["flat/layout -> zero3", "zero3 -> core/nothing", "core/nothing -> ops/schema"]
     assert false_arrows(row) == expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.runtime.exec_order import ExecOrderRecorder
+from layerzero.step.exec_order import ExecOrderRecorder
 
 
 def run(recorder: ExecOrderRecorder, kind: str, order: list[int], depth: int = 1) -> list:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from layerzero.core.layout import FlatLayout, GradientLayout, ShardRange, alignment_of, round_up
+from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange, alignment_of, round_up
 
 SIZES = {
     "even": ([64, 64], 2),

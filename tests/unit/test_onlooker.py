@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.comm import cuda_driver, watchdog
-from layerzero.comm.events import EventPool
-from layerzero.comm.onlooker import look_on
 from layerzero.comm.pending import Operation, Pending
-from layerzero.comm.watchdog import Watchdog
-from layerzero.core.groups import ShardGroup
+from layerzero.flat.groups import ShardGroup
+from layerzero.watch import cuda_driver, watchdog
+from layerzero.watch.events import EventPool
+from layerzero.watch.thread import look_on
+from layerzero.watch.watchdog import Watchdog
 
 DEVICE = torch.device("cuda", 3)
 PAUSE_S = 0.002
@@ -276,7 +276,7 @@ _EXITS = """
 import threading, time
 from datetime import timedelta
 import torch.distributed as dist
-from layerzero.comm.onlooker import look_on
+from layerzero.watch.thread import look_on
 
 class Owner:
     pass

@@ -1,6 +1,6 @@
 """What passes teach about the places where optional units come."""
 
-from layerzero.runtime.optional.places import Places
+from layerzero.optional.places import Places
 
 _A, _B = 2, 4
 """Gathers of required units 1 and 2."""

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from layerzero import notices
-from layerzero.core import host
-from layerzero.core.host import HostMemory
-from layerzero.core.pinned import DeviceRuntime, registered, runtime_of
+from layerzero.flat import host_memory as host
+from layerzero.flat.host_memory import HostMemory
+from layerzero.flat.pinned import DeviceRuntime, registered, runtime_of
 from tests.harness.host_memory import FakeRuntime
 
 CPU = torch.device("cpu")

@@ -15,24 +15,24 @@ import torch
 import torch.distributed as dist
 
 import layerzero
+from layerzero.build import device
+from layerzero.build.device import current_accelerator
 from layerzero.comm import collectives
 from layerzero.comm.collectives import reduce_scatter
 from layerzero.comm.pending import Operation
-from layerzero.construct import device
-from layerzero.construct.device import current_accelerator
 
 PACKAGE = Path(layerzero.__file__).parent
 ALLOWED = {
-    "comm/cuda_driver.py": "calls of the CUDA driver, for events that have a CUDA handle",
-    "construct/argument_types.py": "an example of a device, in a message",
-    "construct/device.py": "a comparison, in a message",
-    "core/pinned.py": "torch binds the calls that register memory for CUDA and HIP alone",
+    "watch/cuda_driver.py": "calls of the CUDA driver, for events that have a CUDA handle",
+    "build/argument_types.py": "an example of a device, in a message",
+    "build/device.py": "a comparison, in a message",
+    "flat/pinned.py": "torch binds the calls that register memory for CUDA and HIP alone",
     "integrations/lightning/arguments.py": "the name of an accelerator of Lightning, in a message",
     "integrations/megatron/arguments.py": "the name of an option of Megatron",
     "ops/__init__.py": "the kernels that csrc/ has",
     "ops/native.py": "the kernels that csrc/ has",
     "parallel/context.py": "torch has that attention for CUDA alone",
-    "runtime/graph_modes.py": "names of options of torch.compile",
+    "step/graph_modes.py": "names of options of torch.compile",
     "wrapper.py": "names of methods of nn.Module",
 }
 

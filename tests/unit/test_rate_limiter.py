@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layerzero.config import GatherBudget, parse_nbytes
-from layerzero.runtime.rate_limiter import RateLimiter
+from layerzero.step.rate_limiter import RateLimiter
 
 
 @pytest.mark.parametrize(

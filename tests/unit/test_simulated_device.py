@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from layerzero.core.host import HostMemory
+from layerzero.flat.host_memory import HostMemory
 from tests.harness.simulated_device import SimulatedDevice, simulated_device
 from tests.harness.simulated_streams import COMES_NEVER
 

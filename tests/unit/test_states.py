@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from layerzero.runtime.states import (
+from layerzero.step.states import (
     SHARD_TRANSITIONS,
     TRAINING_TRANSITIONS,
     ShardState,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from layerzero.runtime.tensors import cast_floating, find_tensors
+from layerzero.step.tensors import cast_floating, find_tensors
 
 Pair = namedtuple("Pair", "first second")
 

@@ -22,13 +22,13 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
-from layerzero.construct.torch_arguments import (
+from layerzero.build.torch_arguments import (
     to_backward_prefetch,
     to_offload,
     to_precision,
     to_unit_arguments,
 )
-from layerzero.construct.wrap import plan_units
+from layerzero.build.wrap import plan_units
 from tests.harness.models import Block, Mlp, TiedAcrossUnits, Transformer, TransformerBlock
 
 

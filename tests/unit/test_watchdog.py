@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from layerzero.comm import watchdog
-from layerzero.comm.diagnosis import CollectiveError
 from layerzero.comm.pending import Operation, Pending
-from layerzero.comm.watchdog import Watchdog
-from layerzero.core.groups import ShardGroup
+from layerzero.flat.groups import ShardGroup
+from layerzero.watch import watchdog
+from layerzero.watch.diagnosis import CollectiveError
+from layerzero.watch.watchdog import Watchdog
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(milliseconds=20)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from layerzero.core.layout import FlatLayout
+from layerzero.flat.layout import FlatLayout
 from layerzero.optim.whole_tensor.ownership import assign_owners
 from layerzero.optim.whole_tensor.plan import Bucket, WholeTensor, make_buckets, pieces_of
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.format.inventory import replica_of
-from layerzero.core.parameter_info import foreign_class, get_info
+from layerzero.flat.parameter_info import foreign_class, get_info
 from layerzero.notices import is_first_rank
-from layerzero.runtime.flat_param_handle import FlatParamHandle
 from layerzero.state_dict.names import Names, extent_of, named_buffers
 from layerzero.state_dict.ranges import Extent
+from layerzero.step.handle import FlatParamHandle
 
 
 @dataclass(frozen=True)

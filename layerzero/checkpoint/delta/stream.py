@@ -24,10 +24,10 @@ from layerzero.checkpoint.delta.resharding import carry_over
 from layerzero.checkpoint.delta.stream_name import agreed_name
 from layerzero.config import parse_nbytes
 from layerzero.ops.reference import DTYPES
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.states import TrainingState
 from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.preconditions import root_states_of
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.states import TrainingState
 
 _INDEX_NBYTES = 8
 

@@ -23,8 +23,8 @@ from layerzero.checkpoint.file_io.batches import BATCH_NBYTES, Slice, Transfer, 
 from layerzero.checkpoint.file_io.direct_io import FileReader, FileWriter, bytes_of
 from layerzero.checkpoint.file_io.population import populating
 from layerzero.checkpoint.format.crc import crc32, placed
-from layerzero.core.device_streams import stream_interface
-from layerzero.core.host import HostMemory
+from layerzero.flat.device_streams import stream_interface
+from layerzero.flat.host_memory import HostMemory
 
 _NUM_THREADS = 4
 File = TypeVar("File")

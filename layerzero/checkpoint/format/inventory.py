@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerzero.core.parameter_info import ParameterInfo, get_info
+from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.optim.decay import original_ndim
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.unit import get_unit
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
 from layerzero.state_dict.names import (
@@ -31,6 +29,8 @@ from layerzero.state_dict.optimizers import (
     take_tensors,
 )
 from layerzero.state_dict.ranges import Extent, Run, runs
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.unit import get_unit
 
 MODEL, OPTIMIZER = "model", "optimizer"
 OF_OPTIMIZER = "optimizer"

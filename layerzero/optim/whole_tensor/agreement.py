@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.collectives import gather_small
+from layerzero.comm.gather_texts import gather_texts
 from layerzero.comm.pending import Operation
-from layerzero.comm.texts import gather_texts
-from layerzero.core.groups import ShardGroup
-from layerzero.runtime.root import RootState
+from layerzero.flat.groups import ShardGroup
+from layerzero.step.root import RootState
 
 _WHAT = "WholeTensorOptimizer"
 

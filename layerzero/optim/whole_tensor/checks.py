@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from layerzero.config import parse_nbytes
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info
 from layerzero.optim.claims import refuse_taken
 from layerzero.optim.whole_tensor.inner import Group, options_of
 from layerzero.optim.whole_tensor.members import Cost, fqn_of, shape_of
-from layerzero.runtime.root import RootState
-from layerzero.runtime.sharded_params import Owner, owner_of_each
+from layerzero.step.root import RootState
+from layerzero.step.sharded_params import Owner, owner_of_each
 
 _NAME = "WholeTensorOptimizer"
 

@@ -12,10 +12,10 @@ import torch
 
 from layerzero.comm.collectives import all_to_all
 from layerzero.comm.streams import Waitable
-from layerzero.core.groups import ShardGroup
+from layerzero.flat.groups import ShardGroup
 from layerzero.optim.whole_tensor.plan import Span, Transfer
-from layerzero.runtime.operations import remembers_failure
-from layerzero.runtime.root import RootState
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState
 
 View = Callable[[Span], torch.Tensor]
 """Returns the elements of a span: a 1-D contiguous tensor of their dtype."""

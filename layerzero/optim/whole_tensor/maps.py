@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from layerzero.core.layout import FlatLayout
-from layerzero.core.parameter_info import get_info
+from layerzero.flat.layout import FlatLayout
+from layerzero.flat.parameter_info import get_info
 from layerzero.optim.whole_tensor.party import Party
 from layerzero.optim.whole_tensor.plan import Piece, pieces_of
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.root import RootState
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.root import RootState
 
 
 class Block(NamedTuple):

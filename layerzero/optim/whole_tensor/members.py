@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.core.parameter_info import copy_attributes, get_info
-from layerzero.core.placement import Placement
+from layerzero.flat.parameter_info import copy_attributes, get_info
+from layerzero.flat.placement import Placement
 from layerzero.optim.whole_tensor.maps import Block, maps_of
 from layerzero.optim.whole_tensor.ownership import assign_owners
 from layerzero.optim.whole_tensor.party import Party
 from layerzero.optim.whole_tensor.plan import Span, WholeTensor
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.root import RootState
-from layerzero.runtime.unit import Unit
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit
 
 Cost = Callable[[torch.Size], float]
 _Place = tuple[nn.Parameter, Unit, FlatParamHandle, int]

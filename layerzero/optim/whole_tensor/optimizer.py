@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from layerzero.core.placement import Placement
+from layerzero.flat.placement import Placement
 from layerzero.optim.claims import claim, forget
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.scaler import GradScaler, scaler_that_calls
@@ -36,9 +36,9 @@ from layerzero.optim.whole_tensor.inner import (
 )
 from layerzero.optim.whole_tensor.members import Cost, Member, contents_of, fqn_of, own, shape_of
 from layerzero.optim.whole_tensor.party import Party
-from layerzero.runtime.flat_param_handle import FlatParamHandle
-from layerzero.runtime.root import RootState, root_of
-from layerzero.runtime.states import TrainingState
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.root import RootState, root_of
+from layerzero.step.states import TrainingState
 
 _NAME = "WholeTensorOptimizer"
 _LAYOUT = "whole_tensors"

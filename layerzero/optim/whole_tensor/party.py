@@ -17,9 +17,9 @@ from layerzero.comm.collectives import exchange_on_host, gather_small
 from layerzero.comm.group_names import agree_on_group_names
 from layerzero.comm.new_groups import new_group, options_like
 from layerzero.comm.pending import Operation
-from layerzero.core.groups import ShardGroup, describe_group, make_shard_group, mesh_groups
-from layerzero.core.placement import Placement
-from layerzero.runtime.root import RootState
+from layerzero.flat.groups import ShardGroup, describe_group, make_shard_group, mesh_groups
+from layerzero.flat.placement import Placement
+from layerzero.step.root import RootState
 
 
 class Party:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from layerzero.core.layout import FlatLayout
+from layerzero.flat.layout import FlatLayout
 
 
 class Piece(NamedTuple):

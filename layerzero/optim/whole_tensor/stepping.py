@@ -21,8 +21,8 @@ from layerzero.optim.whole_tensor.inner import Step
 from layerzero.optim.whole_tensor.members import Member, Staged
 from layerzero.optim.whole_tensor.party import Party
 from layerzero.optim.whole_tensor.plan import Bucket, Span, make_buckets
-from layerzero.runtime.operations import remembers_failure
-from layerzero.runtime.root import RootState
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState
 
 _PRESENT, _WRITTEN = 1, 2
 

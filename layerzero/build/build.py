@@ -1,0 +1,287 @@
+"""Builds units from a plan: materialises, synchronises, flattens and installs hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from layerzero.build.argument_types import check_reshard_after_forward
+from layerzero.build.arguments import Arguments
+from layerzero.build.compare_values import Digests, settle
+from layerzero.build.materialize import Materializer
+from layerzero.build.optional import find_regions
+from layerzero.build.plan import WrapPlan
+from layerzero.build.topology import Topology
+from layerzero.build.unit_arguments import UnitArguments
+from layerzero.build.wrap import UnitPlan, Visit
+from layerzero.comm.collectives import broadcast_, broadcast_from_first
+from layerzero.comm.pending import Operation
+from layerzero.config import GatherBudget, MixedPrecision
+from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.host_memory import HostMemory
+from layerzero.flat.placement import Placement
+from layerzero.flat.tensor_parallel import local_of, split_of
+from layerzero.notices import outside, warn_once
+from layerzero.optional.make_root import make_root
+from layerzero.state_dict import module_state
+from layerzero.step import hooks, module_guards
+from layerzero.step.first_forward import await_values
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit, UnitOptions, get_unit, set_unit
+from layerzero.verify import context_for
+
+
+def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
+    """Build the units, in the order of their plans, under one root.
+
+    Collective over the model's ranks.
+
+    Raises:
+        Exception: a meta tensor could not be initialised; every rank raises (`settle`).
+    """
+    plan.expert_lists.name_members()
+    materializer = Materializer(plan.device, given.param_init_fn)
+    digests = Digests(plan.device, is_needed=not given.sync_module_states)
+    units = build_units(plan, topology, given, materializer, digests)
+    difference = settle(materializer.failure, digests, topology.placement, plan.device)
+    if difference is not None:
+        is_first = topology.placement.is_first
+        warn_once(difference, difference, is_first=is_first, stacklevel=outside())
+    root = join_units(units, plan, topology, given, make_root)
+    plan.optional.keep(units[0])
+    return root
+
+
+def build_units(
+    plan: WrapPlan,
+    topology: Topology,
+    given: Arguments,
+    materializer: Materializer,
+    digests: Digests,
+) -> list[Unit]:
+    """Build the units, in the order of their plans. Collective only with `sync_module_states`."""
+    builder = _UnitBuilder(
+        placements=topology.placements,
+        tensor_parallel_groups=topology.tensor_parallel_groups,
+        device=plan.device,
+        arguments=plan.arguments,
+        deterministic=given.reduction.deterministic,
+        materializer=materializer,
+        sync_module_states=given.sync_module_states,
+        digests=digests,
+    )
+    return builder.build(plan.units, plan.visits)
+
+
+def join_units(
+    units: list[Unit],
+    plan: WrapPlan,
+    topology: Topology,
+    given: Arguments,
+    make: Callable[..., RootState],
+) -> RootState:
+    """Join the units under the root that `make` returns; it takes the arguments of `make_root`."""
+    forward_depth, limit = int(given.prefetch.forward), given.prefetch.limit
+    # By default: the units around the one in use, it, one about to be freed, and those ahead.
+    default_units = plan.nesting + 1 + max(forward_depth, 1)
+    return make(
+        units,
+        plan.device,
+        forward_depth,
+        given.prefetch.backward,
+        GatherBudget.parse(limit, default_units=default_units),
+        budget_is_default=limit is True,
+        reduction=given.reduction,
+        tensor_parallel_groups=topology.tensor_parallel_groups,
+        ignored=plan.ignored,
+        regions=find_regions(units, plan.optional),
+        make_context=context_for(given.verify),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _UnitBuilder:
+    """Builds the units of one `ZeRO3` call; its fields are what all units share."""
+
+    placements: Mapping[int, Placement]
+    """Placement of each unit, keyed by id(plan)."""
+    tensor_parallel_groups: tuple[ShardGroup, ...]
+    device: torch.device
+    arguments: Mapping[int, UnitArguments]
+    """Arguments of each unit, keyed by id(plan)."""
+    deterministic: bool
+    materializer: Materializer
+    sync_module_states: bool
+    digests: Digests
+
+    def build(self, plans: list[UnitPlan], visits: list[Visit]) -> list[Unit]:
+        """Build the units in the order of `plans`. Collective with `sync_module_states`.
+
+        Modules are visited in order, and a unit is flattened right after its last module was
+        visited. So a model on the meta device never needs more memory than its shards and the
+        full units around the current module.
+        """
+        last_visits: dict[int, list[UnitPlan]] = {}
+        for plan, index in _last_visits(plans, visits):
+            last_visits.setdefault(index, []).append(plan)
+        finished: dict[int, Unit] = {}
+        for index, visit in enumerate(visits):
+            self._prepare(visit)
+            for plan in last_visits.get(index, ()):
+                finished[id(plan)] = self._finish(plan)
+        for plan in plans:
+            unit = finished[id(plan)]
+            unit.tied_owners = tuple(finished[id(owner)] for owner in plan.tied_owners)
+            self._follow_hook_module(plan, unit)
+        units = [finished[id(plan)] for plan in plans]
+        if self.materializer.is_later:
+            new = [finished[id(plan)] for plan in plans if plan.existing is None]
+            await_values(new, self.materializer.awaited)
+        return units
+
+    def _prepare(self, visit: Visit) -> None:
+        if visit.plan.existing is not None:
+            return
+        mixed_precision = self.arguments[id(visit.plan)].mixed_precision
+        placement = self.placements[id(visit.plan)]
+        keeps = mixed_precision.keeps_float32(visit.module)
+        buffer_dtype = None if keeps else mixed_precision.buffer_dtype
+        was_meta = [
+            name for name, p in visit.module._parameters.items() if p is not None and p.is_meta
+        ]
+        gets_values = self.sync_module_states and not placement.is_first
+        self.materializer(visit.fqn, visit.module, buffer_dtype, initialise=not gets_values)
+        for name in was_meta if self.tensor_parallel_groups else ():
+            self._copy_over_mesh(visit, name)
+        if keeps:
+            hooks.run_in_float32(visit.module)
+        if self.sync_module_states:
+            for name, buffer in visit.module._buffers.items():
+                if buffer is not None:
+                    self._broadcast(local_of(buffer), f"buffer {visit.fqn}.{name}", placement)
+        for name, buffer in visit.module._buffers.items():
+            if buffer is not None:
+                label = f"buffer '{visit.fqn}.{name}'" if visit.fqn else f"buffer {name!r}"
+                self.digests.note(label, buffer, placement)
+
+    def _finish(self, plan: UnitPlan) -> Unit:
+        if plan.existing is not None:
+            inner = plan.fqn.removesuffix(plan.existing.fqn).rstrip(".")
+            plan.existing.rename(inner)
+            return plan.existing
+        arguments = self.arguments[id(plan)]
+        mixed_precision, placement = arguments.mixed_precision, self.placements[id(plan)]
+        kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[OriginalParameter]] = {}
+        for original in plan.originals:
+            first = original.slots[0]
+            parameter = first.module._parameters[first.name]
+            assert parameter is not None
+            original.parameter = parameter
+            original.value = local_of(parameter)
+            if self.sync_module_states:
+                original.value = original.value.to(self.device)
+                self._broadcast(original.value, f"parameter {original.fqn}", placement)
+            self.digests.note(f"parameter {original.fqn!r}", original.value, placement)
+            keeps = any(mixed_precision.keeps_float32(slot.module) for slot in original.slots)
+            compute_dtype = mixed_precision.compute_dtype(original.fqn, parameter.dtype, keeps)
+            # One flat parameter for each kind: its elements have one dtype, compute dtype and
+            # requires_grad.
+            key = (parameter.dtype, compute_dtype, parameter.requires_grad)
+            kinds.setdefault(key, []).append(original)
+        host = HostMemory(arguments.offload.pin_memory, self.device)
+        handles = [
+            FlatParamHandle(
+                originals,
+                placement,
+                self.device,
+                compute_dtype,
+                reduce_dtype=_reduce_dtype(compute_dtype, mixed_precision),
+                params_on=host if arguments.offload.params else None,
+                grads_on=host if arguments.offload.grads else None,
+            )
+            for (_, compute_dtype, _), originals in kinds.items()
+        ]
+        is_mean = arguments.gradient_reduction == "mean"
+        unit = Unit(
+            plan.fqn,
+            plan.module,
+            handles,
+            list(kinds.values()),
+            UnitOptions(
+                mixed_precision=mixed_precision,
+                reshard_after_forward=check_reshard_after_forward(arguments.reshard_after_forward),
+                gradient_scale=1.0 / placement.num_averaged if is_mean else 1.0,
+                deterministic=self.deterministic,
+            ),
+        )
+        if plan.parent is None or "mixed_precision" in plan.arguments:
+            unit.output_dtype = mixed_precision.output_dtype
+        set_unit(plan.module, unit)
+        module_state.install(unit, list(kinds.values()))
+        hooks.install_on_calls(plan.module, unit)
+        owners = {id(s.module): s.module for o in plan.originals for s in o.slots}
+        for module in owners.values():
+            if module is not plan.module and type(module).forward is not nn.Module.forward:
+                hooks.install(module, "forward", unit, is_entry=False)
+        module_guards.install(plan.module)
+        for slot in (slot for original in plan.originals for slot in original.slots):
+            module_guards.install(slot.module)
+            module_guards.add_name(slot.module, slot.name, unit)
+        # The full values are in the flat parameters now; these references would keep them alive.
+        for original in plan.originals:
+            del original.parameter, original.value
+        return unit
+
+    def _copy_over_mesh(self, visit: Visit, name: str) -> None:
+        """Broadcast a new parameter along the tensor-parallel axes that it is replicated on.
+
+        Each rank draws it from its own generator. Generators differ once ranks have drawn parts of
+        different sizes of another parameter (on CPU, where DTensors do not share a generator).
+        """
+        parameter = visit.module._parameters[name]
+        assert parameter is not None
+        split, value = split_of(parameter), local_of(parameter)
+        operation = Operation("synchronisation", f"parameter {visit.fqn}.{name}", 0)
+        for axis, group in enumerate(self.tensor_parallel_groups):
+            if group.size > 1 and (split is None or split.placements[axis].is_replicate()):
+                broadcast_(value, group, operation)
+
+    def _follow_hook_module(self, plan: UnitPlan, unit: Unit) -> None:
+        """Let calls of `hook_module` unshard and reshard `unit`; it may be a unit's module itself.
+
+        Inputs are cast here unless that unit casts them already.
+        """
+        module = self.arguments[id(plan)].hook_module
+        if module is not None and plan.existing is None:
+            hooks.install_on_calls(module, unit, casts=get_unit(module) is None)
+            unit.add_owner(module)
+
+    def _broadcast(self, tensor: torch.Tensor, name: str, placement: Placement) -> None:
+        # Sent as bytes, because not every backend supports every dtype.
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        operation = Operation("synchronisation", name, 0)
+        broadcast_from_first(flat, placement.groups, lambda _: operation)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def _last_visits(plans: list[UnitPlan], visits: list[Visit]) -> Iterator[tuple[UnitPlan, int]]:
+    """For each plan, the index of the last visit after which it can be flattened."""
+    last_of_plan = {id(visit.plan): index for index, visit in enumerate(visits)}
+    last_of_module = {id(visit.module): index for index, visit in enumerate(visits)}
+    for plan in plans:
+        # A tied parameter may be used by a module that is visited after the unit's own last one.
+        users = [slot.module for original in plan.originals for slot in original.slots]
+        indices = [last_of_module[id(user)] for user in users if id(user) in last_of_module]
+        yield plan, max([last_of_plan[id(plan)], *indices])
+
+
+def _reduce_dtype(compute_dtype: torch.dtype, mixed_precision: MixedPrecision) -> torch.dtype:
+    if not compute_dtype.is_floating_point:
+        return compute_dtype
+    return mixed_precision.reduce_dtype or compute_dtype

@@ -1,0 +1,183 @@
+"""Chooses the device of the parameters, and checks that each parameter can be sharded."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from layerzero.build.wrap import UnitPlan
+from layerzero.flat.device_streams import has_generic_streams, missing_stream_names
+from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.groups import own_rank
+from layerzero.flat.parameter_hooks import kind_of_hooks
+from layerzero.flat.parameter_info import foreign_class
+
+
+def resolve_device(
+    device: torch.device | str | int | None,
+    plans: list[UnitPlan],
+    process_group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+) -> torch.device:
+    """The device for all parameters; checks the parameters as well. Changes nothing.
+
+    In this order: `device`, the device that the parameters are on, the mesh's device, the current
+    accelerator if `process_group` has a backend for it, the CPU.
+
+    Args:
+        mesh: mesh of the DTensor parameters, which stay on its device type.
+
+    Raises:
+        ValueError: parameters are on several devices and `device` is None, a parameter cannot be
+            sharded, the engine cannot run on the device, or the device is not of the mesh's type.
+    """
+    target = _resolve_device(device, plans, process_group, mesh)
+    check_device_type(target, f"rank {own_rank()}: parameters go to {target}")
+    _check_resizing(target)
+    if mesh is not None and target.type != mesh.device_type:
+        raise ValueError(
+            f"rank {own_rank()}: parameters go to {target}, but the DTensors among them are "
+            f"on a mesh of {mesh.device_type!r}: make the mesh for {target.type!r}, or pass "
+            f"device={mesh.device_type!r}"
+        )
+    return target
+
+
+_OF_DEVICES = ("is_available", "current_device", "device_count")
+
+
+def check_device_type(device: torch.device, what: str) -> None:
+    """Raise ValueError for a device without the streams and events that overlap needs.
+
+    Args:
+        what: the argument or object that requires the device, for the message.
+    """
+    if device.type == "cpu":
+        return
+    expected = "expected the CPU or an accelerator with streams and events like CUDA's"
+    if device.type == "meta":
+        raise ValueError(f"{what}: {expected}; the meta device holds no values")
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        raise ValueError(f"{what}: {expected}; torch has no module torch.{device.type}") from None
+    missing = [name for name in _OF_DEVICES if not hasattr(module, name)]
+    of_streams = missing_stream_names(module)
+    if of_streams and not has_generic_streams(device):
+        missing += of_streams
+    if missing:
+        listed = ", ".join(f"torch.{device.type}.{name}" for name in missing)
+        raise ValueError(f"{what}: {expected}; this torch lacks {listed}")
+    if not module.is_available() or (device.index or 0) >= module.device_count():
+        raise ValueError(
+            f"{what}: torch finds {module.device_count()} devices of type {device.type!r} here"
+        )
+
+
+def _check_resizing(device: torch.device) -> None:
+    """Raise ValueError if memory of the device cannot be freed while tensors still refer to it."""
+    if device.type == "cpu":
+        return
+    try:
+        torch.empty(1, device=device).untyped_storage().resize_(0)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"rank {own_rank()}: parameters go to {device}, whose storages torch cannot "
+            "resize: full parameters could not be freed. Ask the maker of the device's extension "
+            f"for it. ({error})"
+        ) from None
+
+
+def _resolve_device(
+    device: torch.device | str | int | None,
+    plans: list[UnitPlan],
+    process_group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+) -> torch.device:
+    rank = own_rank()
+    found: dict[torch.device, tuple[str, str]] = {}
+    for plan in plans:
+        if plan.existing is not None:
+            for handle in plan.existing.handles:
+                found.setdefault(handle.main_shard.device, (plan.label, handle.fqns[0]))
+            continue
+        places: dict[torch.device, str] = {}
+        for original in plan.originals:
+            _check_parameter(plan, original, rank)
+            if not original.parameter.is_meta:
+                places.setdefault(original.parameter.device, original.fqn)
+        if device is None and len(places) > 1:
+            raise ValueError(
+                f"{plan.label} (rank {rank}): parameters of one unit need one device, got "
+                + " and ".join(f"{place} ({fqn!r})" for place, fqn in places.items())
+                + "; move the module first, or pass device="
+            )
+        for place, fqn in places.items():
+            found.setdefault(place, (plan.label, fqn))
+    if device is not None:
+        return _with_index(torch.device(device))
+    if len(found) > 1:
+        raise ValueError(
+            f"rank {rank}: units of one model need one device, got "
+            + " and ".join(f"{place} ({fqn!r})" for place, (_, fqn) in found.items())
+            + "; move the module first, or pass device="
+        )
+    if found:
+        return next(iter(found))
+    if mesh is not None:
+        return _with_index(torch.device(mesh.device_type))
+    backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(","))
+    accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend]
+    available = torch.accelerator.is_available()
+    if available and torch.accelerator.current_accelerator().type in accelerators:  # type: ignore[union-attr]
+        return _with_index(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
+    return torch.device("cpu")
+
+
+def current_accelerator() -> torch.device | None:
+    """This process's accelerator, of any kind that has streams; None without one."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return None
+    if missing_stream_names(torch.get_device_module(kind)) and not has_generic_streams(kind):
+        return None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type != "cpu" and device.index is None:
+        return torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> None:
+    parameter = original.parameter
+    where = f"{plan.label} (rank {rank}): parameter {original.fqn!r}"
+    if is_lazy(parameter):
+        raise ValueError(
+            f"{where} has no shape yet, because its module is lazy; run one forward on a batch of "
+            "the right shape before wrapping"
+        )
+    foreign = foreign_class(parameter)
+    if foreign is not None:
+        raise ValueError(
+            f"{where} is a {foreign.__module__}.{foreign.__qualname__}, a tensor subclass with its "
+            "own operations; expected a plain nn.Parameter or a DTensor: convert it (dequantize a "
+            "quantized one), or add it to ignored_parameters, which stay whole on every rank"
+        )
+    if parameter.layout is not torch.strided:
+        raise ValueError(f"{where} has layout {parameter.layout}; expected a dense parameter")
+    hooks_from = kind_of_hooks(parameter)
+    if hooks_from is not None:
+        raise ValueError(
+            f"{where} has hooks, registered with {hooks_from}: they would never run, because "
+            "wrapping replaces the parameter; remove them, and register hooks on the sharded "
+            "parameters of the wrapped model (docs/howto/recipes.md)"
+        )
+    if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
+        raise ValueError(
+            f"{where} has dtype {parameter.dtype} and requires grad; expected a floating-point "
+            "dtype: call requires_grad_(False) on it, or cast it"
+        )

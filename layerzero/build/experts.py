@@ -1,0 +1,276 @@
+"""Experts: units whose parameters differ between data-parallel ranks.
+
+Four ranks, four experts, two of them on each rank (ep = 2, neighbours):
+
+    rank         0      1      2      3
+    dense      one copy, sharded over 0 1 2 3
+    experts    0, 1   2, 3   0, 1   2, 3     experts 0 and 1 are sharded over ranks 0 and 2
+
+The ranks with the same experts are their *expert-data group*. The loss is a mean over all four
+ranks, and the tokens that an expert sees come from all of them, through the model's own all-to-all.
+So an expert's gradient is summed over its expert-data group and divided by four.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from layerzero.build.make_placement import make_placement
+from layerzero.build.wrap import UnitPlan
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
+from layerzero.flat.groups import own_rank, resolve_process_groups
+from layerzero.flat.placement import Outer, Placement
+from layerzero.flat.tensor_parallel import local_of, split_of
+
+Group = dist.ProcessGroup | DeviceMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Stands for a process group where there is none: in a plan of memory."""
+
+    table: tuple[tuple[int, ...], ...]
+    """Global ranks, one row for each shard group."""
+
+
+AnyGroup = Group | Ranks
+
+
+def ranks_of(group: AnyGroup | None) -> tuple[int, ...]:
+    """Global ranks in ascending order."""
+    if isinstance(group, Ranks):
+        return tuple(sorted(rank for row in group.table for rank in row))
+    if isinstance(group, DeviceMesh):
+        return tuple(sorted(group.mesh.flatten().tolist()))
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _key(group: AnyGroup | None) -> object:
+    """A key that compares equal for equal groups; each `mesh["edp"]` is a new object."""
+    if isinstance(group, Ranks):
+        return group
+    shape = tuple(group.mesh.shape) if isinstance(group, DeviceMesh) else ()
+    return (ranks_of(group), shape if len(shape) == 2 else ())
+
+
+def find_experts(
+    plans: Sequence[UnitPlan], everyone_of_model: Callable[[], tuple[int, ...]]
+) -> dict[int, AnyGroup]:
+    """The expert-data group of each expert unit, keyed by id(plan). Not collective.
+
+    Units inside an expert unit are experts as well. A unit whose group has all ranks of the model
+    is not an expert.
+
+    Args:
+        everyone_of_model: returns the ranks that share the model.
+
+    Raises:
+        ValueError, TypeError: a group is invalid or has ranks outside the model's; an expert's
+            parameter is tied to one of another group; an expert's DTensor is not sharded over
+            ranks outside its group.
+        NotImplementedError: both experts and other units have DTensors.
+    """
+    if all(plan.existing is not None or _own_group(plan) is None for plan in plans):
+        return {}
+    everyone = everyone_of_model()
+    found: dict[int, AnyGroup] = {}
+    for plan in plans:
+        group = None if plan.existing is not None else _own_group(plan)
+        if group is None:
+            continue
+        try:
+            if not isinstance(group, Ranks):
+                resolve_process_groups(group)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{plan.label}: {error}") from None
+        ranks = ranks_of(group)
+        if not set(ranks) <= set(everyone):
+            raise ValueError(
+                f"{plan.label} (rank {own_rank()}): its process_group has ranks "
+                f"{list(ranks)}; expected a subset of the ranks that share the model, "
+                f"{list(everyone)}"
+            )
+        if ranks != everyone:
+            found[id(plan)] = group
+    for plan in plans:
+        for owner in plan.tied_owners:
+            of_plan, of_owner = found.get(id(plan)), found.get(id(owner))
+            if _key(of_plan) != _key(of_owner):
+                raise ValueError(
+                    f"{plan.label} (rank {own_rank()}): one of its parameters is tied to a "
+                    f"parameter outside, and would belong to {owner.label}, which has another "
+                    "process_group; do not tie parameters of experts, or make one unit around all "
+                    "uses"
+                )
+    for plan in plans:
+        if id(plan) in found:
+            _check_dtensors(plan, ranks_of(found[id(plan)]))
+    _refuse_both(plans, found)
+    return found
+
+
+def _own_group(plan: UnitPlan) -> AnyGroup | None:
+    groups = (around.arguments.get("process_group") for around in plan.ancestors())
+    return next((group for group in groups if group is not None), None)
+
+
+def _check_dtensors(plan: UnitPlan, ranks: Sequence[int]) -> None:
+    rank = own_rank()
+    for original in plan.originals:
+        parameter = original.parameter
+        if not isinstance(parameter, DTensor):
+            continue
+        shared = set(parameter.device_mesh.mesh.flatten().tolist()) & set(ranks)
+        if shared != {rank} or not all(type(p) is Shard for p in parameter.placements):
+            raise ValueError(
+                f"{plan.label} (rank {rank}): expert parameter {original.fqn!r} is a DTensor with "
+                f"placements {parameter.placements} over ranks "
+                f"{parameter.device_mesh.mesh.tolist()}, its process_group has ranks "
+                f"{list(ranks)}; expected Shard(dim) over the ranks of the expert-parallel axis, "
+                "of which only this rank is in the process_group"
+            )
+
+
+def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> None:
+    dtensors = [
+        (id(plan) in experts, original.fqn)
+        for plan in plans
+        for original in plan.originals
+        if isinstance(original.parameter, DTensor)
+    ]
+    of_experts = [fqn for is_expert, fqn in dtensors if is_expert]
+    of_others = [fqn for is_expert, fqn in dtensors if not is_expert]
+    if of_experts and of_others:
+        raise NotImplementedError(
+            f"rank {own_rank()}: {of_experts[0]!r} of an expert and {of_others[0]!r} outside "
+            "of experts are both DTensors; if the rest of the model is tensor-parallel, make each "
+            "expert a module whose name contains its global number"
+        )
+
+
+def structure_of(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> int:
+    """A checksum of the sizes of units and of which are experts, compared over ranks.
+
+    0 without experts. With units of unequal sizes, ranks would prefetch different numbers of
+    all-gathers ahead.
+    """
+    if not experts:
+        return 0
+    groups = list(dict.fromkeys(map(_key, experts.values())))
+    rows = [
+        (
+            groups.index(_key(experts[id(plan)])) if id(plan) in experts else -1,
+            [local_of(original.parameter).numel() for original in plan.originals],
+        )
+        for plan in plans
+    ]
+    return zlib.crc32(repr(rows).encode()) + 1
+
+
+def check_experts(
+    plans: Sequence[UnitPlan],
+    experts: Mapping[int, AnyGroup],
+    placement: Placement,
+    device: torch.device,
+) -> None:
+    """Check which rank has which experts. Collective over the model's ranks, if there are experts.
+
+    Args:
+        placement: placement of the whole model.
+
+    Raises:
+        ValueError: on every rank: ranks of one expert-data group have experts of different names,
+            or two groups have experts of the same name.
+    """
+    if not experts:
+        return
+    blocks = list(_blocks(plans, experts))
+    own = [dist.get_rank(), *(number for block in blocks for number in block)]
+    values = torch.tensor(own, dtype=torch.int64, device=device)
+    for group in placement.groups:
+        values = gather_small(values, group, Operation("exchange", "experts", 0))
+    groups_of_block: dict[int, set[int]] = {}
+    blocks_of_group: dict[int, dict[int, set[int]]] = {}
+    for rank, *numbers in values.view(-1, len(own)).tolist():
+        for group_number, block in zip(numbers[::2], numbers[1::2], strict=True):
+            groups_of_block.setdefault(block, set()).add(group_number)
+            blocks_of_group.setdefault(group_number, {}).setdefault(rank, set()).add(block)
+    names = sorted(
+        {original.fqn for plan in plans if id(plan) in experts for original in plan.originals}
+    )
+    for by_rank in blocks_of_group.values():
+        if any(each != next(iter(by_rank.values())) for each in by_rank.values()):
+            raise ValueError(
+                f"experts: ranks {sorted(by_rank)} are in one process_group of experts, but have "
+                f"experts with different names; rank {dist.get_rank()} has {names[:2]}...; a "
+                "unit's process_group must consist of the ranks that have the same experts (the "
+                "expert-data axis, not the expert-parallel one)"
+            )
+    if any(len(each) > 1 for each in groups_of_block.values()):
+        raise ValueError(
+            "experts: different expert-data groups have different parameters under the same "
+            f"names; rank {dist.get_rank()} has {names[:2]}...; name experts by global numbers, "
+            "pass expert_numbers with the process_group (in a plan: local_experts), or make a "
+            "parameter that holds several experts a DTensor that is Shard(0) over the "
+            "expert-parallel axis"
+        )
+
+
+def _blocks(
+    plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]
+) -> Iterator[tuple[int, int]]:
+    """Hashes of each expert parameter's group, and of its name and offset; equal on all ranks."""
+    for plan in plans:
+        if id(plan) not in experts:
+            continue
+        group_number = _number(repr(ranks_of(experts[id(plan)])))
+        for original in plan.originals:
+            split = split_of(original.parameter)
+            yield group_number, _number(f"{original.fqn} {None if split is None else split.offset}")
+
+
+def _number(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def place_units(
+    plans: Sequence[UnitPlan],
+    experts: Mapping[int, AnyGroup],
+    placement: Placement,
+    device: torch.device,
+    outer: Outer,
+    deterministic: bool,
+    timeout: timedelta | None,
+    separate_groups: bool = False,
+) -> dict[int, Placement]:
+    """The placement of each unit, keyed by id(plan). Collective if groups have to be made.
+
+    Args:
+        placement: placement of the whole model.
+        outer: mode along the outer axis of expert meshes with two axes.
+    """
+    made: dict[object, Placement] = {}
+    for group in experts.values():
+        assert not isinstance(group, Ranks), "these are only planned"
+        if _key(group) not in made:
+            own = make_placement(
+                group, device, None, outer, deterministic, timeout, separate_groups
+            )
+            made[_key(group)] = dataclasses.replace(
+                own, members=placement.members, data_parallel=placement
+            )
+    return {
+        id(plan): made[_key(experts[id(plan)])] if id(plan) in experts else placement
+        for plan in plans
+    }

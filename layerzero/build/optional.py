@@ -1,0 +1,382 @@
+"""Optional modules: modules that a rank may skip in a pass while other ranks run them.
+
+docs/howto/optional_modules.md describes them. Here they are found, checked and turned into regions;
+layerzero/runtime/optional/ lets the ranks agree about them.
+
+Note [Optional modules are kept by name]
+    A model keeps the names of its optional modules, keyed by its root unit: for `rewrap`, after
+    which another module may have the name, and for a ZeRO3 module around this one, whose units
+    they join. The root unit is new after each wrapping, so what an earlier one kept never counts.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero.build.argument_types import check_optional_mean, check_optional_modules
+from layerzero.build.compare_values import broadcast_text
+from layerzero.build.experts import AnyGroup, ranks_of
+from layerzero.build.wrap import UnitPlan, has_forward
+from layerzero.comm.gather_texts import gather_texts
+from layerzero.comm.pending import Operation
+from layerzero.config import OptionalMean
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.names import clean_name
+from layerzero.notices import outside, warn_once
+from layerzero.optional.regions import OptionalRegions
+from layerzero.step.unit import Unit, get_unit
+from layerzero.step.unwrap import modules_of
+
+_EXCHANGE = Operation("exchange", "optional modules of ranks", 0)
+_REFUSED = "!"
+"""Begins the text of a rank that refuses its arguments."""
+
+
+class _Kept(NamedTuple):
+    names: tuple[str, ...]
+    mean: OptionalMean
+
+
+_kept: WeakKeyDictionary[Unit, _Kept] = WeakKeyDictionary()
+"""By root unit, see Note [Optional modules are kept by name]."""
+
+
+@dataclass(frozen=True)
+class OptionalModules:
+    """The optional modules of one model, those of ZeRO3 modules inside it included."""
+
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Keyed by FQN; a module that wrappers surround (torch.compile) is the outermost of these."""
+    mean: OptionalMean = "all"
+    failure: Exception | None = None
+    """Why the arguments are refused; raised once every rank can raise it (`agree_on_optional`)."""
+
+    @property
+    def number(self) -> int:
+        """A checksum below 2**31 of names and mean, or of the failure; 0 without any of them."""
+        if not self.modules and self.failure is None:
+            return 0
+        return zlib.crc32(self._text.encode()) >> 1 | 1
+
+    @property
+    def _text(self) -> str:
+        if self.failure is not None:
+            return f"{_REFUSED}{self.failure}"
+        return "\n".join([*map(repr, sorted(self.modules)), f"optional_mean={self.mean!r}"])
+
+    def difference(self, first: str) -> str | None:
+        """How this rank's arguments differ from the first rank's `_text`; None: they do not."""
+        if self.failure is not None:
+            return self._text
+        own, other = self._text.split("\n"), first.split("\n")
+        parts = {
+            "lacks": [each for each in other if each not in own],
+            "has": [each for each in own if each not in other],
+        }
+        return (
+            "; ".join(f"{what} {', '.join(each)}" for what, each in parts.items() if each) or None
+        )
+
+    def keep(self, root: Unit) -> None:
+        """Keep the names for `optional_now` and for a ZeRO3 module around `root`."""
+        if self.modules:
+            _kept[root] = _Kept(tuple(self.modules), self.mean)
+
+
+def find_optional(
+    root: nn.Module,
+    given: object,
+    mean: object,
+    plans: Sequence[UnitPlan],
+    experts: Mapping[int, AnyGroup],
+    everyone: Callable[[], tuple[int, ...]],
+) -> OptionalModules:
+    """Find and check the optional modules of `root`. Not collective; raises nothing.
+
+    Args:
+        given: the `optional_modules` argument of `ZeRO3`.
+        mean: its `optional_mean`.
+        experts: the expert-data group of each expert unit, keyed by id(plan).
+        everyone: returns the ranks that share the model.
+
+    Returns:
+        What was found; its `failure` is a ValueError or TypeError if an argument is refused.
+    """
+    try:
+        listed = check_optional_modules(given)
+        check_optional_mean(mean)
+        if not listed and not _kept and mean == "all":
+            return OptionalModules()
+        names = _Names(root)
+        modules = {name: names.module_of[name] for name in map(names.find, listed)}
+        nested = [kept for part in root.modules() if (kept := _nested(part, root, names))]
+        modules.update((name, names.module_of[name]) for kept in nested for name in kept.names)
+        chosen = _common_mean(mean, bool(listed), [kept.mean for kept in nested])
+        for name, module in modules.items():
+            _check_units(name, module, plans, experts, everyone())
+            _warn_of_own_collectives(name, module)
+        if not modules and chosen != "all":
+            text = f"optional_mean={chosen!r} has no effect: no optional_modules were given"
+            warn_once(text, text, stacklevel=outside())
+    except Exception as error:  # Also what an iterable raises, and warnings turned into errors.
+        return OptionalModules(failure=error)
+    return OptionalModules(modules, chosen)
+
+
+def agree_on_optional(
+    own: OptionalModules, differs: bool, axes: Sequence[ShardGroup], device: torch.device
+) -> None:
+    """Raise if an argument is refused on any rank, or if ranks were given different ones.
+
+    Args:
+        differs: whether `own.number` differs between ranks. If so, this is collective over `axes`.
+
+    Raises:
+        Exception: the failure of this rank.
+        ValueError: on every other rank; names what other ranks have.
+    """
+    texts: dict[int, str] = {}
+    if differs:
+        first = broadcast_text(own._text, axes, device, _EXCHANGE)
+        texts = gather_texts(own.difference(first), dist.get_rank(), axes, device, _EXCHANGE.unit)
+    if own.failure is not None:
+        raise own.failure
+    refused = [(rank, text) for rank, text in texts.items() if text.startswith(_REFUSED)]
+    if refused:
+        rank, text = refused[0]
+        raise ValueError(f"rank {rank} refused its arguments: {text.removeprefix(_REFUSED)}")
+    if differs:
+        listed = ". ".join(f"Rank {rank} {text}" for rank, text in list(texts.items())[:4])
+        more = f" (and {len(texts) - 4} more ranks)" if len(texts) > 4 else ""
+        raise ValueError(
+            "optional_modules or optional_mean differ between ranks, compared with the first: "
+            f"{listed}{more}. Give every rank the same: which of these modules it skips is its own "
+            "choice in each forward"
+        )
+
+
+def find_regions(units: Sequence[Unit], optional: OptionalModules) -> OptionalRegions | None:
+    """The region of each optional unit; None without optional modules.
+
+    A unit belongs to the innermost optional module that it is, or lies under. So do units outside
+    whose parameters a module under an optional one uses (tied parameters, a `hook_module`): they
+    are regions of their own, unless they are the root or contain that optional module.
+
+    Args:
+        units: the root's list, outermost first.
+    """
+    if not optional.modules:
+        return None
+    around: dict[int, tuple[str, nn.Module]] = {}
+    """The innermost optional module around each module, keyed by id."""
+    parts_of = {name: list(modules_of(module)) for name, module in optional.modules.items()}
+    for name, parts in sorted(parts_of.items(), key=lambda item: -len(item[1])):
+        around.update((id(part), (name, optional.modules[name])) for part in parts)
+    region_of: dict[int, str] = {}
+    for index, unit in enumerate(units):
+        if id(unit.module) in around:
+            region_of[index] = around[id(unit.module)][0]
+            continue
+        users = [around[id(user)][1] for user in unit.owners if id(user) in around]
+        inside = {id(part) for part in modules_of(unit.module)}
+        if index and users and not any(id(user) in inside for user in users):
+            region_of[index] = unit.fqn
+    if not any(units[index].handles for index in region_of):
+        return None  # All of their parameters are tied to units that every rank needs.
+    return OptionalRegions(region_of, optional.mean, _roams(units, region_of))
+
+
+def _roams(units: Sequence[Unit], optional: Iterable[int]) -> bool:
+    """Whether any of these units (by index) is used at several places of the model."""
+    counts = Counter(
+        id(module) for _, module in units[0].module.named_modules(remove_duplicate=False)
+    )
+    for index in optional:
+        unit = units[index]
+        inside = {id(part) for part in modules_of(unit.module)}
+        if counts[id(unit.module)] > 1 or any(id(user) not in inside for user in unit.owners):
+            return True
+    return False
+
+
+def optional_now(root: Unit) -> list[nn.Module]:
+    """The modules that have the names of the root's optional modules now, with parameters."""
+    kept = _kept.get(root)
+    if kept is None:
+        return []
+    named = _Names(root.module).module_of
+    found = [named[name] for name in kept.names if name in named]
+    return [module for module in found if next(module.parameters(), None) is not None]
+
+
+def names_of_optional(root: Unit) -> list[str]:
+    """Names of the optional modules of a model, by its root unit."""
+    kept = _kept.get(root)
+    return [] if kept is None else list(kept.names)
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+class _Names:
+    """Names of the modules of one model. A wrapper has the name of the module inside it."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self.module_of: dict[str, nn.Module] = {}
+        """The outermost module of each name."""
+        self.name_of: dict[int, str] = {}
+        """The first name of each module, keyed by id."""
+        for name, module in root.named_modules():
+            for part in (module, _unwrapped(module)):
+                self.module_of.setdefault(clean_name(name), part)
+                self.name_of.setdefault(id(part), clean_name(name))
+
+    def find(self, module: nn.Module) -> str:
+        """The name of a module inside the root.
+
+        Raises:
+            ValueError: it is not inside, or is the root.
+        """
+        name = self.name_of.get(id(module), self.name_of.get(id(_unwrapped(module))))
+        own, outer = type(_unwrapped(module)).__name__, type(self._root).__name__
+        if name == "":
+            raise ValueError(
+                f"optional_modules: contains the wrapped {outer} itself; every rank runs that: "
+                "list modules inside it"
+            )
+        if name is None and any(part is self._root for part in module.modules()):
+            raise ValueError(
+                f"optional_modules: contains a {own} that contains the wrapped {outer}; list "
+                "modules inside the wrapped one"
+            )
+        if name is None:
+            raise ValueError(
+                f"optional_modules: contains a {own} that is not inside the wrapped {outer}; list "
+                "modules that model.modules() returns on this rank"
+            )
+        return name
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    unit = get_unit(module)
+    return module if unit is None else unit.module
+
+
+def _nested(part: nn.Module, root: nn.Module, names: _Names) -> _Kept | None:
+    """The optional modules of a ZeRO3 module inside `root`, by their names there."""
+    unit = get_unit(part)
+    kept = None if unit is None or unit.module is root else _kept.get(unit)
+    if kept is None:
+        return None
+    start = names.name_of[id(part)]
+    listed = (f"{start}.{name}" if start else name for name in kept.names)
+    return kept._replace(names=tuple(name for name in listed if name in names.module_of))
+
+
+def _common_mean(mean: object, is_used: bool, nested: Sequence[OptionalMean]) -> OptionalMean:
+    assert mean in ("all", "participants"), "check_optional_mean"
+    means = {*nested, mean} if is_used or not nested or mean != "all" else set(nested)
+    if len(means) > 1:
+        raise ValueError(
+            f"optional_mean={mean!r}, but a ZeRO3 module inside was given "
+            f"optional_mean={next(each for each in nested if each != mean)!r}; one model has one: "
+            "pass the same to each"
+        )
+    return means.pop()  # type: ignore[return-value]
+
+
+# Checks -------------------------------------------------------------------------------------------
+
+
+def _check_units(
+    name: str,
+    module: nn.Module,
+    plans: Sequence[UnitPlan],
+    experts: Mapping[int, AnyGroup],
+    everyone: Sequence[int],
+) -> None:
+    """Raise ValueError unless `module` has units, and all of them are on all of the model's ranks.
+
+    Args:
+        name: FQN of the optional module.
+        everyone: the ranks that share the model.
+    """
+    inside = {id(part) for part in modules_of(module)}
+    under = [plan for plan in plans if id(_unwrapped(plan.module)) in inside]
+    if not any(plan.originals or plan.tied_owners or _has_handles(plan) for plan in under):
+        raise ValueError(_why_no_unit(name, module, inside, plans))
+    for plan in under:
+        ranks = _own_ranks(plan, experts)
+        if ranks is not None and ranks != tuple(everyone):
+            raise ValueError(
+                f"optional_modules: {name!r} contains {plan.label!r}, which ranks {list(ranks)} "
+                f"share, while ranks {list(everyone)} share the model: modules with a "
+                "process_group of their own (experts) cannot be optional; list modules beside them"
+            )
+
+
+def _has_handles(plan: UnitPlan) -> bool:
+    return plan.existing is not None and bool(plan.existing.handles)
+
+
+def _own_ranks(plan: UnitPlan, experts: Mapping[int, AnyGroup]) -> tuple[int, ...] | None:
+    if id(plan) in experts:
+        return ranks_of(experts[id(plan)])
+    if plan.existing is None or not plan.existing.handles:
+        return None
+    placement = plan.existing.handles[0].placement
+    return placement.members if placement.data_parallel is None else placement.shard_group.ranks
+
+
+def _warn_of_own_collectives(name: str, module: nn.Module) -> None:
+    found = [n for n, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+    if found:
+        inside = clean_name(f"{name}.{found[0]}".rstrip("."))
+        text = (
+            f"optional_modules: {name!r} contains a SyncBatchNorm ({inside!r}), whose statistics "
+            "all ranks exchange in training: if a rank skips it, the others wait for that rank; "
+            "use BatchNorm, or keep it in eval mode"
+        )
+        warn_once(text, text, stacklevel=outside())
+
+
+def _why_no_unit(name: str, module: nn.Module, inside: set[int], plans: Sequence[UnitPlan]) -> str:
+    start = f"optional_modules: {name!r} ({type(_unwrapped(module)).__name__}) has no unit"
+    held = next(
+        (
+            (plan, original.fqn)
+            for plan in plans
+            for original in plan.originals
+            if any(id(slot.module) in inside for slot in original.slots)
+        ),
+        None,
+    )
+    if held is None:
+        has_any = next(module.parameters(), None) is not None
+        why = "all of its parameters are ignored" if has_any else "it has no parameters"
+        return f"{start}: {why}, so every rank may skip it anyway; remove it from the list"
+    classes = ", ".join(dict.fromkeys(type(each).__name__ for each in _callable_parts(module)))
+    return (
+        f"{start}: its parameters, such as {held[1]!r}, belong to {held[0].label!r}, which every "
+        f"rank needs; make it a unit of its own: auto_wrap_policy={{{classes}, ...}}"
+    )
+
+
+def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or the outermost ones inside it that can be called; with parameters."""
+    if has_forward(module):
+        yield _unwrapped(module)
+        return
+    for child in module.children():
+        if next(child.parameters(), None) is not None:
+            yield from _callable_parts(child)

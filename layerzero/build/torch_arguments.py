@@ -1,0 +1,248 @@
+"""Converts arguments of torch's FSDP to ours, or raises and names the argument to use instead.
+
+Does not import `torch.distributed.fsdp`: a caller who passes one of its objects has imported it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
+from layerzero.flat.parameter_info import get_info
+from layerzero.step.unit import get_unit
+
+_STRATEGIES = {
+    "FULL_SHARD": "leave it out, this is the default",
+    "SHARD_GRAD_OP": "use reshard_after_forward=False",
+    "HYBRID_SHARD": 'use outer="replicate" with zero3_size or a mesh (outer, inner)',
+    "_HYBRID_SHARD_ZERO2": 'use outer="replicate" with zero3_size or a mesh (outer, inner), and '
+    "reshard_after_forward=False",
+    "NO_SHARD": 'use zero3_size=1, outer="replicate"',
+}
+_OURS = {
+    "sharding_strategy": 'use reshard_after_forward, zero3_size and outer="replicate"',
+    "use_orig_params": "leave it out: every original parameter always has its own",
+    "cpu_offload": "use offload",
+    "offload_policy": "use offload",
+    "device_id": "use device",
+    "device_mesh": "use process_group, which accepts a mesh",
+    "mesh": "use process_group, which accepts a mesh",
+    "dp_mesh_dims": 'take the axes from the mesh: process_group=mesh["dp"]',
+    "mp_policy": "use mixed_precision",
+    "ignored_states": "use ignored_modules and ignored_parameters",
+    "ignored_params": "use ignored_parameters",
+    "shard_placement_fn": "leave it out: parameters are split as flat elements",
+}
+"""Arguments of FSDP1 and `fully_shard` that `ZeRO3` lacks, and what to use instead."""
+
+
+def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise a TypeError for the first argument that `ZeRO3` does not have.
+
+    Args:
+        known: names of the arguments it has.
+    """
+    for name, value in unknown.items():
+        advice = _OURS.get(name)
+        if name == "sharding_strategy":
+            advice = _STRATEGIES.get(getattr(value, "name", ""), advice)
+        if advice is None:
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"expected one of {sorted(known)}"
+        raise TypeError(f"ZeRO3 has no argument {name} (got {name}={value!r}): {advice}")
+
+
+class Precision(NamedTuple):
+    """A `mixed_precision` argument, converted to ours."""
+
+    units: MixedPrecision | None
+    root: MixedPrecision | None
+    """For the root unit. It differs in `cast_forward_inputs` only: FSDP1 has a separate
+    `cast_root_forward_inputs`."""
+
+
+def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Precision:
+    """Convert torch's `MixedPrecision` and `MixedPrecisionPolicy`; return anything else unchanged.
+
+    Args:
+        module: the model; classes that FSDP1 keeps in float32 (batch norm by default) are looked up
+            in it.
+        has_policy: whether an `auto_wrap_policy` was given; without one, FSDP1 keeps no class in
+            float32.
+    """
+    if _is_torchs(value, "MixedPrecisionPolicy"):
+        ours = MixedPrecision(
+            param_dtype=value.param_dtype,
+            reduce_dtype=value.reduce_dtype,
+            output_dtype=value.output_dtype,
+            cast_forward_inputs=value.cast_forward_inputs,
+        )
+        return Precision(ours, ours)
+    if not _is_torchs(value, "MixedPrecision"):
+        return Precision(value, value)
+    if value.keep_low_precision_grads:
+        raise ValueError(
+            "mixed_precision: keep_low_precision_grads=True has no counterpart: gradients have "
+            "the dtype of the sharded parameters; leave it out, or build the model in that dtype"
+        )
+    kept = tuple(value._module_classes_to_ignore) if has_policy else ()
+    found = tuple(cls for cls in kept if any(isinstance(each, cls) for each in module.modules()))
+    of_units, of_root = (
+        MixedPrecision(
+            param_dtype=value.param_dtype,
+            reduce_dtype=value.reduce_dtype,
+            buffer_dtype=value.buffer_dtype,
+            cast_forward_inputs=casts,
+            keep_float32=found,
+        )
+        for casts in (
+            value.cast_forward_inputs,
+            value.cast_forward_inputs or value.cast_root_forward_inputs,
+        )
+    )
+    return Precision(of_units, of_root)
+
+
+def to_offload(value: Any) -> Any:
+    """Convert torch's `CPUOffload`, `OffloadPolicy` and `CPUOffloadPolicy`; return others as is."""
+    if _is_torchs(value, "CPUOffload"):
+        return OffloadPolicy(params=value.offload_params)
+    if _is_torchs(value, "CPUOffloadPolicy"):
+        return OffloadPolicy(params=True, pin_memory=value.pin_memory)
+    return OffloadPolicy() if _is_torchs(value, "OffloadPolicy") else value
+
+
+def to_backward_prefetch(value: Any) -> Any:
+    """Convert torch's `BackwardPrefetch`; return anything else unchanged."""
+    return BackwardPrefetch[value.name] if _is_torchs(value, "BackwardPrefetch") else value
+
+
+def to_unit_arguments(own: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Convert the arguments that a policy gave for one unit.
+
+    Raises:
+        ValueError: a sharding strategy that a single unit cannot have.
+    """
+    ours = dict(own)
+    if "sharding_strategy" in ours:
+        strategy = getattr(ours.pop("sharding_strategy"), "name", None)
+        if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            raise ValueError(
+                f"sharding_strategy={own['sharding_strategy']!r} for one unit: expected FULL_SHARD "
+                "or SHARD_GRAD_OP; for the whole model "
+                + _STRATEGIES.get(strategy or "", _OURS["sharding_strategy"])
+            )
+        ours.setdefault("reshard_after_forward", strategy == "FULL_SHARD")
+    if "cpu_offload" in ours:
+        ours.setdefault("offload", ours.pop("cpu_offload"))
+    if "offload" in ours:
+        ours["offload"] = to_offload(ours["offload"])
+    if "mixed_precision" in ours:
+        ours["mixed_precision"] = to_precision(ours["mixed_precision"], module).units
+    return ours
+
+
+# Policies ---------------------------------------------------------------------------------------
+
+
+def run_torch_policy(
+    policy: Any,
+    root: nn.Module,
+    ignored_modules: set[nn.Module],
+    ignored_parameters: set[nn.Parameter],
+) -> Mapping[int, Mapping[str, Any]] | None:
+    """Run a policy of `torch.distributed.fsdp.wrap`; None if `policy` is not one.
+
+    Args:
+        ignored_modules: ignored modules and all modules inside them.
+        ignored_parameters: ignored parameters, including those of ignored modules.
+
+    Returns:
+        The arguments of each chosen module, keyed by id(module).
+
+    Raises:
+        TypeError: a policy function with an unbound argument, such as `transformer_layer_cls`.
+    """
+    if isinstance(policy, type):
+        return None
+    if callable(getattr(policy, "_run_policy", None)):
+        chosen = policy._run_policy(root, ignored_modules, {})
+        return {id(module): own for module, own in chosen.items()}
+    if not _takes_numel(policy):
+        return None
+    try:
+        inspect.signature(policy).bind(module=root, recurse=True, nonwrapped_numel=0)
+    except TypeError as error:
+        name = getattr(policy, "__name__", policy)
+        raise TypeError(
+            f"auto_wrap_policy: {name} {error}: bind the argument, as in functools.partial("
+            "transformer_auto_wrap_policy, transformer_layer_cls={Block})"
+        ) from None
+    return {key: {} for key in _run_function(policy, root, ignored_modules, ignored_parameters)}
+
+
+def _takes_numel(policy: Any) -> bool:
+    """Whether it has FSDP1's signature (module, recurse, nonwrapped_numel)."""
+    try:
+        names = inspect.signature(policy).parameters
+    except (TypeError, ValueError):
+        return False
+    return "recurse" in names or "nonwrapped_numel" in names
+
+
+def _run_function(
+    policy: Callable[..., bool],
+    root: nn.Module,
+    ignored_modules: set[nn.Module],
+    ignored_parameters: set[nn.Parameter],
+) -> set[int]:
+    """Call the policy on children before their parents.
+
+    `nonwrapped_numel` is the number of elements that no unit inside has taken.
+    """
+    chosen: set[int] = set()
+
+    def num_taken(module: nn.Module) -> int:
+        numel = sum(
+            parameter.numel()
+            for parameter in module.parameters()
+            if parameter not in ignored_parameters and get_info(parameter) is None
+        )
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        taken = sum(
+            num_taken(child)
+            for child in module.children()
+            if child not in ignored_modules and get_unit(child) is None
+        )
+        if module is root:
+            return taken
+        if policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+            chosen.add(id(module))
+            return numel
+        return taken
+
+    num_taken(root)
+    return chosen
+
+
+def classes_of(policy: Any) -> tuple[type[nn.Module], ...]:
+    """The module classes that a policy, ours or torch's, lists; empty if it is a function."""
+    if isinstance(policy, type):
+        return (policy,)
+    listed = getattr(policy, "_module_classes", None)
+    if listed is None and callable(policy):
+        listed = getattr(policy, "keywords", {}).get("transformer_layer_cls", ())
+    return tuple(policy if listed is None and policy is not None else listed or ())
+
+
+def _is_torchs(value: object, name: str) -> bool:
+    return any(
+        cls.__name__ == name and cls.__module__.startswith("torch.distributed.fsdp")
+        for cls in type(value).__mro__
+    )

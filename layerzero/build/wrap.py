@@ -1,0 +1,261 @@
+"""Which submodules become units, and which parameters each unit owns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from layerzero.build.torch_arguments import run_torch_policy
+from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.names import WRAPPER_NAMES
+from layerzero.flat.parameter_info import get_info, sharded_param_of
+from layerzero.flat.views import Slot
+from layerzero.step.unit import Unit, get_unit
+
+Choice = bool | Mapping[str, Any]
+"""Whether a module is a unit; a mapping, even an empty one, makes it one with these arguments."""
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module itself can be called, which a ModuleList cannot."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+class TorchPolicy(Protocol):
+    """`ModuleWrapPolicy`, `CustomPolicy` and other subclasses of torch's policy base class."""
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]: ...
+
+
+WrapPolicy = Iterable[type[nn.Module]] | Callable[..., Choice] | TorchPolicy | None
+
+
+def make_chooser(
+    policy: WrapPolicy,
+    root: nn.Module,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_parameters: Iterable[nn.Parameter] = (),
+) -> Callable[[nn.Module, str], Choice]:
+    """Turn the `auto_wrap_policy` argument into a function of (module, fqn).
+
+    Policies of `torch.distributed.fsdp.wrap` choose the same modules as for FSDP1.
+
+    Args:
+        root: the module to be wrapped.
+
+    Raises:
+        TypeError: `policy` has none of these types, or a function has another signature.
+    """
+    if policy is None:
+        return lambda module, fqn: False
+    inside = {module for top in ignored_modules for module in top.modules()}
+    parameters = {parameter for module in inside for parameter in module.parameters()}
+    chosen = run_torch_policy(policy, root, inside, parameters | set(ignored_parameters))
+    if chosen is not None:
+        return lambda module, fqn: chosen.get(id(module), False)
+    if callable(policy) and not isinstance(policy, (type, nn.Module)):
+        _check_signature(policy)
+        return policy
+    is_one = isinstance(policy, (type, str, Mapping, nn.Module)) or not isinstance(policy, Iterable)
+    classes: tuple[Any, ...] = (policy,) if is_one else tuple(policy)  # type: ignore[arg-type]
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(
+                "auto_wrap_policy: expected a set of nn.Module classes, a callable(module, fqn), "
+                f"a policy of torch.distributed.fsdp.wrap or None, got {cls!r}"
+                + ("" if cls is policy else f" in {policy!r}")
+            )
+    return lambda module, fqn: isinstance(module, classes)
+
+
+def _check_signature(policy: Callable[[nn.Module, str], Choice]) -> None:
+    try:
+        signature = inspect.signature(policy)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, "")
+    except TypeError as error:
+        raise TypeError(
+            "auto_wrap_policy: expected callable(module, fqn) -> bool or a mapping of arguments, "
+            f"got {getattr(policy, '__name__', policy)}{signature}: {error}"
+        ) from None
+
+
+@dataclass
+class UnitPlan:
+    """A module that will become a unit, or already is one, and what it will own."""
+
+    fqn: str
+    module: nn.Module
+    parent: UnitPlan | None
+    existing: Unit | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    originals: list[OriginalParameter] = field(default_factory=list)
+    tied_owners: list[UnitPlan] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return self.fqn or "the root unit"
+
+    def ancestors(self) -> Iterator[UnitPlan]:
+        """This plan, then the units around it, innermost first."""
+        plan: UnitPlan | None = self
+        while plan is not None:
+            yield plan
+            plan = plan.parent
+
+
+class Visit(NamedTuple):
+    """A module, its name, and the innermost unit around it."""
+
+    plan: UnitPlan
+    fqn: str
+    module: nn.Module
+
+
+def plan_units(
+    root: nn.Module,
+    policy: WrapPolicy,
+    ignored_modules: Iterable[nn.Module],
+    ignored_parameters: Iterable[nn.Parameter],
+) -> tuple[list[UnitPlan], list[Visit]]:
+    """Decide the units of `root` and what each owns.
+
+    Returns the units, outermost first, and every module that is not ignored, in module order.
+
+    A parameter belongs to the innermost unit that contains all its uses: one shared by two units
+    goes to the nearest unit around both.
+
+    Raises:
+        ValueError: a parameter is shared between an already wrapped module and another one.
+    """
+    ignored_modules, ignored_parameters = tuple(ignored_modules), tuple(ignored_parameters)
+    choose = make_chooser(policy, root, ignored_modules, ignored_parameters)
+    walk = _Walk(choose, ignored_modules, ignored_parameters)
+    walk.visit(root, "", None)
+    _refuse_shared_with_wrapped(walk.plans, walk.owners.values())
+    for original, users in walk.owners.values():
+        owner = _nearest_common(users)
+        if owner.existing is not None:
+            raise ValueError(
+                f"parameter {original.fqn!r} was added to {owner.label!r} after that was wrapped; "
+                "add parameters before wrapping"
+            )
+        owner.originals.append(original)
+        for user in users:
+            if user is not owner and owner not in user.tied_owners:
+                user.tied_owners.append(owner)
+    return walk.plans, walk.visits
+
+
+class _Walk:
+    """One walk through a module tree, outermost first."""
+
+    def __init__(
+        self,
+        choose: Callable[[nn.Module, str], Choice],
+        ignored_modules: Iterable[nn.Module],
+        ignored_parameters: Iterable[nn.Parameter],
+    ) -> None:
+        self.plans: list[UnitPlan] = []
+        self.visits: list[Visit] = []
+        self.owners: dict[int, tuple[OriginalParameter, list[UnitPlan]]] = {}
+        self._choose = choose
+        self._ignored = {id(module) for top in ignored_modules for module in top.modules()}
+        self._ignored_parameters = {id(parameter) for parameter in ignored_parameters}
+        self._seen: dict[int, UnitPlan] = {}
+
+    def visit(
+        self, module: nn.Module, fqn: str, parent: UnitPlan | None, is_inside_unit: bool = False
+    ) -> None:
+        """Visit a module and those inside it.
+
+        Args:
+            is_inside_unit: it is wrapped in a module of the same name that is a unit already.
+        """
+        if id(module) in self._ignored:
+            return
+        if id(module) in self._seen:
+            self._visit_again(module, parent)
+            return
+        existing = get_unit(module)
+        plan = parent
+        # The root is always a unit, with the arguments of `ZeRO3`; an existing unit keeps its own.
+        is_asked = parent is not None and existing is None and not is_inside_unit
+        choice = is_asked and self._choose(module, fqn)
+        # An empty mapping is falsy, but makes the module a unit.
+        if parent is None or existing is not None or choice or isinstance(choice, Mapping):
+            arguments = choice if isinstance(choice, Mapping) else {}
+            plan = UnitPlan(fqn, module, parent, existing, arguments)
+            self.plans.append(plan)
+        assert plan is not None
+        self._seen[id(module)] = plan
+        self.visits.append(Visit(plan, fqn, module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in self._ignored_parameters:
+                self._visit_parameter(parameter, Slot(module, name), fqn, plan)
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            if name in WRAPPER_NAMES:
+                self.visit(child, fqn, plan, is_inside_unit or plan.module is module)
+            else:
+                self.visit(child, f"{fqn}.{name}" if fqn else name, plan)
+
+    def _visit_parameter(
+        self, parameter: nn.Parameter, slot: Slot, fqn: str, plan: UnitPlan
+    ) -> None:
+        if get_info(parameter) is not None:
+            return  # A sharded parameter: it belongs to an existing unit.
+        name = f"{fqn}.{slot.name}" if fqn else slot.name
+        original, users = self.owners.setdefault(
+            id(parameter), (OriginalParameter(name, parameter, []), [])
+        )
+        original.slots.append(slot)
+        users.append(plan)
+
+    def _visit_again(self, module: nn.Module, parent: UnitPlan | None) -> None:
+        """A module that occurs twice: add the second unit around it as a user of its parameters."""
+        if parent is None or self._seen[id(module)].module is module:
+            return
+        for part in module.modules():
+            for parameter in part._parameters.values():
+                if id(parameter) in self.owners:
+                    self.owners[id(parameter)][1].append(parent)
+
+
+def _refuse_shared_with_wrapped(
+    plans: list[UnitPlan], owners: Iterable[tuple[OriginalParameter, list[UnitPlan]]]
+) -> None:
+    wrapped = {
+        id(sharded): (plan, fqn)
+        for plan in plans
+        if plan.existing is not None
+        for handle in plan.existing.handles
+        for fqn, sharded in zip(handle.fqns, handle.sharded_params, strict=True)
+    }
+    for original, _ in owners:
+        found = wrapped.get(id(sharded_param_of(original.parameter)))
+        if found is not None:
+            plan, fqn = found
+            raise ValueError(
+                f"parameter {original.fqn!r} was tied to {fqn!r} of {plan.label!r}, which has been "
+                "wrapped separately: they would no longer be tied; wrap both with one "
+                "ZeRO3(..., auto_wrap_policy=...), which keeps tied parameters in a unit around "
+                "both"
+            )
+
+
+def _nearest_common(users: list[UnitPlan]) -> UnitPlan:
+    first, *others = users
+    for candidate in first.ancestors():
+        if all(any(candidate is around for around in user.ancestors()) for user in others):
+            return candidate
+    raise AssertionError("plans of one module tree share its root")

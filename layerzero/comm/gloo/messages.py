@@ -1,0 +1,179 @@
+"""Messages between pairs of ranks on gloo, which carry the engine's collectives there.
+
+On gloo every pair of ranks has its own connection, so messages go directly from source to
+destination buffers; benchmarks/bench_collectives.py compares them with gloo's own collectives.
+
+Note [A message carries its name]
+    Point-to-point messages match by tag. The tag is a hash of the verb, the unit, the operation's
+    number in this model, the size, and the model's number on the group. Ranks that issue different
+    operations therefore never exchange bytes: they wait, a `Lookout` detects that their paths
+    differ, and the error says which rank waits for what. Without the tag, two gathers in swapped
+    order would silently mix the weights of two units if their sizes are equal, and would abort the
+    process inside gloo if they are not.
+
+Note [Parts arrive where others have left]
+    A reduction that the engine sums holds its input, one chunk for each rank, and the parts that
+    arrive. With memory for each of these it would hold nearly two inputs. So only the first
+    arrivals get memory of their own; each later one goes where a chunk lay that has been sent:
+
+        step        1       2       3       4       5       of rank 0 of 6
+        sends       chunk 1 chunk 2 chunk 3 chunk 4 chunk 5
+        receives    memory  memory  memory  chunk 1 chunk 2
+
+    In each step every rank sends one chunk and receives one, and half of the steps are under way at
+    a time, so no connection is idle because another one is at work. No message is added, and the
+    sum still gets all parts at once. `Pending.wait` posts the later receives. They all follow sends
+    to which peers have posted the receive at once, so that a rank waits for others no more than
+    twice in a row: with a quarter of the parts a step of 8 ranks took longer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from layerzero.comm.pending import Operation, Pending
+from layerzero.flat.groups import ShardGroup
+
+
+def messages_carry_names(group: ShardGroup, device: torch.device) -> bool:
+    """See Note [A message carries its name]; on other backends a `Watchdog` compares ranks."""
+    return group.backend == "gloo" and device.type == "cpu"
+
+
+def exchange(
+    incoming: Sequence[torch.Tensor],
+    outgoing: Sequence[torch.Tensor],
+    group: ShardGroup,
+    operation: Operation,
+    nbytes: int | None = None,
+    num_steps: int | None = None,
+) -> Pending:
+    """Exchange one tensor with every other rank, point to point; entry i belongs to rank i.
+
+    Args:
+        nbytes: is compared between ranks; None: the size of each message, if all have the same.
+        num_steps: what is received in a step may go where what was sent so many steps before lay,
+            and is posted after that; None: all is posted at once. If given, no tensor is empty, or
+            all are.
+    """
+    pending = Pending(operation, group, outgoing[0].nbytes if nbytes is None else nbytes)
+    process_group = group.process_group
+    calls: list[functools.partial[dist.Work]] = []
+    later: list[tuple[int, functools.partial[dist.Work]]] = []
+    peers, receives = [], []
+    late_peers: list[int] = []
+    sends: list[int] = []
+    """Place in `calls` of the send of each step."""
+    for step in range(1, group.size):
+        # Staggered, so that not every rank starts with rank 0. The send is posted before the
+        # receive: a 4 MB message between two ranks of one machine then takes 2.0 to 2.4 ms instead
+        # of 3.7 to 3.9 ms (benchmarks/bench_collectives.py).
+        for peer, tensors, method in (
+            ((group.rank + step) % group.size, outgoing, process_group.send),
+            ((group.rank - step) % group.size, incoming, process_group.recv),
+        ):
+            tensor = tensors[peer]
+            if not tensor.numel():
+                continue
+            call = functools.partial(method, [tensor], peer, operation.tag(tensor.nbytes))
+            if tensors is incoming and num_steps is not None and step > num_steps:
+                later.append((sends[step - num_steps - 1], call))
+                late_peers.append(peer)
+                continue
+            if tensors is outgoing:
+                sends.append(len(calls))
+            calls.append(call)
+            peers.append(peer)
+            receives.append(tensors is incoming)
+    peers += late_peers
+    receives += [True] * len(late_peers)
+    pending.post(calls, peers, receives, later)
+    return pending
+
+
+def exchange_in_place(
+    own: Sequence[torch.Tensor], group: ShardGroup, operation: Operation
+) -> tuple[list[torch.Tensor], Pending]:
+    """Send own[i] to rank i; return the part from each rank, and the handle.
+
+    See Note [Parts arrive where others have left].
+    """
+    rank, size = group.rank, group.size
+    num_steps = _steps_under_way(size)
+    parts = [*own]
+    for step in range(1, size):
+        parts[rank - step] = (
+            torch.empty_like(own[rank])
+            if step <= num_steps
+            else own[(rank + step - num_steps) % size]
+        )
+    return parts, exchange(parts, own, group, operation, num_steps=num_steps)
+
+
+def exchange_halves(
+    received: torch.Tensor, sent: torch.Tensor, group: ShardGroup, operation: Operation
+) -> Pending:
+    """Exchange one tensor with the other rank of two, in two messages each way.
+
+    See Note [Two ranks keep the own chunk apart] in flat/pair_input.py.
+
+    Args:
+        received: [N], N even; written. Its second half lies where the first half of `sent` does,
+            and is received once that has left.
+        sent: [N] in the same dtype.
+    """
+    pending = Pending(operation, group, sent.nbytes)
+    process_group, peer = group.process_group, 1 - group.rank
+    arriving, leaving = received.chunk(2), sent.chunk(2)
+
+    def message(
+        method: Callable[..., dist.Work], halves: Sequence[torch.Tensor], piece: int
+    ) -> functools.partial[dist.Work]:
+        tag = operation.tag(halves[piece].nbytes, piece)
+        return functools.partial(method, [halves[piece]], peer, tag)
+
+    calls = [
+        message(process_group.send, leaving, 0),
+        message(process_group.recv, arriving, 0),
+        message(process_group.send, leaving, 1),
+    ]
+    later = [(0, message(process_group.recv, arriving, 1))]
+    pending.post(calls, [peer] * 4, [False, True, False, True], later)
+    return pending
+
+
+def _steps_under_way(size: int) -> int:
+    """Parts of memory that a reduction gets beside its input, in a group of `size`."""
+    return min(size - 1, max(2, size // 2))
+
+
+def broadcast_down_a_tree(
+    tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int
+) -> Pending:
+    """The rank at place p, counted from the source, sends to p + 2**k for each 2**k above p.
+
+    gloo's own broadcast waits on a thread of gloo, which a peer that dies amid a message blocks
+    until the timeout of the group; destroying the group then waits for that thread.
+    """
+    size, place = group.size, (group.rank - source) % group.size
+    nothing = tensor.new_empty(0)
+
+    def with_ranks(places: Sequence[int]) -> list[torch.Tensor]:
+        ranks = {(place + source) % size for place in places}
+        return [tensor if rank in ranks else nothing for rank in range(size)]
+
+    first = 1 << place.bit_length()
+    steps = [first << k for k in range(size.bit_length())]
+    receivers = with_ranks([place + step for step in steps if place + step < size])
+    if place == 0:
+        return exchange([nothing] * size, receivers, group, operation, tensor.nbytes)
+    senders = with_ranks([place - (first >> 1)])
+    pending = exchange(senders, [nothing] * size, group, operation, tensor.nbytes)
+    pending.then(
+        lambda: exchange([nothing] * size, receivers, group, operation, tensor.nbytes).wait()
+    )
+    return pending

@@ -1,0 +1,467 @@
+"""FlatParam: the buffers behind one flat parameter: main shard, compute shard, full buffer.
+
+    main shard      the optimizer updates it; original dtype
+    compute shard   this rank's input to an all-gather; compute dtype. It is the main shard itself
+                    unless a cast, an outer axis (placement.py) or offloading separates the two;
+                    then it is memory of its own, written once for each change of the weights
+    full buffer     modules compute with it; in a shard group of one, the compute shard itself
+
+Note [Views outlive storage]
+    The unsharded parameters are leaves of autograd. They are made once, as views of one flat
+    tensor whose storage is resized between zero bytes and its full size. Autograd saves the views,
+    not the bytes; once the storage is filled again for the backward pass, they show the values.
+    Each leaf is made through `.data`, and so has a version counter of its own: writing the gathered
+    values does not look like an in-place change of a tensor that autograd saved.
+
+Note [One rank is whole]
+    In a shard group of one rank the full buffer is the compute shard. It is never freed, and is
+    cast, or gathered over the outer group, again only after the weights have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from layerzero.flat.data_watch import watch_data
+from layerzero.flat.gradients import GradientBuffer
+from layerzero.flat.host_memory import HostMemory
+from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
+from layerzero.flat.layout import FlatLayout, alignment_of
+from layerzero.flat.parameter_info import (
+    ParameterInfo,
+    copy_attributes,
+    get_info,
+    rename,
+    set_info,
+    set_sharded_param,
+    sharded_param_of,
+)
+from layerzero.flat.placement import Placement
+from layerzero.flat.tensor_parallel import TensorParallelSplit, split_of
+from layerzero.flat.views import Slot
+from layerzero.ops import Segments, pack_
+
+
+@dataclass
+class OriginalParameter:
+    """A parameter as the user wrote it, and every slot of the module tree that holds it."""
+
+    fqn: str
+    parameter: nn.Parameter
+    slots: list[Slot]
+    value: torch.Tensor = field(init=False)
+    """This rank's value before flattening, detached; of a DTensor, the local tensor."""
+
+
+def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Have `tensor`, which stays the same object, lie where `value` does."""
+    tensor.data = value
+
+
+class FlatParam:
+    """The buffers behind one flat parameter, their layout and the views into them.
+
+    Uses no streams and issues no collectives: `FlatParamHandle` (step/handle.py)
+    unshards and reshards it.
+    """
+
+    fqns: list[str]
+    """Names of the original parameters, in order."""
+    splits: tuple[TensorParallelSplit | None, ...]
+    """How each parameter is split over tensor-parallel ranks; None if it is not a DTensor."""
+    shapes: tuple[torch.Size, ...]
+    """Shapes of the parameters in the full buffer: the original ones; of DTensors, the local."""
+    layout: FlatLayout
+    placement: Placement
+    main_shard: torch.Tensor
+    """[shard_numel] in the original dtype; the sharded parameters are views of it."""
+    params_on: HostMemory | None
+    """Host memory that holds the main shard; None: it is on the device."""
+    sharded_params: list[nn.Parameter]
+    """One 1-D sharded parameter per original one; the user and the optimizer see these."""
+    unsharded_params: list[nn.Parameter]
+    """One unsharded parameter per original one; see Note [Views outlive storage]."""
+    is_whole: bool
+    """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
+    has_compute_shard: bool
+    """Whether the compute shard is memory of its own, apart from the main shard."""
+    compute_shard: torch.Tensor
+    """[compute_numel] in the compute dtype; valid unless `is_stale`."""
+    post_forward_shard: torch.Tensor | None
+    """[padded numel / size of the placement's `post_forward_group`] in the compute dtype: this
+    rank's part of the full buffer, kept in forward so that backward gathers over that group."""
+    gradients: GradientBuffer
+    version: int
+    """Version of the main shard from which the compute shard was written; -1: none yet."""
+
+    def __init__(
+        self,
+        originals: Sequence[OriginalParameter],
+        placement: Placement,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        params_on: HostMemory | None = None,
+        grads_on: HostMemory | None = None,
+    ) -> None:
+        """Copy this rank's part of `originals`, all of one dtype, to `device`. Not collective.
+
+        Args:
+            params_on: host memory for the main shard, and so for its gradients and the optimizer's
+                state; None: they are on `device`.
+            grads_on: host memory in which gradients of micro-batches add up; None: on `device`.
+        """
+        values = [original.value for original in originals]
+        dtype = values[0].dtype
+        self.fqns = [original.fqn for original in originals]
+        self.splits = tuple(split_of(original.parameter) for original in originals)
+        self.shapes = tuple(value.shape for value in values)
+        self.placement = placement
+        self.layout = FlatLayout.build(
+            [value.numel() for value in values],
+            placement.num_main_shards,
+            alignment=alignment_of(device.type, min(dtype.itemsize, compute_dtype.itemsize)),
+            slices=placement.owned_slices,
+        )
+        self.version = self._slice_version = -1
+        self._may_change_unseen = False
+        self.num_data_taken = 0
+        """How often somebody took or set `.data` of a sharded parameter, after `watch_data`."""
+        self._apart: list[nn.Parameter] = []
+        """Sharded parameters whose `.data` was assigned, here or by a user: they count their own
+        versions, and writes into them leave the main shard's as it is."""
+        self.was_assigned = False
+        """Whether somebody has ever assigned `.data` of a sharded parameter."""
+        self.post_forward_shard = None
+        self.params_on = params_on
+        if params_on is None:
+            self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
+        else:
+            self.main_shard = params_on.lasting(self.layout.shard_numel, dtype)
+        self._shard_ranges = self.layout.shard_ranges(placement.main_shard_index)
+        self._flatten(values)
+        self.sharded_params = [
+            self._make_sharded(original, index) for index, original in enumerate(originals)
+        ]
+        self._expect()
+        self._empty = [parameter for parameter in self.sharded_params if not parameter.numel()]
+        self.is_whole = placement.shard_group.size == 1
+        self.has_compute_shard = (
+            compute_dtype != dtype or not placement.owns_compute_shard or params_on is not None
+        )
+        self._make_full(originals, compute_dtype, device)
+        self._make_compute_shard()
+        self.gradients = GradientBuffer(
+            self.layout,
+            self.shapes,
+            placement,
+            reduce_dtype,
+            device,
+            self.sharded_params,
+            {index: split for index, split in enumerate(self.splits) if split is not None},
+            grads_on,
+        )
+
+    def _flatten(self, values: Sequence[torch.Tensor]) -> None:
+        """Fill the main shard from `values`; gaps and padding become zero."""
+        device = self.main_shard.device
+        sources = [
+            value.reshape(-1)[owned.start : owned.stop].to(device)
+            for value, owned in zip(values, self._shard_ranges, strict=True)
+        ]
+        # `pack_` wants rising destinations; empty ranges have offset 0 and would break the order.
+        rows = (
+            (owned.param, 0, owned.offset, owned.numel)
+            for owned in self._shard_ranges
+            if owned.numel
+        )
+        pack_(self.main_shard, sources, Segments.build(rows, self.layout.shard_numel))
+
+    def _make_sharded(self, original: OriginalParameter, index: int) -> nn.Parameter:
+        _, start, stop, offset = self._shard_ranges[index]
+        part = self.main_shard[offset : offset + stop - start]
+        shape, split = original.parameter.shape, self.splits[index]
+        # After `rewrap`, reuse the former Parameter object if its range did not change.
+        kept = sharded_param_of(original.parameter)
+        info = None if kept is None else get_info(kept)
+        is_same = info is not None and (info.shape, info.range) == (shape, (start, stop))
+        lies_alike = kept is not None and (kept.dtype, kept.device) == (part.dtype, part.device)
+        if kept is not None and is_same and lies_alike:
+            sharded = kept  # An optimizer may hold it, with state of this range.
+            sharded.data = part
+            self._apart.append(sharded)
+        else:
+            sharded = nn.Parameter(part, requires_grad=original.parameter.requires_grad)
+        copy_attributes(original.parameter, sharded)
+        set_info(sharded, ParameterInfo(original.fqn, shape, (start, stop), split))
+        set_sharded_param(original.parameter, sharded)
+        return sharded
+
+    def _make_full(
+        self,
+        originals: Sequence[OriginalParameter],
+        compute_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if self.is_whole and not self.has_compute_shard:
+            self.full = self.main_shard.data
+        else:
+            # A whole buffer is never freed and is written slice by slice, so its padding starts as
+            # zeros. Any other storage is freed below; `empty` avoids touching its memory.
+            make = torch.zeros if self.is_whole else torch.empty
+            self.full = make(self.layout.padded_numel, dtype=compute_dtype, device=device)
+        self._storage = self.full.untyped_storage()
+        self._is_large = is_worth_huge_pages(self.full)
+        self.unsharded_params = []
+        for index, original in enumerate(originals):
+            unsharded = nn.Parameter(
+                self.view_of(self.full.data, index),
+                requires_grad=original.parameter.requires_grad,
+            )
+            copy_attributes(original.parameter, unsharded)
+            set_sharded_param(unsharded, self.sharded_params[index])
+            self.unsharded_params.append(unsharded)
+        if not self.is_whole:
+            self._storage.resize_(0)
+
+    def view_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """View of parameter `index` in a buffer laid out like `full`; for a DTensor, a DTensor."""
+        start = self.layout.starts[index]
+        view = flat[start : start + self.layout.numels[index]].view(self.shapes[index])
+        split = self.splits[index]
+        return view if split is None else split.wrap(view)
+
+    def _make_compute_shard(self) -> None:
+        placement, numel = self.placement, self.compute_numel
+        if self.is_whole:
+            self.compute_shard = self.full.data
+        elif self.has_compute_shard:
+            self.compute_shard = torch.zeros(numel, dtype=self.full.dtype, device=self.full.device)
+        else:
+            self.compute_shard = self.main_shard
+        own = self.layout.shard_numel
+        place = 0
+        if not placement.owns_compute_shard and placement.outer_group is not None:
+            place = placement.outer_group.rank * own
+        self.compute_slice = self.compute_shard[place : place + own]
+        self._whole_shard = Segments.concatenate([own])
+
+    @property
+    def compute_numel(self) -> int:
+        return self.layout.padded_numel // self.placement.shard_group.size
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
+        return 0 if self.is_whole else self.layout.padded_numel * self.full.element_size()
+
+    def allocate_full(self) -> None:
+        self._storage.resize_(self.full_nbytes)
+        if self._is_large:
+            prefer_huge_pages(self.full, collapse=False)
+
+    def free_full(self) -> None:
+        if not self.is_whole:
+            self._storage.resize_(0)
+
+    @property
+    def main_version(self) -> int:
+        """Grows with each write into the main shard that torch counts.
+
+        torch's version counter does not see writes through `.data`; see `mark_stale`.
+        """
+        version = self.main_shard._version
+        if self._apart:
+            version += sum(parameter._version for parameter in self._apart)
+        return version
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the main shard was written since the compute shard was."""
+        return self.version != self.main_version
+
+    def mark_stale(self) -> None:
+        """Have the compute shard written again before its next use.
+
+        For writes through `.data`, which change no version.
+        """
+        self.post_forward_shard = None
+        if self.has_compute_shard:
+            self.version = -1
+
+    def rename(self, prefix: str) -> None:
+        """Put `prefix` before every name, because the model became part of another."""
+        self.fqns = [f"{prefix}.{fqn}" for fqn in self.fqns]
+        for fqn, parameter in zip(self.fqns, self.sharded_params, strict=True):
+            rename(parameter, fqn)
+
+    def drop_post_forward_shard(self) -> None:
+        """Free `post_forward_shard`, which no backward needs any more."""
+        self.post_forward_shard = None
+
+    def share_placement(self, placements: dict[Placement, Placement]) -> None:
+        """Replace the placement by an equal one in `placements`, or add it there.
+
+        With one object for equal placements, work that is done per placement is done once.
+        """
+        self.placement = placements.setdefault(self.placement, self.placement)
+
+    def keep_shard(self) -> None:
+        """Copy this rank's part of the gathered full buffer into `post_forward_shard`."""
+        group = self.placement.post_forward_group
+        if group is not None and self.post_forward_shard is None:
+            numel = self.layout.padded_numel // group.size
+            self.post_forward_shard = self.full.data[group.rank * numel :][:numel].clone()
+
+    def write_compute_slice(self) -> None:
+        """Cast this rank's main shard into its slice of the compute shard.
+
+        Runs on the current stream; does not block the host unless offloaded memory is not pinned.
+        """
+        self.post_forward_shard = None
+        if self.has_compute_shard and self._slice_version != self.main_version:
+            source = self.main_shard
+            if self.params_on is not None:
+                source = torch.empty_like(source, device=self.full.device)
+                source.copy_(self.main_shard, non_blocking=True)
+            pack_(self.compute_slice, [source], self._whole_shard)
+        self.version = self.main_version
+
+    @property
+    def slice_beside_main(self) -> torch.Tensor | None:
+        """The slice of the compute shard that an optimizer may write together with the main shard.
+
+        None: there is none, it is on another device, or a cast before the next gather could not be
+        left out anyway: somebody may write the main shard unseen.
+        """
+        is_beside = self.has_compute_shard and self.compute_slice.device == self.main_shard.device
+        return self.compute_slice if is_beside and not self._may_change_unseen else None
+
+    @property
+    def may_change_unseen(self) -> bool:
+        """Whether somebody may write the main shard without changing its version."""
+        return self._may_change_unseen
+
+    @property
+    def slice_is_current(self) -> bool:
+        """Whether the slice of the compute shard has the values that the main shard has now."""
+        return self.main_version in (self.version, self._slice_version)
+
+    def note_slice_written(self) -> None:
+        """An optimizer has written all of the slice: the cast before the next gather is left out,
+        unless the main shard changes before."""
+        if not self._may_change_unseen:
+            self._slice_version = self.main_version
+
+    def watch_data(self) -> None:
+        """Note when somebody takes `.data` of a sharded parameter; see flat/data_watch.py."""
+        for parameter in self.sharded_params:
+            watch_data(parameter, self._note_data_taken)
+
+    def _note_data_taken(self, _: object) -> None:
+        self.num_data_taken += 1
+        self._may_change_unseen = True
+        self._slice_version = -1
+
+    def reset_sharded_params(self, unit: str) -> bool:
+        """Take over values that a user assigned to `parameter.data`; True if any.
+
+        Raises:
+            ValueError: the new tensor's shape, dtype or device is not the sharded parameter's.
+        """
+        # Addresses are compared, because this runs before most gathers. Empty parameters have no
+        # address to compare: `_empty`.
+        assigned = []
+        for parameter, pointer, numel in self._expected:
+            if parameter.data_ptr() != pointer or parameter.numel() != numel:
+                assigned.append(parameter)
+        dtype = self.main_shard.dtype
+        for parameter in self._empty:
+            if parameter.dtype is not dtype or parameter.numel():
+                self._check_assigned(parameter, unit)
+        if assigned:
+            for parameter in assigned:
+                self._check_assigned(parameter, unit)
+            self._adopt(assigned)
+        return bool(assigned)
+
+    def _check_assigned(self, parameter: nn.Parameter, unit: str) -> None:
+        index = next(i for i, own in enumerate(self.sharded_params) if own is parameter)
+        numel, dtype, device = self._shard_ranges[index].numel, *self._kind
+        new = parameter.detach()
+        if (*new.shape,) != (numel,) or new.dtype != dtype or new.device != device:
+            raise ValueError(
+                f"{unit} (rank {self.placement.rank}): the data of parameter "
+                f"{self.fqns[index]!r} was replaced after wrapping: expected this rank's shard, "
+                f"shape {(numel,)}, {dtype} on {device}, got shape "
+                f"{tuple(new.shape)}, {new.dtype} on {new.device}; cast or move the module before "
+                "wrapping it, and change full values inside summon_full_params()"
+            )
+
+    def _adopt(self, assigned: Sequence[nn.Parameter]) -> None:
+        """Copy what was assigned to the `.data` of some parameters into a new main shard.
+
+        The former memory keeps its values: a program that swaps weights (an average for an
+        evaluation) took `.data` before, and will assign that again.
+        """
+        values = {id(parameter): parameter.detach() for parameter in assigned}
+        # A tensor made in inference mode could not be written in place outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.is_whole or self.has_compute_shard or not any(self.splits):
+                self._move_main_shard()
+            for (_, start, stop, offset), parameter in zip(
+                self._shard_ranges, self.sharded_params, strict=True
+            ):
+                own = self.main_shard[offset : offset + stop - start]
+                own.copy_(values.get(id(parameter), own))
+                _put(parameter, own)
+        self._apart = [*self.sharded_params]
+        self.was_assigned = True
+        self._expect()
+
+    def _move_main_shard(self) -> None:
+        """Give the main shard, and what shares its memory, memory that nobody else has."""
+        former, numel, dtype = self.main_shard.data, self.layout.shard_numel, self.main_shard.dtype
+        if self.params_on is None:
+            moved = torch.empty(numel, dtype=dtype, device=former.device)
+        else:
+            moved = self.params_on.lasting(numel, dtype)
+        # The objects stay: optimizers hold them.
+        _put(self.main_shard, moved.copy_(former))
+        if self.has_compute_shard:
+            return
+        if self.is_whole:
+            _put(self.full, moved)
+            self._storage = self.full.untyped_storage()
+            for index, unsharded in enumerate(self.unsharded_params):
+                _put(unsharded, self.view_of(moved, index))
+        self._make_compute_shard()
+
+    def _expect(self) -> None:
+        """Note where the sharded parameters are."""
+        self._expected = [
+            (parameter, parameter.data_ptr(), parameter.numel())
+            for parameter in self.sharded_params
+            if parameter.numel()
+        ]
+
+    @property
+    def _kind(self) -> tuple[torch.dtype, torch.device]:
+        return self.main_shard.dtype, self.main_shard.device
+
+    def update_requires_grad(self) -> bool:
+        """Copy `requires_grad` from sharded to unsharded parameters; True if any changed."""
+        changed = False
+        for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
+            if sharded.requires_grad != unsharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
+                changed = True
+        return changed
+
+    def trainable(self) -> list[int]:
+        """Indices of the parameters that require grad now."""
+        return [i for i, unsharded in enumerate(self.unsharded_params) if unsharded.requires_grad]

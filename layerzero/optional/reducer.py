@@ -1,0 +1,204 @@
+"""The reducers of a model with optional units: reductions in the order that ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from layerzero.optional.agreement import Agreement
+from layerzero.optional.regions import OptionalRegions
+from layerzero.step.reducer import GradientReducer
+from layerzero.step.reduction import Reduction
+from layerzero.step.several_reductions import SeveralInFlight
+from layerzero.step.states import TrainingState
+from layerzero.step.unit import Unit
+
+
+class OptionalReducer(GradientReducer):
+    """A `GradientReducer` for a model with optional units."""
+
+    def join(
+        self,
+        agreement: Agreement,
+        regions: OptionalRegions,
+        before: Callable[[Unit], None],
+        free: Callable[[Unit], None],
+    ) -> None:
+        """Ask `agreement` before each reduction in backward from now on.
+
+        Args:
+            before: called with a unit before all ranks reduce it.
+            free: called with a unit after this rank took part in its reduction.
+        """
+        self._agreement = agreement
+        self._placement = next(h.placement for unit in self._units for h in unit.handles)
+        self._before = before
+        self._free = free
+        self.averages_participants = regions.mean == "participants"
+        self._late: list[Unit] = []
+        """Units whose gradients came where no rank could take part."""
+        self._reduced: set[int] = set()
+        """Optional units reduced in this backward."""
+        self._waiting: set[int] = set()
+        """Optional units that may hold sums of micro-batches on any rank."""
+        self._waits_next: set[int] = set()
+        """What that is once the pass is complete."""
+
+    def expect_sums(self) -> None:
+        """Any rank may hold sums of micro-batches of any optional unit."""
+        self._waiting = {unit.index for unit in self._units if unit.is_optional}
+        self._waits_next = self._waiting
+
+    def how(self) -> tuple[bool, bool]:
+        """How gradients of the coming backward are reduced: its collectives depend on it."""
+        return self.requires_sync, self.sums_sharded
+
+    def _sends(self, unit: Unit) -> bool:
+        """Whether reducing the unit now is collective, rather than a sum on this rank."""
+        return self.requires_sync or (
+            self.sums_sharded and any(h.placement.sums_in_shards for h in unit.handles)
+        )
+
+    def reduce(self, unit: Unit) -> None:
+        agreement, event = self._agreement, 2 * unit.index + 1
+        if not (self._context.in_backward and agreement.is_open):
+            super().reduce(unit)
+        elif not unit.is_optional:
+            if self._sends(unit):
+                agreement.required(event)
+                self._before(unit)
+            super().reduce(unit)
+        elif unit.training_state is not TrainingState.BACKWARD:
+            pass  # Not reached by this backward. `deliver` reduces it where any rank may need that.
+        elif not self._sends(unit):
+            super().reduce(unit)
+        elif agreement.want(event):
+            self._reduce(unit)
+        else:
+            self._late.append(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        self._before(unit)
+        self._reduced.add(unit.index)
+        super().reduce(unit)
+
+    def take_part(self, unit: Unit) -> None:
+        """Take part in a reduction that this rank has no gradients for, or not all of them yet."""
+        self._reduce(unit)
+        self._free(unit)
+
+    def deliver(self) -> None:
+        agreement = self._agreement
+        if self._context.in_backward and agreement.is_open:
+            agreement.finish()
+            needed = {i for i in agreement.needed if self._units[i].is_trainable}
+            if self.requires_sync:
+                for index in sorted(self._waiting - self._reduced):
+                    self._reduce(self._units[index])
+            is_reduced = any(each.unit.is_optional for each in self._agreed_reductions())
+            if is_reduced or any(self._sends(self._units[i]) for i in needed):
+                for unit in self._late:
+                    if unit.index not in self._reduced or self._has_gradients(unit):
+                        agreement.want_at_end(2 * unit.index + 1)
+                        self._reduce(unit)
+                agreement.exchange_at_end()
+            self._waits_next = set() if self.requires_sync else self._waiting | needed
+            self._late, self._reduced = [], set()
+        super().deliver()
+
+    def commit(self, num_micro_batches: int = 1) -> None:
+        super().commit(num_micro_batches)
+        self._waiting = self._waits_next
+
+    @staticmethod
+    def _has_gradients(unit: Unit) -> bool:
+        return any(p.grad is not None for h in unit.handles for p in h.unsharded_params)
+
+    def drop(self) -> None:
+        super().drop()
+        self._late, self._reduced, self._waits_next = [], set(), self._waiting
+
+    # Which gradients exist --------------------------------------------------------------------
+
+    def _agreed_reductions(self) -> list[Reduction]:
+        """Those of the pass about which ranks exchange with the rest: of optional units, and where
+        all ranks of the exchange share a required one, of that."""
+        found = [*self._undelivered, *self._in_flight]
+        return [each for each in found if not each.is_partial and self._is_agreed(each)]
+
+    def _is_agreed(self, reduction: Reduction) -> bool:
+        return reduction.unit.is_optional or reduction.handle.placement is self._placement
+
+    def presence(self) -> list[bool]:
+        """For each parameter of `_agreed_reductions`, in order of issue: whether this rank had a
+        gradient."""
+        return _flags(self._agreed_reductions())
+
+    def _exchange_presence(
+        self, reductions: list[Reduction]
+    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
+        if not any(each.unit.is_optional for each in reductions):
+            return super()._exchange_presence(reductions)
+        agreed = [each for each in reductions if self._is_agreed(each)]
+        others = super()._exchange_presence([r for r in reductions if not self._is_agreed(r)])
+        flags = _flags(agreed)
+        table = self._agreement.answers
+        if not (table and len(table[0]) == len(flags)):
+            table = self._agreement.gather(flags)
+        counts = _counts(agreed, table)
+
+        def answer() -> list[tuple[Reduction, set[int]]]:
+            found = {id(reduction): present for reduction, present in others()}
+            for reduction in agreed:
+                own = counts[id(reduction.handle)]
+                found[id(reduction)] = {index for index, count in own.items() if count}
+                if self.averages_participants and reduction.unit.is_optional:
+                    self._scale(reduction, own)
+            return [(reduction, found[id(reduction)]) for reduction in reductions]
+
+        return answer
+
+    def _scale(self, reduction: Reduction, counts: dict[int, int]) -> None:
+        """Turn a mean over all ranks into one over those that had a gradient."""
+        if reduction.unit.options.gradient_scale == 1.0 or reduction.chunk is None:
+            return  # A sum; or one rank alone.
+        number = reduction.handle.placement.num_averaged
+        self._context.streams.wait_on_host(reduction.landed)
+        reduction.handle.gradients.scale_parts_(
+            reduction.chunk, {i: number / c for i, c in counts.items() if c not in (0, number)}
+        )
+
+
+def _flags(reductions: Iterable[Reduction]) -> list[bool]:
+    return [
+        index in reduction.present
+        for reduction in reductions
+        for index in reduction.handle.gradients.layout.trainable
+    ]
+
+
+def _counts(reductions: list[Reduction], table: list[list[bool]]) -> dict[int, dict[int, int]]:
+    """For each flat parameter (by id) and parameter of it: how many ranks had a gradient.
+
+    A unit may be reduced twice in a pass; a rank counts once.
+    """
+    keys = [
+        (id(reduction.handle), index)
+        for reduction in reductions
+        for index in reduction.handle.gradients.layout.trainable
+    ]
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    sums = [sum(column) for column in zip(*table, strict=True)]
+    counts: dict[int, dict[int, int]] = {}
+    for (handle, index), found in places.items():
+        if len(found) == 1:
+            ranks = sums[found[0]]
+        else:
+            ranks = sum([any([row[place] for place in found]) for row in table])
+        counts.setdefault(handle, {})[index] = ranks
+    return counts
+
+
+class OptionalSeveralInFlight(OptionalReducer, SeveralInFlight):
+    """The same, with several units' reductions in flight."""

@@ -1,0 +1,277 @@
+"""Backward: tracks the running backward passes, and frees and reduces units that are done.
+
+Note [When a unit is done in backward]
+    Autograd runs the nodes of one thread in reverse order of their creation. So when the gradient
+    of a forward call's output arrives, everything created after that call ended has run. Units
+    whose calls of that forward all *began* after it ended are done: they are freed and reduced. No
+    hook on parameters or inputs is needed, and it happens at the same point on every rank, no
+    matter which parameters had a gradient there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd import Variable
+
+from layerzero.config import BackwardPrefetch
+from layerzero.step.calls import BackwardPass, ForwardCall, Sentinel
+from layerzero.step.context import RuntimeContext
+from layerzero.step.exec_order import Order
+from layerzero.step.operations import Operations, remembers_failure
+from layerzero.step.reducer import GradientReducer
+from layerzero.step.scheduler import UnshardScheduler
+from layerzero.step.states import TrainingState
+from layerzero.step.unit import Unit
+
+
+class Backward:
+    """The backward passes of one model."""
+
+    def __init__(
+        self,
+        context: RuntimeContext,
+        units: Sequence[Unit],
+        scheduler: UnshardScheduler,
+        reducer: GradientReducer,
+        abort: Callable[[BaseException | None], None],
+    ) -> None:
+        """
+        Args:
+            units: the root's list.
+            abort: returns the whole model to the state between steps; must not keep it alive.
+        """
+        self._context = context
+        self._units = units
+        self._scheduler = scheduler
+        self._reducer = reducer
+        self._abort = abort
+        self._passes: list[BackwardPass] = []
+        """The running passes, outermost first."""
+
+    @property
+    def operations(self) -> Operations:
+        return self._context.operations
+
+    @property
+    def _is_abandoned(self) -> bool:
+        return bool(self._passes) and self._passes[0].is_abandoned
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a pass runs, or has failed, that is not inside a forward."""
+        return bool(self._passes) and self._passes[0].is_recorded
+
+    def clear_abandoned(self) -> None:
+        """Reset what a backward pass that failed left behind."""
+        # Outside autograd no pass can be running, even if its final callback still exists.
+        if self._passes and (
+            self._passes[0].is_abandoned or torch._C._current_graph_task_id() == -1
+        ):
+            self._abort(None)
+
+    @remembers_failure
+    def on_output_gradient(self, call: ForwardCall) -> None:
+        """The gradient of an output of `call` has arrived: the backward of the call begins."""
+        graph_task = torch._C._current_graph_task_id()
+        if not call.is_reached_first(graph_task):
+            return  # The gradient of another output of the same call.
+        call.unit.open_starts.discard(call.start)
+        current = self._backward_pass(graph_task, call.forward_pass.order)
+        self._finish_done(current, call.end, call.forward_pass.shares_casts, call.unit)
+        self._passes[0].forwards[call.forward_pass] = None
+        unit = call.unit
+        self._enter_backward(current, unit, call.forward_pass.first_start.get(unit, call.start))
+        if unit.handles:
+            # BACKWARD_POST prefetches when a unit is done, in `_finish_unit`.
+            prefetches = self._scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+            self._scheduler.ensure_unsharded(unit, prefetches, in_backward=True)
+
+    def _backward_pass(self, graph_task: int, order: Order) -> BackwardPass:
+        """The pass that autograd runs now; registers a new one."""
+        self.clear_abandoned()
+        for backward_pass in self._passes:
+            if backward_pass.graph_task == graph_task:
+                return backward_pass
+        is_recorded = False
+        if not self._passes:
+            self._reducer.begin_backward()
+            # If a pass is open, `torch.autograd.grad` runs inside a forward: its visits belong to
+            # the forward's order.
+            is_recorded = not self._scheduler.recorder.is_recording
+        if is_recorded:
+            self._scheduler.recorder.begin(("backward", order))
+        makes_graph = torch.is_grad_enabled()
+        if makes_graph:
+            # A graph of the backward itself (create_graph) reads unsharded parameters again, and no
+            # hook runs before that. So units stay unsharded, and are reduced when a pass ends,
+            # until a backward without create_graph has ended.
+            self._scheduler.hold_for_graph(True)
+        backward_pass = BackwardPass(graph_task, makes_graph, is_recorded)
+        self._passes.append(backward_pass)
+        self._context.set_in_backward(True)
+        sentinel = Sentinel()
+        backward_pass.watch(sentinel, self._on_abandoned())
+
+        def final_callback(_alive: Sentinel = sentinel) -> None:
+            self._end_backward(backward_pass)
+
+        Variable._execution_engine.queue_callback(final_callback)
+        return backward_pass
+
+    def forget_passes(self) -> None:
+        self._passes.clear()
+        self._context.set_in_backward(False)
+
+    def _on_abandoned(self) -> Callable[[object], None]:
+        """For a pass that fails: show sharded parameters at once; the next pass resets the rest."""
+        backward_ref = weakref.ref(self)
+
+        def show_sharded(_: object) -> None:
+            backward = backward_ref()
+            if backward is not None and backward._is_abandoned:
+                backward._reducer.note_failure()  # `zero_grad` may come before the next pass.
+                for unit in backward._units:
+                    unit.show_sharded()
+
+        return show_sharded
+
+    def _enter_backward(self, current: BackwardPass, unit: Unit, start: int | None) -> None:
+        self._passes[0].touched.add(unit)
+        # A nested pass may reach a unit of an outer one, which then finishes it.
+        for backward_pass in self._passes:
+            if backward_pass.has(unit):
+                backward_pass.enter(unit, start)
+                return
+        current.enter(unit, start)
+        unit.set_training_state(TrainingState.BACKWARD)
+
+    def finish_begun_after(self, time: int) -> None:
+        """Everything created after this time has run: finish units whose calls all began later."""
+        graph_task = torch._C._current_graph_task_id()
+        for current in self._passes:
+            if current.graph_task == graph_task and current.active:
+                shares_casts = any([each.shares_casts for each in self._passes[0].forwards])
+                self._finish_done(current, time, shares_casts, None)
+
+    def _finish_done(
+        self, current: BackwardPass, end: int, shares_casts: bool, caller: Unit | None
+    ) -> None:
+        """Free and reduce units that are done; see Note [When a unit is done in backward].
+
+        Args:
+            end: time when a call of `caller` ended, whose backward begins now.
+            shares_casts: of its forward.
+        """
+        if self._scheduler.holds_for_graph:
+            # Units are read again by the graph of a backward, at a time that no hook reports.
+            # `_end_backward` finishes them.
+            return
+        # Compared with the *first* call of each unit: until that has run backward, more gradients
+        # can arrive. The calling unit begins its backward now.
+        done = [
+            unit for unit, start in current.active.items() if start > end and unit is not caller
+        ]
+        # Latest start first: the same order, whether they are done at once or one after the other.
+        # Ranks may differ in that, where they differ in optional units.
+        if len(done) > 1:
+            done.sort(key=current.active.__getitem__, reverse=True)
+        for unit in done:
+            if shares_casts or any(start < current.active[unit] for start in unit.open_starts):
+                # The gradients may be incomplete. Either an earlier forward has yet to run
+                # backward, and if it does in this pass, autograd delivers one sum at the end. Or
+                # they arrive through autocast's casts, made by an earlier forward. So free the
+                # unit now, and reduce it when the pass ends.
+                self._scheduler.free_in_backward(unit)
+                current.defer(unit)
+            else:
+                self._finish_unit(current, unit)
+
+    def _finish_unit(self, current: BackwardPass, unit: Unit) -> None:
+        # Inside `no_sync` the next micro-batch gathers the same weights.
+        self._scheduler.free_in_backward(unit, regathered_this_step=not self._reducer.requires_sync)
+        # Even if a hold kept it unsharded: between passes users see sharded parameters.
+        unit.show_sharded()
+        if self._scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            # After the free, to reuse its memory. Before the reduction, to go first on a shared
+            # connection: the next unit waits for the gather, and nothing yet for the reduction.
+            self._scheduler.prefetch_after(unit, in_backward=True, behind_reductions=False)
+        if unit.is_trainable:
+            self._reducer.reduce(unit)
+        current.finished(unit)
+        unit.set_training_state(TrainingState.IDLE)
+
+    @remembers_failure
+    def on_unsharded_gradient(self, unit: Unit) -> None:
+        """An unsharded parameter of an explicitly unsharded unit got its gradient.
+
+        If it was used outside the unit's forward, no output hook has reported the unit.
+        """
+        if unit.training_state is not TrainingState.BACKWARD:
+            current = self._backward_pass(torch._C._current_graph_task_id(), ())
+            self._enter_backward(current, unit, None)
+
+    @remembers_failure
+    def _end_backward(self, ended: BackwardPass) -> None:
+        """Finish the units that are left; after the outermost pass, deliver all gradients."""
+        first = None
+        if self._passes[0] is ended and not self._reducer.requires_sync:
+            # Before the loop below, which would free it: see Note [The first unit stays between
+            # micro-batches].
+            first = ended.first_unit
+            if first is not None:
+                self._scheduler.keep_first(first)
+        try:
+            for unit in ended.unfinished():
+                self._finish_unit(ended, unit)
+            if self._passes[0] is not ended:
+                # A nested pass (reentrant checkpointing); the outermost one delivers.
+                self._passes.remove(ended)
+                return
+            # Otherwise the gradients stay on this rank, and there is no collective to take part in.
+            if self._reducer.requires_sync or self._reducer.sums_sharded:
+                self._reduce_untouched(ended)
+            self._reducer.deliver()
+            self._reducer.commit()
+            self._complete(ended, first)
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def _complete(self, ended: BackwardPass, first: Unit | None) -> None:
+        """Return to the state between steps."""
+        self.forget_passes()
+        # The optimizer comes next, and may write main shards on the host.
+        self._context.wait_for_uploads()
+        if ended.is_recorded:
+            self._scheduler.recorder.end()
+        # Ends the hold of earlier create_graph passes, too, if this one makes no graph.
+        self._scheduler.hold_for_graph(ended.makes_graph)
+        if self._reducer.requires_sync:
+            # The optimizer changes the weights; inside `no_sync` the next gathers use these shards.
+            for unit in self._units:
+                unit.drop_post_forward_shards()
+        oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
+        for unit in self._units:
+            unit.forget_starts_before(oldest)
+        self._scheduler.end_backward(first, (each.order for each in ended.forwards))
+
+    def _reduce_untouched(self, ended: BackwardPass) -> None:
+        """Take part in the reductions of units that this backward did not reach.
+
+        Another rank may have reached them. And gradients accumulated inside `no_sync` are reduced
+        by the first backward that synchronizes.
+        """
+        for forward_pass in ended.forwards:
+            starts = forward_pass.first_start
+            for unit in sorted(starts, key=lambda unit: -starts[unit]):
+                if unit.is_trainable and unit not in ended.touched:
+                    ended.touched.add(unit)
+                    self._reducer.reduce(unit)
+        if not self._reducer.requires_sync:
+            return
+        for unit in self._units:
+            if unit not in ended.touched and any(h.gradients.is_waiting for h in unit.handles):
+                self._reducer.reduce(unit)

@@ -1,0 +1,203 @@
+"""RuntimeContext: the state that all units of one model share.
+
+It holds the streams, the names of collectives, the rate limiter, and the events that order one
+unit's memory traffic after another's. It lies below the unit, so code that works on a unit through
+it depends neither on the root nor on other units.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from layerzero.comm import collectives
+from layerzero.comm.collectives import Add
+from layerzero.comm.gloo.messages import messages_carry_names
+from layerzero.comm.streams import Event, Streams
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import Placement
+from layerzero.ops import ordered_sum_, pack_
+from layerzero.step.chunk_squares import ChunkSquares
+from layerzero.step.extension import Extensions
+from layerzero.step.operations import Operations
+from layerzero.step.rate_limiter import RateLimiter
+
+_logger = logging.getLogger(__name__)
+_NOTHING: AbstractContextManager[object] = nullcontext()
+Ranges = Callable[[str, str, AbstractContextManager[object]], AbstractContextManager[object]]
+"""From an action, the label of a unit, and what `RuntimeContext.profile` returns for them."""
+
+
+class RuntimeContext:
+    """Shared by the units of one model. Units reference it; it references no unit."""
+
+    device: torch.device
+    streams: Streams
+    operations: Operations
+    limiter: RateLimiter
+    tensor_parallel_groups: tuple[ShardGroup, ...]
+    """Groups along the axes of the device mesh of DTensor parameters."""
+    owner: Callable[[], object | None]
+    """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
+    replaced: list[str]
+    """Names of unsharded parameters that the model's forward has replaced by other objects."""
+    num_writebacks: int
+    """How often whole parameters (and gradients) that a program may have changed came back."""
+    in_backward: bool
+    """Whether autograd is running a backward pass of this model."""
+    weights_written: Event
+    """Event after the last change of main shards on the compute stream."""
+    add: Add
+    """What sums gradients over ranks, where the engine itself does."""
+    extensions: Extensions
+    """Features of the model; see extension.py."""
+    shard_uploaded: Event
+    """Event after the last copy of a main shard from the host; None once the host waited for it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Streams,
+        operations: Operations,
+        limiter: RateLimiter,
+        tensor_parallel_groups: Sequence[ShardGroup],
+        owner: Callable[[], object | None],
+    ) -> None:
+        self.device = device
+        self.streams = streams
+        self.operations = operations
+        self.limiter = limiter
+        self.tensor_parallel_groups = tuple(tensor_parallel_groups)
+        self.owner = owner
+        self.extensions = Extensions()
+        self.replaced = []
+        self.num_writebacks = 0
+        self.in_backward = False
+        self.weights_written = None
+        self.shard_uploaded = None
+        self.add = ordered_sum_
+        self._squares: ChunkSquares | None = None
+        self._profiling = torch.autograd._profiler_enabled
+        self._logs = False
+
+    def set_in_backward(self, in_backward: bool) -> None:
+        self.in_backward = in_backward
+        self._look_at_level()
+
+    def _look_at_level(self) -> None:
+        # Once a pass: a logger's level check costs as much as the rest of `profile`.
+        self._logs = _logger.isEnabledFor(logging.DEBUG)
+
+    def note_replaced(self, names: Sequence[str]) -> None:
+        self.replaced += names
+
+    def take_replaced(self) -> list[str]:
+        """Return the names passed to `note_replaced` since the last call, and clear them."""
+        replaced, self.replaced = self.replaced, []
+        return replaced
+
+    def chunk_squares(self) -> ChunkSquares:
+        """Sum the squares of gradients while they are summed over ranks, from now on."""
+        if self._squares is None:
+            self._squares = ChunkSquares()
+            self.add = self._squares.add
+        return self._squares
+
+    def drop_squares(self) -> None:
+        """The gradients of this backward pass are dropped."""
+        if self._squares is not None:
+            self._squares.clear()
+
+    # What verification replaces (layerzero/verify) --------------------------------------------
+
+    all_gather = staticmethod(collectives.all_gather)
+    reduce_scatter = staticmethod(collectives.reduce_scatter)
+    reduce_with_peer = staticmethod(collectives.reduce_with_peer)
+    pack: Callable[..., object] = staticmethod(pack_)
+    """What fills the buffer that a reduction sends."""
+
+    def keeps_own_chunk_apart(self, placement: Placement) -> bool:
+        """Whether `reduce_with_peer` reduces its gradients; see flat/pair_input.py."""
+        groups = placement.reduce_groups
+        is_pair = placement.shard_group.size == placement.num_ranks == 2
+        return is_pair and len(groups) == 1 and messages_carry_names(groups[0], self.device)
+
+    def before_delivery(self) -> None:
+        """All reductions of a backward are done, and no `.grad` is written yet."""
+
+    def after_forward(self, grad_enabled: bool) -> None:
+        """The outermost forward has ended."""
+
+    def after_micro_batch(self) -> None:
+        """A backward is complete, and its gradients wait for a later one."""
+
+    def after_abort(self) -> None:
+        """The model has returned to the state between steps, after an error."""
+
+    # Events: each is recorded after an access; the next conflicting access waits for it ----
+
+    def note_weights(self) -> None:
+        """Main shards may have been written on the compute stream, and gathers read them next."""
+        self.weights_written = self.streams.record_compute_event()
+        self._look_at_level()
+
+    def before_free(self) -> None:
+        """Order the unshard stream, which owns full buffers, after their last use on compute.
+
+        Before they are freed, and not only before the next all-gather: memory that leaves the pool
+        of its stream (`empty_cache`, a retry after out of memory, expandable segments,
+        `cudaMallocAsync`) is given back as soon as *that* stream is done with it.
+        """
+        self.streams.unshard.wait(self.streams.record_compute_event())
+
+    def before_deletion(self) -> None:
+        """Order the streams that own memory of the model after all that is queued on any of them.
+
+        `before_free` for an object that is deleted with its memory in use. Does not block the host.
+        """
+        streams = self.streams
+        if not streams.are_apart or sys.is_finalizing():
+            return  # On CPU a wait would block the host until peers take part.
+        owners = (streams.pre_unshard, streams.unshard, streams.reduce, streams.offload)
+        for stream in owners:
+            stream.drain_handle().wait()
+        compute = streams.record_compute_event()
+        for stream in owners:
+            stream.wait(compute)
+
+    def note_upload(self, copied: Event) -> None:
+        """`copied` follows a copy of a main shard, which the optimizer may overwrite next."""
+        self.shard_uploaded = copied
+
+    def wait_for_uploads(self) -> None:
+        """Block the host until the device has read all main shards on the host; then they may be
+        written."""
+        self.streams.wait_on_host(self.shard_uploaded)
+        self.shard_uploaded = None
+
+    def watch_actions(self, ranges: Ranges | None) -> None:
+        """Have `ranges` replace what `profile` returns, which it is given last; None: no longer."""
+        self.__dict__.pop("profile", None)
+        if ranges is not None:
+            own = functools.partial(type(self).profile, weakref.proxy(self))
+            watched = lambda action, unit: ranges(action, unit, own(action, unit))  # noqa: E731
+            self.__dict__["profile"] = watched
+
+    # Profiling ------------------------------------------------------------------------------
+
+    def profile(self, action: str, unit: str) -> AbstractContextManager[object]:
+        """A range in the profiler's timeline, and a DEBUG log record when it begins.
+
+        `unit` is a unit's label. Costs next to nothing when no profiler runs and DEBUG is off.
+        """
+        if self._logs:
+            _logger.debug("LayerZeRO3.%s(%s)", action, unit)
+        if self._profiling():
+            return torch.profiler.record_function(f"LayerZeRO3.{action}({unit})")
+        return _NOTHING

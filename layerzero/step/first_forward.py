@@ -1,0 +1,78 @@
+"""Checks before the first forward of a model only.
+
+They cover values that a load should have brought (`param_init_fn="later"`), and prefetch lists set
+before their units belonged to one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from layerzero.comm.gather_texts import gather_texts
+from layerzero.flat import unset_values
+from layerzero.flat.placement import Placement
+from layerzero.flat.unset_values import AwaitedBuffer
+from layerzero.step.unit import Unit
+
+
+def await_values(units: Sequence[Unit], buffers: Sequence[AwaitedBuffer]) -> None:
+    """Have the first forward check that all values of one `ZeRO3` call have been loaded."""
+    for unit in units:
+        unit.await_values(buffers if unit is units[0] else ())
+
+
+def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
+    """Check a model before its first forward. Collective if any unit awaits values.
+
+    Args:
+        every: the units of the model.
+
+    Raises:
+        RuntimeError: on every rank, if a parameter or buffer has no value yet.
+        ValueError: a prefetch list names units of another model.
+    """
+    for unit in every:
+        for other in (*(unit.forward_prefetch or ()), *(unit.backward_prefetch or ())):
+            if other not in every:
+                raise ValueError(
+                    f"{unit.label}: modules to prefetch must be units of the same model, got "
+                    f"{other.label} of another model; wrap a module that contains both, or remove "
+                    "it from the list"
+                )
+    by_placement: dict[int, tuple[Placement, list[Unit]]] = {}
+    for unit in every:
+        for handle in unit.handles if unit.awaits_values else ():
+            placement = handle.placement.data_parallel or handle.placement
+            units = by_placement.setdefault(id(placement), (placement, []))[1]
+            if unit not in units:
+                units.append(unit)
+    waiting = [unit for unit in every if unit.awaits_values]
+    for placement, units in by_placement.values():
+        missing = next(_missing(units + [u for u in waiting if not u.handles]), None)
+        found = gather_texts(missing, placement.rank, placement.groups, device, "values")
+        if found:
+            rank, text = next(iter(found.items()))
+            raise RuntimeError(
+                f"{text} has no value yet (rank {rank}): it was on the meta device, and "
+                'param_init_fn="later" promised a load; load a checkpoint that contains it before '
+                "the first forward"
+            )
+    for unit in waiting:
+        unit.values_came()
+
+
+def _missing(units: Sequence[Unit]) -> Iterator[str]:
+    for unit in units:
+        for handle in unit.handles:
+            for fqn, sharded_param in zip(handle.fqns, handle.sharded_params, strict=True):
+                if unset_values.is_left(sharded_param.detach()):
+                    yield f"parameter {fqn!r}"
+        for fqn, module_ref, name in unit.awaited_buffers:
+            module = module_ref()
+            buffer = None if module is None else module._buffers.get(name)
+            if module is not None and buffer is not None and unset_values.is_left(buffer):
+                full = f"{unit.fqn}.{fqn}" if unit.fqn else fqn
+                is_saved = name not in module._non_persistent_buffers_set
+                yield f"buffer {full!r}" + ("" if is_saved else ", which checkpoints omit,")

@@ -1,0 +1,133 @@
+"""FlatParamHandle: unshards and reshards one flat parameter, on the streams of its model.
+
+    main shard --cast, on pre_unshard--> compute shard --all-gather, on unshard--> full buffer
+
+The cast runs once for each change of the weights; it is skipped where the compute shard is the main
+shard. With an outer axis it is followed by an all-gather over outer peers (flat/placement.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from layerzero.comm.pending import Operation
+from layerzero.comm.streams import Event, Waitable
+from layerzero.flat.flat_param import FlatParam
+from layerzero.flat.groups import ShardGroup
+from layerzero.step.context import RuntimeContext
+
+
+class FlatParamHandle(FlatParam):
+    """One flat parameter, with the collectives that unshard it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes the arguments of `FlatParam`."""
+        super().__init__(*args, **kwargs)
+        self._gathers: list[Waitable] = []
+
+    def unshard(self, context: RuntimeContext, unit: str, behind_reductions: bool) -> None:
+        """Start filling the full buffer; `wait_for_unshard` orders compute after it.
+
+        Collective over the shard group, and over outer peers if the weights have changed. Does
+        not block the host.
+
+        Args:
+            unit: label of the unit, for the names of collectives.
+            behind_reductions: on CPU, allocate and start once the reductions in flight are done.
+        """
+        # A gather from the main shard waits for the optimizer's writes. A compute shard that is not
+        # stale was written by an earlier call, and the unshard stream has waited for that write.
+        written: Event = None if self.has_compute_shard else context.weights_written
+        synced: Waitable | None = None
+        if self.is_stale:
+            written, synced = self._sync_compute_shard(context, unit)
+        if self.is_whole:
+            # The full buffer is the compute shard: nothing is left to gather.
+            if synced is not None:
+                self._gathers.append(synced)
+            return
+        group, shard = self.placement.shard_group, self.compute_shard
+        if self.post_forward_shard is not None and self.placement.post_forward_group is not None:
+            # A forward of this step gathered the same weights, and the ranks of a smaller group
+            # kept all of them.
+            group, shard = self.placement.post_forward_group, self.post_forward_shard
+        # Named here: names count in the order of issue, and on gloo another thread may start it.
+        operation = context.operations.next("all-gather", unit, group)
+        if synced is None and not behind_reductions:
+            self._gathers.append(self._gather(context, shard, group, written, operation))
+            return
+        gather = functools.partial(self._gather, context, shard, group, written, operation)
+        self._gathers.append(
+            context.streams.reduce.start_after_pending(gather)
+            if synced is None
+            else context.streams.unshard.start_after(synced, gather)
+        )
+
+    def _sync_compute_shard(
+        self, context: RuntimeContext, unit: str
+    ) -> tuple[Event, Waitable | None]:
+        """Update the compute shard from the main shards. Collective over outer peers, if any.
+
+        Returns:
+            The event after the write of this rank's slice, and a handle for the whole compute
+            shard; None where waiting for the event is enough.
+        """
+        if not self.has_compute_shard:
+            self.write_compute_slice()  # Records the version only: there is nothing to cast.
+            return context.weights_written, None
+        with context.streams.pre_unshard as stream:
+            # The cast reads what the optimizer wrote. It also overwrites the compute shard, whose
+            # last readers (gathers and compute of the last step) come before that event, too.
+            stream.wait(context.weights_written)
+            self.write_compute_slice()
+            written = stream.record_event()
+            if self.params_on is not None:
+                # The device reads host memory here; the host must not write it before that is done.
+                context.note_upload(written)
+            if self.placement.owns_compute_shard:
+                # Usually the gather that follows waits for `written`. If the compute shard is the
+                # full buffer no gather follows, and compute itself has to wait.
+                return written, stream.drain_handle() if self.is_whole else None
+        # The other slices of this compute shard are on outer peers.
+        outer = self.placement.outer_group
+        assert outer is not None, "else the rank owns its compute shard"
+        operation = context.operations.next("outer all-gather", unit, outer)
+        with context.streams.unshard as stream:
+            stream.wait(written)
+            gather = context.all_gather(self.compute_shard, self.compute_slice, outer, operation)
+            return written, stream.enqueue_wait(gather)
+
+    def _gather(
+        self,
+        context: RuntimeContext,
+        shard: torch.Tensor,
+        group: ShardGroup,
+        written: Event,
+        operation: Operation,
+    ) -> Waitable:
+        with context.streams.unshard as stream:
+            self.allocate_full()
+            # The shard has to be written before it is sent. That compute has read what was in this
+            # memory before, the stream has waited for when that was freed (`before_free`).
+            stream.wait(written)
+            gather = context.all_gather(self.full.data, shard, group, operation)
+            return stream.enqueue_wait(gather)
+
+    def wait_for_unshard(self) -> None:
+        """Order compute after the gather. Blocks the host only on devices without streams."""
+        for gather in self._gathers:
+            gather.wait()
+
+    def settle(self) -> None:
+        """Wait for gathers of a pass that has failed."""
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers = []
+
+    def reshard(self) -> None:
+        """Free the full buffer, after `RuntimeContext.before_free`."""
+        self._gathers = []
+        self.free_full()

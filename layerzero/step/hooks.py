@@ -1,0 +1,283 @@
+"""Connects the engine to a step: wraps module methods, and hooks outputs in the autograd graph.
+
+Methods are wrapped on the instance instead of using module hooks, because the engine must see
+exceptions (module hooks are skipped on KeyboardInterrupt) and methods other than `forward`. The
+call object is a local variable of the wrapper, so calls of one unit never share bookkeeping. Its
+backward hooks are on the outputs' nodes in the graph, so it does not matter what happens to the
+output tensors afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable, Generator
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from layerzero.notices import warn_once
+from layerzero.step.calls import ForwardCall
+from layerzero.step.graph_modes import check_compile
+from layerzero.step.root import root_of
+from layerzero.step.states import TrainingState
+from layerzero.step.tensors import cast_floating, find_tensors
+from layerzero.step.unit import Unit
+
+Method = Callable[..., Any]
+
+_LAZY = frozenset({GeneratorType, map, filter, zip})
+"""Types of results that run the module's code after its forward has returned."""
+
+_INSTALLED = "_layerzero_installed"
+"""Attribute of a module: maps each method name to the former method, or None, and ours."""
+
+
+def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
+    """Make every call of `module`, compiled or not, a forward call of `unit`.
+
+    Args:
+        casts: whether to cast inputs and outputs by the unit's mixed precision.
+    """
+    if type(module).compile is nn.Module.compile:
+        _install_on_compile(module, unit, casts)
+    if module._compiled_call_impl is not None:
+        install(module, "_compiled_call_impl", unit, casts=casts)
+    # `_call_impl` too: it runs the user's module hooks, which then see full parameters.
+    install(module, "_call_impl", unit, casts=casts)
+    install(module, "forward", unit, casts=casts)
+
+
+def _install_on_compile(module: nn.Module, unit: Unit, casts: bool) -> None:
+    """Make `module.compile()` compile only what runs inside the calls of `unit`."""
+    module_ref = weakref.ref(module)
+    compile_inside = module.__dict__.get("compile")
+    call_impl = module.__dict__.get("_call_impl")
+
+    @functools.wraps(nn.Module.compile)
+    def compile_and_install(*args: Any, **kwargs: Any) -> None:
+        module = module_ref()
+        assert module is not None, "its method is being called"
+        check_compile(unit, kwargs)
+        if compile_inside is not None:  # The module is wrapped for another unit, too.
+            compile_inside(*args, **kwargs)
+        else:
+            inside = call_impl or nn.Module._call_impl.__get__(module)
+            module.__dict__["_compiled_call_impl"] = torch.compile(inside, *args, **kwargs)
+        install(module, "_compiled_call_impl", unit, casts=casts)
+
+    _put(module, "compile", compile_and_install)
+
+
+def install(
+    module: nn.Module, name: str, unit: Unit, *, is_entry: bool = True, casts: bool = True
+) -> None:
+    """Make `module.name(...)` a forward call of `unit`.
+
+    A call inside a running call of the unit belongs to that one.
+
+    Args:
+        is_entry: False for modules inside the unit. Their calls count as calls of the unit only if
+            it does not show its unsharded parameters, that is, when they are called directly.
+        casts: whether to cast inputs and outputs by the unit's mixed precision.
+    """
+    method = _method_of(module, name)
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if unit.shows_unsharded and (unit.depth or not is_entry):
+            return method(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _call_uncompiled(unit, method, args, kwargs, casts)
+        return _call(unit, method, args, kwargs, casts)
+
+    _put(module, name, forward)
+
+
+def _put(module: nn.Module, name: str, method: Method) -> None:
+    """Replace a method, bypassing setattr, which the result of `torch.compile(module)` forwards to
+    the module inside."""
+    installed = module.__dict__.setdefault(_INSTALLED, {})
+    before = installed[name][0] if name in installed else module.__dict__.get(name)
+    installed[name] = (before, method)
+    module.__dict__[name] = method
+
+
+def patched_methods(module: nn.Module) -> list[str]:
+    """Names of our methods that other code has replaced since."""
+    installed = module.__dict__.get(_INSTALLED, {})
+    return [name for name, (_, ours) in installed.items() if module.__dict__.get(name) is not ours]
+
+
+def uninstall(module: nn.Module) -> None:
+    """Restore the methods from before wrapping; a compiled module is no longer compiled."""
+    for name, (before, _) in module.__dict__.pop(_INSTALLED, {}).items():
+        if before is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = before
+
+
+def _method_of(module: nn.Module, name: str) -> Method:
+    """`module.name`, without a reference to the module if possible."""
+    method: Method | None = module.__dict__.get(name)
+    if method is not None:
+        return method
+    bound = getattr(module, name)
+    function = getattr(bound, "__func__", None)
+    if function is None or getattr(bound, "__self__", None) is not module:
+        return bound
+    # Bound again at each call: a bound method stored on its own module is a cycle, and the
+    # module's memory would wait for the garbage collector.
+    is_of_class = getattr(type(module), name, None) is function
+    return _bind_late(function, weakref.ref(module), name if is_of_class else None)
+
+
+def _bind_late(
+    function: Method, module_ref: Callable[[], nn.Module | None], name: str | None
+) -> Method:
+    """`function` bound at each call.
+
+    Args:
+        name: look it up on the class at each call instead, for libraries that patch classes; None:
+            `function` is not the class's own.
+    """
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        module = module_ref()
+        current = function if name is None else getattr(type(module), name)
+        return current(module, *args, **kwargs)
+
+    return method
+
+
+def _call(
+    unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
+) -> Any:
+    for owner in unit.tied_owners:
+        if not owner.shows_unsharded:
+            # A tied parameter belongs to a unit that was not called: make this its call, too.
+            inside = functools.partial(_call, unit, method)
+            return _call(owner, inside, (args, kwargs, casts), {}, casts)
+    if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{unit.label}: forward with gradients inside summon_full_params: the gradients "
+                "would not be reduced; leave the context first, or use torch.no_grad()"
+            )
+        return method(*args, **kwargs)
+    root = root_of(unit)
+    call: ForwardCall | None = None
+    try:
+        call = root.begin_call(unit)
+        dtype = unit.options.mixed_precision.input_dtype(unit.module) if casts else None
+        if dtype is not None:
+            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        if call.in_autocast:
+            with root.cast_watch.watching():
+                outputs = method(*args, **kwargs)
+        else:
+            outputs = method(*args, **kwargs)
+        if casts and unit.output_dtype is not None:
+            outputs = cast_floating(outputs, unit.output_dtype)
+    except BaseException as error:
+        if call is not None:
+            if len(root.units) > 1:
+                _note_shape(error, unit)
+            root.abandon_call(call, error)
+        raise
+    root.end_call(call, outputs)
+    if type(outputs) in _LAZY:
+        return _step_by_step(unit, outputs, casts)
+    if torch.is_grad_enabled():
+        _watch_gradients(outputs, call)
+    return outputs
+
+
+_SHAPES = re.compile(r"\b(shape|size)s?\b")
+_NOTE = "only this unit's own parameters are full here; those of other units are 1-D shards"
+
+
+def _note_shape(error: BaseException, unit: Unit) -> None:
+    """Extend an error about shapes: torch's own message does not say which tensors are shards."""
+    text = str(error.args[0]) if error.args else ""
+    if isinstance(error, RuntimeError) and _SHAPES.search(text) and _NOTE not in text:
+        text += (
+            f"\n{unit.label}: {_NOTE}. To use a parameter of another unit, call the module that "
+            "owns it, put both modules into one unit (auto_wrap_policy), or register the method "
+            "that uses it with layerzero.register_forward_method"
+        )
+        error.args = (text, *error.args[1:])
+
+
+class _End:
+    """The return value of a generator."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _advance(lazy: Any, sent: Any) -> Any:
+    try:
+        return next(lazy) if sent is None else lazy.send(sent)
+    except StopIteration as stop:
+        return _End(stop.value)
+
+
+def _step_by_step(unit: Unit, lazy: Any, casts: bool) -> Generator[Any, Any, Any]:
+    """A forward that runs while its results are consumed: each step is a call of the unit."""
+    sent = None
+    while True:
+        value = _call(unit, _advance, (lazy, sent), {}, casts)
+        if isinstance(value, _End):
+            return value.value
+        sent = yield value
+
+
+# A graph break: torch.compile of an outer module stops before a unit's call and resumes after it.
+@_disable_dynamo
+def _call_uncompiled(
+    unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
+) -> Any:
+    if unit.module._compiled_call_impl is None and root_of(unit).units[0] is unit:
+        warn_once(
+            "torch.compile around",
+            "torch.compile of a sharded model, or of a module around it, compiles nothing inside "
+            "the sharded model; call its compile() method, which compiles each unit",
+        )
+    return _call(unit, method, args, kwargs, casts)
+
+
+def _watch_gradients(outputs: Any, call: ForwardCall) -> None:
+    """Call `on_output_gradient` when the gradient of any output arrives."""
+
+    def on_output_gradient(_: torch.Tensor) -> None:
+        root_of(call.unit).backward.on_output_gradient(call)
+
+    for tensor in find_tensors(outputs):
+        if tensor.requires_grad:
+            tensor.register_hook(on_output_gradient)
+
+
+def run_in_float32(module: nn.Module) -> None:
+    """Cast inputs of a module in a low-precision unit to float32, and its outputs back.
+
+    Outputs get the dtype of the last input that was cast, as in FSDP1; if none was, they stay.
+    """
+    method = _method_of(module, "forward")
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        dtypes = [t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()]
+        cast = [dtype for dtype in dtypes if dtype != torch.float32]
+        outputs = method(
+            *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32)
+        )
+        return cast_floating(outputs, cast[-1]) if cast else outputs
+
+    _put(module, "forward", forward)

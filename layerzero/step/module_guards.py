@@ -1,0 +1,129 @@
+"""Guards on modules with sharded parameters: copying fails, conversions keep parameters sharded.
+
+Guards are attributes of the instance, like the methods that hooks.py wraps, so other modules of the
+same class are not affected.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from layerzero.flat.parameter_info import get_info
+from layerzero.step.unit import Unit
+
+_NAMES = "_layerzero_sharded"
+_Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+def refuse_copies(name: str) -> NoReturn:
+    """Refuse to copy: two modules would share hooks, sharded parameters and the unit.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"{name}: a module that ZeRO3 sharded cannot be copied or pickled (copy, deepcopy, pickle, "
+        "torch.save of the module itself). To average weights copy sharded parameters: {name: "
+        "p.detach().clone() for name, p in model.named_parameters()}; for a second model copy the "
+        "module before wrapping it, and wrap both; to save, use layerzero.checkpoint.save, or "
+        "torch.save of layerzero.checkpoint.get_model_state_dict(model, full=True)"
+    )
+
+
+def refuse_export(label: str) -> NoReturn:
+    """Refuse to trace: the trace would contain gathers, and parameters whose memory is freed.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"{label}: a sharded model cannot be exported or traced (torch.export, torch.onnx, "
+        "torch.jit.trace). Call full = layerzero.checkpoint.get_model_state_dict(model, full=True, "
+        "cpu_offload=True, rank0_only=True) on every rank; on the first rank, "
+        "load_state_dict(full) into an unwrapped module, and export that"
+    )
+
+
+def install(module: nn.Module) -> None:
+    """Guard a module that shows sharded parameters, or is a unit."""
+    module_ref = weakref.ref(module)
+
+    def refuse_state() -> NoReturn:
+        refuse_copies(type(module_ref()).__name__)
+
+    def apply(convert: _Convert, recurse: bool = True) -> nn.Module:
+        guarded = module_ref()
+        assert guarded is not None, "its method is being called"
+        for part in guarded.modules() if recurse else (guarded,):
+            _check_conversion(part, convert)
+        return _convert(guarded, convert, recurse)
+
+    # Called by copy, deepcopy and pickle.
+    module.__dict__["__getstate__"] = refuse_state
+    # Called by to(), half(), cuda() and the like.
+    module.__dict__["_apply"] = apply
+
+
+def add_name(module: nn.Module, name: str, unit: Unit) -> None:
+    """Register a parameter of a guarded module as one of `unit`."""
+    module.__dict__.setdefault(_NAMES, {})[name] = unit
+
+
+def units_of(module: nn.Module) -> set[Unit]:
+    """Units whose parameters the module itself shows; modules inside it do not count."""
+    return set(module.__dict__.get(_NAMES, {}).values())
+
+
+def remove(module: nn.Module) -> None:
+    """Remove the guards of a module that has no sharded parameters any more."""
+    for name in (_NAMES, "__getstate__", "_apply"):
+        module.__dict__.pop(name, None)
+
+
+def _sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Our parameters on the module by name, in the form they have now: sharded or unsharded."""
+    parameters = module._parameters
+    return {
+        name: parameter
+        for name in module.__dict__.get(_NAMES, ())
+        if (parameter := parameters.get(name)) is not None
+    }
+
+
+def _check_conversion(module: nn.Module, convert: _Convert) -> None:
+    for name, shown in _sharded_parameters(module).items():
+        sample = torch.empty(0, dtype=shown.dtype, device=shown.device)
+        converted = convert(sample)
+        if converted.dtype != shown.dtype or converted.device != shown.device:
+            info = get_info(shown)
+            raise RuntimeError(
+                f"parameter {name if info is None else info.fqn!r} is sharded as {shown.dtype} on "
+                f"{shown.device} and cannot become {converted.dtype} on {converted.device} after "
+                "wrapping; nothing was converted: cast or move the module before wrapping it, or "
+                "compute in another dtype with MixedPrecision(param_dtype=...)"
+            )
+
+
+def _convert(module: nn.Module, convert: _Convert, recurse: bool) -> nn.Module:
+    """`_apply` of the module's class, but sharded parameters stay the same objects.
+
+    torch may replace every parameter by a new object (torch.__future__), which would lack our mark.
+    """
+    sharded = _sharded_parameters(module)
+    for name in sharded:
+        module._parameters[name] = None
+    try:
+        type(module)._apply(module, convert, recurse)
+    finally:
+        module._parameters.update(sharded)
+    with torch.no_grad():
+        for parameter in dict.fromkeys(sharded.values()):
+            parameter.data = convert(parameter.data)
+            if parameter.grad is not None:
+                parameter.grad.data = convert(parameter.grad.data)
+    return module

@@ -1,0 +1,219 @@
+"""Operations: names one model's collectives, watches them, and remembers the first that failed.
+
+Every collective of a model gets its name here; once one has failed, no other gets a name.
+
+Note [A failed collective is final]
+    After a timeout or a lost peer the connections are unusable, and the transport may still write
+    into buffers. Nothing is freed or retried; every later use repeats the first error.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from layerzero.comm.gloo.loop_threads import wake_without_preempting
+from layerzero.comm.gloo.messages import messages_carry_names
+from layerzero.comm.model_numbers import number_model
+from layerzero.comm.pending import Operation
+from layerzero.comm.streams import Streams
+from layerzero.flat.groups import ShardGroup
+from layerzero.step.timeouts import Phases
+from layerzero.watch.desync import Lookout
+from layerzero.watch.diagnosis import CollectiveError
+from layerzero.watch.watchdog import Watchdog
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_failed: WeakSet[Operations] = WeakSet()
+"""Those that have a `failure`."""
+
+
+def has_failures() -> bool:
+    """Whether a collective of any live model failed. Costs a test of an empty set."""
+    return bool(_failed)
+
+
+class HasOperations(Protocol):
+    """An object with the operations of its model, such as the root state."""
+
+    @property
+    def operations(self) -> Operations: ...
+
+
+def remembers_failure(method: _Method) -> _Method:
+    """Decorator that records a failed collective; see Note [A failed collective is final].
+
+    The function's first argument is a `HasOperations`.
+    """
+
+    @functools.wraps(method)
+    def wrapped(model: HasOperations, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(model, *args, **kwargs)
+        except CollectiveError as error:
+            first = model.operations.remember(error)
+            if str(first) not in str(error):
+                raise first from error  # A watchdog reported first, and in more detail.
+            raise
+
+    return wrapped  # type: ignore[return-value]
+
+
+class Operations:
+    """The collectives of one model, in order of issue."""
+
+    prefix: str
+    """Prefix of unit names, to tell models apart that share a group."""
+    phases: Phases
+    """The phases of `model.timeout`."""
+    failure: CollectiveError | None
+    """The error of the first collective that failed; see Note [A failed collective is final]."""
+    count: int
+    """Number of the last collective."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Streams,
+        groups: Iterable[ShardGroup],
+    ) -> None:
+        """`groups`: all that the model uses. Collective over those seen the first time."""
+        self.prefix = ""
+        self.failure = None
+        self._device = device
+        self._streams = streams
+        self.count = 0
+        self._tensor_parallel_count = 0
+        self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
+        groups = list(groups)
+        self.phases = Phases(device, groups)
+        self._numbers = number_model(groups, device)
+        named = {g.process_group for g in groups if messages_carry_names(g, device)}
+        if named:
+            wake_without_preempting()
+        places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
+        self._lookout = Lookout(places) if places else None
+
+    def set_prefix(self, prefix: str) -> None:
+        """Set `prefix` for the collectives that follow."""
+        self.prefix = prefix
+
+    def next(self, verb: str, unit: str, group: ShardGroup) -> Operation:
+        """Name the next collective, which runs over `group`. Every rank must name the same ones.
+
+        Raises:
+            CollectiveError: an earlier collective of this model failed.
+        """
+        if self.failure is not None:
+            self.refuse()
+        self.count += 1
+        return self._named(verb, unit, self.count, group, self._lookout)
+
+    def next_on_host(self, verb: str, unit: str, group: ShardGroup) -> Operation:
+        """`next` for an exchange between hosts, over a group of gloo."""
+        if self.failure is not None:
+            self.refuse()
+        self.count += 1
+        unit = self.prefix + unit
+        if self._lookout is not None:
+            self._lookout.issued.append((self.count, verb, unit))
+        return Operation(verb, unit, self.count, None, self._lookout, self._number_on(group))
+
+    def next_tensor_parallel(self, verb: str, unit: str, group: ShardGroup) -> Operation:
+        """`next` for one of the root's `tensor_parallel_groups`, with a counter of its own.
+
+        Ranks with different parts of a model may need different numbers of collectives for them.
+        """
+        if self.failure is not None:
+            self.refuse()
+        self._tensor_parallel_count += 1
+        # No lookout: it compares collectives by number, and these are numbered separately.
+        return self._named(verb, unit, self._tensor_parallel_count, group, None)
+
+    def _named(
+        self, verb: str, unit: str, number: int, group: ShardGroup, lookout: Lookout | None
+    ) -> Operation:
+        unit = self.prefix + unit
+        if lookout is not None:
+            lookout.issued.append((number, verb, unit))
+        model = self._number_on(group)
+        return Operation(verb, unit, number, self._watchdog_of(group), lookout, model)
+
+    def _number_on(self, group: ShardGroup) -> int:
+        """Number of the model on the group; 0 where it was not counted."""
+        try:
+            return self._numbers[group.process_group].number
+        except KeyError:
+            self.phases.cover(group)  # A group made later, as for an optimizer.
+            return 0
+
+    def place_on(self, group: ShardGroup) -> str | None:
+        """Prefix of this model's notes in the store, the same on all ranks of the group; None for
+        a group that it does not count on."""
+        number = self._numbers.get(group.process_group)
+        return None if number is None else number.place
+
+    def remember(self, error: CollectiveError) -> CollectiveError:
+        """Record the error of a failed collective.
+
+        Returns:
+            The error of the first one that failed.
+        """
+        if self.failure is None:
+            self.failure = error
+        _failed.add(self)
+        return self.failure
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective has failed, which is final."""
+        return self.failure is not None
+
+    def come_to_rest(self) -> None:
+        """Wait for messages in flight that nobody refers to, because something raised right after
+        they were posted. Call it once all others have been waited for."""
+        if self._lookout is not None:
+            for pending in [*self._lookout.in_flight]:
+                pending.wait()
+
+    def refuse(self) -> None:
+        """Called instead of starting a collective after `failure`.
+
+        Raises:
+            CollectiveError: always; repeats the first error.
+        """
+        raise CollectiveError(
+            "an earlier collective of this model failed, and its connections are unusable: "
+            f"restart the ranks. The earlier error:\n{self.failure}"
+        )
+
+    def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
+        """The watchdog of a group; None for groups of one, and where messages carry names."""
+        try:
+            return self._watchdogs[group.process_group]
+        except KeyError:
+            watchdog = None
+            if group.size > 1 and not messages_carry_names(group, self._device):
+                event = self._streams.record_compute_event
+                number = self._numbers.get(group.process_group)
+                place = None if number is None else number.place
+                watchdog = Watchdog(group, self._device, event, self._remember_weakly(), place)
+            return self._watchdogs.setdefault(group.process_group, watchdog)
+
+    def _remember_weakly(self) -> Callable[[CollectiveError], None]:
+        """`remember`, without a reference that would keep the model alive from a watchdog."""
+        operations_ref = weakref.ref(self)
+
+        def remember(error: CollectiveError) -> None:
+            operations = operations_ref()
+            if operations is not None:
+                operations.remember(error)
+
+        return remember

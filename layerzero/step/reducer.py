@@ -1,0 +1,424 @@
+"""GradientReducer: starts reductions in backward, and writes `.grad` when the pass ends.
+
+One unit's reduction is in flight at a time: it overlaps with the next unit's backward, and its
+buffers are freed before the next ones are allocated. Results are held back until the pass has
+ended, so that a pass that fails changes no gradient the user can see.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from layerzero.comm.collectives import flags_tensor, gather_flags
+from layerzero.comm.pending import Pending
+from layerzero.config import Accumulation
+from layerzero.flat.gradients import Gradient
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.parameter_hooks import stepped_by_torch
+from layerzero.step.accumulation import AccumulationCosts, choose_sharded
+from layerzero.step.context import RuntimeContext
+from layerzero.step.deliver import Delivery, note_steps
+from layerzero.step.placeholders import Placeholders
+from layerzero.step.reduction import Reduction, reduce_unit
+from layerzero.step.unit import Unit
+
+Judge = Callable[[Sequence[Reduction]], bool]
+"""Whether to drop what was reduced, the same on every rank; or it raises on all."""
+_logger = logging.getLogger(__name__)
+
+
+class GradientReducer:
+    """Reduces the gradients of units as they are done, and delivers them to `.grad`."""
+
+    requires_sync: bool
+    """False inside `no_sync`: gradients accumulate over micro-batches."""
+    sums_sharded: bool
+    """Whether they accumulate after the first hop of the reduction instead of before it."""
+
+    is_skipping: bool
+    """Whether gradients are dropped, until an optimizer has come to its step or `zero_grad`."""
+
+    num_waiting: int
+    """Micro-batches whose gradients wait for their reduction."""
+
+    on_delivered: Callable[[Unit | None], None] | None
+    """Called with each unit once its `.grad`s of a backward pass are complete; last with None."""
+
+    def __init__(
+        self, context: RuntimeContext, units: Sequence[Unit], accumulation: Accumulation
+    ) -> None:
+        """`units` is the root's list."""
+        self._context = context
+        self._units = units
+        self.requires_sync = True
+        self.sums_sharded = accumulation == "sharded"
+        self._is_auto = self._may_decide = accumulation == "auto"
+        self.num_waiting = 0
+        self._num_micro_batches = 2
+        self._reason = ""
+        self.on_delivered = None
+        self._step: Callable[[Unit | None], None] | None = None
+        self._watchers: list[weakref.WeakMethod[Callable[[Unit | None], None]]] = []
+        self._in_flight: list[Reduction] = []
+        self._undelivered: list[Reduction] = []
+        self._delivery = Delivery()
+        self._placeholders = Placeholders()
+        self._hid_placeholders = False
+        self.is_skipping = self._skips_next = False
+        self._judge: Judge | None = None
+        self._cleared: list[nn.Parameter] = []
+        self._complete: list[Unit | None] = []
+        """Units to report in `commit`, and None after them."""
+
+    def __del__(self) -> None:
+        # After an error what is being reduced goes with the model.
+        if self.__dict__.get("_in_flight"):
+            self._context.before_deletion()
+
+    def set_requires_sync(self, requires_sync: bool) -> None:
+        """False: gradients accumulate from now on."""
+        self.requires_sync = requires_sync
+
+    @property
+    def may_decide_sums(self) -> bool:
+        """Whether it was left to the engine where micro-batches add up."""
+        return self._may_decide
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of the last step that had several; 2 before."""
+        return self._num_micro_batches
+
+    def decide_sums(self, sharded: bool) -> None:
+        """Decide for "auto" where micro-batches add up from now on. Between steps."""
+        self.sums_sharded, self._is_auto = sharded, False
+
+    def call_on_delivered(self, function: Callable[[Unit | None], None] | None) -> None:
+        """Have `function` use up gradients as they are delivered; None: nobody does."""
+        self._step = function
+        self._join_watchers()
+
+    def watch_delivered(self, method: Callable[[Unit | None], None]) -> None:
+        """Call a bound method, as long as its object lives, with each unit that is delivered."""
+        self._watchers.append(weakref.WeakMethod(method))
+        self._join_watchers()
+
+    def _join_watchers(self) -> None:
+        watchers, step = self._watchers, self._step
+        if not watchers:
+            self.on_delivered = step
+            return
+
+        def on_delivered(unit: Unit | None) -> None:
+            for reference in watchers:
+                watcher = reference()
+                if watcher is not None:
+                    watcher(unit)
+            if step is not None:
+                step(unit)
+
+        self.on_delivered = on_delivered
+
+    @property
+    def uses_up_gradients(self) -> bool:
+        """Whether an optimizer steps while gradients are delivered."""
+        return self._step is not None
+
+    def begin_backward(self) -> None:
+        """A backward pass of the whole model begins; "auto" decides where gradients accumulate."""
+        self.give_up_if_cleared()
+        self._placeholders.take()
+        # Only for the first micro-batch: the later ones must add up in the same place.
+        if not self._is_auto or self.requires_sync or self.adds_up:
+            return
+        handles = [handle for unit in self._units for handle in unit.handles]
+        costs = AccumulationCosts.of(handles)
+        self.sums_sharded, reason = choose_sharded(
+            costs, self._num_micro_batches, self._context.limiter.budget.max_nbytes
+        )
+        if reason != self._reason and all(h.placement.is_first for h in handles):
+            _logger.info("accumulation='auto': %s", reason)
+        self._reason = reason
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether earlier micro-batches wait; the same on every rank that runs the same passes."""
+        return self.num_waiting > 0
+
+    def _end_accumulation(self) -> None:
+        """The sum over micro-batches is delivered."""
+        if self.num_waiting > 1:
+            # "auto" expects as many micro-batches in the next step.
+            self._num_micro_batches = self.num_waiting
+        self.num_waiting = 0
+
+    def reduce(self, unit: Unit) -> None:
+        """Take the unit's gradients, and start the hops that are due; see `reduce_unit`.
+
+        On CPU, blocks the host until earlier reductions are done that must not be in flight beside
+        it.
+        """
+        self._make_room(unit)
+        with torch.no_grad(), self._context.profile("reduce", unit.label):
+            self._in_flight += reduce_unit(
+                self._context, unit, self.requires_sync, self.sums_sharded
+            )
+
+    def _make_room(self, unit: Unit) -> None:
+        """Complete what must not be in flight beside the unit's reduction: here, all others."""
+        self._complete_all()
+
+    def _complete_all(self) -> None:
+        """Wait for the reductions in flight and free their input."""
+        while self._in_flight:
+            self._complete_oldest()
+
+    def _complete_oldest(self) -> None:
+        # Removed only when done: after an error `drop` has to wait for it, too.
+        reduction = self._in_flight[0]
+        if reduction.pending is not None:
+            reduction.pending.wait()
+            if reduction.is_partial:
+                reduction.handle.gradients.release_buffer()
+            else:
+                reduction.handle.gradients.release()
+        if not reduction.is_partial:
+            self._undelivered.append(reduction)
+        self._in_flight.pop(0)
+
+    def deliver(self) -> None:
+        """Wait for the last reductions, and prepare `commit`; run hooks of sharded parameters.
+
+        Collective. Blocks the host on CPU, with offloaded parameters, and where this rank misses a
+        gradient.
+        """
+        last = [*self._undelivered, *(r for r in self._in_flight if not r.is_partial)]
+        if not last:
+            self._complete_all()
+            return
+        with torch.no_grad():
+            presence = self._exchange_presence(last)
+            self._complete_all()
+            arrived = presence()
+            self._context.before_delivery()
+            self._undelivered = []
+        if self._judge is not None and self._are_dropped(self._judge, arrived):
+            return
+        if self._step is not None:
+            self._deliver_and_step(arrived)
+            return
+        hooked = self._add_parts(arrived)
+        if hooked:
+            self._delivery.run_hooks(hooked)
+        if self.on_delivered is not None:
+            self._complete = [*dict.fromkeys(reduction.unit for reduction, _ in arrived), None]
+
+    def judge_by(self, judge: Judge, parameters: Iterable[nn.Parameter]) -> None:
+        """Call `judge` before each delivery.
+
+        Args:
+            parameters: whose `.grad` becomes None where it drops gradients.
+        """
+        self._judge, self._cleared = judge, [*parameters]
+
+    def _are_dropped(self, judge: Judge, arrived: list[tuple[Reduction, set[int]]]) -> bool:
+        self._skips_next = judge([reduction for reduction, _ in arrived]) or self.is_skipping
+        if self._skips_next:
+            self._delivery.clear(self._cleared)
+            self._context.drop_squares()
+            for reduction, _ in arrived:
+                reduction.handle.gradients.release()
+        return self._skips_next
+
+    # What is kept of a step, until the program gives it up: see placeholders.py -----------------
+
+    @property
+    def keeps_step(self) -> bool:
+        """Whether the step is left out, or earlier micro-batches wait for one that failed."""
+        return self.is_skipping or self._placeholders.are_placed or self._hid_placeholders
+
+    def note_failure(self) -> None:
+        """A pass has failed. The sums of earlier micro-batches stay."""
+        if self.adds_up:
+            self._put_placeholders(watch_writes=True)
+
+    def _put_placeholders(self, watch_writes: bool) -> None:
+        handles = [handle for unit in self._units if unit.is_trainable for handle in unit.handles]
+        params = (p for handle in handles for p in handle.sharded_params if p.requires_grad)
+        self._placeholders.put(params, watch_writes)
+
+    def give_up_if_cleared(self) -> None:
+        if self._placeholders.are_cleared:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The program begins another step: drop what is kept of this one."""
+        self._placeholders.take()
+        self._hid_placeholders = False
+        self.stop_skipping()
+        self.forget_sums()
+
+    def before_step(self) -> None:
+        """An optimizer steps, and must not take placeholders for gradients."""
+        self.give_up_if_cleared()
+        self._hid_placeholders = self._placeholders.take()
+
+    def after_step(self) -> None:
+        self.stop_skipping()
+        self._hid_placeholders = False
+        self.note_failure()
+
+    def stop_skipping(self) -> None:
+        self.is_skipping = self._skips_next = False
+
+    def _add_parts(self, arrived: list[tuple[Reduction, set[int]]]) -> list[Gradient]:
+        """Add the gradients of reductions to the delivery, but return those for hooks."""
+        plain, hooked = self._delivery.plain, []
+        stepped = stepped_by_torch()
+        with torch.no_grad():
+            for reduction, present in arrived:
+                self._context.streams.wait_on_host(reduction.landed)
+                gradients, scale = reduction.handle.gradients, reduction.unit.options.gradient_scale
+                hooked += gradients.parts(reduction.chunk, present, scale, stepped, plain)
+                if reduction.pending is None:
+                    # One rank alone: the parts came from the buffer itself.
+                    gradients.release()
+        return hooked
+
+    def _deliver_and_step(self, arrived: list[tuple[Reduction, set[int]]]) -> None:
+        """Deliver one reduction at a time, in the order of issue: the host steps what has arrived
+        while the device still computes the rest. Steps cannot be undone."""
+        # Each of several nested passes (reentrant checkpoints) may reduce a unit.
+        last_of = {reduction.unit: index for index, (reduction, _) in enumerate(arrived)}
+        hooked: list[Gradient] = []
+        complete: list[Unit] = []
+        stepped: list[str] = []
+        assert self.on_delivered is not None, "the optimizer is part of it"
+        try:
+            for index, (reduction, present) in enumerate(arrived):
+                hooked += self._add_parts([(reduction, present)])
+                self._delivery.commit()
+                if last_of[reduction.unit] == index:
+                    complete.append(reduction.unit)
+                if not hooked:
+                    # Parameters with hooks get their gradients below, together; until then neither
+                    # their unit nor a later one is reported.
+                    while complete:
+                        stepped.append(complete[0].label)
+                        self.on_delivered(complete.pop(0))
+            if hooked:
+                self._delivery.run_hooks(hooked)
+            for unit in complete:
+                stepped.append(unit.label)
+                self.on_delivered(unit)
+            self.on_delivered(None)
+        except BaseException as error:
+            if stepped:
+                note_steps(error, stepped)
+            raise
+
+    def commit(self, num_micro_batches: int = 1) -> None:
+        """The pass is complete, and nothing of it can fail any more: write `.grad`, and the sums of
+        micro-batches.
+
+        Args:
+            num_micro_batches: 0 if only what waited was reduced.
+        """
+        self._delivery.commit()
+        self.is_skipping = self._skips_next
+        if self.num_waiting or not self.requires_sync:
+            self._keep_sums()
+        complete, self._complete = self._complete, []
+        if self.on_delivered is not None:
+            for unit in complete:
+                self.on_delivered(unit)
+        self.num_waiting += num_micro_batches
+        if self.requires_sync:
+            self._end_accumulation()
+        if self.is_skipping:
+            self._put_placeholders(watch_writes=False)
+
+    def _keep_sums(self) -> None:
+        """See Note [A pass adds only when it is complete] in gradients.py."""
+        buffers = [handle.gradients for unit in self._units for handle in unit.handles]
+        held = [buffer.held() for buffer in buffers]
+        targets = [target for each, _ in held for target in each]
+        if targets:
+            # One call for all units: all of the pass counts, or nothing.
+            torch._foreach_add_(targets, [source for _, each in held for source in each])
+        for buffer in buffers:
+            buffer.keep()
+        self._context.after_micro_batch()
+
+    def drop(self) -> None:
+        """Drop what the pass that failed brought, after waiting for reductions that read it. Sums
+        of earlier micro-batches stay: `Unit.reset` returns to them."""
+        for each in self._in_flight:
+            if each.pending is not None:
+                each.pending.wait()
+        self._in_flight = []
+        self._undelivered = []
+        self._complete = []
+        self._skips_next = self.is_skipping
+        self._delivery.undo()
+        self._context.drop_squares()
+
+    def forget_sums(self) -> None:
+        """Drop the sums of earlier micro-batches."""
+        for unit in self._units:
+            for handle in unit.handles:
+                handle.gradients.forget()
+        self.num_waiting = 0
+
+    def _exchange_presence(
+        self, reductions: list[Reduction]
+    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
+        """Start exchanging which parameters had a gradient on any rank.
+
+        A parameter that had none anywhere keeps the `.grad` it has, as in plain torch. Only a rank
+        that misses a gradient itself reads the result, so ordinary steps do not wait for a device.
+        One collective for each group, of one byte per parameter.
+
+        Returns:
+            A function that waits, and returns the reductions with the parameters present anywhere.
+        """
+        by_placement: dict[int, list[Reduction]] = {}
+        for reduction in reductions:
+            if reduction.handle.placement.num_ranks > 1:
+                by_placement.setdefault(id(reduction.handle.placement), []).append(reduction)
+        started = []
+        for members in by_placement.values():
+            flags = [
+                index in reduction.present
+                for reduction in members
+                for index in reduction.handle.gradients.layout.trainable
+            ]
+            own = flags_tensor(flags, self._context.device)
+            first, *others = members[0].handle.placement.groups
+            started.append((members, all(flags), others, *self._gather_flags(own, first)))
+
+        def answer() -> list[tuple[Reduction, set[int]]]:
+            answers = {id(reduction): reduction.present for reduction in reductions}
+            for members, has_all, others, table, pending in started:
+                pending.wait()
+                for group in others:
+                    table, pending = self._gather_flags(table.amax(dim=0), group)
+                    pending.wait()
+                if has_all:
+                    continue  # All are present; reading the table would block the host.
+                anywhere = iter(table.amax(dim=0).tolist())
+                for reduction in members:
+                    trainable = reduction.handle.gradients.layout.trainable
+                    answers[id(reduction)] = {i for i in trainable if next(anywhere)}
+            return [(reduction, answers[id(reduction)]) for reduction in reductions]
+
+        return answer
+
+    def _gather_flags(self, flags: torch.Tensor, group: ShardGroup) -> tuple[torch.Tensor, Pending]:
+        operation = self._context.operations.next("gradient presence", "the model", group)
+        return gather_flags(flags, group, operation)

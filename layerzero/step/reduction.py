@@ -1,0 +1,267 @@
+"""Reduction: reduces a unit's gradients from a full buffer to this rank's chunk of their sum.
+
+    unsharded .grad --collect--> buffer --first hop--> chunk --second hop--> chunk --> sharded .grad
+
+Inside `no_sync` gradients stop where sums accumulate: in the buffer, or after the first hop. The
+sum may be kept on the host; then each micro-batch copies it to the device, adds to it and copies it
+back, on the offload stream, while the next unit computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from layerzero.comm.streams import CommStream, Event, Waitable
+from layerzero.step.context import RuntimeContext
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.unit import Unit
+
+
+def reduce_unit(
+    context: RuntimeContext, unit: Unit, is_last: bool, sums_sharded: bool
+) -> list[Reduction]:
+    """Take the gradients of the unsharded parameters and start reducing, or accumulate them.
+
+    Collective over the groups of the hops that run; every rank must reduce units in one order.
+
+    Args:
+        is_last: the sum over micro-batches is complete, so all hops run.
+        sums_sharded: if not `is_last`, run the first hop where it shards, and accumulate after it.
+
+    Returns:
+        The reductions under way, at most one for each flat parameter.
+    """
+    reductions = []
+    for handle in unit.handles:
+        gradients, placement = handle.gradients, handle.placement
+        if not gradients.layout.trainable:
+            continue
+        in_shards = sums_sharded and placement.sums_in_shards
+        if is_last or in_shards:
+            reduction = Reduction(context, unit, handle, is_partial=not is_last)
+            reduction.start(in_shards)
+            reductions.append(reduction)
+        else:
+            # The sum stays unsharded, and nothing is sent; on the host, if it is to wait there.
+            gradients.collect(handle.unsharded_params, keep_accumulating=True)
+            if gradients.sums_on is not None and placement.num_ranks > 1:
+                reduction = Reduction(context, unit, handle, is_partial=True)
+                reduction.start_offload()
+                reductions.append(reduction)
+    return reductions
+
+
+class Reduction:
+    """A gradient reduction under way; `chunk` is valid after a wait for `pending`.
+
+    A *partial* reduction is that of a micro-batch other than the last: its result stays in the
+    `GradientBuffer`, and the next micro-batch adds to it.
+    """
+
+    unit: Unit
+    handle: FlatParamHandle
+    present: set[int]
+    """Indices of the parameters that had a gradient on this rank."""
+    is_partial: bool
+    chunk: torch.Tensor | None
+    """[chunk_numel] of the gradients' layout; None on one rank alone, and if partial."""
+    pending: Waitable | None
+    """None if nothing has to be waited for: on one rank alone."""
+    landed: Event
+    """Event after the copy of the chunk to the host, where parameters are offloaded."""
+
+    def __init__(
+        self, context: RuntimeContext, unit: Unit, handle: FlatParamHandle, is_partial: bool
+    ) -> None:
+        self.unit = unit
+        self.handle = handle
+        self.present = handle.gradients.present
+        self.is_partial = is_partial
+        self.chunk = None
+        self.pending = None
+        self.landed = None
+        self._context = context
+
+    def start(self, in_shards: bool) -> None:
+        """Take the gradients of the unsharded parameters, and start the hops.
+
+        Args:
+            in_shards: micro-batches accumulate after the first hop.
+        """
+        handle, gradients, context = self.handle, self.handle.gradients, self._context
+        # An unsharded sum on the host is added here, before the first hop. A sharded one has the
+        # size of a chunk, and is added after it (`hops` in `_send`).
+        comes_back = gradients.host_sum is not None and not in_shards
+        gradients.collect(handle.unsharded_params, comes_back, context.pack)
+        self.present = gradients.present
+        if handle.placement.num_ranks == 1:
+            return  # `GradientBuffer.parts` takes the gradients as they are.
+        if comes_back:
+            gradients.allocate_buffer()
+        result = self._allocate_chunk(in_shards)
+        collected = context.streams.record_compute_event()
+        with context.streams.reduce as stream:
+            stream.wait(collected)  # The buffers are allocated and filled on the compute stream.
+            if comes_back:
+                # Added in the dtype of sums (float32 at least), then cast into the buffer to send.
+                with context.streams.offload as offload:
+                    offload.wait(collected)
+                    gradients.add_host_sum_to(gradients.sum)
+                    stream.wait(offload.record_event())
+                gradients.drop_host_sum()
+                gradients.fill_buffer()
+            self.pending = self._send(stream, result)
+
+    def _allocate_chunk(self, in_shards: bool) -> torch.Tensor | None:
+        """[chunk_numel] memory of the compute stream for what the last hop leaves.
+
+        Compute reads it, as `.grad`, and whoever drops `.grad` frees it: in the pool of another
+        stream the memory could be given back while compute still reads it.
+
+        Returns:
+            None where memory has no stream (CPU), and where the chunk goes elsewhere: to a sum, or
+            to the host.
+        """
+        handle, gradients = self.handle, self.handle.gradients
+        if self.is_partial or handle.params_on is not None or not self._context.streams.are_apart:
+            return None
+        dtype = gradients.buffer.dtype
+        adds_up = in_shards and gradients.is_waiting_after_first_hop
+        if adds_up and len(handle.placement.reduce_groups) == 1:
+            dtype = gradients.sum.dtype
+        elif self.unit.options.deterministic:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return torch.empty(gradients.layout.chunk_numel, dtype=dtype, device=gradients.device)
+
+    def start_offload(self) -> None:
+        """Start copying the incomplete unsharded sum to the host. Not collective."""
+        gradients, streams = self.handle.gradients, self._context.streams
+        collected = streams.record_compute_event()
+        with streams.offload as offload:
+            offload.wait(collected)
+            gradients.send_to_host(gradients.sum)
+            self.pending = offload.drain_handle()
+
+    def _send(self, stream: CommStream, result: torch.Tensor | None) -> Waitable:
+        """Start the hops: reduce-scatter, outer reduce-scatter, and an all-gather to replicas."""
+        context, unit, handle = self._context, self.unit, self.handle
+        gradients, placement, options = handle.gradients, handle.placement, unit.options
+        groups = placement.reduce_groups[:1] if self.is_partial else placement.reduce_groups
+        names = ["reduce-scatter", "outer reduce-scatter"]
+        # Named before the first one starts: names count in the order of issue, and on gloo another
+        # thread issues the later hops.
+        operations = [
+            context.operations.next(name, unit.label, group)
+            for name, group in zip(names, groups, strict=False)
+        ]
+        # Scale after the last sum: scaling rounds, and rounding errors would add up. Except in
+        # float16, where a sum that is not scaled yet could overflow: scale in the first hop.
+        scales = [1.0] * len(placement.reduce_groups)
+        scales[0 if gradients.buffer.dtype == torch.float16 else -1] = options.gradient_scale
+        # Sums that wait in shards: this chunk is added to them, or is the first of them.
+        adds_up = self.is_partial or gradients.is_waiting_after_first_hop
+        # With `outer="replicate"` several ranks own this shard. Each reduces one slice of it and
+        # then needs the others: reduce-scatter plus all-gather, instead of an all-reduce.
+        copies = placement.owned_slices > 1 and not self.is_partial
+        is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
+        chunks = None if gradients.pair is None else gradients.pair.take()
+        if chunks is not None:
+            chunk, started = context.reduce_with_peer(
+                *chunks, groups[0], operations[0], scales[0], context.add
+            )
+        else:
+            chunk, started = context.reduce_scatter(
+                gradients.buffer,
+                groups[0],
+                operations[0],
+                scale=scales[0],
+                deterministic=options.deterministic,
+                order=None if placement.world is None else placement.world_slices,
+                out=result if is_only_hop else None,
+                add=context.add,
+            )
+        if is_only_hop:
+            # The ordinary case: no work depends on the result of the only hop. `stream.run` would
+            # block the host until it is done, where there are neither streams nor a thread.
+            self.chunk = chunk
+            return stream.enqueue_wait(started, on_done=gradients.free_buffer)
+        if copies:
+            operations.append(
+                context.operations.next("outer all-gather", unit.label, placement.copy_group)
+            )
+
+        def hops(input_done: Callable[[], None]) -> None:
+            nonlocal chunk
+            started.wait()
+            # Only the first hop reads the full buffer; free it while the others run.
+            input_done()
+            if adds_up and gradients.sums_on is None:
+                chunk = gradients.add_sharded(chunk)
+            elif adds_up:
+                chunk = self._add_up_on_host(chunk, stream)
+            if self.is_partial:
+                return  # The other hops run once, for the sum over all micro-batches.
+            if len(groups) > 1:
+                # Sums are float32 at least; the second hop sends the reduce dtype.
+                travels = chunk.to(gradients.buffer.dtype)
+                chunk, second = context.reduce_scatter(
+                    travels,
+                    groups[1],
+                    operations[1],
+                    scales[1],
+                    options.deterministic,
+                    add=context.add,
+                )
+                second.wait()
+            if copies:
+                own, chunk = chunk, chunk.new_empty(chunk.numel() * placement.owned_slices)
+                context.all_gather(chunk, own, placement.copy_group, operations[-1]).wait()
+            self.chunk = chunk if result is None else result.copy_(chunk)
+            if handle.params_on is not None:
+                self._download(chunk, stream)
+
+        return stream.run(hops, gradients.free_buffer)
+
+    # Between device and host ----------------------------------------------------------------
+
+    def _add_up_on_host(self, chunk: torch.Tensor, stream: CommStream) -> torch.Tensor:
+        """`GradientBuffer.add_sharded` for a sum on the host; `stream` produces the chunk.
+
+        Returns:
+            The chunk in the dtype of sums; the complete sum if the reduction is not partial.
+        """
+        gradients, context = self.handle.gradients, self._context
+        chunk = chunk.to(gradients.sum.dtype)
+        ready = stream.record_event()
+        with context.streams.offload as offload:
+            offload.wait(ready)
+            if self.is_partial:
+                gradients.send_to_host(chunk)
+            else:
+                # The last micro-batch: the sum is needed on the device, not on the host.
+                gradients.add_host_sum_to(chunk)
+                gradients.drop_host_sum()
+            # The next hop reads the sum; or the chunk is freed, whose memory is the stream's.
+            self._wait_for_offload(stream, offload)
+        return chunk
+
+    @staticmethod
+    def _wait_for_offload(stream: CommStream, offload: CommStream) -> Event:
+        """Order `stream`, which owns the chunk, after the copies that `offload` makes of it."""
+        copied = offload.record_event()
+        stream.wait(copied)
+        return copied
+
+    def _download(self, chunk: torch.Tensor, stream: CommStream) -> None:
+        """Start copying the reduced chunk to the host memory that holds the main shard."""
+        assert self.handle.params_on is not None
+        # Cast on the device: the copy then has the optimizer's dtype, and the host does no work.
+        chunk = chunk.to(self.handle.main_shard.dtype)
+        ready = stream.record_event()
+        with self._context.streams.offload as offload:
+            offload.wait(ready)
+            self.chunk = self.handle.params_on.empty(chunk.numel(), chunk.dtype)
+            self.chunk.copy_(chunk, non_blocking=True)
+            self.landed = self._wait_for_offload(stream, offload)

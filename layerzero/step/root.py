@@ -1,0 +1,535 @@
+"""RootState: the state of one wrapped model. It owns the units and the objects that drive them.
+
+hooks.py calls it when a forward call begins, ends or raises, and calls `backward` when the gradient
+of a call's output arrives. The rest is split by subject: context.py (what units share),
+scheduler.py (which units are unsharded), backward.py (when a unit is done in backward),
+reducer.py (where gradients go), operations.py (names and failures of collectives).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import cast
+
+import torch
+from torch import nn
+
+from layerzero.comm.streams import Streams
+from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
+from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import Placement
+from layerzero.step.autocast import CastCache, in_autocast
+from layerzero.step.backward import Backward
+from layerzero.step.calls import ForwardCall, ForwardPass
+from layerzero.step.cast_watch import CastWatch
+from layerzero.step.context import RuntimeContext
+from layerzero.step.first_forward import check_first_forward
+from layerzero.step.module_guards import refuse_export
+from layerzero.step.operations import Operations, remembers_failure
+from layerzero.step.rate_limiter import RateLimiter
+from layerzero.step.reducer import GradientReducer
+from layerzero.step.reduction import Reduction
+from layerzero.step.scheduler import UnshardScheduler
+from layerzero.step.several_reductions import make_reducer
+from layerzero.step.states import Hold, ShardState, TrainingState
+from layerzero.step.structure import Ignored, Structure
+from layerzero.step.unit import Unit, get_unit
+from layerzero.watch.diagnosis import CollectiveError
+
+_EXPLICIT = int(Hold.EXPLICIT)
+_is_tracing = torch._C._is_tracing
+
+
+class UnshardHandle:
+    """An explicit `unshard` under way, as `unshard(async_op=True)` returns it."""
+
+    def __init__(self, root: RootState, unit: Unit) -> None:
+        self._root = root
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the gather and show the unsharded parameters."""
+        self._root.finish_unshard(self._unit)
+
+
+class RootState:
+    """The state of one wrapped model."""
+
+    units: list[Unit]
+    context: RuntimeContext
+    """What the units share, with this object's `streams`, `operations` and `device`."""
+    scheduler: UnshardScheduler
+    reducer: GradientReducer
+    backward: Backward
+    structure: Structure
+    """The module tree as it was wrapped."""
+    looks_first: bool
+    """Whether the next forward calls `check_first_forward`, and who watches forwards."""
+    wrapper_ref: Callable[[], nn.Module | None]
+    """Weak reference to the wrapper around the outermost module."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        device: torch.device,
+        forward_depth: int,
+        backward_prefetch: BackwardPrefetch | None,
+        budget: GatherBudget,
+        budget_is_default: bool,
+        reduction: ReductionPolicy,
+        tensor_parallel_groups: tuple[ShardGroup, ...],
+        ignored: Ignored,
+        make_context: Callable[..., RuntimeContext] = RuntimeContext,
+    ) -> None:
+        """`make_context`: takes the arguments of `RuntimeContext`."""
+        self.units = list(units)
+        self.structure = Structure(self.units, ignored)
+        self.wrapper_ref = lambda: None
+        self.device = device
+        self.tensor_parallel_groups = tensor_parallel_groups
+        placements = {id(h.placement): h.placement for unit in units for h in unit.handles}
+        groups = [group for placement in placements.values() for group in placement.all_groups]
+        self.streams = self._make_streams(any(group.backend == "gloo" for group in groups))
+        self.operations = self._make_operations([*groups, *tensor_parallel_groups])
+        self.context = make_context(
+            device,
+            self.streams,
+            self.operations,
+            RateLimiter(budget),
+            tensor_parallel_groups,
+            owner=weakref.ref(self),
+        )
+        self.scheduler = self._make_scheduler(forward_depth, backward_prefetch, budget_is_default)
+        self.reducer = self._make_reducer(reduction)
+        self._casts = CastCache(device)
+        self.cast_watch = CastWatch(self.units, device)
+        self._clock = 0
+        self._call_depth = 0
+        self._start = 0
+        """When the last forward began that was no recomputation."""
+        self._forward_pass = ForwardPass(0)
+        abort = weakref.WeakMethod(self.abort)
+        self.backward = Backward(
+            self.context,
+            self.units,
+            self.scheduler,
+            self.reducer,
+            abort=lambda error: None if (method := abort()) is None else method(error),
+        )
+        self.looks_first = any(unit.awaits_values for unit in self.units)
+        self._watcher: Callable[[], bool] | None = None
+        self._join_units()
+
+    def _make_streams(self, finishing_thread: bool) -> Streams:
+        return Streams(self.device, finishing_thread)
+
+    def _make_operations(self, groups: list[ShardGroup]) -> Operations:
+        return Operations(self.device, self.streams, groups)
+
+    def _make_scheduler(
+        self,
+        forward_depth: int,
+        backward_prefetch: BackwardPrefetch | None,
+        budget_is_default: bool,
+    ) -> UnshardScheduler:
+        return UnshardScheduler(
+            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
+        )
+
+    def _make_reducer(self, policy: ReductionPolicy) -> GradientReducer:
+        return make_reducer(self.context, self.units, policy)
+
+    def _join_units(self) -> None:
+        placements: dict[Placement, Placement] = {}
+        for index, unit in enumerate(self.units):
+            unit.join(self.context, index)
+            for handle in unit.handles:
+                handle.share_placement(placements)
+            lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
+            if lists:  # Set through a wrapper that this one is around.
+                self.expect_lists(max(map(len, lists)))
+
+    def expect_lists(self, depth: int) -> None:
+        """Make room for prefetch lists of up to this length.
+
+        The first forward checks the lists: their units may belong to one model only once an outer
+        wrapper has joined them.
+        """
+        self.looks_first = True
+        self.scheduler.make_room_for(depth)
+
+    def watch_forwards(self, watcher: Callable[[], bool]) -> None:
+        """Call `watcher` before each forward of the model, until it returns False."""
+        self._watcher = watcher
+        self.looks_first = True
+
+    # Small services -------------------------------------------------------------------------
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the wrapper is still alive, after a collection of reference cycles."""
+        if self.wrapper_ref() is not None:
+            gc.collect()
+        return self.wrapper_ref() is not None
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the model is inside a join; see `JoinedRoot`."""
+        return False
+
+    def check_between_steps(self, what: str) -> None:
+        """Refuse a call inside forward or backward, or after a collective failed.
+
+        Raises:
+            RuntimeError: starts with `what`.
+        """
+        self.backward.clear_abandoned()
+        if self.operations.has_failed:
+            self.operations.refuse()
+        if self.context.in_backward or self._call_depth:
+            raise RuntimeError(what)
+
+    @contextmanager
+    def phase(self, limit: timedelta) -> Iterator[None]:
+        """Implements `ZeRO3.timeout`."""
+        self.check_between_steps("timeout: entered inside forward or backward; enter it around it")
+        with self.operations.phases.phase(limit):
+            yield
+
+    def judge_gradients(
+        self,
+        judge: Callable[[RootState, Sequence[Reduction]], bool],
+        others: Sequence[nn.Parameter],
+    ) -> None:
+        """Call `judge` before each delivery of gradients; see `GradientReducer.judge_by`.
+
+        Args:
+            others: parameters of the model that are not sharded.
+        """
+        root_ref = weakref.ref(self)
+
+        def judged(reductions: Sequence[Reduction]) -> bool:
+            root = root_ref()
+            assert root is not None, "it delivers gradients"
+            return judge(root, reductions)
+
+        sharded = [p for unit in self.units for p in unit.sharded_params]
+        self.reducer.judge_by(judged, [*sharded, *others])
+
+    def before_call(self, what: str) -> None:
+        """A collective call begins that is no part of a step; see `JoinedRoot`."""
+
+    def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
+        """`clip_grad_norm_` begins, of the module of `unit`; see `JoinedRoot`."""
+
+    # Explicit unsharding --------------------------------------------------------------------
+
+    @remembers_failure
+    def unshard_all(self) -> None:
+        """Start gathering all units, held for micro-batches. Collective; does not block the host.
+
+        Raises:
+            CollectiveError: a collective of this model failed.
+        """
+        self.backward.clear_abandoned()
+        self.context.note_weights()
+        self.scheduler.unshard_all(weights_may_have_changed=not self.reducer.adds_up)
+
+    @remembers_failure
+    def unshard_explicitly(self, unit: Unit, async_op: bool) -> UnshardHandle | None:
+        """Implements `ZeRO3.unshard`."""
+        self.backward.clear_abandoned()
+        self.context.note_weights()
+        if unit.is_stale:
+            unit.reshard()
+        unit.unshard()
+        unit.hold(_EXPLICIT)
+        self.context.wait_for_uploads()
+        unit.watch_gradients(self._gradient_hook(unit))
+        if async_op:
+            return UnshardHandle(self, unit)
+        self.finish_unshard(unit)
+        return None
+
+    @remembers_failure
+    def finish_unshard(self, unit: Unit) -> None:
+        """Wait for an explicit `unshard` and show its parameters, unless they have been freed."""
+        if unit.state is not ShardState.SHARDED:
+            unit.wait_for_unshard()
+            unit.show_unsharded()
+
+    @remembers_failure
+    def pregather(self, units: Sequence[Unit], waits: bool) -> None:
+        """Implements `layerzero.pregather`."""
+        self.check_between_steps(
+            "pregather: called inside forward or backward; call it between them",
+        )
+        self.context.note_weights()
+        if not self.reducer.adds_up:
+            self.scheduler.mark_stale()
+        self.scheduler.unshard_ahead(units)
+        for unit in units:
+            if unit.handles:
+                unit.hold(_EXPLICIT)
+        self.context.wait_for_uploads()
+        if waits:
+            self.streams.wait_on_host(self.streams.record_compute_event())
+
+    # Micro-batches in flight ----------------------------------------------------------------
+
+    def begin_micro_batches(self, keep_unsharded: bool = True) -> None:
+        """Begin the micro-batches of one optimizer step, of which several may be in flight.
+
+        Args:
+            keep_unsharded: units stay unsharded from their first use until `end_micro_batches`, or
+                until their backward after `last_micro_batch`.
+        """
+        if keep_unsharded:
+            self.scheduler.hold_micro_batches()
+        else:
+            self.scheduler.end_micro_batches()
+
+    def last_micro_batch(self) -> None:
+        """The last backward comes next; it frees each unit as it is done with it."""
+        self.scheduler.end_micro_batches()
+
+    def end_micro_batches(self) -> None:
+        """The step is over: free every unit."""
+        self.scheduler.free_all()
+
+    @contextmanager
+    def micro_batches(self, *, keep_unsharded: bool = True) -> Iterator[Callable[[], None]]:
+        """Context around the micro-batches of one step. It yields `last_micro_batch`.
+
+        Schedules that are not one block of code, such as a pipeline's, call the methods above.
+        """
+        self.begin_micro_batches(keep_unsharded)
+        try:
+            yield self.last_micro_batch
+        finally:
+            self.end_micro_batches()
+
+    # Forward --------------------------------------------------------------------------------
+
+    @remembers_failure
+    def begin_call(self, unit: Unit) -> ForwardCall:
+        """A forward call of `unit` begins: unshard it."""
+        if self._call_depth == 0:
+            self._begin_forward(unit)
+        self._call_depth += 1
+        self._clock += 1
+        call = ForwardCall(unit, self._forward_pass, self._clock, in_autocast())
+        unit.enter_forward()
+        try:
+            if call.in_autocast:
+                self._note_casts(call)
+            self.scheduler.unshard_for_call(unit, in_backward=self.context.in_backward)
+            if unit.depth == 1 and not self.context.in_backward:
+                for begin_call in self.context.extensions.begin_call:
+                    begin_call(unit)
+        except BaseException as error:
+            self.abandon_call(call, error)
+            raise
+        return call
+
+    def _begin_forward(self, unit: Unit) -> None:
+        if _is_tracing() or torch.compiler.is_exporting():
+            refuse_export(unit.label)
+        self.backward.clear_abandoned()
+        if self.operations.failure is not None:
+            self.operations.refuse()
+        if self.looks_first and not self.context.in_backward:
+            check_first_forward(self.units, self.device)
+            watcher = self._watcher
+            self.looks_first = watcher is not None and watcher()
+        self._forward_pass = ForwardPass(self._clock)
+        if self.context.in_backward:
+            return  # A recomputation: its visits belong to the backward pass.
+        self._start = self._clock
+        self.reducer.give_up_if_cleared()
+        self.structure.check("forward")
+        for before_forward in self.context.extensions.before_forward:
+            before_forward()
+        self.context.note_weights()
+        self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.adds_up)
+
+    def _note_casts(self, call: ForwardCall) -> None:
+        """`call` runs under autocast, and may be the first to cast the unit's parameters."""
+        forward_pass = call.forward_pass
+        if not forward_pass.cast_start:
+            # `shared_by` runs an operation, which checkpoints would count as one of a
+            # recomputation; there, casts are taken to be shared.
+            open_starts = (max(unit.open_starts) for unit in self.units if unit.open_starts)
+            are_shared = self.context.in_backward or self._casts.shared_by(
+                call.start, max(open_starts, default=None)
+            )
+            forward_pass.decide_casts(are_shared, are_shared or torch.is_grad_enabled())
+        forward_pass.note_casts(call.unit, call.start)
+
+    @remembers_failure
+    def end_call(self, call: ForwardCall, outputs: object) -> None:
+        """The forward of `call` has returned `outputs` (which concern optional/root.py only)."""
+        grad_enabled = torch.is_grad_enabled()
+        is_outermost = self._call_depth <= 1 and not self.context.in_backward
+        try:
+            self._end_call(call, grad_enabled, is_outermost)
+        except BaseException as error:
+            if is_outermost:
+                self.abort(error)
+            raise
+        if is_outermost:
+            self.context.after_forward(grad_enabled)
+
+    def _end_call(self, call: ForwardCall, grad_enabled: bool, is_outermost: bool) -> None:
+        try:
+            if call.unit.depth == 1 and not self.context.in_backward:
+                for end_call in self.context.extensions.end_call:
+                    end_call(call.unit)
+        finally:
+            self._leave(call)
+        # A recomputed unit stays in BACKWARD, and is freed when its backward is done.
+        if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
+            self.scheduler.free_after_forward(call.unit, grad_enabled)
+            if call.in_autocast and not call.forward_pass.keeps_casts:
+                self._casts.drop()
+        self._clock += 1
+        call.ended(self._clock)
+        if grad_enabled:
+            call.forward_pass.note_call(call.unit, call.start)
+            if not self.context.in_backward:
+                call.unit.open_starts.add(call.start)
+        if is_outermost:
+            # The user may write main shards on the host after a forward.
+            self.context.wait_for_uploads()
+            errors = [check() for check in self.context.extensions.after_forward]
+            for error in filter(None, errors):
+                raise error
+            self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
+
+    def _leave(self, call: ForwardCall) -> None:
+        self._call_depth = max(self._call_depth - 1, 0)
+        call.unit.leave_forward()
+
+    def abandon_call(self, call: ForwardCall, error: BaseException) -> None:
+        """The forward of `call` raised.
+
+        In a backward pass this can be a recomputation that stops early on purpose. A real error
+        there ends the pass, and the next one clears what it left.
+        """
+        self._leave(call)
+        if self._call_depth == 0 and not self.context.in_backward:
+            self.abort(error)
+
+    # Backward: see backward.py ----------------------------------------------------------------
+
+    def _gradient_hook(self, unit: Unit) -> Callable[[torch.Tensor], None]:
+        unit_ref = weakref.ref(unit)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            unit = unit_ref()
+            if unit is not None:
+                root_of(unit).backward.on_unsharded_gradient(
+                    unit
+                )  # It may have another root by now.
+
+        return on_gradient
+
+    @remembers_failure
+    def reduce_waiting(self) -> None:
+        """Reduce, outside a backward pass, the gradients accumulated inside `no_sync`. Collective.
+
+        All trainable units take part, because ranks may differ in which ones hold gradients.
+        """
+        self.check_between_steps(
+            "reduce_gradients: called inside forward or backward; call it between them, or leave "
+            "no_sync before the last backward"
+        )
+        self.reducer.give_up_if_cleared()
+        if not self.reducer.adds_up:
+            return
+        syncs = self.reducer.requires_sync
+        self.reducer.set_requires_sync(True)
+        try:
+            # A fixed order, because no backward gives one that all ranks share.
+            for unit in reversed(self.units):
+                if unit.is_trainable:
+                    self.reducer.reduce(unit)
+            self.reducer.deliver()
+            self.reducer.commit(num_micro_batches=0)
+        except BaseException as error:
+            self.abort(error)
+            raise
+        finally:
+            self.reducer.set_requires_sync(syncs)
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Return to the state between steps, after an error or an interrupt.
+
+        Drops gradients that were not delivered. `.grad` of the sharded parameters and unreduced
+        sums of earlier micro-batches stay as they were before the failed pass. Does nothing once a
+        collective has failed.
+        """
+        if isinstance(error, CollectiveError) or self.operations.has_failed:
+            return  # See Note [A failed collective is final].
+        self._end_pass()
+
+    def give_up_step(self) -> None:
+        """Drop what a step that failed or was left out keeps, without a `zero_grad`."""
+        self.backward.clear_abandoned()
+        self.reducer.give_up()
+
+    def _end_pass(self) -> None:
+        if self.backward.is_recorded:
+            self.scheduler.take_back_forward()
+        self.backward.forget_passes()
+        self._call_depth = 0
+        self.scheduler.abort()
+        self.reducer.drop()
+        for unit in self.units:
+            for handle in unit.handles:
+                handle.settle()
+        # Before buffers are freed: something may have raised before anything referred to a message
+        # that had been posted.
+        self.streams.come_to_rest()
+        self.operations.come_to_rest()
+        self.reducer.note_failure()
+        for unit in self.units:
+            unit.reset()
+            unit.forget_starts_after(self._start)
+        self.context.limiter.reset()
+        self.context.take_replaced()
+        self.context.after_abort()
+
+
+def root_of(unit: Unit) -> RootState:
+    """The root of the model that a unit currently belongs to.
+
+    Raises:
+        RuntimeError: its wrapper was deleted.
+    """
+    root = unit.context.owner()
+    if root is None:
+        raise RuntimeError(f"{unit.label}: the ZeRO3 wrapper around it was deleted")
+    return root  # type: ignore[return-value]  # not `cast`, a call for each call of a unit
+
+
+def root_if_alive(unit: Unit) -> RootState | None:
+    """`root_of`, or None if there is none: the unit has not joined, or its wrapper was deleted."""
+    return cast("RootState | None", unit.context.owner()) if unit.has_joined else None
+
+
+def ordered_units(module: nn.Module) -> list[Unit]:
+    """Units inside a wrapped module, in execution order once a forward has been recorded.
+
+    Raises:
+        ValueError: `module` is not wrapped.
+    """
+    unit = get_unit(module)
+    if unit is None:
+        raise ValueError(f"units: expected a ZeRO3 module, got {type(module).__name__}")
+    inside = {id(u) for m in module.modules() if (u := get_unit(m)) is not None}
+    return [u for u in root_of(unit).scheduler.ordered_units() if id(u) in inside]

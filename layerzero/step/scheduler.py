@@ -1,0 +1,361 @@
+"""UnshardScheduler: decides when each unit is unsharded, prefetched, kept and resharded.
+
+The root reports the progress of the step. Prefetching follows the user's lists, a plan's, or the
+execution-order recorder, as far ahead as the rate limiter admits. The reasons to keep a unit
+unsharded are flags on the unit (`Unit.holds`). Only this file sets and clears them, except for
+explicit calls of the user.
+
+Note [One unit stays]
+    A unit is not freed when its forward ends, but when the forward of another unit begins or ends.
+    So the last unit of a forward stays for the backward that follows, and a step of U units
+    issues 2U - 1 gathers.
+
+Note [The first unit stays between micro-batches]
+    Inside `no_sync` the weights do not change between a backward and the next forward. So the unit
+    that is last in backward and first in forward is kept, which saves one gather for each
+    micro-batch but the first.
+
+Note [Micro-batches in flight]
+    A pipeline stage runs forwards of some micro-batches between backwards of others, on the same
+    weights. So it keeps units from the first forward to the last backward: each is gathered
+    once, instead of twice for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from layerzero.config import BackwardPrefetch, GatherBudget
+from layerzero.step.context import RuntimeContext
+from layerzero.step.exec_order import ExecOrderRecorder, Order
+from layerzero.step.states import Hold, ShardState, TrainingState
+from layerzero.step.unit import Unit
+
+# Plain ints: arithmetic on enum members runs Python code, and these are used in every call.
+_LAST = int(Hold.LAST_OF_FORWARD)
+_FIRST = int(Hold.FIRST_OF_FORWARD)
+_POLICY = int(Hold.POLICY)
+_EXPLICIT = int(Hold.EXPLICIT)
+_MICRO_BATCHES = int(Hold.MICRO_BATCHES)
+_DOUBLE_BACKWARD = int(Hold.DOUBLE_BACKWARD)
+_OF_A_FORWARD = _LAST | _POLICY
+_OF_A_STEP = _LAST | _POLICY | _FIRST | _EXPLICIT
+
+
+class UnshardScheduler:
+    """Unshards, keeps and frees the units of one model."""
+
+    recorder: ExecOrderRecorder
+    last_order: Order
+    """The longest forward order recorded so far."""
+    _order_before: Order
+    """The same before the latest forward."""
+    forward_depth: int
+    """Number of units of a recorded order to prefetch in forward."""
+    backward_depth: int
+    """Number of units of a recorded order to prefetch in backward."""
+    backward_prefetch: BackwardPrefetch | None
+    """When to prefetch in backward; None: each unit is gathered when it is needed."""
+    unshards_all_before_forward: bool
+    """Whether a forward begins by gathering every unit and ordering compute after all gathers."""
+
+    def __init__(
+        self,
+        context: RuntimeContext,
+        units: Sequence[Unit],
+        forward_depth: int,
+        backward_prefetch: BackwardPrefetch | None,
+        budget_is_default: bool,
+    ) -> None:
+        """`units` is the root's list."""
+        self.recorder = ExecOrderRecorder()
+        self.last_order = self._order_before = ()
+        self.forward_depth = forward_depth
+        self.backward_depth = 1
+        self.backward_prefetch = backward_prefetch
+        self.unshards_all_before_forward = False
+        self._context = context
+        self._limiter = context.limiter
+        self._units = units
+        self._budget_is_default = budget_is_default
+        self._last: Unit | None = None
+        """The unit held as `LAST_OF_FORWARD`."""
+        self._holds_for_graph = False
+
+    # Orders ---------------------------------------------------------------------------------
+
+    def make_room_for(self, depth: int) -> None:
+        """Raise the default budget for prefetch lists of this length; never the user's own."""
+        budget = self._limiter.budget
+        if self._budget_is_default and budget.max_units is not None:
+            self._limiter.set_budget(GatherBudget(max_units=max(budget.max_units, depth + 2)))
+
+    def set_prefetch(self, forward_depth: int, backward: BackwardPrefetch | None) -> None:
+        """Set how far to prefetch from now on; orders are recorded anew, for units may stay full
+        that did not. Between passes, and the same on every rank."""
+        self.forward_depth, self.backward_prefetch = forward_depth, backward
+        self.recorder.forget()
+
+    def set_static_prefetch(
+        self, forward: Mapping[Unit, Sequence[Unit]], backward: Mapping[Unit, Sequence[Unit]]
+    ) -> None:
+        """Set what to prefetch when a unit begins, in passes for which no order is recorded yet.
+
+        Must be the same on every rank. The longest list also becomes the prefetch depth for
+        recorded orders.
+        """
+        for unit in self._units:
+            unit.set_static_prefetch(forward.get(unit, ()), backward.get(unit, ()))
+        self.forward_depth = max(map(len, forward.values()), default=0)
+        self.backward_depth = max(map(len, backward.values()), default=0)
+        self.make_room_for(max(self.forward_depth, self.backward_depth))
+
+    def unshard_all_before_forward(self) -> None:
+        """From now on, every forward begins by gathering all units."""
+        self.unshards_all_before_forward = True
+
+    def ordered_units(self) -> list[Unit]:
+        """Units in the order of the longest recorded forward, then the others as wrapped."""
+        first = [self._units[index] for index in dict.fromkeys(self.last_order)]
+        return first + [unit for unit in self._units if unit not in first]
+
+    # All units ------------------------------------------------------------------------------
+
+    def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
+        """A forward of the model begins with `unit`. For the flag see `mark_stale`."""
+        for other in self._units:
+            if other.state is ShardState.SHARDED:
+                # A hold left from the last step must not keep the unit in this one.
+                other.end_hold(_OF_A_STEP)
+                continue
+            # What an earlier forward left unsharded may be older than the weights. It stays only
+            # under one of these holds, and only if the weights are the same.
+            stays = other.is_held(_EXPLICIT | _FIRST | _MICRO_BATCHES)
+            if not stays or other.is_stale or other.takes_over_data():
+                other.reshard()
+                if self._holds_for_graph:
+                    # A graph made with create_graph reads it in a later backward, and no hook
+                    # would gather it there.
+                    other.unshard()
+            else:
+                # These were to last until this forward, which decides again.
+                other.end_hold(_FIRST | _OF_A_FORWARD)
+        self._last = None
+        if weights_may_have_changed:
+            self.mark_stale()
+        if self.unshards_all_before_forward:
+            self.unshard_ahead(self._units)
+        self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
+
+    def end_forward(self, grad_enabled: bool) -> Order:
+        """The forward of the model has ended.
+
+        Returns:
+            The order in which it gathered units.
+        """
+        order = self.recorder.end(is_final=False)
+        self._order_before = self.last_order
+        # The longest order covers most units; forwards that found units resident record fewer.
+        if len(order) >= len(self.last_order):
+            self.last_order = order
+        for unit in self._units:
+            state = unit.state
+            if state is not ShardState.SHARDED and (
+                state is ShardState.GATHERING or not grad_enabled
+            ):
+                # Prefetched but never used, or no backward follows that would use it.
+                unit.free(_OF_A_FORWARD)
+        return order
+
+    def take_back_forward(self) -> bool:
+        """A backward failed: drop what was recorded of its forward, if that was the latest pass.
+        A rank that failed when that forward was about to end has not recorded it.
+
+        Returns:
+            Whether there was something to drop.
+        """
+        is_taken = self.recorder.take_back()
+        if is_taken:
+            self.last_order = self._order_before
+        return is_taken
+
+    def forget_orders(self) -> None:
+        """Drop all recorded orders. Between passes."""
+        self.recorder.forget()
+
+    def unshard_ahead(self, units: Sequence[Unit]) -> None:
+        """Start all gathers of these units, then order compute after all of them."""
+        with_parameters = [unit for unit in units if unit.handles]
+        for unit in with_parameters:
+            if unit.is_stale:
+                unit.reshard()
+            unit.unshard()
+        for unit in with_parameters:
+            unit.wait_for_unshard()
+
+    def unshard_all(self, weights_may_have_changed: bool) -> None:
+        """Start gathering all units, held for micro-batches. For the flag see `mark_stale`."""
+        if weights_may_have_changed:
+            self.mark_stale()
+        for unit in self._units:
+            if unit.is_stale:
+                unit.reshard()
+            if unit.handles:
+                unit.unshard()
+        self.hold_micro_batches()
+
+    def mark_stale(self) -> None:
+        """Have sharded units rewrite their compute shards: writes through `.data` bump no version.
+
+        Not called while micro-batches accumulate, when weights do not change.
+        """
+        for unit in self._units:
+            # Others stay as they are: the user, or a hold, keeps them unsharded.
+            if unit.state is ShardState.SHARDED:
+                for handle in unit.handles:
+                    handle.mark_stale()
+
+    def hold_micro_batches(self) -> None:
+        """From now on, units stay unsharded once gathered; see Note [Micro-batches in flight]."""
+        for unit in self._units:
+            unit.hold(_MICRO_BATCHES)
+
+    def end_micro_batches(self) -> None:
+        """From now on, units are freed after their use. Frees none itself."""
+        for unit in self._units:
+            unit.end_hold(_MICRO_BATCHES)
+
+    def free_all(self) -> None:
+        """Free every unit not held for a graph, and end its other holds. Call it between passes."""
+        self._last = None
+        for unit in self._units:
+            unit.free(_MICRO_BATCHES | _OF_A_STEP)
+
+    @property
+    def holds_for_graph(self) -> bool:
+        """Whether units stay unsharded for a graph of a backward (`create_graph`), which reads
+        them."""
+        return self._holds_for_graph
+
+    def hold_for_graph(self, holds: bool) -> None:
+        """Begin or end that hold, on all units. Frees nothing."""
+        if holds != self._holds_for_graph:
+            self._holds_for_graph = holds
+            for unit in self._units:
+                (unit.hold if holds else unit.end_hold)(_DOUBLE_BACKWARD)
+
+    def end_backward(self, first: Unit | None, orders: Iterable[Order]) -> None:
+        """Free what the pass left unsharded, except `first`, which begins the next micro-batch.
+
+        Args:
+            orders: of the forwards that the pass ran through; nothing to do with them here.
+        """
+        for unit in self._units:
+            # A running forward (`depth`) still uses its unit: `torch.autograd.grad` inside it.
+            if unit is not first and unit.state is not ShardState.SHARDED and not unit.depth:
+                unit.free(_OF_A_STEP)
+
+    def abort(self) -> None:
+        """Return to the state between steps. The caller resets the units themselves."""
+        self._last = None
+        self._holds_for_graph = False
+        self.recorder.abort()
+
+    # One unit -------------------------------------------------------------------------------
+
+    def unshard_for_call(self, unit: Unit, in_backward: bool) -> None:
+        """Unshard `unit` for a forward call; in a backward pass the call is a recomputation."""
+        is_reached = unit.training_state is TrainingState.BACKWARD
+        # Nothing to do without parameters. Nor if a call around this one, or the backward that this
+        # call is recomputed for, has unsharded the unit already.
+        if not unit.handles or (unit.shows_unsharded and (unit.depth > 1 or is_reached)):
+            return
+        last = self._last
+        if last is not None and last is not unit:
+            # Another unit's forward begins: see Note [One unit stays].
+            last.free(_LAST, regathered_this_step=True)
+            self._last = None
+        # `backward_prefetch=None` holds for units that recomputation needs, too.
+        self.ensure_unsharded(
+            unit, not in_backward or self.backward_prefetch is not None, in_backward
+        )
+
+    def ensure_unsharded(self, unit: Unit, prefetches: bool, in_backward: bool) -> None:
+        """Unshard a unit that is needed now, and prefetch others before waiting for it.
+
+        Records only visits that find the unit sharded or being gathered. A visit to a resident unit
+        can differ between ranks (unused parameters); a visit that gathers cannot, because gathering
+        is collective. So ranks record, predict and prefetch alike.
+        """
+        if self._last is unit:
+            # Its use begins again; `free_after_forward` or `free_in_backward` decides again.
+            self._last = None
+            unit.end_hold(_LAST)
+        # GATHERING counts as a visit: a correct prefetch must not drop the unit from the order.
+        if unit.state is not ShardState.UNSHARDED:
+            self.recorder.visit(unit.index)
+            unit.unshard()
+        # After this unit's own gather is queued, so that prefetches cannot delay it; before the
+        # wait, so that they are in flight while this unit computes, even where waiting blocks.
+        if prefetches:
+            self.prefetch_after(unit, in_backward)
+        unit.wait_for_unshard()
+        unit.show_unsharded()
+
+    def prefetch_after(
+        self, unit: Unit, in_backward: bool, behind_reductions: bool | None = None
+    ) -> None:
+        """Start gathering the units after `unit` in the pass, as far as the rate limiter admits.
+
+        Args:
+            behind_reductions: see `Unit.unshard`; None: True in backward, False in forward.
+        """
+        if in_backward:
+            depth, static = self.backward_depth, unit.static_backward_prefetch
+            explicit: Sequence[Unit] | None = unit.backward_prefetch
+        else:
+            depth, static = self.forward_depth, unit.static_forward_prefetch
+            explicit = unit.forward_prefetch
+        # The user's list wins; static lists serve only until the first order is recorded.
+        if explicit is None and self.recorder.is_first:
+            explicit = static
+        if explicit is None:
+            explicit = [self._units[index] for index in self.recorder.predict(depth)]
+        context = self._context
+        behind = in_backward if behind_reductions is None else behind_reductions
+        for other in explicit:
+            if other.state is ShardState.SHARDED and other.may_prefetch:
+                # The limiter cannot save memory for units held for micro-batches: they all end up
+                # resident. Otherwise stop here: a later unit must not take the room of this one.
+                if not (other.is_held(_MICRO_BATCHES) or self._limiter.admits(other.nbytes)):
+                    with context.profile("budget_full", other.label):  # an empty range, as a mark
+                        return
+                with context.profile("prefetch", other.label):
+                    other.unshard(behind_reductions=behind)
+
+    def free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
+        """The forward of `unit` has ended. Not called for recomputation."""
+        if not unit.handles:
+            return
+        if self._last is not None:
+            # Only one unit stays: the one whose forward ended last.
+            self._last.free(_LAST, regathered_this_step=True)
+            self._last = None
+        if not unit.options.reshard_after_forward:
+            unit.hold(_POLICY)
+        elif grad_enabled:
+            self._last = unit  # See Note [One unit stays].
+            unit.end_hold(_EXPLICIT)
+            unit.hold(_LAST)
+        else:
+            unit.free(_EXPLICIT)
+
+    def free_in_backward(self, unit: Unit, regathered_this_step: bool = False) -> None:
+        """The backward of `unit` is over: free it unless another hold is left."""
+        unit.free(_LAST | _POLICY | _EXPLICIT, regathered_this_step)
+
+    def keep_first(self, unit: Unit) -> None:
+        """Keep `unit`; see Note [The first unit stays between micro-batches]."""
+        unit.hold(_FIRST)

@@ -1,0 +1,57 @@
+"""Finds the model of a sharded parameter, for functions that receive tensors instead of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import WeakSet
+
+from torch import nn
+
+from layerzero.flat.placement import Placement
+from layerzero.step.root import RootState, root_if_alive
+from layerzero.step.unit import get_unit
+
+_roots: WeakSet[RootState] = WeakSet()
+"""Roots of all live models. If its units have joined another one, or were unwrapped (`rewrap`), a
+root owns none: something else may keep it alive, on some ranks only."""
+
+
+class Owner(NamedTuple):
+    """A sharded parameter, its model, and the placement of its unit."""
+
+    root: RootState
+    placement: Placement
+    sharded_param: nn.Parameter
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        return any(group.size > 1 for group in self.root.tensor_parallel_groups)
+
+    @property
+    def issues_warnings(self) -> bool:
+        """Whether this rank issues the model's warnings: it is the first of those that share it."""
+        placement = self.placement.data_parallel or self.placement
+        return placement.is_first and all(g.is_first for g in self.root.tensor_parallel_groups)
+
+
+def remember_root(root: RootState) -> None:
+    _roots.add(root)
+
+
+def live_roots() -> list[RootState]:
+    return list(_roots)
+
+
+def owners(root: RootState) -> Iterator[Owner]:
+    """The sharded parameters of one model, unit by unit."""
+    for unit in root.units:
+        if root_if_alive(unit) is root and any(get_unit(module) is unit for module in unit.owners):
+            for handle in unit.handles:
+                for sharded_param in handle.sharded_params:
+                    yield Owner(root, handle.placement, sharded_param)
+
+
+def owner_of_each() -> dict[int, Owner]:
+    """The sharded parameters of all models, keyed by `id`. Visits all: not for every step."""
+    return {id(owner.sharded_param): owner for root in live_roots() for owner in owners(root)}

@@ -1,0 +1,233 @@
+"""Structure: the module tree of a model as it was wrapped, and the check that it still is the same.
+
+A module or parameter added later is in no unit: it is never gathered, and its gradients stay on the
+rank that computed them. So every forward of the model, and whatever reads or saves its weights,
+checks the tree first. The check is a few passes over dicts in C, by identity. Only if they differ
+does it walk the tree, and compare names to find parameters added, removed or replaced. Changes that
+concern no sharded parameter are allowed: modules without parameters, a module around another one
+that keeps its name (`checkpoint_wrapper`, `torch.compile`), and ignored ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+
+from torch import nn
+
+from layerzero.flat.names import clean_name
+from layerzero.step.graph_modes import check_compiled
+from layerzero.step.unit import Unit, get_unit
+
+_children_of = itemgetter("_modules")
+_parameters_of = itemgetter("_parameters")
+_END = (None,)
+"""Ends the list of parameters, so that a shorter one differs from the expected list, too."""
+
+
+class Ignored:
+    """Ignored modules and parameters of a model, by identity and by name.
+
+    By name as well, because an ignored module or parameter may be replaced.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module] = (), parameters: Iterable[nn.Parameter] = ()
+    ) -> None:
+        self._modules = {id(module): weakref.ref(module) for module in modules}
+        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self.names: set[str] = set()
+        """Their names in the model; `Structure` fills them in."""
+
+    def has_module(self, module: nn.Module) -> bool:
+        reference = self._modules.get(id(module))
+        return reference is not None and reference() is module
+
+    def has_parameter(self, parameter: nn.Parameter) -> bool:
+        reference = self._parameters.get(id(parameter))
+        return reference is not None and reference() is parameter
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for ref in self._modules.values() if (module := ref()) is not None]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [each for ref in self._parameters.values() if (each := ref()) is not None]
+
+    def and_also(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> Ignored:
+        return Ignored([*self.modules, *modules], [*self.parameters, *parameters])
+
+
+class Structure:
+    """The module tree of one model. References the root module weakly, and those below strongly."""
+
+    def __init__(self, units: Sequence[Unit], ignored: Ignored) -> None:
+        """`units` is the root's list, outermost first."""
+        self.ignored = ignored
+        self._units = units
+        self._root_ref = weakref.ref(units[0].module)
+        self._note_ignored(units[0].module)
+        self._named = dict(self._walk())
+        self._take_snapshot()
+
+    def check(self, what: str) -> None:
+        """Check that the parameters are those that were wrapped. Not collective.
+
+        Args:
+            what: the operation that follows, for the message.
+
+        Raises:
+            RuntimeError: parameters were added, removed, renamed or replaced; names them.
+            ValueError: a module was compiled so that it records CUDA graphs.
+        """
+        if not self._is_same():
+            changes = self._changes()
+            if changes:
+                raise RuntimeError(
+                    f"{what}: the model changed after wrapping: {changes}. New parameters are in "
+                    "no unit, so they would not be sharded, reduced or saved. Change modules "
+                    "before wrapping and values inside summon_full_params(); or call "
+                    "layerzero.rewrap(model) on every rank, and pass new parameters to the "
+                    "optimizer"
+                )
+            self._check_compiled()
+            self._take_snapshot()
+
+    def _check_compiled(self) -> None:
+        root = self._root_ref()
+        assert root is not None, "its methods are called on a living model"
+        handles = [handle for unit in self._units for handle in unit.handles]
+        if handles:
+            modules = root.named_modules()
+            present = (each for each in modules if not self.ignored.has_module(each[1]))
+            check_compiled(present, handles[0].gradients.device)
+
+    # In C -----------------------------------------------------------------------------------
+
+    def _take_snapshot(self) -> None:
+        root = self._root_ref()
+        assert root is not None, "its methods are called on a living model"
+        modules = self._modules(root)
+        self._dicts = [module.__dict__ for _, module in modules if module is not root]
+        dicts = [root.__dict__, *self._dicts]
+        self._children = [dict(_children_of(each)) for each in dicts]
+        self._parameter_dicts = [_parameters_of(each) for each in dicts]
+        shown = chain.from_iterable(each.values() for each in self._parameter_dicts)
+        sharded_params = {
+            id(unsharded): sharded_param for sharded_param, unsharded in self._shown_full()
+        }
+        self._parameters = [sharded_params.get(id(each), each) for each in shown]
+        self._parameters.append(None)
+
+    def _is_same(self) -> bool:
+        root = self._root_ref()
+        assert root is not None, "its methods are called on a living model"
+        dicts = [root.__dict__, *self._dicts]
+        expected = self._parameters
+        unsharded_params = {
+            id(sharded_param): unsharded for sharded_param, unsharded in self._shown_full()
+        }
+        if unsharded_params:
+            expected = [unsharded_params.get(id(each), each) for each in expected]
+        values = chain.from_iterable(map(dict.values, self._parameter_dicts))
+        # Dicts are equal when the values are the same objects: modules compare by identity.
+        return (
+            list(map(_children_of, dicts)) == self._children
+            and all(map(is_, map(_parameters_of, dicts), self._parameter_dicts))
+            and all(map(is_, chain(values, _END), expected))
+        )
+
+    def _shown_full(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Pairs (sharded, unsharded) of units that show unsharded parameters (explicit unshard)."""
+        for unit in self._units:
+            if unit.shows_unsharded:
+                for handle in unit.handles:
+                    yield from zip(handle.sharded_params, handle.unsharded_params, strict=True)
+
+    # By name --------------------------------------------------------------------------------
+
+    def _changes(self) -> str:
+        """The differences, as part of a sentence; empty if there are none."""
+        unsharded_params = {
+            id(unsharded): sharded_param for sharded_param, unsharded in self._shown_full()
+        }
+        now = {name: unsharded_params.get(id(shown), shown) for name, shown in self._walk()}
+        before = self._named
+        came = {name: each for name, each in now.items() if name not in before}
+        gone = {name: each for name, each in before.items() if name not in now}
+        new_names = {id(each): name for name, each in came.items()}
+        moved = {name: new_names[id(each)] for name, each in gone.items() if id(each) in new_names}
+        replaced = [n for n, each in now.items() if n in before and before[n] is not each]
+        parts = {
+            "added": [name for name in came if name not in moved.values()],
+            "removed": [name for name in gone if name not in moved],
+            "replaced": replaced,
+            "renamed": [f"{name} -> {new}" for name, new in moved.items()],
+        }
+        return "; ".join(f"{what} {_some(names)}" for what, names in parts.items() if names)
+
+    def _modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Every module that is not ignored, once, with its first name.
+
+        A wrapper is replaced by the module inside it.
+        """
+        return self._visit(root, "", set())
+
+    def _visit(
+        self, module: nn.Module, fqn: str, seen: set[int]
+    ) -> Iterator[tuple[str, nn.Module]]:
+        unit = get_unit(module)
+        module = module if unit is None else unit.module
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield fqn, module
+        for name, child in module._modules.items():
+            inner = clean_name(f"{fqn}.{name}" if fqn else name)
+            if child is not None and not self._is_ignored(child, inner):
+                yield from self._visit(child, inner, seen)
+
+    def _is_ignored(self, module: nn.Module, name: str) -> bool:
+        return self.ignored.has_module(module) or name in self.ignored.names
+
+    def _walk(self) -> Iterator[tuple[str, nn.Parameter]]:
+        root = self._root_ref()
+        assert root is not None, "its methods are called on a living model"
+        for fqn, module in self._modules(root):
+            for name, parameter in module._parameters.items():
+                full_name = clean_name(f"{fqn}.{name}" if fqn else name)
+                if parameter is not None and full_name not in self.ignored.names:
+                    yield full_name, parameter
+
+    def _note_ignored(self, root: nn.Module) -> None:
+        names = self.ignored.names
+        for fqn, module in list(self._modules(root)):
+            for name, child in module._modules.items():
+                if child is not None and self.ignored.has_module(child):
+                    names.add(clean_name(f"{fqn}.{name}" if fqn else name))
+            for name, parameter in module._parameters.items():
+                if parameter is not None and self.ignored.has_parameter(parameter):
+                    names.add(clean_name(f"{fqn}.{name}" if fqn else name))
+
+    def ignored_now(self) -> Ignored:
+        """The ignored modules and parameters, including those that replaced others."""
+        root = self._root_ref()
+        modules, parameters = self.ignored.modules, self.ignored.parameters
+        for fqn, module in self._modules(root) if root is not None else ():
+            prefix = f"{fqn}." if fqn else ""
+            for name, child in module._modules.items():
+                if child is not None and self._is_ignored(child, clean_name(prefix + name)):
+                    modules.append(child)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and clean_name(prefix + name) in self.ignored.names:
+                    parameters.append(parameter)
+        return Ignored(modules, parameters)
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    """The first few names, and the number of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{list(names[:limit])}{more}"

@@ -1,0 +1,313 @@
+"""summon_full_params: shows full parameters, in the dtype of the main shards, inside a context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from layerzero.comm.collectives import broadcast_from_first, gather_small
+from layerzero.flat.layout import ShardRange
+from layerzero.flat.parameter_hooks import kind_of_hooks
+from layerzero.flat.parameter_info import copy_attributes, set_sharded_param
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState
+from layerzero.step.states import TrainingState
+from layerzero.step.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummonOptions:
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+
+@dataclass
+class _Summoned:
+    """One summoned flat parameter; `parameters` is None where only the first rank has them."""
+
+    handle: FlatParamHandle
+    parameters: list[nn.Parameter] | None
+
+
+@contextmanager
+def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterator[None]:
+    """Show full parameters of `units`. Collective over their groups, at entry and exit."""
+    _check_idle(root, units)
+    root.structure.check("summon_full_params")
+    root.before_call("summon_full_params")
+    summoned: list[_Summoned] = []
+    for unit in units:
+        unit.reshard()
+        unit.set_training_state(TrainingState.SUMMON_FULL_PARAMS)
+    finished = False
+    try:
+        with torch.no_grad(), torch.inference_mode(False):
+            for unit in units:
+                made = [_gather(root, unit, handle, options) for handle in unit.handles]
+                summoned.extend(made)
+                if all(entry.parameters is not None for entry in made):
+                    _show(unit, made)
+        yield
+        finished = True
+    finally:
+        try:
+            if finished and options.writeback:
+                _check_written(root, units, summoned, options)
+        finally:
+            for unit in units:
+                unit.views.show_sharded()
+                unit.set_training_state(TrainingState.IDLE)
+            for entry in summoned:
+                for sharded, full in zip(
+                    entry.handle.sharded_params, entry.parameters or (), strict=False
+                ):
+                    set_sharded_param(full, sharded)  # From here on it stands for nothing.
+        if finished and options.writeback:
+            root.context.num_writebacks += 1
+            with torch.no_grad():
+                for entry in summoned:
+                    _write_back(root, entry, options)
+        if finished:
+            _refuse_hooks(summoned)
+
+
+def _refuse_hooks(summoned: list[_Summoned]) -> None:
+    """Raise for hooks on summoned parameters, which would silently be dropped with them."""
+    for entry in summoned:
+        for name, parameter in zip(entry.handle.fqns, entry.parameters or (), strict=False):
+            hooks_from = kind_of_hooks(parameter)
+            if hooks_from is not None:
+                raise RuntimeError(
+                    f"parameter {name!r}: hooks were registered on it ({hooks_from}) inside "
+                    "summon_full_params, where full parameters are temporary, so the hooks would "
+                    "never run; register them outside, on the sharded parameters"
+                )
+
+
+def _check_idle(root: RootState, units: list[Unit]) -> None:
+    root.backward.clear_abandoned()
+    busy = root.context.in_backward or any(
+        unit.training_state is not TrainingState.IDLE for unit in units
+    )
+    if busy:
+        states = {
+            u.label: u.training_state.name
+            for u in units
+            if u.training_state is not TrainingState.IDLE
+        }
+        raise RuntimeError(
+            "summon_full_params: expected a model between steps, but it is inside forward, "
+            f"backward or another summon_full_params ({states}); leave that first"
+        )
+
+
+def _check_written(
+    root: RootState, units: list[Unit], summoned: list[_Summoned], options: SummonOptions
+) -> None:
+    """Take over tensors assigned to parameters as new values, and check all before any write.
+
+    Collective with `rank0_only`: the first rank sends its verdict to the others.
+
+    Raises:
+        RuntimeError, ValueError: a parameter was removed, or has another shape.
+    """
+    error: Exception | None = None
+    try:
+        for entry in summoned:
+            if entry.parameters is not None:
+                _take_replaced(entry, units)
+    except (RuntimeError, ValueError) as found:
+        error = found
+    for handle in [entry.handle for entry in summoned[:1]] if options.rank0_only else []:
+        is_bad = torch.tensor([error is not None], dtype=torch.uint8, device=root.device)
+        if _broadcast(root, is_bad, handle, "summon verdict", handle.fqns[0]).item():
+            error = error or RuntimeError(
+                "summon_full_params: the first rank of the group has parameters that cannot be "
+                "written back; its error names them"
+            )
+    if error is not None:
+        raise error
+
+
+def _take_replaced(entry: _Summoned, units: list[Unit]) -> None:
+    handle = entry.handle
+    unit = next(unit for unit in units if handle in unit.handles)
+    assert entry.parameters is not None
+    for index, sharded in enumerate(handle.sharded_params):
+        shown = {id(each): each for each in unit.views.shown_for(sharded)}
+        new = [each for each in shown.values() if each is not entry.parameters[index]]
+        where = f"summon_full_params: {handle.fqns[index]!r} (rank {handle.placement.rank})"
+        if len(shown) != 1 or (new and not isinstance(new[0], torch.Tensor)):
+            raise RuntimeError(
+                f"{where} was removed, or replaced under some of its names only; copy new values "
+                "into the parameter in place, or change the module before wrapping it"
+            )
+        shape = handle.unsharded_params[index].shape
+        value = new[0] if new else entry.parameters[index]
+        assert isinstance(value, torch.Tensor)
+        if value.shape != shape:
+            raise ValueError(
+                f"{where}: expected values of shape {tuple(shape)}, got {tuple(value.shape)}"
+            )
+        if new:
+            entry.parameters[index] = value
+
+
+def _gather(
+    root: RootState, unit: Unit, handle: FlatParamHandle, options: SummonOptions
+) -> _Summoned:
+    handle.reset_sharded_params(unit.label)
+    full = _gather_flat(root, unit, handle, handle.main_shard)
+    full_grad = None
+    has_grad = [parameter.grad is not None for parameter in handle.sharded_params]
+    # Also without any gradient here: ranks with other experts may have some, and all number the
+    # model's collectives alike.
+    if options.with_grads and (handle.gradients.layout.trainable or any(has_grad)):
+        full_grad = _gather_flat(root, unit, handle, _flat_gradient(handle))
+    if options.rank0_only and not handle.placement.is_first:
+        return _Summoned(handle, None)
+    if full.untyped_storage().data_ptr() == handle.main_shard.untyped_storage().data_ptr():
+        full = full.clone()  # In a group of one: changes must be lost unless written back.
+    values = _views(handle, full, options)
+    grads = None if full_grad is None else _views(handle, full_grad, options)
+    parameters = []
+    for index, sharded in enumerate(handle.sharded_params):
+        parameter = nn.Parameter(values[index], requires_grad=sharded.requires_grad)
+        copy_attributes(handle.unsharded_params[index], parameter)
+        if grads is not None and has_grad[index]:
+            parameter.grad = grads[index]
+        parameters.append(parameter)
+    return _Summoned(handle, parameters)
+
+
+def _views(
+    handle: FlatParamHandle, full: torch.Tensor, options: SummonOptions
+) -> list[torch.Tensor]:
+    """Views of all parameters in a gathered buffer; copies on the CPU with `offload_to_cpu`."""
+    if not options.offload_to_cpu:
+        return [handle.view_of(full, index) for index in range(len(handle.fqns))]
+    on_cpu = full.cpu()
+    # A DTensor is copied separately: made from a local tensor on the CPU, torch would move it back
+    # to the device of its mesh.
+    return [
+        handle.view_of(on_cpu, index) if split is None else handle.view_of(full, index).cpu()
+        for index, split in enumerate(handle.splits)
+    ]
+
+
+@remembers_failure
+def _gather_flat(
+    root: RootState, unit: Unit, handle: FlatParamHandle, shard: torch.Tensor
+) -> torch.Tensor:
+    shard = shard.to(root.device)
+    for group in handle.placement.owner_groups:
+        operation = root.operations.next("summon", unit.label, group)
+        shard = gather_small(shard, group, operation).view(-1)
+    return shard
+
+
+def _flat_gradient(handle: FlatParamHandle) -> torch.Tensor:
+    flat = torch.zeros_like(handle.main_shard)
+    for owned, sharded in zip(
+        handle.layout.shard_ranges(handle.placement.main_shard_index),
+        handle.sharded_params,
+        strict=True,
+    ):
+        if sharded.grad is not None and owned.numel:
+            flat[owned.offset : owned.offset + owned.numel] = sharded.grad
+    return flat
+
+
+def _show(unit: Unit, made: list[_Summoned]) -> None:
+    by_sharded = {
+        sharded: parameter
+        for entry in made
+        for sharded, parameter in zip(
+            entry.handle.sharded_params, entry.parameters or (), strict=True
+        )
+    }
+    unit.views.show(by_sharded)
+
+
+def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
+    handle = entry.handle
+    if options.rank0_only:
+        _send_from_first(root, entry, options)
+        return
+    assert entry.parameters is not None
+    for owned, sharded, parameter in zip(
+        handle.layout.shard_ranges(handle.placement.main_shard_index),
+        handle.sharded_params,
+        entry.parameters,
+        strict=True,
+    ):
+        value = _flat_of(handle, owned.param, parameter)
+        sharded.copy_(value[owned.start : owned.stop])
+        if options.with_grads:
+            grad = parameter.grad
+            full = None if grad is None else _flat_of(handle, owned.param, grad)
+            _set_gradient(sharded, full, owned)
+
+
+def _flat_of(handle: FlatParamHandle, index: int, tensor: torch.Tensor) -> torch.Tensor:
+    """A full parameter or gradient as in the full buffer: 1-D, of a DTensor the local tensor."""
+    split = handle.splits[index]
+    if split is not None:
+        tensor = split.localize(tensor, handle.fqns[index])
+    return tensor.detach().reshape(-1)
+
+
+@remembers_failure
+def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
+    """Broadcast values that only the first rank has, one parameter at a time to save memory."""
+    handle = entry.handle
+    ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
+    for index, sharded in enumerate(handle.sharded_params):
+        name = handle.fqns[index]
+        full = sharded.new_empty(handle.layout.numels[index], device=root.device)
+        if entry.parameters is not None:
+            full.copy_(_flat_of(handle, index, entry.parameters[index]))
+        _broadcast(root, full, handle, "summon writeback", name)
+        sharded.copy_(full[ranges[index].start : ranges[index].stop])
+        if options.with_grads:
+            _send_gradient_from_first(root, entry, index, ranges[index])
+
+
+@remembers_failure
+def _send_gradient_from_first(
+    root: RootState, entry: _Summoned, index: int, owned: ShardRange
+) -> None:
+    handle, verb = entry.handle, "summon writeback of a gradient"
+    sharded, name = handle.sharded_params[index], handle.fqns[index]
+    grad = None if entry.parameters is None else entry.parameters[index].grad
+    exists = torch.tensor([grad is not None], dtype=torch.uint8, device=root.device)
+    if not _broadcast(root, exists, handle, verb, name).item():
+        _set_gradient(sharded, None, owned)
+        return
+    full = sharded.new_empty(handle.layout.numels[index], device=root.device)
+    if grad is not None:
+        full.copy_(_flat_of(handle, index, grad))
+    _broadcast(root, full, handle, verb, name)
+    _set_gradient(sharded, full, owned)
+
+
+def _set_gradient(sharded: nn.Parameter, full: torch.Tensor | None, owned: ShardRange) -> None:
+    """Set `.grad` to this rank's part of `full`, [numel of the original parameter]."""
+    part = None if full is None else full[owned.start : owned.stop]
+    sharded.grad = None if part is None else part.to(sharded.device, copy=True)
+
+
+def _broadcast(
+    root: RootState, tensor: torch.Tensor, handle: FlatParamHandle, verb: str, name: str
+) -> torch.Tensor:
+    """Broadcast from the first of all ranks, in place."""
+    groups = handle.placement.groups
+    return broadcast_from_first(tensor, groups, partial(root.operations.next, verb, name))

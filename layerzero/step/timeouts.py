@@ -1,0 +1,92 @@
+"""Phases: stretches of a run in which the waits of one model may last longer (`model.timeout`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from weakref import WeakValueDictionary
+
+import torch
+
+from layerzero.flat.groups import ShardGroup, is_timeout, let_backend_wait
+
+_HOST = torch.device("cpu")
+
+
+def duration(**keywords: float) -> timedelta:
+    """The `timedelta` of the keywords of `model.timeout`.
+
+    Raises:
+        TypeError: a keyword or value that `timedelta` does not take.
+        ValueError: it is not positive, or longer than `LONGEST_TIMEOUT`.
+    """
+    try:
+        limit = timedelta(**keywords)
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"timeout: {error}; expected keywords of datetime.timedelta, such as minutes=30"
+        ) from None
+    if not is_timeout(limit):
+        given = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
+        raise ValueError(
+            "timeout: expected a positive duration, such as minutes=30, of at most 100 years, "
+            f"got ({given})"
+        )
+    return limit
+
+
+class Phases:
+    """The open phases of one model, and the groups that they apply to."""
+
+    def __init__(self, device: torch.device, groups: Iterable[ShardGroup]) -> None:
+        self._device = device
+        self._open: list[_Phase] = []
+        # By identity: equal groups may be different objects, each with its own limit.
+        self._groups: WeakValueDictionary[int, ShardGroup] = WeakValueDictionary()
+        for group in groups:
+            self.cover(group)
+
+    def cover(self, group: ShardGroup) -> None:
+        """Let phases apply to a group that the model also uses from now on."""
+        if id(group) not in self._groups:
+            self._groups[id(group)] = group
+            if self._open:
+                self._open[-1].begin(group, self._device)
+
+    @contextmanager
+    def phase(self, limit: timedelta) -> Iterator[None]:
+        """A context in which waits that begin may last `limit`. Not collective."""
+        phase = _Phase(limit)
+        self._open.append(phase)
+        try:
+            for group in list(self._groups.values()):
+                phase.begin(group, self._device)
+            yield
+        finally:
+            # Not always the last: a generator may leave its phase after a later one began.
+            self._open.remove(phase)
+            now = self._open[-1].limit if self._open else None
+            for group in list(self._groups.values()):
+                group.set_limit(now)
+            phase.let_go()
+
+
+class _Phase:
+    """One phase; compared by identity."""
+
+    def __init__(self, limit: timedelta) -> None:
+        self.limit = limit
+        self._undo: list[Callable[[], None]] = []
+
+    def begin(self, group: ShardGroup, device: torch.device) -> None:
+        group.set_limit(self.limit)
+        if group.size > 1:
+            serves = _HOST if group.backend == "gloo" else device
+            self._undo.append(let_backend_wait(group, serves, self.limit))
+
+    def let_go(self) -> None:
+        """Give the backends their timeouts back."""
+        for undo in reversed(self._undo):
+            undo()

@@ -1,0 +1,471 @@
+"""Unit: one wrapped module, its flat parameters, and its state in the two state machines.
+
+Everything here concerns a single unit; the order among units is decided above it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from layerzero.config import MixedPrecision, ReshardAfterForward
+from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.unset_values import AwaitedBuffer
+from layerzero.flat.views import ParameterViews
+from layerzero.step import saved_casts
+from layerzero.step.context import RuntimeContext
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.saved_casts import SavedCast
+from layerzero.step.states import Hold, ShardState, TrainingState, check_transition, names_of
+
+_UNIT = "_layerzero_unit"
+_OF_THE_MODEL = int(Hold.MICRO_BATCHES | Hold.DOUBLE_BACKWARD)
+"""Holds that are set on all units at once, and survive a reshard and the next gather."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """The arguments of `ZeRO3` that concern one unit."""
+
+    mixed_precision: MixedPrecision
+    reshard_after_forward: ReshardAfterForward
+    gradient_scale: float
+    deterministic: bool
+
+
+class Unit:
+    """A module whose parameters are gathered, used and freed together."""
+
+    fqn: str
+    """Name in the outermost wrapped module; "" for that module itself."""
+    label: str
+    """Name in messages."""
+    context: RuntimeContext
+    """State shared with the other units of the model; set by `join`."""
+    handles: list[FlatParamHandle]
+    """One flat parameter per kind (dtype, compute dtype, trainable or frozen)."""
+    views: ParameterViews
+    state: ShardState
+    """Whether its full buffers are allocated and valid. An attribute, because schedulers look at
+    that of many units in each call."""
+    index: int
+    """Index in the root's list of units, under which the recorder records it."""
+    nbytes: int
+    """Bytes of the full buffers while gathered, in the compute dtype, padding included."""
+    depth: int
+    """Number of running forward calls of this unit, nested ones included."""
+    shows_unsharded: bool
+    """Whether module attributes are the unsharded parameters."""
+    is_trainable: bool
+    """Whether any parameter requires grad."""
+    output_dtype: torch.dtype | None
+    """Dtype that floating-point outputs are cast to; None: no cast."""
+    open_starts: set[int]
+    """Start times of forward calls with gradients whose backward has not begun."""
+    saved_casts: dict[int, SavedCast]
+    """Casts of its unsharded parameters that autograd saved under autocast, by id of the cast."""
+    forward_prefetch: list[Unit] | None
+    """Units the user wants gathered when its forward begins; None: those the recorder predicts."""
+    backward_prefetch: list[Unit] | None
+    """The same for its backward."""
+    static_forward_prefetch: Sequence[Unit]
+    """Units to gather when its forward begins, in passes for which no order is recorded yet."""
+    static_backward_prefetch: Sequence[Unit]
+    """The same for its backward."""
+    awaits_values: bool
+    """Whether a load has yet to bring its parameters' values; checked before the first forward."""
+    awaited_buffers: tuple[AwaitedBuffer, ...]
+    """Buffers whose values the same load brings."""
+    is_optional: bool
+    """Whether ranks may skip it (`optional_modules`)."""
+    may_prefetch: bool
+    """Whether it may be gathered before it is needed."""
+    tied_owners: tuple[Unit, ...]
+    """Units that hold tied parameters which modules inside this unit use, too."""
+    state_dict_hooks: list[RemovableHandle]
+    """Handles of the state-dict hooks on the modules that show its parameters."""
+
+    def __init__(
+        self,
+        fqn: str,
+        module: nn.Module,
+        handles: list[FlatParamHandle],
+        originals: Sequence[Sequence[OriginalParameter]],
+        options: UnitOptions,
+    ) -> None:
+        """`originals`: for each of `handles`, the parameters it was made of."""
+        self.fqn = fqn
+        self.label = _label_of(fqn)
+        self.handles = handles
+        self.options = options
+        self.views = ParameterViews()
+        self.index = -1
+        self.nbytes = sum(handle.full_nbytes for handle in handles)
+        self.depth = 0
+        self.shows_unsharded = False
+        self.is_optional = False
+        self.may_prefetch = bool(handles)
+        self.tied_owners = ()
+        self.state_dict_hooks = []
+        self.open_starts = set()
+        self.saved_casts = {}
+        self.output_dtype: torch.dtype | None = None
+        self.forward_prefetch = None
+        self.backward_prefetch = None
+        self.awaits_values = False
+        self.awaited_buffers = ()
+        self.static_forward_prefetch = ()
+        self.static_backward_prefetch = ()
+        self.state = ShardState.SHARDED
+        self._training_state = TrainingState.IDLE
+        self._module_ref = weakref.ref(module)
+        slots = (slot for group in originals for original in group for slot in original.slots)
+        self._owner_refs = [
+            weakref.ref(each) for each in {id(s.module): s.module for s in slots}.values()
+        ]
+        self._holds = 0
+        self._is_watched = False
+        for handle, group in zip(handles, originals, strict=True):
+            for original, sharded, full in zip(
+                group, handle.sharded_params, handle.unsharded_params, strict=True
+            ):
+                self.views.add(original.fqn, original.slots, sharded, full)
+        self.views.show_sharded()
+        self._follow_trainable()
+
+    def __del__(self) -> None:
+        # Its memory returns to the pools of several streams, whatever is still queued on others.
+        if self.has_joined:
+            self.context.before_deletion()
+
+    # What users see -------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module_ref()
+        if module is None:
+            raise RuntimeError(f"{self.label}: its module was deleted")
+        return module
+
+    @property
+    def owners(self) -> list[nn.Module]:
+        """The unit's own module, and every module that shows one of its parameters."""
+        refs = (self._module_ref, *self._owner_refs)
+        return [module for ref in refs if (module := ref()) is not None]
+
+    def add_owner(self, module: nn.Module) -> None:
+        self._owner_refs.append(weakref.ref(module))
+
+    @property
+    def sharded_params(self) -> list[nn.Parameter]:
+        """This rank's sharded parameters of the unit, as `parameters()` returns them."""
+        return [sharded_param for handle in self.handles for sharded_param in handle.sharded_params]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all original parameters (of DTensors the local ones), without padding."""
+        return sum(sum(handle.layout.numels) for handle in self.handles)
+
+    def __repr__(self) -> str:
+        held = f", held: {names_of(self.holds)}" if self._holds else ""
+        return (
+            f"Unit({self.label!r}, {type(self.module).__name__}, "
+            f"{self.num_parameters} parameters, {self.state.value}{held})"
+        )
+
+    # State ----------------------------------------------------------------------------------
+
+    @property
+    def training_state(self) -> TrainingState:
+        return self._training_state
+
+    def set_training_state(self, new: TrainingState) -> None:
+        if new not in self._training_state.successors:
+            check_transition(self.label, self._training_state, new)
+        self._training_state = new
+
+    def _set_shard_state(self, new: ShardState) -> None:
+        if new not in self.state.successors:
+            check_transition(self.label, self.state, new)
+        self.state = new
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it is part of a model; otherwise it has no `context`."""
+        return "context" in self.__dict__
+
+    def join(self, context: RuntimeContext, index: int) -> None:
+        """Become unit `index` of the model whose units share `context`."""
+        self.context = context
+        self.index = index
+        for handle in self.handles:
+            if context.keeps_own_chunk_apart(handle.placement):
+                handle.gradients.keep_own_chunk_apart()
+
+    def rename(self, prefix: str) -> None:
+        """The module became part of another: put `prefix` before every name."""
+        self.fqn = f"{prefix}.{self.fqn}" if self.fqn else prefix
+        self.label = _label_of(self.fqn)
+        for handle in self.handles:
+            handle.rename(prefix)
+        self.views.rename(prefix)
+
+    def remove_state_dict_hooks(self) -> None:
+        for hook in self.state_dict_hooks:
+            hook.remove()
+        self.state_dict_hooks = []
+
+    def set_forward_prefetch(self, units: list[Unit]) -> None:
+        self.forward_prefetch = units
+
+    def set_backward_prefetch(self, units: list[Unit]) -> None:
+        self.backward_prefetch = units
+
+    def set_static_prefetch(self, forward: Sequence[Unit], backward: Sequence[Unit]) -> None:
+        self.static_forward_prefetch, self.static_backward_prefetch = (
+            tuple(forward),
+            tuple(backward),
+        )
+
+    def set_reshard_after_forward(self, value: ReshardAfterForward) -> None:
+        self.options = replace(self.options, reshard_after_forward=value)
+
+    def set_optional(self, is_optional: bool) -> None:
+        self.is_optional = is_optional
+        # Of an optional unit nobody knows yet whether any rank needs it.
+        self.may_prefetch = bool(self.handles) and not is_optional
+
+    def await_values(self, buffers: Sequence[AwaitedBuffer]) -> None:
+        """A load will bring the values of its parameters, and of these buffers."""
+        self.awaits_values, self.awaited_buffers = True, tuple(buffers)
+
+    def values_came(self) -> None:
+        self.awaits_values, self.awaited_buffers = False, ()
+
+    # Forward calls --------------------------------------------------------------------------
+
+    def enter_forward(self) -> None:
+        """A forward call begins; inside a backward pass it is a recomputation."""
+        if self._training_state is TrainingState.IDLE:
+            self.set_training_state(TrainingState.FORWARD)
+        self.depth += 1
+
+    def leave_forward(self) -> None:
+        """A forward call has returned or raised."""
+        self.depth = max(self.depth - 1, 0)
+        if self.depth == 0 and self._training_state is TrainingState.FORWARD:
+            self.set_training_state(TrainingState.IDLE)
+            self.show_sharded()
+
+    def forget_starts_before(self, oldest: int) -> None:
+        """Drop older forward calls: backward has passed them, and most likely never runs them."""
+        if self.open_starts:
+            self.open_starts = {start for start in self.open_starts if start >= oldest}
+
+    def forget_starts_after(self, start: int) -> None:
+        """Drop the calls of a forward that failed: their backward never runs."""
+        if self.open_starts:
+            self.open_starts = {each for each in self.open_starts if each <= start}
+
+    # Parameters -----------------------------------------------------------------------------
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a main shard has changed since the last gather, by torch's version counters.
+
+        Writes through `.data` do not count as changes.
+        """
+        return any(handle.is_stale for handle in self.handles)
+
+    def takes_over_data(self) -> bool:
+        """Take over data that the user assigned to sharded parameters; True if any."""
+        # A list, not a generator, which would stop at the first True.
+        return any([handle.reset_sharded_params(self.label) for handle in self.handles])
+
+    def unshard(self, behind_reductions: bool = False) -> None:
+        """Start gathering the unsharded parameters. Collective over the shard group.
+
+        Does not block the host. Does nothing if they are resident or being gathered.
+
+        Args:
+            behind_reductions: on CPU, allocate and start once the reductions in flight are done.
+        """
+        if self.state is not ShardState.SHARDED:
+            return
+        context = self.context
+        may_be_assigned = not context.in_backward
+        if not may_be_assigned:
+            # Weights do not change in backward, but somebody who swaps them for an evaluation may
+            # do so between it and forward. A loop, because this runs in every backward.
+            for handle in self.handles:
+                may_be_assigned = may_be_assigned or handle.was_assigned
+        # A list, not a generator, which would stop at the first True.
+        if may_be_assigned and any([h.reset_sharded_params(self.label) for h in self.handles]):
+            context.note_weights()
+        self._set_shard_state(ShardState.GATHERING)
+        context.limiter.acquire(self.nbytes)
+        with context.profile("unshard", self.label):
+            for handle in self.handles:
+                handle.unshard(context, self.label, behind_reductions)
+
+    def wait_for_unshard(self) -> None:
+        """Order compute after the gather. Blocks the host only on devices without streams."""
+        if self.state is ShardState.GATHERING:
+            with self.context.profile("wait_for_unshard", self.label):
+                for handle in self.handles:
+                    handle.wait_for_unshard()
+            self._set_shard_state(ShardState.UNSHARDED)
+            if self.saved_casts:
+                saved_casts.fill(self.saved_casts)
+
+    def reshard(self, regathered_this_step: bool = False) -> None:
+        """Free the unsharded parameters, regardless of holds. Waits for a gather under way first.
+
+        Args:
+            regathered_this_step: the same weights will be gathered again.
+        """
+        self._holds &= _OF_THE_MODEL
+        if self.state is ShardState.SHARDED:
+            return
+        self.show_sharded()
+        self.wait_for_unshard()
+        context = self.context
+        with context.profile("reshard", self.label):
+            if regathered_this_step and self.options.reshard_after_forward == "compute_shard":
+                for handle in self.handles:
+                    handle.keep_shard()
+            context.before_free()
+            for handle in self.handles:
+                handle.reshard()
+            if self.saved_casts:
+                saved_casts.free(self.saved_casts)
+        context.limiter.release(self.nbytes)
+        self._set_shard_state(ShardState.SHARDED)
+
+    # Why it stays unsharded -----------------------------------------------------------------
+
+    @property
+    def holds(self) -> Hold:
+        """The reasons to keep it unsharded; without any it is freed after its use."""
+        return Hold(self._holds)
+
+    def is_held(self, reasons: int) -> bool:
+        """Whether any of these `Hold`s keeps it unsharded."""
+        return bool(self._holds & reasons)
+
+    def hold(self, reasons: int) -> None:
+        self._holds |= reasons
+
+    def end_hold(self, reasons: int) -> None:
+        """End these `Hold`s. Frees nothing; see `free`."""
+        self._holds &= ~reasons
+
+    def free(self, ended: int = 0, regathered_this_step: bool = False) -> None:
+        """Free the unsharded parameters if no hold is left. The one rule for freeing.
+
+        Args:
+            ended: `Hold`s to end first.
+            regathered_this_step: see `reshard`.
+        """
+        self._holds &= ~ended
+        if not self._holds:
+            self.reshard(regathered_this_step)
+
+    def show_unsharded(self) -> None:
+        """Make module attributes the unsharded parameters (valid after `wait_for_unshard`)."""
+        if self.shows_unsharded:
+            return
+        # The user may have changed `requires_grad`. A list, not a generator, which would stop at
+        # the first True: all handles must be called.
+        if not self.context.in_backward and any([h.update_requires_grad() for h in self.handles]):
+            self._follow_trainable()
+        self.views.show_unsharded(self.label)
+        self.shows_unsharded = True
+
+    def show_sharded(self) -> None:
+        """Make module attributes this rank's sharded parameters."""
+        if self.shows_unsharded:
+            replaced = self.views.hide_unsharded()
+            if replaced:
+                self.context.note_replaced(replaced)
+            self.shows_unsharded = False
+
+    # Gradients ------------------------------------------------------------------------------
+
+    def _follow_trainable(self) -> None:
+        """Lay out the gradient buffers for the parameters that require grad now."""
+        for handle in self.handles:
+            trainable = handle.trainable()
+            if tuple(trainable) != handle.gradients.layout.trainable:
+                handle.gradients.set_trainable(trainable)
+        self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)
+        if self.has_joined:
+            for trainable_changed in self.context.extensions.trainable_changed:
+                trainable_changed(self)
+
+    def watch_gradients(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """Call `on_gradient` for gradients from outside the unit's forward (explicit `unshard`)."""
+        if self._is_watched:
+            return
+        self._is_watched = True
+        for handle in self.handles:
+            for unsharded in handle.unsharded_params:
+                if unsharded.requires_grad:
+                    unsharded.register_post_accumulate_grad_hook(on_gradient)
+
+    def drop_post_forward_shards(self) -> None:
+        """Drop the shards kept for a gather in backward; it will not happen any more."""
+        for handle in self.handles:
+            handle.drop_post_forward_shard()
+
+    def drop_gradients(self) -> None:
+        """Drop gradients that were not delivered."""
+        for handle in self.handles:
+            handle.gradients.forget()
+        self.drop_unsharded_gradients()
+
+    def undo_gradients(self) -> None:
+        """Drop the gradients of a pass that failed; sums of earlier micro-batches stay."""
+        for handle in self.handles:
+            handle.gradients.undo()
+        self.drop_unsharded_gradients()
+
+    def drop_unsharded_gradients(self) -> None:
+        for handle in self.handles:
+            for unsharded in handle.unsharded_params:
+                unsharded.grad = None
+
+    def reset(self) -> None:
+        """Return to the state between steps, after an error."""
+        self.depth = 0
+        self._holds = 0
+        self.undo_gradients()
+        self.drop_post_forward_shards()
+        self.show_sharded()
+        self.reshard()
+        if self._training_state is not TrainingState.IDLE:
+            self.set_training_state(TrainingState.IDLE)
+
+
+def _label_of(fqn: str) -> str:
+    return fqn or "the root unit"
+
+
+def get_unit(module: nn.Module) -> Unit | None:
+    """The unit of a wrapped module; None for a module that is not a unit."""
+    return module.__dict__.get(_UNIT)
+
+
+def unset_unit(module: nn.Module) -> None:
+    """Remove the unit from its module."""
+    module.__dict__.pop(_UNIT, None)
+
+
+def set_unit(module: nn.Module, unit: Unit) -> None:
+    """Attach a unit to its module. The module owns it; the unit references the module weakly."""
+    module.__dict__[_UNIT] = unit

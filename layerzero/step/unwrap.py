@@ -1,0 +1,138 @@
+"""Turns units back into plain modules: puts full parameters in place and removes our attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
+from layerzero.flat.parameter_info import copy_attributes, set_sharded_param
+from layerzero.step import hooks, module_guards
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.root import root_if_alive
+from layerzero.step.structure import Ignored
+from layerzero.step.unit import Unit, get_unit, unset_unit
+
+
+def modules_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Every module inside `module`, including those inside wrappers."""
+    for part in module.modules():
+        yield part
+        unit = get_unit(part)
+        if unit is not None and unit.module is not part:
+            yield unit.module
+
+
+def units_inside(module: nn.Module) -> list[Unit]:
+    """Units, of any model, of the modules inside `module` or of parameters they show.
+
+    Outermost first.
+    """
+    found: dict[Unit, None] = {}
+    for part in modules_of(module):
+        unit = get_unit(part)
+        if unit is not None:
+            found[unit] = None
+        found.update(dict.fromkeys(module_guards.units_of(part)))
+    return sorted(found, key=lambda unit: unit.index)
+
+
+def nested_ignored(module: nn.Module) -> Ignored:
+    """The modules and parameters that ZeRO3 modules inside `module` ignore."""
+    roots = {
+        id(root): root
+        for part in module.modules()
+        if (unit := get_unit(part)) is not None and (root := root_if_alive(unit)) is not None
+    }
+    every = [root.structure.ignored_now() for root in roots.values()]
+    return Ignored(
+        [each for one in every for each in one.modules],
+        [each for one in every for each in one.parameters],
+    )
+
+
+def left_units(module: nn.Module) -> list[Unit]:
+    """Units inside `module` whose wrapper is gone, so that they may be wrapped again.
+
+    Excludes nested units, which join the model wrapped around them: those of a wrapper inside
+    `module`, and those of a module inside it that was wrapped without keeping the wrapper.
+
+    Raises:
+        RuntimeError: some belong to a wrapped model that is not inside `module`.
+    """
+    inside = {id(part) for part in modules_of(module)}
+    wrapped = [p for p in module.modules() if (u := get_unit(p)) is not None and u.module is not p]
+    nested = {unit for part in wrapped for unit in units_inside(part)}
+    left = []
+    for unit in units_inside(module):
+        root = root_if_alive(unit)
+        if unit in nested:
+            continue
+        if root is not None:
+            outermost = root.units[0].module
+            if outermost is not module and id(outermost) in inside:
+                continue
+            if root.is_wrapped:
+                raise RuntimeError(
+                    f"ZeRO3: this {type(module).__name__} contains {unit.label!r} of a wrapped "
+                    f"{type(outermost).__name__}: a module cannot be in two wrapped models. Put "
+                    "both into one module and wrap that (each part may still be called by "
+                    "itself), or delete the first wrapper before"
+                )
+        left.append(unit)
+    return left
+
+
+def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
+    """Gather the parameters of `units` and leave plain modules. Collective over their groups.
+
+    Every rank then holds all of these parameters at once.
+
+    Returns:
+        The full parameters, keyed by the `id` of the sharded parameters they replace.
+
+    Raises:
+        RuntimeError: a method of a module was replaced since it was wrapped.
+    """
+    modules = {id(module): module for unit in units for module in unit.owners}
+    for module in modules.values():
+        patched = hooks.patched_methods(module)
+        if patched:
+            raise RuntimeError(
+                f"{type(module).__name__}: {patched} were replaced after wrapping and call the "
+                "methods that ZeRO3 installed; undo that before wrapping the module again"
+            )
+    full: dict[int, nn.Parameter] = {}
+    for unit in units:
+        if root_if_alive(unit) is not None:
+            unit.reshard()
+            unit.drop_gradients()
+        unit.show_sharded()
+        for number, handle in enumerate(unit.handles):
+            handle.reset_sharded_params(unit.label)
+            full.update(_give_back(unit, handle, number))
+        unit.remove_state_dict_hooks()
+    for module in modules.values():
+        hooks.uninstall(module)
+        module_guards.remove(module)
+        unset_unit(module)
+    return full
+
+
+@torch.no_grad()
+def _give_back(unit: Unit, handle: FlatParamHandle, number: int) -> dict[int, nn.Parameter]:
+    full = {}
+    flat = handle.main_shard.to(handle.full.device)
+    for group in handle.placement.owner_groups:
+        flat = gather_small(flat, group, Operation("unwrap", unit.label, number)).view(-1)
+    for index, sharded in enumerate(handle.sharded_params):
+        value = handle.view_of(flat, index).clone()
+        parameter = nn.Parameter(value, requires_grad=sharded.requires_grad)
+        copy_attributes(sharded, parameter)
+        set_sharded_param(parameter, sharded)
+        unit.views.give_back(sharded, parameter)
+        full[id(sharded)] = parameter
+    return full

@@ -1,0 +1,1 @@
+"""Nothing hangs: watches collectives, and says which rank waits for what."""

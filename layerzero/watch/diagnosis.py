@@ -1,0 +1,193 @@
+"""Turns a failed collective into one error that lists what every rank waits for.
+
+Each failing rank publishes a report in the store of the default process group. For a few seconds it
+reads the reports of its group's ranks, and of the ranks in other groups that those wait for. A rank
+without a report is dead, stopped, or busy outside the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from layerzero.flat.groups import ShardGroup
+from layerzero.watch.run_names import known_runs
+
+REPORT_SECONDS = 5.0
+"""Seconds that a failing rank waits for the reports of others."""
+_TAG = 0x3FFFFFFE
+"""Of a receive that nothing matches; below all tags of the engine's messages."""
+_STORE_GRACE_S = 1.0
+"""Added to it, for a store that answers late or never."""
+_BEGAN = time.time()
+"""Start of this process. A rank that has no run name yet ignores reports older than this."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not finish. The message names operation, unit and ranks."""
+
+
+class PeerRaised(RuntimeError):
+    """Another rank raised and told this one in an exchange; all ranks can go on."""
+
+
+def diagnose(
+    operation: str,
+    group: ShardGroup,
+    peer: int,
+    error: BaseException,
+    find_divergence: Callable[[], str | None] | None = None,
+) -> CollectiveError:
+    """Make the error for a failed wait. Blocks the host for at most 1 s over `REPORT_SECONDS`.
+
+    Args:
+        operation: such as "all-gather of layers.3 (#42)".
+        peer: group rank of the peer that did not answer; -1 if the backend does not say.
+        find_divergence: returns where the ranks' paths diverged, None if it is unknown; may block.
+    """
+    rank = group.ranks[group.rank]
+    if peer < 0:
+        peer = _find_closed(group, error)
+    waits_for = "the group" if peer < 0 else f"rank {group.ranks[peer]}"
+    reports = _Reports(f"waits for {waits_for} in {operation}", group, peer)
+    verdict: list[str | None] = []
+
+    def find() -> None:
+        verdict.append(None if find_divergence is None else find_divergence())
+
+    # On separate threads, joined with a timeout: the store may be served by the rank that died, and
+    # then a call on it does not return.
+    threads = [threading.Thread(target=each, daemon=True) for each in (find, reports.exchange)]
+    deadline = time.monotonic() + REPORT_SECONDS + _STORE_GRACE_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    divergence = verdict[0] if verdict else None
+    cause = _cause(error, group.limit) if divergence is None else divergence
+    return CollectiveError(
+        f"{operation}: rank {rank} got no answer from {waits_for} ({cause}).\n"
+        + _table(reports, divergence is not None)
+    )
+
+
+def _find_closed(group: ShardGroup, error: BaseException) -> int:
+    """Group rank of the only peer whose connection is closed; -1: none, several, or unknown."""
+    if group.backend != "gloo":
+        return -1
+    # A process that has just died may still be about to close its connections.
+    for _ in range(1 if _is_timeout(error) else 10):
+        closed = [
+            peer for peer in range(group.size) if peer != group.rank and _is_closed(group, peer)
+        ]
+        if closed:
+            return closed[0] if len(closed) == 1 else -1
+        time.sleep(0.05)
+    return -1
+
+
+def _is_closed(group: ShardGroup, peer: int) -> bool:
+    process_group = group.process_group
+    try:
+        # Never waited for: on a closed connection the call itself fails.
+        number = dist.get_group_rank(process_group, group.ranks[peer])
+        process_group.recv([torch.empty(1)], number, _TAG)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _is_timeout(error: BaseException) -> bool:
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def _cause(error: BaseException, timeout: timedelta) -> str:
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lowered = text.lower()
+    if _is_timeout(error):
+        return f"nothing arrived within the timeout of {timeout.total_seconds():g} s"
+    if "closed" in lowered or "reset" in lowered or "refused" in lowered or "broken" in lowered:
+        return "the connection closed: its process ended, or stopped waiting for another rank"
+    return text
+
+
+def _table(reports: _Reports, have_diverged: bool) -> str:
+    ranks, texts, store_error = list(reports.ranks), dict(reports.texts), reports.store_error
+    missing = "no report: dead, stopped, or busy outside the engine"
+    if store_error is not None:
+        missing = "unknown"
+    lines = [f"  rank {rank}: {texts.get(rank, missing)}" for rank in ranks]
+    waited_in = {text.rpartition(" in ")[2] for text in texts.values()}
+    if store_error is not None:
+        lines.append(
+            f"Reports of other ranks are missing, because torch's store {store_error}. The rank or "
+            "launcher that serves it may be dead."
+        )
+    elif len(texts) < len(ranks) and not have_diverged:
+        lines.append("Look at the ranks without a report first.")
+    elif len(waited_in) > 1 or have_diverged:
+        lines.append(
+            "The ranks wait in different operations: they took different paths through the model. "
+            "Every rank must call the same units in the same order."
+        )
+    return "\n".join(lines)
+
+
+class _Reports:
+    """What this rank waits for, and what the other ranks reported."""
+
+    def __init__(self, text: str, group: ShardGroup, peer: int) -> None:
+        self.ranks = list(group.ranks)
+        """Global ranks whose reports are read, in the order of the error's table."""
+        self.store_error: str | None = "does not answer"
+        """What is wrong with the store; None: it answered."""
+        self._own = group.ranks[group.rank]
+        self.texts = {self._own: text}
+        self._waits_for = None if peer < 0 else group.ranks[peer]
+        self._runs = known_runs()
+        self._oldest = time.time() - 2 * group.limit.total_seconds() - REPORT_SECONDS
+        if not self._runs:
+            self._oldest = max(self._oldest, _BEGAN)
+
+    def exchange(self) -> None:
+        """Publish the own report, and collect others for up to `REPORT_SECONDS`."""
+        now = time.time()
+        report = {
+            "time": now,
+            "text": self.texts[self._own],
+            "waits_for": self._waits_for,
+            "runs": sorted(self._runs),
+        }
+        try:
+            store = dist.PrefixStore(
+                "layerzero/reports", dist.distributed_c10d._get_default_store()
+            )
+            store.set(str(self._own), json.dumps(report))
+            self.store_error = None
+            while len(self.texts) < len(self.ranks) and time.time() < now + REPORT_SECONDS:
+                for rank in list(self.ranks):
+                    if rank not in self.texts and store.check([str(rank)]):
+                        self._take(rank, json.loads(store.get(str(rank))))
+                time.sleep(0.05)
+        except (RuntimeError, ValueError) as error:
+            self.store_error = f"failed ({str(error).strip().splitlines()[0]})"
+
+    def _take(self, rank: int, report: dict[str, Any]) -> None:
+        """Accept a report if it is of this run (model_numbers.py) and recent."""
+        runs = set(report.get("runs", ()))
+        # A rank that failed before it wrapped a model has no run name; accept its report.
+        is_of_this_run = not runs or not self._runs or runs & self._runs
+        if report["time"] < self._oldest or not is_of_this_run:
+            return
+        self.texts[rank] = report["text"]
+        self._runs |= runs  # Includes names of groups that this rank is not in.
+        if report["waits_for"] not in (None, *self.ranks):
+            self.ranks.append(report["waits_for"])

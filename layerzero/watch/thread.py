@@ -1,0 +1,86 @@
+"""A thread that checks an object periodically, as long as the object lives."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from layerzero.watch.at_exit import end_at_exit
+from layerzero.watch.cuda_driver import ignore_captures_of_other_threads
+
+_T = TypeVar("_T")
+
+_logger = logging.getLogger(__name__)
+
+
+def look_on(
+    owner: _T,
+    look: Callable[[_T], bool],
+    pause_s: float,
+    name: str,
+    prepare: Callable[[], None] = lambda: None,
+    first_pause_s: float | None = None,
+) -> threading.Thread:
+    """Start a thread that calls `look(owner)` after each pause.
+
+    It ends when `look` returns False, when the owner is deleted, and at exit; not after an error
+    of a look, of which the first is logged.
+
+    Args:
+        look: must hold no reference to the owner itself.
+        prepare: called once on the thread, before the first look.
+        first_pause_s: before the first look; doubles with each look, until it is `pause_s`. None:
+            all pauses are equal.
+    """
+    stop = threading.Event()
+    # A daemon that holds its owner weakly: it must keep neither process nor model alive.
+    weakref.finalize(owner, stop.set)
+    first_pause_s = pause_s if first_pause_s is None else first_pause_s
+    arguments = (weakref.ref(owner), look, pause_s, first_pause_s, stop, prepare)
+    thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
+    thread.start()
+    end_at_exit(thread, stop.set)
+    return thread
+
+
+def prepare_thread(device: torch.device) -> None:
+    """Make queries of the device harmless on this thread."""
+    # A new thread is on device 0, where a query would make a context, of some 500 MB.
+    torch.get_device_module(device).set_device(device.index)
+    ignore_captures_of_other_threads()
+
+
+def _run(
+    owner_ref: weakref.ref[_T],
+    look: Callable[[_T], bool],
+    longest_pause_s: float,
+    pause_s: float,
+    stop: threading.Event,
+    prepare: Callable[[], None],
+) -> None:
+    is_prepared = has_failed = False
+    while not stop.wait(pause_s):
+        pause_s = min(2 * pause_s, longest_pause_s)
+        owner = owner_ref()
+        if owner is None:
+            return
+        try:
+            if not is_prepared:
+                prepare()
+                is_prepared = True
+            if not look(owner):
+                return
+        except Exception as error:
+            if not has_failed:
+                # One look may fail for a reason that passes, such as a query during a graph
+                # capture. One that stays is the same at each look: it is told once.
+                # As text: a kept record of the error itself would keep its frames, and the owner.
+                thread, text = threading.current_thread().name, f"{type(error).__name__}: {error}"
+                _logger.error("%s could not look, and goes on: %s", thread, text)
+            has_failed = True
+        del owner

@@ -1,0 +1,275 @@
+"""Watchdog: detects hangs and mismatched collectives on backends whose messages carry no name.
+
+On gloo the host waits for each message and every message carries its name (collectives.py). Other
+backends match collectives by order alone, and on a device the host does not wait at all: after a
+rank died the device queue just stops, and two gathers of equal size in swapped order mix the
+weights of two units. So a thread on each rank checks two things about once a second:
+
+- Has the oldest collective in flight made no progress for longer than the timeout? Then every rank
+  reports what it waits for (diagnosis.py), and the group is aborted, which unblocks a host that
+  waits for the device.
+- Have the ranks issued the same collectives? Each rank publishes a digest of all it has issued, and
+  compares the next rank's digest with its own at the same count. Neighbours that agree all around
+  the ring mean that all ranks agree.
+
+The error is logged at once, and raised by the next use of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from layerzero.flat.groups import ShardGroup
+from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
+from layerzero.watch.events import Event
+from layerzero.watch.run_names import own_connection
+from layerzero.watch.slow_waits import is_half_time, warn_half_time
+from layerzero.watch.thread import look_on, prepare_thread
+
+_HISTORY = 4096
+"""Collectives a rank remembers; ranks further apart than this cannot be compared."""
+_LONGEST_PAUSE_S = 1.0
+
+_logger = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """A collective in flight: issued, and not yet completed by the device (on CPU, the host)."""
+
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """Name of the collective; the same on every rank."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether this rank's stream has reached the collective, and waits only for peers."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class Watchdog:
+    """Watches the collectives that one model issues on one process group."""
+
+    has_failed: bool
+    """Set once, by the watchdog's thread, which then ends."""
+
+    def __init__(
+        self,
+        group: ShardGroup,
+        device: torch.device,
+        record_event: Callable[[], Event],
+        on_failure: Callable[[CollectiveError], None],
+        place: str | None,
+    ) -> None:
+        """
+        Args:
+            place: prefix of this model's notes in the store, the same on every rank; None: it has
+                none, and ranks are not compared.
+            record_event: records an event on the current stream; returns None on CPU.
+            on_failure: called on the watchdog's thread; must not keep the model alive.
+        """
+        self.has_failed = False
+        self.record_event = record_event
+        self._group = group
+        self._device = device
+        self._on_failure = on_failure
+        self._issued: deque[Watched] = deque()
+        self._in_flight: deque[Watched] = deque()
+        self._standing_since: float | None = None
+        self._was_warned_of = False
+        self._history: dict[int, tuple[int, str]] = {}
+        self._count = 0
+        self._digest = 0
+        self._board = None if place is None else _Board.open(group, place)
+        self._pause_s = min(_LONGEST_PAUSE_S, group.limit.total_seconds() / 4)
+        self._thread: threading.Thread | None = None
+
+    def watch(self, collective: Watched) -> None:
+        """Register a collective that is about to be issued. Cheap: the thread does the rest."""
+        self._issued.append(collective)
+        if self._thread is None:
+            prepare = functools.partial(prepare_thread, self._device)
+            self._thread = look_on(self, _look, self._pause_s, "layerzero-watchdog", prepare)
+
+    def look(self) -> None:
+        """Check the collectives in flight once; called by the thread after each pause."""
+        has_news = self._take_issued()
+        while self._in_flight and self._in_flight[0].is_done:
+            self._in_flight.popleft()
+            self._standing_since = None
+        error = None
+        if has_news or self._in_flight:
+            error = self._compare_with_next_rank() or self._find_standstill()
+        if error is not None:
+            self._on_failure(error)
+            self.has_failed = True
+            _logger.error("%s", error)
+            _abort(self._group, self._device)
+
+    def _take_issued(self) -> bool:
+        """Add collectives issued since the last look to the history; True if there were any."""
+        before = self._count
+        while self._issued:
+            collective = self._issued.popleft()
+            self._count += 1
+            text = f"{collective.name}/{collective.nbytes}"
+            self._digest = zlib.crc32(text.encode(), self._digest)
+            self._history[self._count] = self._digest, collective.name
+            self._history.pop(self._count - _HISTORY, None)
+            self._in_flight.append(collective)
+        return self._count > before
+
+    def _find_standstill(self) -> CollectiveError | None:
+        # Collectives of a group run in order, so the oldest one holds up all others.
+        if not self._in_flight or not self._in_flight[0].is_reached:
+            return None
+        if self._standing_since is None:
+            self._standing_since, self._was_warned_of = time.monotonic(), False
+        seconds, limit = time.monotonic() - self._standing_since, self._group.limit
+        if seconds < limit.total_seconds():
+            if is_half_time(seconds, limit) and not self._was_warned_of:
+                self._was_warned_of = True
+                name = self._in_flight[0].name
+                warn_half_time(name, self._group, self._find_awaited(), seconds)
+            return None
+        return diagnose(self._in_flight[0].name, self._group, -1, TimeoutError("timed out"))
+
+    def _find_awaited(self) -> str:
+        """The ranks that have not issued the oldest collective in flight, as the store tells."""
+        try:
+            number = self._count - len(self._in_flight) + 1
+            ranks = [] if self._board is None else self._board.ranks_behind(number)
+        except (RuntimeError, ValueError) as error:
+            _logger.debug("cannot find the rank that is awaited: %s", error)
+            ranks = []
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}" if ranks else "the group"
+
+    def _compare_with_next_rank(self) -> CollectiveError | None:
+        board = self._board
+        if board is None or not self._count:
+            return None
+        try:
+            board.publish(self._count, self._digest)
+            seen = board.next_rank_published()
+            if seen is not None:
+                own = self._history.get(seen[0])
+                if own is not None and own[0] != seen[1]:
+                    board.tell_diverged()
+            pair = board.diverged_pair()
+            return None if pair is None else self._divergence(board, pair)
+        except (RuntimeError, ValueError) as error:
+            # The store is gone, with the rank that serves it, or is a fake (torch's fake group).
+            _logger.debug("stopped comparing collectives between ranks: %s", error)
+            self._board = None
+            return None
+
+    def _divergence(self, board: _Board, pair: tuple[int, int]) -> CollectiveError:
+        names = {count: name for count, (_, name) in self._history.items()}
+        first, second = board.exchange_histories(pair, names)
+        ranks = f"rank {pair[0]} and rank {pair[1]}"
+        text = (
+            f"{ranks} issued different collectives, so their data may be mixed up: restart from "
+            "the last checkpoint. Every rank must call the same units in the same order."
+        )
+        for count in sorted(first.keys() & second.keys()):
+            if first[count] != second[count]:
+                text += (
+                    f"\nThe first difference is collective {count} of this model on this group:\n"
+                    f"  rank {pair[0]}: {first[count]}\n  rank {pair[1]}: {second[count]}"
+                )
+                break
+        return CollectiveError(text)
+
+
+def _look(watchdog: Watchdog) -> bool:
+    if not watchdog.has_failed:
+        watchdog.look()
+    return not watchdog.has_failed
+
+
+def _abort(group: ShardGroup, device: torch.device) -> None:
+    """Unblock threads that wait in a collective, if the backend can; else they time out."""
+    try:
+        group.process_group._get_backend(device).abort()
+    except (RuntimeError, AttributeError) as error:
+        _logger.debug("cannot abort the group: %s", error)
+
+
+class _Board:
+    """The store through which the watchdogs of one model exchange what their ranks issued."""
+
+    def __init__(self, store: dist.Store, group: ShardGroup) -> None:
+        self._store = store
+        self._group = group
+        self._next_rank = group.ranks[(group.rank + 1) % group.size]
+        self._rank = group.ranks[group.rank]
+
+    @classmethod
+    def open(cls, group: ShardGroup, place: str) -> _Board | None:
+        """The board of a model on this group; None if the default group has no usable store."""
+        try:
+            return cls(dist.PrefixStore(f"layerzero/watchdog/{place}", own_connection()), group)
+        except (RuntimeError, ValueError) as error:
+            _logger.debug("cannot compare collectives between ranks: %s", error)
+            return None
+
+    def publish(self, count: int, digest: int) -> None:
+        self._store.set(f"digest/{self._rank}", json.dumps([count, digest]))
+
+    def next_rank_published(self) -> tuple[int, int] | None:
+        return self._published(self._next_rank)
+
+    def ranks_behind(self, number: int) -> list[int]:
+        """Ranks that have not published that they issued collective `number`, counted from 1."""
+        published = {rank: self._published(rank) for rank in self._group.ranks}
+        return [rank for rank, last in published.items() if last is None or last[0] < number]
+
+    def _published(self, rank: int) -> tuple[int, int] | None:
+        key = f"digest/{rank}"
+        if not self._store.check([key]):
+            return None
+        count, digest = json.loads(self._store.get(key))
+        return count, digest
+
+    def tell_diverged(self) -> None:
+        # Only the first pair is stored, so that every rank reports the same one.
+        self._store.compare_set("diverged", "", json.dumps([self._rank, self._next_rank]))
+
+    def diverged_pair(self) -> tuple[int, int] | None:
+        if not self._store.check(["diverged"]):
+            return None
+        first, second = json.loads(self._store.get("diverged"))
+        return first, second
+
+    def exchange_histories(
+        self, pair: tuple[int, int], own: dict[int, str]
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """Collectives of both ranks, by count; blocks up to `REPORT_SECONDS`, empty if too late."""
+        if self._rank in pair:
+            self._store.set(f"history/{self._rank}", json.dumps(own))
+        keys = [f"history/{rank}" for rank in pair]
+        deadline = time.monotonic() + REPORT_SECONDS
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        first, second = (
+            json.loads(self._store.get(key)) if self._store.check([key]) else {} for key in keys
+        )
+        return (
+            {int(count): name for count, name in first.items()},
+            {int(count): name for count, name in second.items()},
+        )
