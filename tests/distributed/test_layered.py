@@ -507,8 +507,8 @@ def _keeps_compute_shards(low: bool) -> None:
             assert kept() >= p * 2 // 3 // 3, "all but the unit that stays full"
             output.sum().backward()
         assert kept() == (0 if sync else p // 3)
-        # Without a reduction, ranks tell each other in a byte that the micro-batch is complete.
-        gradients = p * 5 // 6 + 5 * 3 if sync else 5
+        # A micro-batch without a reduction sends nothing in backward.
+        gradients = p * 5 // 6 + 5 * 3 if sync else 0
         if first:
             assert sent.by_group[everyone] == p * 5 // 6 + gradients, (sync, sent.by_group)
             assert sent.by_group[inner] == 2 * p // 3 * 2 // 3
