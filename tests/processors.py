@@ -2,24 +2,36 @@
 
 MKL, ATen and oneDNN choose kernels by the processor's instructions, and another kernel adds in
 another order. Each has a variable that has it choose as on a smaller processor, so one machine can
-stand for several. What a test that compares no numbers does is the same under all of them: so these
-runs take the files that compare with a reference (`tests.harness.checks` and what is built on it).
+stand for several. MKL follows its variable on Intel's processors alone, so on others a small
+library is loaded first that answers as if this were one.
 
-MKL follows its variable on Intel's processors only. A setting beyond what this processor has
-changes nothing; the line says so, by a hash of some operators' bits.
+Which files: of those that compare numbers with a reference, one or two for each way in which the
+engine computes them (plain steps, accumulation, layered modes, mixed precision, clipping, native
+optimizers, tensor parallelism, experts, pipelines, recomputation, optional modules, compiled units,
+and the kernels of ops/). The others repeat these ways with more models and options, through the
+same comparisons; `--all` runs them too. Tests that compare no numbers are the same everywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+FILES = """
+distributed: accumulation bitwise clip compile experts flat_optimizer global_norm grads layered
+    mixed_precision optional_uses pipeline recompute several_forwards swapped_weights
+    tensor_parallel torch_optimizers uneven whole_tensor
+ops: flat_step ordered_sum pack
+"""
 SETTINGS: dict[str, dict[str, str]] = {
     "as it is": {},
     **{f"MKL {each}": {"MKL_ENABLE_INSTRUCTIONS": each} for each in ("SSE4_2", "AVX2", "AVX512")},
@@ -38,8 +50,9 @@ WIDE = {
 }
 SHORT = {"all old": OLD, "all wide": WIDE}
 """For `make test`: the two ends, all libraries at once."""
-SHORT_FILES = ["test_grads.py", "test_clip.py", "test_mixed_precision.py"]
+SHORT_FILES = "distributed: grads mixed_precision clip"
 _NUMERIC = re.compile(r"tests\.harness\.(checks|compare|reference|optional_runs|twin_machine)\b")
+_INTEL = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
 _BITS = """
 import hashlib, torch
 torch.manual_seed(0)
@@ -52,23 +65,54 @@ print(digest.hexdigest()[:8])
 """
 
 
+def named_files(names: str) -> list[str]:
+    """Paths of files as named in `FILES`."""
+    found = []
+    for folder, listed in re.findall(r"(\w+):([\w\s]+?)(?=\w+:|\Z)", names):
+        found += [str(REPOSITORY / "tests" / folder / f"test_{each}.py") for each in listed.split()]
+    return found
+
+
 def numeric_files() -> list[str]:
+    """All that compare with a reference."""
     folders = (REPOSITORY / "tests" / name for name in ("distributed", "integrations", "ops"))
     files = sorted(path for folder in folders for path in folder.glob("test_*.py"))
     return [str(path) for path in files if _NUMERIC.search(path.read_text())]
 
 
-def run(setting: dict[str, str], files: list[str], options: list[str]) -> tuple[int, str]:
+def as_intel(folder: Path) -> dict[str, str]:
+    """A setting under which MKL takes this for a processor of Intel; empty where it is one, where
+    there is no MKL (not x86-64), or no compiler."""
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+        return {}
+    if "GenuineIntel" in Path("/proc/cpuinfo").read_text():
+        return {}
+    source, library = folder / "intel.c", folder / "intel.so"
+    source.write_text(_INTEL)
+    try:
+        subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return {"LD_PRELOAD": str(library)}
+
+
+def run(setting: Mapping[str, str], files: list[str], options: list[str]) -> tuple[int, str]:
     """Exit code of pytest, and what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **setting}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *files]
     done = subprocess.run(
-        command, env=environment, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=2
+        command,
+        env=environment,
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     return done.returncode, done.stdout
 
 
-def bits_under(setting: dict[str, str]) -> str:
+def bits_under(setting: Mapping[str, str]) -> str:
+    """A hash of what some operators compute."""
     command = [sys.executable, "-c", _BITS]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **setting}
     return subprocess.check_output(command, env=environment, text=True).strip()
@@ -78,20 +122,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-n", default=str((os.cpu_count() or 1) + 1), help="workers of pytest")
     parser.add_argument("-k", default="", help="only settings whose name contains this")
-    parser.add_argument("files", nargs="*", help="instead of all numeric tests")
+    parser.add_argument("--all", action="store_true", help="all files that compare numbers")
     arguments = parser.parse_args()
-    files, status, usual = arguments.files or numeric_files(), 0, bits_under({})
-    for name, setting in SETTINGS.items():
-        if arguments.k not in name:
-            continue
-        begin, bits = time.monotonic(), bits_under(setting)
-        code, output = run(setting, files, ["-n", arguments.n, "--dist", "worksteal"])
-        status |= code
-        if code:
-            print(output)
-        same = "the usual bits" if bits == usual else "other bits"
-        summary = output.strip().splitlines()[-1] if output.strip() else "nothing printed"
-        print(f"{name:20} {same:15} {summary} in {time.monotonic() - begin:.0f} s", flush=True)
+    files = numeric_files() if arguments.all else named_files(FILES)
+    status, usual = 0, bits_under({})
+    with tempfile.TemporaryDirectory() as folder:
+        intel = as_intel(Path(folder))
+        for name, setting in SETTINGS.items():
+            if arguments.k not in name:
+                continue
+            setting = {**setting, **intel} if name.startswith("MKL") else setting
+            begin, bits = time.monotonic(), bits_under(setting)
+            code, output = run(setting, files, ["-n", arguments.n, "--dist", "worksteal"])
+            status |= code
+            if code:
+                print(output)
+            same = "the usual bits" if bits == usual else "other bits"
+            line, took = output.strip().splitlines()[-1], time.monotonic() - begin
+            print(f"{name:20} {same:15} {line} ({took:.0f} s)", flush=True)
     return status
 
 

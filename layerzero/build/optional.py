@@ -1,7 +1,7 @@
 """Optional modules: modules that a rank may skip in a pass while other ranks run them.
 
 docs/howto/optional_modules.md describes them. Here they are found, checked and turned into regions;
-layerzero/runtime/optional/ lets the ranks agree about them.
+layerzero/optional/ lets the ranks agree about them.
 
 Note [Optional modules are kept by name]
     A model keeps the names of its optional modules, keyed by its root unit: for `rewrap`, after

@@ -48,7 +48,7 @@ _NAMES = {
 """Function of the engine that allocates -> what it allocates."""
 _ENGINE = str(Path(__file__).resolve().parents[2] / "layerzero")
 _PASSED_OVER = (
-    f"{_ENGINE}/core/host.py",
+    f"{_ENGINE}/flat/host_memory.py",
     *(
         str(Path(__file__).with_name(name))
         for name in ("simulated_memory.py", "simulated_device.py", "missing_waits.py")

@@ -89,8 +89,8 @@ def test_paths_in_sources_exist() -> None:
 
 
 def test_a_path_that_is_gone_is_found() -> None:
-    text = "See docs/layered.md, `runtime/unti.py`, `layerzero/zero3.py` and `unit.py`."
-    assert missing_paths(text) == ["docs/layered.md", "runtime/unti.py"]
+    text = "See docs/layered.md, `step/unti.py`, `layerzero/zero3.py` and `unit.py`."
+    assert missing_paths(text) == ["docs/layered.md", "step/unti.py"]
 
 
 # Members --------------------------------------------------------------------------------------
@@ -142,12 +142,12 @@ def modules() -> dict[str, set[str]]:
     return {
         Path(name).stem: set(_assigned(ast.parse((REPOSITORY / name).read_text())))
         for name in files()
-        if name.startswith("layerzero/runtime/") and name.endswith(".py")
+        if name.startswith("layerzero/step/") and name.endswith(".py")
     }
 
 
 def missing_members(text: str) -> list[str]:
-    """`Class.member` of our classes, and `module._function` of runtime/, that are not defined."""
+    """`Class.member` of our classes, and `module._function` of step/, that are not defined."""
     missing = set()
     for owner, member in re.findall(r"`([A-Za-z_]\w*)\.([A-Za-z_]\w*)(?:\([^`]*\))?`", text):
         if owner in classes():
@@ -407,6 +407,6 @@ def test_each_file_of_a_step_imports_the_next() -> None:
 
 
 def test_an_arrow_against_the_imports_is_found() -> None:
-    row = "| unshard | `flat/layout` -> `zero3`, `zero3` -> `core/nothing` -> `ops/schema` | x |"
-    expected = ["flat/layout -> zero3", "zero3 -> core/nothing", "core/nothing -> ops/schema"]
+    row = "| unshard | `flat/layout` -> `zero3`, `zero3` -> `flat/nothing` -> `ops/schema` | x |"
+    expected = ["flat/layout -> zero3", "zero3 -> flat/nothing", "flat/nothing -> ops/schema"]
     assert false_arrows(row) == expected
