@@ -8,7 +8,6 @@ of any other class one sentence says what it must not need.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -37,13 +36,8 @@ _ELEMENT_WISE = (
     torch.optim.SGD,
     torch.optim.SparseAdam,
 )
-_DISTRIBUTE = {
-    "ZeroRedundancyOptimizer",
-    "PostLocalSGDOptimizer",
-    "OSS",
-    "DistributedFusedAdam",
-    "DistributedFusedLAMB",
-}
+_DISTRIBUTE = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "OSS"}
+_DISTRIBUTE |= {"DistributedFusedAdam", "DistributedFusedLAMB"}
 """Names of classes that split or average parameters over ranks themselves."""
 _REFUSED: dict[type[torch.optim.Optimizer], tuple[str, bool]] = {
     torch.optim.LBFGS: (
@@ -128,7 +122,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     """
     is_known = _is_known(type(optimizer))
     has_empty_groups = not all(group["params"] for group in optimizer.param_groups)
-    if is_known and not has_empty_groups and not _decays_nothing(optimizer):
+    if is_known and not has_empty_groups:
         return  # Early: with one optimizer per parameter, the search below would be quadratic.
     sharded_params = _sharded_params_of(optimizer)
     if sharded_params is None:
@@ -162,44 +156,21 @@ def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
     return owner in _ELEMENT_WISE or issubclass(owner, (FlatOptimizer, WholeTensorOptimizer))
 
 
-def _decays_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether groups turn off the weight decay that was asked for as the optimizer's default.
-
-    One group alone counts, too, if the default is the class's own: who wants no decay at all passes
-    `weight_decay=0` instead.
-    """
-    default = optimizer.defaults.get("weight_decay")
-    if not default or any(group.get("weight_decay") for group in optimizer.param_groups):
-        return False
-    given = inspect.signature(type(optimizer)).parameters.get("weight_decay")
-    return len(optimizer.param_groups) == 1 or (given is not None and given.default != default)
-
-
 def _warn_of_decay(optimizer: torch.optim.Optimizer, sharded_params: _ShardedParams) -> None:
-    """Warn if groups were made by `parameter.ndim`: one has all shapes, and no other has any."""
-    groups = optimizer.param_groups
-    empty = {group.get("weight_decay") for group in groups if not group["params"]}
-    held = {group.get("weight_decay") for group in groups if group["params"]}
-    if len(held) != 1 or {original_ndim(each) > 1 for each in _parameters(optimizer)} != {
-        True,
-        False,
-    }:
+    """Warn if groups were made by `parameter.ndim`: one has all shapes, and another is empty."""
+    empty = {g.get("weight_decay") for g in optimizer.param_groups if not g["params"]}
+    held = {g.get("weight_decay") for g in optimizer.param_groups if g["params"]}
+    is_matrix = {original_ndim(each) > 1 for each in _parameters(optimizer)}
+    if len(held) != 1 or is_matrix != {True, False} or not empty or empty == held:
         return
     decay = max(empty | held, key=lambda each: each or 0.0)
-    if empty and empty != held:
-        what = f", and the one with weight_decay={empty.pop()} is empty"
-    elif _decays_nothing(optimizer):
-        decay = optimizer.defaults["weight_decay"]
-        what = f", and none has the optimizer's weight_decay={decay}"
-    else:
-        return
     name = type(optimizer).__name__
     warn_once(
         f"decay groups: {name}",
-        f"{name}: all parameters are in the group with weight_decay={held.pop()}{what}. Sharded "
-        "parameters are 1-D, so parameter.ndim cannot distinguish matrices from vectors: use "
-        f"layerzero.optim.decay_groups(model, weight_decay={decay}), or parameter.layerzero.ndim. "
-        "If nothing shall decay, pass weight_decay=0 to the optimizer",
+        f"{name}: all parameters are in the group with weight_decay={held.pop()}, and the one with "
+        f"weight_decay={empty.pop()} is empty. Sharded parameters are 1-D, so parameter.ndim "
+        "cannot distinguish matrices from vectors: use "
+        f"layerzero.optim.decay_groups(model, weight_decay={decay}), or parameter.layerzero.ndim",
         is_first=sharded_params.owner.issues_warnings,
         stacklevel=6,
     )

@@ -77,7 +77,6 @@ class LostWrites(Extension):
         )
 
     def after_forward(self) -> RuntimeError | None:
-        """Check after the outermost forward; returns the error to raise, or None."""
         if self._context.replaced:
             replaced = self._context.take_replaced()
             return RuntimeError(

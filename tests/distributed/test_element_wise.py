@@ -201,26 +201,6 @@ def _split_by_ndim() -> None:
     advice = "decay_groups(model, weight_decay=0.1)"
     _expect(messages_of(torch.optim.AdamW, groups), "weight_decay=0.1 is empty", advice)
     _expect(messages_of(torch.optim.AdamW, groups))  # once
-    # The same without the empty group.
-    _expect(messages_of(torch.optim.NAdam, groups[1:]))  # its default is 0
-    none = "none has the optimizer's weight_decay=0.1"
-    _expect(messages_of(torch.optim.RAdam, groups[1:], weight_decay=0.1), none, advice)
-    halves = [{**groups[1], "params": each} for each in (sharded_params[:3], sharded_params[3:])]
-    _expect(messages_of(_Own, halves, weight_decay=0.1), none)
-    # Nothing says that these were meant to decay.
-    _expect(messages_of(torch.optim.SGD, sharded_params, weight_decay=0.0))
-    _expect(messages_of(_Other, halves))
-    _expect(messages_of(torch.optim.Adam, halves))
-    vectors = decay_groups(model)[1]["params"]
-    _expect(messages_of(_Other, [{"params": vectors, "weight_decay": 0.0}]))
-
-
-class _Own(torch.optim.AdamW):
-    pass
-
-
-class _Other(torch.optim.AdamW):
-    pass
 
 
 def test_groups_split_by_the_dimensions_of_shards_warn() -> None:

@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 53_134,
+    "": 53_112,
     "flat": 2_649,
     "step": 5_625,
-    "comm": 1_530,
+    "comm": 1_522,
     "watch": 1_117,
     "build": 3_770,
-    "guards": 725,
+    "guards": 700,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 LOADED_FILES = 238
