@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero import guards
 from layerzero.build import argument_warnings
-from layerzero.build.build import build
+from layerzero.build.build import Parts, build
 from layerzero.build.topology import agree_on_topology, plan_on_every_rank
 from layerzero.build.wrap import WrapPolicy
 from layerzero.config import (
@@ -37,7 +37,11 @@ from layerzero.memory_budget import MemoryChoice, learn
 from layerzero.optim import attach, nonfinite, torch_norm
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.in_backward import StepInBackward
-from layerzero.state_dict import optimizer_shards  # noqa: F401  # watches every optimizer
+from layerzero.optional.make_root import make_root
+from layerzero.state_dict import (
+    module_state,
+    optimizer_shards,  # noqa: F401  # watches every optimizer
+)
 from layerzero.state_dict.whole import patch_torch
 from layerzero.step.root import RootState, UnshardHandle, root_of
 from layerzero.step.sharded_params import remember_root
@@ -46,6 +50,7 @@ from layerzero.step.timeouts import duration
 from layerzero.step.unit import Unit, get_unit, set_unit
 from layerzero.step.unit_view import UnitView
 from layerzero.uneven.joinable import JoinableModel
+from layerzero.verify import context_for
 from layerzero.verify.signature import step_signature
 from layerzero.wrapper import ModuleWrapper
 
@@ -181,7 +186,12 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             super().__init__()
         plan, arguments = plan_on_every_rank(module, given, unknown)
         topology = agree_on_topology(plan, arguments)
-        root = build(plan, topology, arguments)
+        parts = Parts(
+            make_root=make_root,
+            make_context=context_for(arguments.verify),
+            name_in_state_dicts=module_state.install,
+        )
+        root = build(plan, topology, arguments, parts)
         self._become(module, root)
         # Through `__dict__`, because `__setattr__` would set them on the wrapped module.
         self.__dict__["_given"] = given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,17 +26,27 @@ from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
 from layerzero.notices import outside, warn_once
-from layerzero.optional.make_root import make_root
-from layerzero.state_dict import module_state
 from layerzero.step import hooks, module_guards
+from layerzero.step.context import RuntimeContext
 from layerzero.step.first_forward import await_values
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, UnitOptions, get_unit, set_unit
-from layerzero.verify import context_for
 
 
-def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What is built from: the engine's own parts, or those of features (zero3.py chooses)."""
+
+    make_root: Callable[..., RootState]
+    """Takes the arguments of `RootState`, and `regions`."""
+    make_context: Callable[..., RuntimeContext]
+    """Takes the arguments of `RuntimeContext`."""
+    name_in_state_dicts: Callable[[Unit, Sequence[Sequence[OriginalParameter]]], None]
+    """Called with each new unit, and the original parameters of each of its handles."""
+
+
+def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) -> RootState:
     """Build the units, in the order of their plans, under one root.
 
     Collective over the model's ranks.
@@ -47,12 +57,12 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
     plan.expert_lists.name_members()
     materializer = Materializer(plan.device, given.param_init_fn)
     digests = Digests(plan.device, is_needed=not given.sync_module_states)
-    units = build_units(plan, topology, given, materializer, digests)
+    units = build_units(plan, topology, given, parts, materializer, digests)
     difference = settle(materializer.failure, digests, topology.placement, plan.device)
     if difference is not None:
         is_first = topology.placement.is_first
         warn_once(difference, difference, is_first=is_first, stacklevel=outside())
-    root = join_units(units, plan, topology, given, make_root)
+    root = join_units(units, plan, topology, given, parts)
     plan.optional.keep(units[0])
     return root
 
@@ -61,6 +71,7 @@ def build_units(
     plan: WrapPlan,
     topology: Topology,
     given: Arguments,
+    parts: Parts,
     materializer: Materializer,
     digests: Digests,
 ) -> list[Unit]:
@@ -71,6 +82,7 @@ def build_units(
         device=plan.device,
         arguments=plan.arguments,
         deterministic=given.reduction.deterministic,
+        parts=parts,
         materializer=materializer,
         sync_module_states=given.sync_module_states,
         digests=digests,
@@ -83,13 +95,13 @@ def join_units(
     plan: WrapPlan,
     topology: Topology,
     given: Arguments,
-    make: Callable[..., RootState],
+    parts: Parts,
 ) -> RootState:
-    """Join the units under the root that `make` returns; it takes the arguments of `make_root`."""
+    """Join the units under one root."""
     forward_depth, limit = int(given.prefetch.forward), given.prefetch.limit
     # By default: the units around the one in use, it, one about to be freed, and those ahead.
     default_units = plan.nesting + 1 + max(forward_depth, 1)
-    return make(
+    return parts.make_root(
         units,
         plan.device,
         forward_depth,
@@ -100,7 +112,7 @@ def join_units(
         tensor_parallel_groups=topology.tensor_parallel_groups,
         ignored=plan.ignored,
         regions=find_regions(units, plan.optional),
-        make_context=context_for(given.verify),
+        make_context=parts.make_context,
     )
 
 
@@ -115,6 +127,7 @@ class _UnitBuilder:
     arguments: Mapping[int, UnitArguments]
     """Arguments of each unit, keyed by id(plan)."""
     deterministic: bool
+    parts: Parts
     materializer: Materializer
     sync_module_states: bool
     digests: Digests
@@ -222,7 +235,7 @@ class _UnitBuilder:
         if plan.parent is None or "mixed_precision" in plan.arguments:
             unit.output_dtype = mixed_precision.output_dtype
         set_unit(plan.module, unit)
-        module_state.install(unit, list(kinds.values()))
+        self.parts.name_in_state_dicts(unit, list(kinds.values()))
         hooks.install_on_calls(plan.module, unit)
         owners = {id(s.module): s.module for o in plan.originals for s in o.slots}
         for module in owners.values():

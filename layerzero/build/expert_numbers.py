@@ -1,7 +1,7 @@
 """Global numbers of experts whose modules have the same names on every rank of the expert axis.
 
 They come from `expert_numbers`, which `auto_wrap_policy` gives for expert units;
-state_dict/expert_names.py uses them in state dicts.
+flat/expert_names.py uses them in state dicts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.experts import Group, ranks_of
 from layerzero.build.wrap import UnitPlan
+from layerzero.flat.expert_names import Numbers, name_members
 from layerzero.flat.groups import resolve_process_groups
-from layerzero.state_dict.expert_names import Numbers, name_members
 
 ExpertNumbers = Mapping[int, int] | Group
 """A mapping from local to global expert numbers; or the group or mesh of the expert axis."""

@@ -25,6 +25,7 @@ from torch import nn
 from layerzero.build.argument_types import check_optional_mean, check_optional_modules
 from layerzero.build.compare_values import broadcast_text
 from layerzero.build.experts import AnyGroup, ranks_of
+from layerzero.build.regions import OptionalRegions
 from layerzero.build.wrap import UnitPlan, has_forward
 from layerzero.comm.gather_texts import gather_texts
 from layerzero.comm.pending import Operation
@@ -32,7 +33,6 @@ from layerzero.config import OptionalMean
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.names import clean_name
 from layerzero.notices import outside, warn_once
-from layerzero.optional.regions import OptionalRegions
 from layerzero.step.unit import Unit, get_unit
 from layerzero.step.unwrap import modules_of
 

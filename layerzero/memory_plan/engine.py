@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from layerzero.build.arguments import Arguments
-from layerzero.build.build import build_units, join_units
+from layerzero.build.build import Parts, build_units, join_units
 from layerzero.build.compare_values import Digests
 from layerzero.build.materialize import Materializer, Place
 from layerzero.build.plan import WrapPlan
@@ -35,6 +35,7 @@ from layerzero.optional.make_root import make_root
 from layerzero.optional.reducer import OptionalReducer, OptionalSeveralInFlight
 from layerzero.optional.root import OptionalRoot
 from layerzero.optional.scheduler import OptionalScheduler
+from layerzero.state_dict import module_state
 from layerzero.step.calls import ForwardCall
 from layerzero.step.context import RuntimeContext
 from layerzero.step.handle import FlatParamHandle
@@ -45,6 +46,7 @@ from layerzero.step.root import RootState
 from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.several_reductions import SeveralInFlight, make_reducer
 from layerzero.step.unit import Unit
+from layerzero.verify import context_for
 from layerzero.zero3 import ZeRO3
 
 ROOT = "the root"
@@ -67,14 +69,19 @@ class PlannedModel(ZeRO3):
         plan.expert_lists.name_members()
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
-        units = build_units(plan, topology, arguments, materializer, digests)
         of: dict[str, Any] = {"count": count, "pace": pace, "on_accelerator": on_accelerator}
         make = functools.partial(
             make_root,
             plain=functools.partial(_PlannedRoot, **of),
             optional=functools.partial(_PlannedOptionalRoot, **of),
         )
-        root = join_units(units, plan, topology, arguments, make)
+        parts = Parts(
+            make_root=make,
+            make_context=context_for(arguments.verify),
+            name_in_state_dicts=module_state.install,
+        )
+        units = build_units(plan, topology, arguments, parts, materializer, digests)
+        root = join_units(units, plan, topology, arguments, parts)
         self.__dict__["prefetch_limit"] = root.context.limiter.budget
         materializer.fill_the_rest(module)
         self._become(module, root)

@@ -1,6 +1,6 @@
 """Modules that a rank may skip (`optional_modules`): how ranks stay in step. Off by default.
 
-    make_root.py   the one place where the engine asks for it
+    make_root.py   the root of a model, with optional units or without
     places.py      where in a pass optional units came before; pure Python
     agreement.py   what all ranks do next; one small exchange on the host
     scheduler.py, reducer.py, root.py   the engine's classes, which ask the agreement first

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from layerzero.build.regions import OptionalRegions
 from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
 from layerzero.flat.groups import ShardGroup
-from layerzero.optional.regions import OptionalRegions
 from layerzero.optional.root import OptionalRoot
 from layerzero.step.context import RuntimeContext
 from layerzero.step.root import RootState

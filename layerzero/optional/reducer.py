@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from layerzero.build.regions import OptionalRegions
 from layerzero.optional.agreement import Agreement
-from layerzero.optional.regions import OptionalRegions
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
 from layerzero.step.several_reductions import SeveralInFlight

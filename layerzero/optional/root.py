@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from layerzero.build.regions import OptionalRegions
 from layerzero.config import BackwardPrefetch, ReductionPolicy
 from layerzero.optional.agreement import Agreement
 from layerzero.optional.creation_times import CreationTimes
 from layerzero.optional.exchange import Exchange
 from layerzero.optional.reducer import OptionalReducer, OptionalSeveralInFlight
-from layerzero.optional.regions import OptionalRegions
 from layerzero.optional.scheduler import OptionalScheduler
 from layerzero.step.calls import ForwardCall
 from layerzero.step.operations import remembers_failure

@@ -7,11 +7,11 @@ import math
 import torch
 from torch import nn
 
+from layerzero.flat.expert_names import global_name
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.state_dict.errors import CheckpointError
-from layerzero.state_dict.expert_names import global_name
 from layerzero.state_dict.ranges import Extent
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import get_unit

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from layerzero.build.regions import OptionalRegions
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.joined import ScalerCall, joined, joined_scalers, refuse_scaler
 from layerzero.optim.scaler import scaler_that_calls
 from layerzero.optional.agreement import Agreement
 from layerzero.optional.reducer import OptionalReducer
-from layerzero.optional.regions import OptionalRegions
 from layerzero.step.exec_order import Order
 from layerzero.step.root import RootState, UnshardHandle
 from layerzero.step.several_reductions import SeveralInFlight

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from layerzero.build import build
-from layerzero.optional.regions import OptionalRegions
+from layerzero.build.regions import OptionalRegions
 from layerzero.step.root import RootState
 
 Recorded = list[tuple[dict[str, str], str] | None]

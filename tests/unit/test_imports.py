@@ -10,15 +10,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "layerzero"
+ENGINE = ["version", "notices", "config", "ops", "flat", "watch", "comm", "step", "build"]
 LAYERS = [
-    "version",
-    "notices",
-    "config",
-    "ops",
-    "flat",
-    "watch",
-    "comm",
-    "step",
+    *ENGINE,
     "optional",
     "optim",
     "guards",
@@ -26,7 +20,6 @@ LAYERS = [
     "uneven",
     "state_dict",
     "errors",
-    "build",
     "model_functions",
     "log",
     "memory_budget",
@@ -40,6 +33,8 @@ LAYERS = [
     "parallel",
     "integrations",
 ]
+"""Lowest first. What one step and its construction need is the engine: it imports no feature, and
+`zero3` is where features are put in."""
 WINGS_OF_CHECKPOINT = ["format", "file_io", "delta", "", "command", "__main__"]
 """Lowest first; "": the files of the folder itself."""
 FACES = {
