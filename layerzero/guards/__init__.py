@@ -22,7 +22,7 @@ def install(module: nn.Module, root: RootState) -> None:
         module: the outermost wrapped module.
     """
     guard_saving(module)
-    extensions = root.context.extensions
+    extensions = root.extensions
     extensions.add(Surroundings(module, root.units))
     extensions.add(StrayGradients(root.units))
     extensions.add(LostWrites(root.context, root.units))

@@ -14,6 +14,7 @@ the sharded parameters; they raise at the end of the forward, or at the beginnin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_
@@ -107,7 +108,8 @@ class FirstForward(Extension):
     training forward that changes none; then it is done."""
 
     def __init__(self, extensions: Extensions, units: Sequence[Unit]) -> None:
-        self._extensions = extensions
+        # Weak: `extensions` holds this, and deleting a model frees its memory at once.
+        self._extensions_ref = weakref.ref(extensions)
         self._units = units
         self._draws = EqualDraws([handle for unit in units for handle in unit.handles])
         self._begin()
@@ -138,7 +140,9 @@ class FirstForward(Extension):
         self._begin()
         if names:
             return _written_into(names)
-        self._extensions.remove(self)
+        extensions = self._extensions_ref()
+        assert extensions is not None, "they are being called"
+        extensions.remove(self)
         text = self._draws.found()
         if text is not None:
             is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)

@@ -24,7 +24,6 @@ from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
 from layerzero.ops import ordered_sum_, pack_
 from layerzero.step.chunk_squares import ChunkSquares
-from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
 from layerzero.step.rate_limiter import RateLimiter
 
@@ -55,8 +54,6 @@ class RuntimeContext:
     """Event after the last change of main shards on the compute stream."""
     add: Add
     """What sums gradients over ranks, where the engine itself does."""
-    extensions: Extensions
-    """Features of the model; see extension.py."""
     shard_uploaded: Event
     """Event after the last copy of a main shard from the host; None once the host waited for it."""
 
@@ -75,7 +72,6 @@ class RuntimeContext:
         self.limiter = limiter
         self.tensor_parallel_groups = tuple(tensor_parallel_groups)
         self.owner = owner
-        self.extensions = Extensions()
         self.replaced = []
         self.num_writebacks = 0
         self.in_backward = False

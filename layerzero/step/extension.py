@@ -1,7 +1,7 @@
 """Extension, the one way in for features: the engine calls its methods at fixed places of a step.
 
 The engine imports no feature. A feature derives from `Extension`, defines the methods it needs, and
-is added to `RuntimeContext.extensions` once the model is built. Each event is a tuple of the
+is added to `RootState.extensions` once the model is built. Each event is a tuple of the
 methods that extensions define, so one that nobody needs costs a loop over nothing. Extensions are
 called in the order in which they were added, which is the same on every rank.
 """

@@ -208,9 +208,9 @@ def _note_shape(error: BaseException, unit: Unit) -> None:
     text = str(error.args[0]) if error.args else ""
     if isinstance(error, RuntimeError) and _SHAPES.search(text) and _NOTE not in text:
         text += (
-            f"\n{unit.label}: {_NOTE}. To use a parameter of another unit, call the module that "
+            f" ({unit.label}: {_NOTE}. To use a parameter of another unit, call the module that "
             "owns it, put both modules into one unit (auto_wrap_policy), or register the method "
-            "that uses it with layerzero.register_forward_method"
+            "that uses it with layerzero.register_forward_method)"
         )
         error.args = (text, *error.args[1:])
 

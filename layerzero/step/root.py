@@ -27,6 +27,7 @@ from layerzero.step.backward import Backward
 from layerzero.step.calls import ForwardCall, ForwardPass
 from layerzero.step.cast_watch import CastWatch
 from layerzero.step.context import RuntimeContext
+from layerzero.step.extension import Extensions
 from layerzero.step.first_forward import check_first_forward
 from layerzero.step.module_guards import refuse_export
 from layerzero.step.operations import Operations, remembers_failure
@@ -60,6 +61,8 @@ class RootState:
     """The state of one wrapped model."""
 
     units: list[Unit]
+    extensions: Extensions
+    """Features of the model; see extension.py."""
     context: RuntimeContext
     """What the units share, with this object's `streams`, `operations` and `device`."""
     scheduler: UnshardScheduler
@@ -87,6 +90,7 @@ class RootState:
     ) -> None:
         """`make_context`: takes the arguments of `RuntimeContext`."""
         self.units = list(units)
+        self.extensions = Extensions()
         self.structure = Structure(self.units, ignored)
         self.wrapper_ref = lambda: None
         self.device = device
@@ -329,7 +333,7 @@ class RootState:
                 self._note_casts(call)
             self.scheduler.unshard_for_call(unit, in_backward=self.context.in_backward)
             if unit.depth == 1 and not self.context.in_backward:
-                for begin_call in self.context.extensions.begin_call:
+                for begin_call in self.extensions.begin_call:
                     begin_call(unit)
         except BaseException as error:
             self.abandon_call(call, error)
@@ -352,7 +356,7 @@ class RootState:
         self._start = self._clock
         self.reducer.give_up_if_cleared()
         self.structure.check("forward")
-        for before_forward in self.context.extensions.before_forward:
+        for before_forward in self.extensions.before_forward:
             before_forward()
         self.context.note_weights()
         self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.adds_up)
@@ -387,7 +391,7 @@ class RootState:
     def _end_call(self, call: ForwardCall, grad_enabled: bool, is_outermost: bool) -> None:
         try:
             if call.unit.depth == 1 and not self.context.in_backward:
-                for end_call in self.context.extensions.end_call:
+                for end_call in self.extensions.end_call:
                     end_call(call.unit)
         finally:
             self._leave(call)
@@ -405,7 +409,7 @@ class RootState:
         if is_outermost:
             # The user may write main shards on the host after a forward.
             self.context.wait_for_uploads()
-            errors = [check() for check in self.context.extensions.after_forward]
+            errors = [check() for check in self.extensions.after_forward]
             for error in filter(None, errors):
                 raise error
             self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))

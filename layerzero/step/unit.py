@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -404,9 +405,9 @@ class Unit:
             if tuple(trainable) != handle.gradients.layout.trainable:
                 handle.gradients.set_trainable(trainable)
         self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)
-        if self.has_joined:
-            for trainable_changed in self.context.extensions.trainable_changed:
-                trainable_changed(self)
+        root: Any = self.context.owner() if self.has_joined else None
+        for trainable_changed in () if root is None else root.extensions.trainable_changed:
+            trainable_changed(self)
 
     def watch_gradients(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Call `on_gradient` for gradients from outside the unit's forward (explicit `unshard`)."""

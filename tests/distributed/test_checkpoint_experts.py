@@ -105,8 +105,8 @@ def test_checkpoints_of_experts_load_at_any_split(
 ) -> None:
     """Into one split that is coarser and one that is finer; the rest with `--slow`."""
     expected: Any = ({}, {})
-    for values in run_ranks(4, _save, str(tmp_path), ep, kind):
+    for values in run_ranks(4, _save, str(tmp_path), ep, kind, in_float64=True):
         for into, own in zip(expected, values, strict=True):
             into.update(own)
-    run_ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected)
-    run_ranks(1, _load, str(tmp_path), ep, [1], kind, expected)
+    run_ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected, in_float64=True)
+    run_ranks(1, _load, str(tmp_path), ep, [1], kind, expected, in_float64=True)

@@ -267,10 +267,13 @@ def _train_stages(mesh: DeviceMesh, schedule_class: type[Any], per_rank: int) ->
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    # Micro-batches are summed on each rank first, those of one process one after the other.
     for index, model in models.items():
-        assert_same_weights(model, twin[index])
+        with model.summon_full_params():
+            for name, other in twin[index].named_parameters():
+                assert_close_in_float64(model.get_parameter(name).detach(), other.detach(), name)
 
 
 @pytest.mark.slow
 def test_stages_of_torchs_pipelines_may_have_towers_that_ranks_skip() -> None:
-    run_ranks(4, _staged, timeout=120)
+    run_ranks(4, _staged, timeout=120, in_float64=True)

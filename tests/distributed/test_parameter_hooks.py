@@ -136,7 +136,7 @@ def _replace_gradients() -> None:
                     parameter.grad = parameter.grad.clamp(-0.01, 0.01) * 2
                 if old is not None:
                     parameter.grad += old
-        assert_same_parameters(full_gradients(model), full_gradients(reference), 0, "gradient of")
+        assert_same_parameters(full_gradients(model), full_gradients(reference), what="gradient of")
     assert all(order.index(f"hook {n}") < order.index(f"post {n}") for n in seen if n[0] != "h")
     assert_same_on_all_ranks(order)
     for handle in handles:

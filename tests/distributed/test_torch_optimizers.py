@@ -91,7 +91,7 @@ def _same_bits() -> None:
                 own.step()
                 reference.step()
             found = full_parameters(model)
-            assert_same_parameters(found, full_parameters(plain), 0, f"{name}({options})")
+            assert_same_parameters(found, full_parameters(plain), what=f"{name}({options})")
             start = full_parameters(seeded(case.build))
             assert any(not torch.equal(found[key], start[key]) for key in start), name
             tried.append(name)

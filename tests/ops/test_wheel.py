@@ -51,8 +51,9 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("build")
     top = tmp_path_factory.mktemp("distributions")
     checkout = top / "checkout"
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "out", "*.so", "*.egg-info")
+    ignored = shutil.ignore_patterns(".*", "dist", "out", "*.so", "*.egg-info")
     shutil.copytree(ROOT, checkout, ignore=ignored)
+    shutil.rmtree(checkout / "build", ignore_errors=True)
     (top / "bin").mkdir()
     (top / "bin" / "nvcc").symlink_to(
         "/bin/false"
