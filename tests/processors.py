@@ -50,7 +50,7 @@ WIDE = {
 }
 SHORT = {"all old": OLD, "all wide": WIDE}
 """For `make test`: the two ends, all libraries at once."""
-SHORT_FILES = "distributed: grads mixed_precision clip"
+SHORT_FILES = "distributed: grads clip"
 _NUMERIC = re.compile(r"tests\.harness\.(checks|compare|reference|optional_runs|twin_machine)\b")
 _INTEL = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
 _BITS = """

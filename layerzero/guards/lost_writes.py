@@ -104,12 +104,10 @@ def _written_into(names: Sequence[str]) -> RuntimeError:
 
 
 class FirstForward(Extension):
-    """Sums the bits of unsharded parameters before and after each call of their unit, in the first
-    training forward that changes none; then it is done."""
+    """Sums the bits of unsharded parameters around each call, until a training forward is clean."""
 
     def __init__(self, extensions: Extensions, units: Sequence[Unit]) -> None:
-        # Weak: `extensions` holds this, and deleting a model frees its memory at once.
-        self._extensions_ref = weakref.ref(extensions)
+        self._extensions = weakref.proxy(extensions)  # Which hold this object.
         self._units = units
         self._draws = EqualDraws([handle for unit in units for handle in unit.handles])
         self._begin()
@@ -140,9 +138,7 @@ class FirstForward(Extension):
         self._begin()
         if names:
             return _written_into(names)
-        extensions = self._extensions_ref()
-        assert extensions is not None, "they are being called"
-        extensions.remove(self)
+        self._extensions.remove(self)
         text = self._draws.found()
         if text is not None:
             is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)

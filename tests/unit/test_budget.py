@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 53_112,
-    "flat": 2_649,
-    "step": 5_625,
+    "": 53_143,
+    "flat": 2_775,
+    "step": 5_626,
     "comm": 1_522,
     "watch": 1_117,
-    "build": 3_770,
+    "build": 3_804,
     "guards": 700,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
