@@ -32,7 +32,7 @@ from layerzero.memory_plan.transport import (
 from layerzero.memory_plan.verified import PlannedVerifiedContext
 from layerzero.optional.exchange import Exchange
 from layerzero.optional.make_root import make_root
-from layerzero.optional.reducer import OptionalReducer, OptionalSeveralInFlight
+from layerzero.optional.reducer import OptionalReducer
 from layerzero.optional.root import OptionalRoot
 from layerzero.optional.scheduler import OptionalScheduler
 from layerzero.state_dict import module_state
@@ -44,7 +44,6 @@ from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.scheduler import UnshardScheduler
-from layerzero.step.several_reductions import SeveralInFlight, make_reducer
 from layerzero.step.unit import Unit
 from layerzero.verify import context_for
 from layerzero.zero3 import ZeRO3
@@ -171,8 +170,7 @@ class _PlannedRoot(RootState):
         return scheduler
 
     def _make_reducer(self, policy: ReductionPolicy) -> _CountedReducer:
-        reducer = make_reducer(self.context, self.units, policy, _Planned, _PlannedSeveral)
-        assert isinstance(reducer, _CountedReducer)
+        reducer = _CountedReducer(self.context, self.units, policy)
         reducer.count_in(self._storages)
         return reducer
 
@@ -222,24 +220,12 @@ class _CountedReducer(GradientReducer):
         return lambda: [(reduction, reduction.present) for reduction in reductions]
 
 
-class _Planned(_CountedReducer):
-    """One unit's reduction in flight."""
-
-
-class _PlannedSeveral(_CountedReducer, SeveralInFlight):
-    """Several in flight."""
-
-
 class _PlannedOptionalScheduler(_PlannedScheduler, OptionalScheduler):
     """With optional units."""
 
 
 class _PlannedOptional(_CountedReducer, OptionalReducer):
     """With optional units."""
-
-
-class _PlannedOptionalSeveral(_PlannedOptional, OptionalSeveralInFlight):
-    """With optional units, several in flight."""
 
 
 class _PlannedOptionalRoot(_PlannedRoot, OptionalRoot):
@@ -254,9 +240,7 @@ class _PlannedOptionalRoot(_PlannedRoot, OptionalRoot):
         return scheduler
 
     def _make_reducer(self, policy: ReductionPolicy) -> _PlannedOptional:
-        classes = _PlannedOptional, _PlannedOptionalSeveral
-        reducer = make_reducer(self.context, self.units, policy, *classes)
-        assert isinstance(reducer, _PlannedOptional), "one of the two"
+        reducer = _PlannedOptional(self.context, self.units, policy)
         reducer.count_in(self._storages)
         return reducer
 

@@ -8,7 +8,6 @@ from layerzero.build.regions import OptionalRegions
 from layerzero.optional.agreement import Agreement
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
-from layerzero.step.several_reductions import SeveralInFlight
 from layerzero.step.states import TrainingState
 from layerzero.step.unit import Unit
 
@@ -198,7 +197,3 @@ def _counts(reductions: list[Reduction], table: list[list[bool]]) -> dict[int, d
             ranks = sum([any([row[place] for place in found]) for row in table])
         counts.setdefault(handle, {})[index] = ranks
     return counts
-
-
-class OptionalSeveralInFlight(OptionalReducer, SeveralInFlight):
-    """The same, with several units' reductions in flight."""

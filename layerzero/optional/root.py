@@ -12,12 +12,11 @@ from layerzero.config import BackwardPrefetch, ReductionPolicy
 from layerzero.optional.agreement import Agreement
 from layerzero.optional.creation_times import CreationTimes
 from layerzero.optional.exchange import Exchange
-from layerzero.optional.reducer import OptionalReducer, OptionalSeveralInFlight
+from layerzero.optional.reducer import OptionalReducer
 from layerzero.optional.scheduler import OptionalScheduler
 from layerzero.step.calls import ForwardCall
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState, root_of
-from layerzero.step.several_reductions import make_reducer
 from layerzero.step.tensors import find_tensors
 from layerzero.step.unit import Unit
 from layerzero.watch.diagnosis import CollectiveError, PeerRaised
@@ -85,11 +84,7 @@ class OptionalRoot(RootState):
         )
 
     def _make_reducer(self, policy: ReductionPolicy) -> OptionalReducer:
-        reducer = make_reducer(
-            self.context, self.units, policy, OptionalReducer, OptionalSeveralInFlight
-        )
-        assert isinstance(reducer, OptionalReducer), "one of the two"
-        return reducer
+        return OptionalReducer(self.context, self.units, policy)
 
     @remembers_failure
     def begin_call(self, unit: Unit) -> ForwardCall:

@@ -1,8 +1,10 @@
 """GradientReducer: starts reductions in backward, and writes `.grad` when the pass ends.
 
 One unit's reduction is in flight at a time: it overlaps with the next unit's backward, and its
-buffers are freed before the next ones are allocated. Results are held back until the pass has
-ended, so that a pass that fails changes no gradient the user can see.
+buffers are freed before the next ones are allocated. With `ReductionPolicy.in_flight` there are
+several, bounded by bytes: each has more than one unit's backward to travel in, for the price of the
+gradients that it reads. Results are held back until the pass has ended, so that a pass that fails
+changes no gradient the user can see.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import nn
 
 from layerzero.comm.collectives import flags_tensor, gather_flags
 from layerzero.comm.pending import Pending
-from layerzero.config import Accumulation
+from layerzero.config import ReductionPolicy, parse_nbytes
 from layerzero.flat.gradients import Gradient
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.parameter_hooks import stepped_by_torch
@@ -50,9 +52,11 @@ class GradientReducer:
     """Called with each unit once its `.grad`s of a backward pass are complete; last with None."""
 
     def __init__(
-        self, context: RuntimeContext, units: Sequence[Unit], accumulation: Accumulation
+        self, context: RuntimeContext, units: Sequence[Unit], policy: ReductionPolicy
     ) -> None:
         """`units` is the root's list."""
+        accumulation, in_flight = policy.accumulation, policy.in_flight
+        self._max_in_flight_nbytes = 0 if in_flight is None else parse_nbytes(in_flight)
         self._context = context
         self._units = units
         self.requires_sync = True
@@ -170,8 +174,19 @@ class GradientReducer:
             )
 
     def _make_room(self, unit: Unit) -> None:
-        """Complete what must not be in flight beside the unit's reduction: here, all others."""
-        self._complete_all()
+        """Complete the oldest reductions, until the others may be in flight beside the unit's."""
+        while self._in_flight and not self._fits(unit):
+            self._complete_oldest()
+
+    def _fits(self, unit: Unit) -> bool:
+        if not self._max_in_flight_nbytes:
+            return False
+        # A unit's gradients have one buffer. It may be reduced twice in a pass (reentrant
+        # checkpoints), and then the first reduction still reads it.
+        if any(reduction.unit is unit for reduction in self._in_flight):
+            return False
+        handles = [reduction.handle for reduction in self._in_flight] + unit.handles
+        return sum(h.gradients.in_flight_nbytes for h in handles) <= self._max_in_flight_nbytes
 
     def _complete_all(self) -> None:
         """Wait for the reductions in flight and free their input."""

@@ -35,7 +35,6 @@ from layerzero.step.rate_limiter import RateLimiter
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
 from layerzero.step.scheduler import UnshardScheduler
-from layerzero.step.several_reductions import make_reducer
 from layerzero.step.states import Hold, ShardState, TrainingState
 from layerzero.step.structure import Ignored, Structure
 from layerzero.step.unit import Unit, get_unit
@@ -145,7 +144,7 @@ class RootState:
         )
 
     def _make_reducer(self, policy: ReductionPolicy) -> GradientReducer:
-        return make_reducer(self.context, self.units, policy)
+        return GradientReducer(self.context, self.units, policy)
 
     def _join_units(self) -> None:
         placements: dict[Placement, Placement] = {}

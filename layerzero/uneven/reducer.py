@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from layerzero.optional.reducer import OptionalReducer
 from layerzero.step.reduction import Reduction
-from layerzero.step.several_reductions import SeveralInFlight
 from layerzero.uneven.seat import Seat
 
 
@@ -28,7 +27,3 @@ class JoinedReducer(OptionalReducer):
             super()._scale(reduction, counts)
         elif seat.averages_active:
             super()._scale(reduction, {i: seat.num_active for i, count in counts.items() if count})
-
-
-class JoinedSeveralInFlight(JoinedReducer, SeveralInFlight):
-    pass

@@ -22,13 +22,12 @@ from layerzero.optional.agreement import Agreement
 from layerzero.optional.reducer import OptionalReducer
 from layerzero.step.exec_order import Order
 from layerzero.step.root import RootState, UnshardHandle
-from layerzero.step.several_reductions import SeveralInFlight
 from layerzero.step.unit import Unit
 from layerzero.uneven.agreement import JoinedAgreement
 from layerzero.uneven.backward import JoinedBackward
 from layerzero.uneven.loan import Loan
 from layerzero.uneven.meeting import Meeting
-from layerzero.uneven.reducer import JoinedReducer, JoinedSeveralInFlight
+from layerzero.uneven.reducer import JoinedReducer
 from layerzero.uneven.scheduler import JoinedScheduler
 from layerzero.uneven.seat import Seat
 from layerzero.uneven.shadow import ShadowingRoot
@@ -69,10 +68,9 @@ class JoinedRoot(ShadowingRoot):
             self._join_exchange = self._make_exchange()
         if isinstance(self.reducer, OptionalReducer) and self.reducer.averages_participants:
             seat.average_participants(self._optional_before)
-        is_several = isinstance(self.reducer, SeveralInFlight)
         loans = [
             Loan(self.scheduler, JoinedScheduler),
-            Loan(self.reducer, JoinedSeveralInFlight if is_several else JoinedReducer),
+            Loan(self.reducer, JoinedReducer),
             Loan(self.backward, JoinedBackward),
         ]
         self.scheduler.set_up()

@@ -17,7 +17,6 @@ from torch import nn
 from layerzero import MixedPrecision, ReductionPolicy, ZeRO3
 from layerzero.step import reduction as reduction_module
 from layerzero.step.reducer import GradientReducer
-from layerzero.step.several_reductions import SeveralInFlight
 from layerzero.step.unit import Unit
 from tests.distributed import test_experts
 from tests.harness.fake_ranks import run_fake_ranks
@@ -243,7 +242,7 @@ def without_waiting_for_a_reduction() -> object:
         reduction.handle.gradients.release()
         reducer._undelivered.append(reduction)
 
-    return mock.patch.object(SeveralInFlight, "_complete_oldest", complete)
+    return mock.patch.object(GradientReducer, "_complete_oldest", complete)
 
 
 def _found_without() -> list[int]:

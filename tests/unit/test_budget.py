@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 53_143,
+    "": 53_075,
     "flat": 2_775,
-    "step": 5_626,
+    "step": 5_588,
     "comm": 1_522,
     "watch": 1_117,
     "build": 3_804,
