@@ -139,7 +139,7 @@ def test_flipped_bits_are_found_on_other_numbers_of_ranks(ranks: int) -> None:
     assert found["main shard"] >= 10 and found["optimizer state"] >= 10, found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ten_thousand_flipped_bits(request: pytest.FixtureRequest) -> None:
     """With `--seeds 200` (make soak); without, a few hundred."""
     scale = max(2, request.config.getoption("seeds") // 2)

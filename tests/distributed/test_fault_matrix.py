@@ -52,7 +52,7 @@ def test_faults_strike_and_every_survivor_ends() -> None:
     _assert_all_pass(SHORT, 2.0, 0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_more_faults_strike_and_every_survivor_ends() -> None:
     _assert_all_pass(LONGER[:5], 4.0, 1.0)
     _assert_all_pass(LONGER[5:], 4.0, 1.0)

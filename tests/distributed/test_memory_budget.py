@@ -143,7 +143,7 @@ def test_the_budget_is_held_and_a_larger_one_gathers_less(case: str) -> None:
         assert least.sent > some.sent > most.sent
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_budget_is_held_by_many_models_in_many_modes(in_full: bool) -> None:
     """Each mode once, and each model on two ranks and on four; `make soak`: more models, in all."""
     cases = ["odd", "recomputed", "nested units"]

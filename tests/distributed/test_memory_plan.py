@@ -122,7 +122,7 @@ def test_the_planned_peak_is_the_measured_one() -> None:
     assert _compare(keys, 60.0) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_planned_peak_is_the_measured_one_for_20_models_in_6_settings(in_full: bool) -> None:
     """Each model in one setting, on two ranks or on four; `make soak`: in all of them."""
     has_transformers = importlib.util.find_spec("transformers") is not None

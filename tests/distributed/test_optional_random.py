@@ -94,7 +94,7 @@ def test_random_regions_train_like_one_process(
     _on(pytestconfig, world_size, _train_seeds, seeds)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_more_random_regions_train_like_one_process(pytestconfig: pytest.Config) -> None:
     _on(pytestconfig, 2, _train_seeds, range(4, 18))
 

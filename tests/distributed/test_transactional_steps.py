@@ -210,7 +210,7 @@ def _first_passes_of(places: Sequence[int], stride: int) -> int:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_first_pass_may_run_out_of_memory_at_any_operation(
     pytestconfig: pytest.Config,
 ) -> None:

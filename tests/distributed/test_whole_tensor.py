@@ -167,7 +167,7 @@ def test_numbers_after_twenty_steps(world_size: int) -> None:
     run_ranks(world_size, _sweep, ["mlp"], list(KINDS), {"default": {}}, 20, timeout=120)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_model_in_every_mode() -> None:
     offload = {"offload": {"offload": OffloadPolicy(params=True)}}
     run_ranks(2, _sweep, list(CASES), ["8-bit Adam"], offload, 2, timeout=300)
