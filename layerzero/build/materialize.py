@@ -247,7 +247,7 @@ class _MarksFreshMemory(TorchFunctionMode):
 
 
 @dataclass
-class _Held:
+class _Saved:
     """A tensor, where a module holds it, and the memory it had."""
 
     place: Place
@@ -255,7 +255,7 @@ class _Held:
     data: torch.Tensor
 
     @classmethod
-    def of(cls, place: Place) -> _Held:
+    def of(cls, place: Place) -> _Saved:
         assert place.tensor is not None
         return cls(place, place.tensor, place.tensor.data)
 
@@ -274,12 +274,12 @@ class _Snapshot:
     """Tensors of a module and those inside; `to_empty()` recurses, and would wipe their values."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._held = [_Held.of(place) for part in module.modules() for place in _places(part)]
+        self._saved = [_Saved.of(place) for part in module.modules() for place in _places(part)]
 
     def restore_wiped(self) -> None:
         """Put back each tensor that was replaced by memory nobody wrote."""
-        for held in self._held:
-            held.restore_if_wiped()
+        for saved in self._saved:
+            saved.restore_if_wiped()
 
 
 def _pointer(tensor: torch.Tensor) -> int:

@@ -41,19 +41,19 @@ _OURS = {
 """Arguments of FSDP1 and `fully_shard` that `ZeRO3` lacks, and what to use instead."""
 
 
-def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:
+def refuse_unknown(unknown: Mapping[str, Any], accepted: Collection[str]) -> None:
     """Raise a TypeError for the first argument that `ZeRO3` does not have.
 
     Args:
-        known: names of the arguments it has.
+        accepted: names of the arguments it has.
     """
     for name, value in unknown.items():
         advice = _OURS.get(name)
         if name == "sharding_strategy":
             advice = _STRATEGIES.get(getattr(value, "name", ""), advice)
         if advice is None:
-            near = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"expected one of {sorted(known)}"
+            near = difflib.get_close_matches(name, accepted, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"expected one of {sorted(accepted)}"
         raise TypeError(f"ZeRO3 has no argument {name} (got {name}={value!r}): {advice}")
 
 

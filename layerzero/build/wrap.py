@@ -188,8 +188,8 @@ class _Walk:
         existing = get_unit(module)
         plan = parent
         # The root is always a unit, with the arguments of `ZeRO3`; an existing unit keeps its own.
-        is_asked = parent is not None and existing is None and not is_inside_unit
-        choice = is_asked and self._choose(module, fqn)
+        may_choose = parent is not None and existing is None and not is_inside_unit
+        choice = may_choose and self._choose(module, fqn)
         # An empty mapping is falsy, but makes the module a unit.
         if parent is None or existing is not None or choice or isinstance(choice, Mapping):
             arguments = choice if isinstance(choice, Mapping) else {}

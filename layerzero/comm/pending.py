@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from layerzero.comm.streams import Event
 from layerzero.flat.groups import ShardGroup
-from layerzero.watch.desync import Lookout
+from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError, diagnose
 from layerzero.watch.slow_waits import WatchesWaits, other_waits
 from layerzero.watch.watchdog import Watchdog
@@ -27,7 +27,7 @@ class Operation(NamedTuple):
     number: int
     watchdog: Watchdog | None = None
     """Set where messages carry no name (`messages_carry_names`)."""
-    lookout: Lookout | None = None
+    detector: DesyncDetector | None = None
     """Set in a model whose messages carry names, except for tensor-parallel collectives."""
     model: int = 0
     """Number of the model on the group; 0 outside a model, and on groups it was not counted on."""
@@ -49,8 +49,8 @@ class Pending:
 
     peer: int
     """Group rank of the peer whose message is awaited now; -1: all of them, or none yet."""
-    num_looks: int
-    """Number of times a lookout has found it waiting."""
+    num_checks: int
+    """Number of checks that found it waiting."""
 
     def __init__(self, operation: Operation, group: ShardGroup, nbytes: int = 0) -> None:
         """`nbytes`: size of the whole tensor, or of each message if messages carry names. Ranks
@@ -60,7 +60,7 @@ class Pending:
         self.group = group
         self.nbytes = nbytes
         self.peer = -1
-        self.num_looks = 0
+        self.num_checks = 0
         self.works: Sequence[tuple[dist.Work, int]] | None = None
         """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
         to wait for: what ran on the current stream is in order there by itself."""
@@ -95,8 +95,8 @@ class Pending:
         Raises:
             CollectiveError: the connection to a peer is closed.
         """
-        if self.operation.lookout is not None:
-            self.operation.lookout.in_flight.add(self)
+        if self.operation.detector is not None:
+            self.operation.detector.in_flight.add(self)
         self._peers, self._receives, self._later = peers, receives, later
         try:
             # In one call from C, amid which no signal can raise: a handle that is lost would leave
@@ -202,11 +202,11 @@ class Pending:
         # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
         # watchdog bound the wait.
         timed = self.group.backend == "gloo"
-        lookout: WatchesWaits | None = self.operation.lookout
-        if lookout is None and timed:
-            lookout = other_waits
-        if lookout is not None and self.works:
-            lookout.begin_wait(self)
+        watcher: WatchesWaits | None = self.operation.detector
+        if watcher is None and timed:
+            watcher = other_waits
+        if watcher is not None and self.works:
+            watcher.begin_wait(self)
         try:
             if self._later:
                 self._post_the_rest()
@@ -219,15 +219,15 @@ class Pending:
         except RuntimeError as error:
             raise self.diagnose(error) from error
         finally:
-            if lookout is not None:
-                lookout.waiting.discard(self)
-        if self.operation.lookout is not None:
-            self.operation.lookout.in_flight.discard(self)
+            if watcher is not None:
+                watcher.waiting.discard(self)
+        if self.operation.detector is not None:
+            self.operation.detector.in_flight.discard(self)
         if self._posted:
             self.works, self._posted, self._later = (), [], ()
 
     def diagnose(self, error: RuntimeError) -> CollectiveError:
         """Make the error for a failed exchange with `peer`. Blocks the host for some seconds."""
-        lookout = self.operation.lookout
-        divergence = None if lookout is None else lookout.latest_verdict
+        detector = self.operation.detector
+        divergence = None if detector is None else detector.latest_verdict
         return diagnose(str(self.operation), self.group, self.peer, error, divergence)

@@ -23,7 +23,7 @@ Numbers = Mapping[str, str]
 _MARK = "_layerzero_numbers"
 _PREFIX = "_layerzero_prefix"
 """Attribute with the prefix of the list's entries in a state dict, while that is being loaded."""
-_ASKED_BY_TORCH = "_fqn_modifiers"
+_CALLED_BY_TORCH = "_fqn_modifiers"
 """Method that `torch.distributed.checkpoint.state_dict` calls on modules that change names."""
 
 
@@ -38,7 +38,7 @@ def name_members(module: nn.Module, numbers: Numbers) -> None:
     is_new = _MARK not in module.__dict__
     module.__dict__[_MARK] = dict(numbers)
     if is_new:
-        module.__dict__[_ASKED_BY_TORCH] = _refuse_torch
+        module.__dict__[_CALLED_BY_TORCH] = _refuse_torch
         module.register_state_dict_post_hook(_show_global)
         module.register_load_state_dict_pre_hook(_take_global)
         module.register_load_state_dict_post_hook(_name_missing)

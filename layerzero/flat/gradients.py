@@ -108,7 +108,7 @@ class GradientBuffer:
         self.pair: PairInput | None = None
         self._may_pair = False
         self._earlier = _NOTHING
-        self._held: list[list[torch.Tensor]] = []
+        self._pending: list[list[torch.Tensor]] = []
         """Gradients to add to the sum once the pass is complete."""
         self.set_trainable(range(len(shapes)))
 
@@ -222,10 +222,10 @@ class GradientBuffer:
     def resident_nbytes(self) -> int:
         areas = {id(area): area for area in (self._outgoing, self._sum, self._earlier.area) if area}
         sums = {id(s): s for s in (self.shard_sum, self._earlier.shard_sum) if s is not None}
-        held = sum(gradient.nbytes for gradients in self._held for gradient in gradients)
+        pending = sum(gradient.nbytes for gradients in self._pending for gradient in gradients)
         in_areas = sum(area.storage.nbytes() for area in areas.values())
         in_areas += 0 if self.pair is None else self.pair.resident_nbytes
-        return in_areas + held + sum(each.nbytes for each in sums.values())
+        return in_areas + pending + sum(each.nbytes for each in sums.values())
 
     @property
     def is_waiting(self) -> bool:
@@ -287,7 +287,7 @@ class GradientBuffer:
             return
         if self._sum is self._earlier.area:
             if keep_accumulating:
-                self._held.append(gradients)
+                self._pending.append(gradients)
                 return
             self._copy_sum()
         self._add(gradients)
@@ -309,11 +309,11 @@ class GradientBuffer:
             self._outgoing = total
         self._sum = total
 
-    def held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Parts of the sum, and the held gradients to add to them before `keep`."""
+    def pending_additions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parts of the sum, and the gradients to add to them before `keep`."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for gradients in self._held:
+        for gradients in self._pending:
             more = self._pairs(gradients)
             targets += more[0]
             sources += more[1]
@@ -321,7 +321,7 @@ class GradientBuffer:
 
     def keep(self) -> None:
         """The pass is complete: what it added counts from now on, and earlier sums are dropped."""
-        self._held = []
+        self._pending = []
         area = self._sum if self.holds_sum and self._placement.num_ranks > 1 else None
         former = self._earlier.area
         if former is not None and former is not self._sum:
@@ -337,7 +337,7 @@ class GradientBuffer:
     def undo(self) -> None:
         """Return to what was when the last pass was complete. No reduction may be under way."""
         before = self._earlier
-        self._held = []
+        self._pending = []
         if self.pair is not None:
             self.pair.drop()
         if self._sum is not before.area:

@@ -95,7 +95,7 @@ def planned_axes(mesh: DeviceMesh | None, backend: str) -> tuple[ShardGroup, ...
 
 
 class _Unwatched:
-    """Stands for a `Lookout`: nobody is late."""
+    """Stands for a `DesyncDetector`: no rank is late."""
 
     def __init__(self) -> None:
         self.issued: deque[object] = deque(maxlen=1)
@@ -115,7 +115,7 @@ class PlannedOperations(Operations):
         self.phases = Phases(device, groups)
         self.count = 0
         self._numbers = {}
-        self._lookout = cast("Any", _Unwatched())
+        self._detector = cast("Any", _Unwatched())
 
     def _number_on(self, group: ShardGroup) -> int:
         return 0

@@ -15,7 +15,7 @@ class ChunkSquares:
     """What is known of the chunks of the backward pass that is running."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._squares: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def add(self, out: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
         """`ordered_sum_`. May be called from several threads."""
@@ -24,13 +24,13 @@ class ChunkSquares:
             return
         squares = ordered_sum_squares_(out, parts, scale)
         # The chunk itself, so that its `id` stays its own.
-        self._known[id(out)] = out, out._version, squares
+        self._squares[id(out)] = out, out._version, squares
 
     def of(self, chunk: torch.Tensor) -> torch.Tensor | None:
         """The sum of its squares as it is now, a float64 scalar; None: unknown."""
-        known = self._known.get(id(chunk))
-        return None if known is None or known[1] != chunk._version else known[2]
+        found = self._squares.get(id(chunk))
+        return None if found is None or found[1] != chunk._version else found[2]
 
     def clear(self) -> None:
         """The chunks are delivered, or dropped."""
-        self._known.clear()
+        self._squares.clear()

@@ -84,9 +84,9 @@ class RuntimeContext:
 
     def set_in_backward(self, in_backward: bool) -> None:
         self.in_backward = in_backward
-        self._look_at_level()
+        self._read_log_level()
 
-    def _look_at_level(self) -> None:
+    def _read_log_level(self) -> None:
         # Once a pass: a logger's level check costs as much as the rest of `profile`.
         self._logs = _logger.isEnabledFor(logging.DEBUG)
 
@@ -141,7 +141,7 @@ class RuntimeContext:
     def note_weights(self) -> None:
         """Main shards may have been written on the compute stream, and gathers read them next."""
         self.weights_written = self.streams.record_compute_event()
-        self._look_at_level()
+        self._read_log_level()
 
     def before_free(self) -> None:
         """Order the unshard stream, which owns full buffers, after their last use on compute.

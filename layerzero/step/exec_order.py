@@ -29,7 +29,7 @@ class ExecOrderRecorder:
         """
         self._max_kinds = max_kinds
         self._max_age = max_age
-        self._known: OrderedDict[Hashable, _Orders] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, _Orders] = OrderedDict()
         self._before: tuple[Hashable, _Orders | None, tuple[Hashable, _Orders] | None] | None = None
         """What `take_back` restores: a kind, its orders, and what was dropped for it."""
         self.num_recorded = 0
@@ -57,7 +57,7 @@ class ExecOrderRecorder:
         self._trace = []
         self._candidates = self.orders(kind)
         if self._candidates:
-            self._known.move_to_end(kind)
+            self._recorded.move_to_end(kind)
         self._is_first = not self._candidates
 
     def visit(self, unit: int) -> None:
@@ -90,10 +90,10 @@ class ExecOrderRecorder:
         """
         assert self._kind is not None, "no pass is open"
         order = tuple(self._trace)
-        before, dropped = self._known.get(self._kind), None
-        self._known[self._kind] = (before or _Orders()).with_pass(order, self._max_age)
-        if len(self._known) > self._max_kinds:
-            dropped = self._known.popitem(last=False)
+        before, dropped = self._recorded.get(self._kind), None
+        self._recorded[self._kind] = (before or _Orders()).with_pass(order, self._max_age)
+        if len(self._recorded) > self._max_kinds:
+            dropped = self._recorded.popitem(last=False)
         self._before = None if is_final else (self._kind, before, dropped)
         self.num_recorded += 1
         self.abort()
@@ -106,12 +106,12 @@ class ExecOrderRecorder:
             return False
         (kind, before, dropped), self._before = self._before, None
         if before is None:
-            del self._known[kind]
+            del self._recorded[kind]
         else:
-            self._known[kind] = before
+            self._recorded[kind] = before
         if dropped is not None:
-            self._known[dropped[0]] = dropped[1]
-            self._known.move_to_end(dropped[0], last=False)
+            self._recorded[dropped[0]] = dropped[1]
+            self._recorded.move_to_end(dropped[0], last=False)
         self.num_recorded -= 1
         return True
 
@@ -124,13 +124,13 @@ class ExecOrderRecorder:
 
     def forget(self) -> None:
         """Drop all recorded orders. Between passes."""
-        self._known.clear()
+        self._recorded.clear()
         self._before = None
         self.num_recorded = 0
 
     def orders(self, kind: Hashable) -> list[Order]:
         """The orders recorded for a kind."""
-        return list(self._known[kind].last_seen) if kind in self._known else []
+        return list(self._recorded[kind].last_seen) if kind in self._recorded else []
 
 
 class _Orders:

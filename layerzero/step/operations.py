@@ -25,7 +25,7 @@ from layerzero.comm.pending import Operation
 from layerzero.comm.streams import Streams
 from layerzero.flat.groups import ShardGroup
 from layerzero.step.timeouts import Phases
-from layerzero.watch.desync import Lookout
+from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError
 from layerzero.watch.watchdog import Watchdog
 
@@ -99,7 +99,7 @@ class Operations:
         if named:
             wake_without_preempting()
         places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
-        self._lookout = Lookout(places) if places else None
+        self._detector = DesyncDetector(places) if places else None
 
     def set_prefix(self, prefix: str) -> None:
         """Set `prefix` for the collectives that follow."""
@@ -114,7 +114,7 @@ class Operations:
         if self.failure is not None:
             self.refuse()
         self.count += 1
-        return self._named(verb, unit, self.count, group, self._lookout)
+        return self._named(verb, unit, self.count, group, self._detector)
 
     def next_on_host(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for an exchange between hosts, over a group of gloo."""
@@ -122,9 +122,9 @@ class Operations:
             self.refuse()
         self.count += 1
         unit = self.prefix + unit
-        if self._lookout is not None:
-            self._lookout.issued.append((self.count, verb, unit))
-        return Operation(verb, unit, self.count, None, self._lookout, self._number_on(group))
+        if self._detector is not None:
+            self._detector.issued.append((self.count, verb, unit))
+        return Operation(verb, unit, self.count, None, self._detector, self._number_on(group))
 
     def next_tensor_parallel(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for one of the root's `tensor_parallel_groups`, with a counter of its own.
@@ -134,17 +134,17 @@ class Operations:
         if self.failure is not None:
             self.refuse()
         self._tensor_parallel_count += 1
-        # No lookout: it compares collectives by number, and these are numbered separately.
+        # No detector: it compares collectives by number, and these are numbered separately.
         return self._named(verb, unit, self._tensor_parallel_count, group, None)
 
     def _named(
-        self, verb: str, unit: str, number: int, group: ShardGroup, lookout: Lookout | None
+        self, verb: str, unit: str, number: int, group: ShardGroup, detector: DesyncDetector | None
     ) -> Operation:
         unit = self.prefix + unit
-        if lookout is not None:
-            lookout.issued.append((number, verb, unit))
+        if detector is not None:
+            detector.issued.append((number, verb, unit))
         model = self._number_on(group)
-        return Operation(verb, unit, number, self._watchdog_of(group), lookout, model)
+        return Operation(verb, unit, number, self._watchdog_of(group), detector, model)
 
     def _number_on(self, group: ShardGroup) -> int:
         """Number of the model on the group; 0 where it was not counted."""
@@ -179,8 +179,8 @@ class Operations:
     def come_to_rest(self) -> None:
         """Wait for messages in flight that nobody refers to, because something raised right after
         they were posted. Call it once all others have been waited for."""
-        if self._lookout is not None:
-            for pending in [*self._lookout.in_flight]:
+        if self._detector is not None:
+            for pending in [*self._detector.in_flight]:
                 pending.wait()
 
     def refuse(self) -> None:

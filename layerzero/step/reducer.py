@@ -361,11 +361,11 @@ class GradientReducer:
     def _keep_sums(self) -> None:
         """See Note [A pass adds only when it is complete] in gradients.py."""
         buffers = [handle.gradients for unit in self._units for handle in unit.handles]
-        held = [buffer.held() for buffer in buffers]
-        targets = [target for each, _ in held for target in each]
+        pending = [buffer.pending_additions() for buffer in buffers]
+        targets = [target for each, _ in pending for target in each]
         if targets:
             # One call for all units: all of the pass counts, or nothing.
-            torch._foreach_add_(targets, [source for _, each in held for source in each])
+            torch._foreach_add_(targets, [source for _, each in pending for source in each])
         for buffer in buffers:
             buffer.keep()
         self._context.after_micro_batch()

@@ -69,7 +69,7 @@ class RootState:
     backward: Backward
     structure: Structure
     """The module tree as it was wrapped."""
-    looks_first: bool
+    has_forward_checks: bool
     """Whether the next forward calls `check_first_forward`, and who watches forwards."""
     wrapper_ref: Callable[[], nn.Module | None]
     """Weak reference to the wrapper around the outermost module."""
@@ -123,7 +123,7 @@ class RootState:
             self.reducer,
             abort=lambda error: None if (method := abort()) is None else method(error),
         )
-        self.looks_first = any(unit.awaits_values for unit in self.units)
+        self.has_forward_checks = any(unit.awaits_values for unit in self.units)
         self._watcher: Callable[[], bool] | None = None
         self._join_units()
 
@@ -162,13 +162,13 @@ class RootState:
         The first forward checks the lists: their units may belong to one model only once an outer
         wrapper has joined them.
         """
-        self.looks_first = True
+        self.has_forward_checks = True
         self.scheduler.make_room_for(depth)
 
     def watch_forwards(self, watcher: Callable[[], bool]) -> None:
         """Call `watcher` before each forward of the model, until it returns False."""
         self._watcher = watcher
-        self.looks_first = True
+        self.has_forward_checks = True
 
     # Small services -------------------------------------------------------------------------
 
@@ -345,10 +345,10 @@ class RootState:
         self.backward.clear_abandoned()
         if self.operations.failure is not None:
             self.operations.refuse()
-        if self.looks_first and not self.context.in_backward:
+        if self.has_forward_checks and not self.context.in_backward:
             check_first_forward(self.units, self.device)
             watcher = self._watcher
-            self.looks_first = watcher is not None and watcher()
+            self.has_forward_checks = watcher is not None and watcher()
         self._forward_pass = ForwardPass(self._clock)
         if self.context.in_backward:
             return  # A recomputation: its visits belong to the backward pass.

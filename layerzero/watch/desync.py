@@ -1,4 +1,4 @@
-"""Lookout: detects on gloo, before the timeout, that ranks took different paths and will hang.
+"""DesyncDetector: detects on gloo, before the timeout, that ranks took different paths.
 
 On gloo every message carries its name (Note [A message carries its name] in messages.py), so
 ranks that took different paths would wait for each other until the timeout. The mismatch can be
@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from layerzero.watch.run_names import own_connection
 from layerzero.watch.slow_waits import SlowWaits, Waiting, pause_for
-from layerzero.watch.thread import look_on
+from layerzero.watch.thread import run_periodically
 
 PAUSE_S = 0.5
 _HISTORY = 1024
@@ -42,7 +42,7 @@ _TAG = 0x3FFFFFFF
 _logger = logging.getLogger(__name__)
 
 
-class Lookout:
+class DesyncDetector:
     """Watches the waits of one model on gloo."""
 
     issued: deque[tuple[int, str, str]]
@@ -68,21 +68,21 @@ class Lookout:
         self._slow = SlowWaits()
 
     def begin_wait(self, collective: Waiting) -> None:
-        """Register a wait that is about to begin. Cheap: the lookout's thread does the rest."""
+        """Register a wait that is about to begin. Cheap: the detector's thread does the rest."""
         self.waiting.add(collective)
         if self._thread is None:
             pause_s = min(PAUSE_S, pause_for(collective.group.limit))
-            self._thread = look_on(self, _look, pause_s, "layerzero-lookout")
+            self._thread = run_periodically(self, _check, pause_s, "layerzero-desync")
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check the current waits once; called by the thread after each pause."""
         if self.verdict is None:
             long = []
             waiting = self.waiting.copy()
-            self._slow.look(waiting)
+            self._slow.check(waiting)
             for collective in waiting:
-                collective.num_looks += 1
-                if collective.num_looks > 1:
+                collective.num_checks += 1
+                if collective.num_checks > 1:
                     long.append(collective)
             if not long:
                 return
@@ -103,7 +103,7 @@ class Lookout:
 
     def _open(self) -> dist.Store:
         if self._store is None:
-            self._store = dist.PrefixStore("layerzero/lookout", own_connection())
+            self._store = dist.PrefixStore("layerzero/desync", own_connection())
         return self._store
 
     def _find_out(self, long: list[Waiting]) -> None:
@@ -184,8 +184,8 @@ class Lookout:
                 return
 
 
-def _look(lookout: Lookout) -> bool:
-    lookout.look()
+def _check(detector: DesyncDetector) -> bool:
+    detector.check()
     return True
 
 

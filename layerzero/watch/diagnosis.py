@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.flat.groups import ShardGroup
-from layerzero.watch.run_names import known_runs
+from layerzero.watch.run_names import live_runs
 
 REPORT_SECONDS = 5.0
 """Seconds that a failing rank waits for the reports of others."""
@@ -152,7 +152,7 @@ class _Reports:
         self._own = group.ranks[group.rank]
         self.texts = {self._own: text}
         self._waits_for = None if peer < 0 else group.ranks[peer]
-        self._runs = known_runs()
+        self._runs = live_runs()
         self._oldest = time.time() - 2 * group.limit.total_seconds() - REPORT_SECONDS
         if not self._runs:
             self._oldest = max(self._oldest, _BEGAN)

@@ -14,7 +14,7 @@ def remember_run(group: dist.ProcessGroup, run: str) -> None:
     _runs[group] = run
 
 
-def known_runs() -> set[str]:
+def live_runs() -> set[str]:
     """Run names of all groups that still exist."""
     return set(_runs.values())
 

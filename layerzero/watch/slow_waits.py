@@ -15,17 +15,17 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from layerzero.flat.groups import ShardGroup
-from layerzero.watch.thread import look_on
+from layerzero.watch.thread import run_periodically
 
 _LONGEST_PAUSE_S = 0.5
-_IDLE_LOOKS = 4
-"""Looks without any wait after which the thread of `OtherWaits` ends."""
+_IDLE_CHECKS = 4
+"""Checks without any wait after which the thread of `OtherWaits` ends."""
 
 _logger = logging.getLogger(__name__)
 
 
 def pause_for(limit: timedelta) -> float:
-    """Seconds between two looks at waits of this limit."""
+    """Seconds between two checks of waits of this limit."""
     return min(_LONGEST_PAUSE_S, limit.total_seconds() / 8)
 
 
@@ -37,8 +37,8 @@ class Waiting(Protocol):
     """Size of each message."""
     peer: int
     """Group rank of the peer whose message is awaited now; -1: all."""
-    num_looks: int
-    """Number of times the lookout has found it waiting; starts at 0."""
+    num_checks: int
+    """Number of checks that found it waiting; starts at 0."""
 
     @property
     def number(self) -> int:
@@ -52,7 +52,7 @@ class Waiting(Protocol):
 
 
 class WatchesWaits(Protocol):
-    """An object that a thread tells of its waits: a `Lookout`, or `other_waits`."""
+    """Object at which threads register their waits: a `DesyncDetector`, or `other_waits`."""
 
     waiting: set[Waiting]
 
@@ -77,7 +77,7 @@ def is_half_time(seconds: float, limit: timedelta) -> bool:
 class _Seen(NamedTuple):
     peer: int
     since: float
-    """Time of the first look that found it waiting for this peer."""
+    """Time of the first check that found it waiting for this peer."""
     was_warned_of: bool
 
 
@@ -88,7 +88,7 @@ class SlowWaits:
         # Weak: a collective holds its buffers.
         self._seen: WeakKeyDictionary[Waiting, _Seen] = WeakKeyDictionary()
 
-    def look(self, waiting: Iterable[Waiting]) -> None:
+    def check(self, waiting: Iterable[Waiting]) -> None:
         """Check the waits under way; called periodically on one thread."""
         now = time.monotonic()
         for collective in waiting:
@@ -104,7 +104,7 @@ class SlowWaits:
 
 
 class OtherWaits:
-    """The waits of this process that no model's lookout sees: construction, checkpoints, meshes.
+    """Waits of this process outside any model's detector: construction, checkpoints, meshes.
 
     Its thread starts with a wait, and ends when there was none for a while.
     """
@@ -125,22 +125,22 @@ class OtherWaits:
             if self._thread is None or not self._thread.is_alive():  # Dead in a forked process.
                 self._num_idle = 0
                 pause_s = pause_for(collective.group.limit)
-                self._thread = look_on(self, _look, pause_s, "layerzero-waits")
+                self._thread = run_periodically(self, _check, pause_s, "layerzero-waits")
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Check the waits once; False if the thread is to end."""
         waiting = self.waiting.copy()
-        self._slow.look(waiting)
+        self._slow.check(waiting)
         self._num_idle = 0 if waiting else self._num_idle + 1
         with self._lock:
-            if self._num_idle < _IDLE_LOOKS or self.waiting:
+            if self._num_idle < _IDLE_CHECKS or self.waiting:
                 return True
             self._thread = None
             return False
 
 
-def _look(waits: OtherWaits) -> bool:
-    return waits.look()
+def _check(waits: OtherWaits) -> bool:
+    return waits.check()
 
 
 other_waits = OtherWaits()

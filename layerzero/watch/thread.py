@@ -18,30 +18,30 @@ _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
-def look_on(
+def run_periodically(
     owner: _T,
-    look: Callable[[_T], bool],
+    check: Callable[[_T], bool],
     pause_s: float,
     name: str,
     prepare: Callable[[], None] = lambda: None,
     first_pause_s: float | None = None,
 ) -> threading.Thread:
-    """Start a thread that calls `look(owner)` after each pause.
+    """Start a thread that calls `check(owner)` after each pause.
 
-    It ends when `look` returns False, when the owner is deleted, and at exit; not after an error
-    of a look, of which the first is logged.
+    It ends when `check` returns False, when the owner is deleted, and at exit; not after an error
+    of a check, of which the first is logged.
 
     Args:
-        look: must hold no reference to the owner itself.
-        prepare: called once on the thread, before the first look.
-        first_pause_s: before the first look; doubles with each look, until it is `pause_s`. None:
+        check: must hold no reference to the owner itself.
+        prepare: called once on the thread, before the first check.
+        first_pause_s: before the first check; doubles with each check, until it is `pause_s`. None:
             all pauses are equal.
     """
     stop = threading.Event()
     # A daemon that holds its owner weakly: it must keep neither process nor model alive.
     weakref.finalize(owner, stop.set)
     first_pause_s = pause_s if first_pause_s is None else first_pause_s
-    arguments = (weakref.ref(owner), look, pause_s, first_pause_s, stop, prepare)
+    arguments = (weakref.ref(owner), check, pause_s, first_pause_s, stop, prepare)
     thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
     thread.start()
     end_at_exit(thread, stop.set)
@@ -57,7 +57,7 @@ def prepare_thread(device: torch.device) -> None:
 
 def _run(
     owner_ref: weakref.ref[_T],
-    look: Callable[[_T], bool],
+    check: Callable[[_T], bool],
     longest_pause_s: float,
     pause_s: float,
     stop: threading.Event,
@@ -73,14 +73,14 @@ def _run(
             if not is_prepared:
                 prepare()
                 is_prepared = True
-            if not look(owner):
+            if not check(owner):
                 return
         except Exception as error:
             if not has_failed:
-                # One look may fail for a reason that passes, such as a query during a graph
-                # capture. One that stays is the same at each look: it is told once.
+                # A check may fail for a reason that passes, such as a query during a graph
+                # capture. A lasting reason repeats at each check, so it is logged once.
                 # As text: a kept record of the error itself would keep its frames, and the owner.
                 thread, text = threading.current_thread().name, f"{type(error).__name__}: {error}"
-                _logger.error("%s could not look, and goes on: %s", thread, text)
+                _logger.error("%s could not check, and goes on: %s", thread, text)
             has_failed = True
         del owner

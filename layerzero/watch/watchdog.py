@@ -35,7 +35,7 @@ from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
 from layerzero.watch.events import Event
 from layerzero.watch.run_names import own_connection
 from layerzero.watch.slow_waits import is_half_time, warn_half_time
-from layerzero.watch.thread import look_on, prepare_thread
+from layerzero.watch.thread import prepare_thread, run_periodically
 
 _HISTORY = 4096
 """Collectives a rank remembers; ranks further apart than this cannot be compared."""
@@ -102,10 +102,10 @@ class Watchdog:
         """Register a collective that is about to be issued. Cheap: the thread does the rest."""
         self._issued.append(collective)
         if self._thread is None:
-            prepare = functools.partial(prepare_thread, self._device)
-            self._thread = look_on(self, _look, self._pause_s, "layerzero-watchdog", prepare)
+            name, prepare = "layerzero-watchdog", functools.partial(prepare_thread, self._device)
+            self._thread = run_periodically(self, _check, self._pause_s, name, prepare)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check the collectives in flight once; called by the thread after each pause."""
         has_news = self._take_issued()
         while self._in_flight and self._in_flight[0].is_done:
@@ -121,7 +121,7 @@ class Watchdog:
             _abort(self._group, self._device)
 
     def _take_issued(self) -> bool:
-        """Add collectives issued since the last look to the history; True if there were any."""
+        """Add collectives issued since the last check to the history; True if there were any."""
         before = self._count
         while self._issued:
             collective = self._issued.popleft()
@@ -169,7 +169,7 @@ class Watchdog:
             if seen is not None:
                 own = self._history.get(seen[0])
                 if own is not None and own[0] != seen[1]:
-                    board.tell_diverged()
+                    board.publish_divergence()
             pair = board.diverged_pair()
             return None if pair is None else self._divergence(board, pair)
         except (RuntimeError, ValueError) as error:
@@ -196,9 +196,9 @@ class Watchdog:
         return CollectiveError(text)
 
 
-def _look(watchdog: Watchdog) -> bool:
+def _check(watchdog: Watchdog) -> bool:
     if not watchdog.has_failed:
-        watchdog.look()
+        watchdog.check()
     return not watchdog.has_failed
 
 
@@ -246,7 +246,7 @@ class _Board:
         count, digest = json.loads(self._store.get(key))
         return count, digest
 
-    def tell_diverged(self) -> None:
+    def publish_divergence(self) -> None:
         # Only the first pair is stored, so that every rank reports the same one.
         self._store.compare_set("diverged", "", json.dumps([self._rank, self._next_rank]))
 

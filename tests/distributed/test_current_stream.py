@@ -74,7 +74,7 @@ def test_a_collective_without_a_work_is_done_when_the_stream_is_past_it() -> Non
         events.append(Event())
         return events[-1]
 
-    with mock.patch.object(watchdog, "look_on", lambda *_: None):
+    with mock.patch.object(watchdog, "run_periodically", lambda *_: None):
         dog = Watchdog(group, CPU, record, lambda _: None, None)
         issued: list[tuple[bool, bool]] = []
         pending = Pending(Operation("all-gather", "a", 1, dog), group, 8)
@@ -90,7 +90,7 @@ def test_a_collective_without_a_work_is_done_when_the_stream_is_past_it() -> Non
     reached.happened = True
     assert pending.is_reached and not pending.is_done
     done.happened = True
-    dog.look()
+    dog.check()
     assert pending.is_done and not dog._in_flight
 
 

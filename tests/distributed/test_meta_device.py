@@ -281,7 +281,7 @@ def _later(root: str) -> None:
             for part in (model.first, model.second):
                 part.angles.fill_(1)
         assert_bitwise(model(x), expected, "output")
-        assert not model._root_state.looks_first
+        assert not model._root_state.has_forward_checks
     # One shard of one parameter, which one rank has, is missing.
     model = ZeRO3(_on_meta(Mlp), auto_wrap_policy={Block}, param_init_fn="later")
     state = seeded(Mlp).state_dict()

@@ -223,26 +223,26 @@ def _watchdogs(model: ZeRO3) -> list[Watchdog]:
     return [watchdog for watchdog in found if watchdog is not None]
 
 
-def _look(watchdogs: list[Watchdog]) -> None:
+def _check(watchdogs: list[Watchdog]) -> None:
     """As their threads do: what these learn orders nothing in this one."""
     for watchdog in watchdogs:
-        thread = threading.Thread(target=watchdog.look)
+        thread = threading.Thread(target=watchdog.check)
         thread.start()
         thread.join()
 
 
 def _looks(device_arguments: dict[str, Any]) -> tuple[list[str], list[bool], set[bool]]:
     with (
-        mock.patch("layerzero.watch.watchdog.look_on", lambda *_: None),
+        mock.patch("layerzero.watch.watchdog.run_periodically", lambda *_: None),
         simulated_device(**device_arguments) as device,
     ):
         model = wrapped()
         for _ in range(4):
             train(model, 1)
-            _look(_watchdogs(model))
+            _check(_watchdogs(model))
         findings = device.findings
         device.synchronize()
-        _look(_watchdogs(model))
+        _check(_watchdogs(model))
         left = [bool(each._in_flight) or each.has_failed for each in _watchdogs(model)]
         answers = {answer for answer, number in device.host.num_answers.items() if number}
     return findings, left, answers
@@ -263,7 +263,7 @@ def _standstill() -> list[bool]:
     """Whether it fails: not while its stream is on the way there, but once that is there."""
     failures = []
     with (
-        mock.patch("layerzero.watch.watchdog.look_on", lambda *_: None),
+        mock.patch("layerzero.watch.watchdog.run_periodically", lambda *_: None),
         mock.patch("layerzero.watch.watchdog._abort", lambda *_: None),
         mock.patch("layerzero.watch.watchdog.diagnose", lambda *_: RuntimeError("stands still")),
         mock.patch.object(Watchdog, "_compare_with_next_rank", lambda _: None),
@@ -273,9 +273,9 @@ def _standstill() -> list[bool]:
         train(model, 1)
         device.synchronize()
         (watchdog,) = _watchdogs(model)
-        watchdog.look()
+        watchdog.check()
         train(model, 1)
-        watchdog.look()
+        watchdog.check()
         oldest = watchdog._in_flight[0]
         assert isinstance(oldest, Pending) and not oldest.is_reached
         hours = itertools.count(step=3600.0)
@@ -284,8 +284,8 @@ def _standstill() -> list[bool]:
                 oldest._reached_event.synchronize()
                 assert oldest.is_reached and not oldest.is_done
             with mock.patch("layerzero.watch.watchdog.time.monotonic", hours.__next__):
-                watchdog.look()
-                watchdog.look()
+                watchdog.check()
+                watchdog.check()
             failures.append(watchdog.has_failed)
     return failures
 

@@ -177,38 +177,38 @@ def test_all_ranks_of_layered_groups_report_the_two_that_diverged() -> None:
 def _is_slow(**options) -> tuple[list[float], int]:
     desync.PAUSE_S = 0.1
     models = [wrapped(**options), wrapped(**options)]
-    looks = []
-    find_out = desync.Lookout._find_out
-    desync.Lookout._find_out = lambda self, long: (looks.append(1), find_out(self, long))[1]
+    checks = []
+    find_out = desync.DesyncDetector._find_out
+    desync.DesyncDetector._find_out = lambda self, long: (checks.append(1), find_out(self, long))[1]
     losses = [train(model) for model in models]
     models[0].module.pause_s = 0.3 * (dist.get_rank() == 1)
     models[1].module.pause_s = 0.3 * (dist.get_rank() == 0)
-    return losses + [train(model) for model in models], len(looks)
+    return losses + [train(model) for model in models], len(checks)
 
 
 def test_a_slow_rank_and_two_models_are_no_alarm() -> None:
     reference = None
-    for losses, looks in run_ranks(2, _is_slow):
+    for losses, checks in run_ranks(2, _is_slow):
         reference = reference or losses
         assert losses == reference
-        assert looks, "nobody looked: the pauses are too short to prove anything"
+        assert checks, "no thread compared: the pauses are too short to prove anything"
 
 
 def _forgets() -> None:
-    def looking() -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t.name == "layerzero-lookout"]
+    def threads() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "layerzero-desync"]
 
     desync.PAUSE_S = 0.1
     model = wrapped()
     train(model)
-    (thread,) = looking()
+    (thread,) = threads()
     del model
     gc.disable()  # at once, not when garbage is collected
     thread.join(10.0)
-    assert not looking()
+    assert not threads()
 
 
-def test_the_lookout_goes_with_its_model() -> None:
+def test_the_detector_goes_with_its_model() -> None:
     run_ranks(2, _forgets)
 
 
@@ -226,7 +226,7 @@ def _fails_beside(store_path: Path, is_second: bool) -> str | None:
         os._exit(7)
     with pytest.raises(CollectiveError) as caught:
         model(torch.ones(1, 4))
-    assert len(run_names.known_runs()) == 1
+    assert len(run_names.live_runs()) == 1
     return str(caught.value)
 
 

@@ -91,7 +91,7 @@ def recorded_orders(model: ZeRO3) -> dict[Any, Any]:
     root = root_state(model)
     scheduler, found = root.scheduler, {"longest": root.scheduler.last_order}
     found["calls"] = [len(unit.open_starts) for unit in root.units]
-    for kind, orders in scheduler.recorder._known.items():
+    for kind, orders in scheduler.recorder._recorded.items():
         found[kind] = orders.num_passes, orders.last_seen
     if hasattr(root, "agreement"):
         found["open"] = [order.key for order in scheduler._open]

@@ -57,7 +57,7 @@ def gather(dog: Dog, unit: str) -> Pending:
 @pytest.fixture
 def dog(monkeypatch: pytest.MonkeyPatch) -> Dog:
     """A watchdog of a device with streams, without its thread."""
-    monkeypatch.setattr(watchdog, "look_on", lambda *_: None)
+    monkeypatch.setattr(watchdog, "run_periodically", lambda *_: None)
     monkeypatch.setattr(watchdog, "_abort", lambda *_: None)
     monkeypatch.setattr(
         watchdog, "diagnose", lambda name, *_: CollectiveError(f"{name} stands still")
@@ -67,9 +67,9 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Dog:
 
 
 def look_for_longer_than_the_timeout(dog: Dog) -> None:
-    dog.look()
+    dog.check()
     time.sleep(2 * TIMEOUT.total_seconds())
-    dog.look()
+    dog.check()
 
 
 def test_a_collective_the_device_has_passed_is_forgotten(dog: Dog) -> None:
@@ -94,18 +94,18 @@ def test_each_collective_has_the_whole_timeout_once_the_one_before_is_done(dog: 
     both = [gather(dog, unit) for unit in "ab"]
     for pending in both:
         pending._reached_event.happened = True
-    dog.look()
+    dog.check()
     time.sleep(2 * TIMEOUT.total_seconds())
     both[0]._done_event.happened = True
-    dog.look()
+    dog.check()
     assert dog.failure is None
     time.sleep(2 * TIMEOUT.total_seconds())
-    dog.look()
+    dog.check()
     assert "all-gather of b (#1) stands still" in str(dog.failure)
 
 
 def test_history_is_bounded(dog: Dog) -> None:
     for number in range(watchdog._HISTORY + 10):
         gather(dog, f"layers.{number}")
-    dog.look()
+    dog.check()
     assert len(dog._history) == watchdog._HISTORY

@@ -1,4 +1,4 @@
-"""The watchdog's thread: its device, captures of other threads, errors of a look, events."""
+"""The watchdog's thread: its device, captures of other threads, errors of a check, events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from layerzero.comm.pending import Operation, Pending
 from layerzero.flat.groups import ShardGroup
 from layerzero.watch import cuda_driver, watchdog
 from layerzero.watch.events import EventPool
-from layerzero.watch.thread import look_on
+from layerzero.watch.thread import run_periodically
 from layerzero.watch.watchdog import Watchdog
 
 DEVICE = torch.device("cuda", 3)
@@ -151,30 +151,30 @@ def test_without_the_pool_the_thread_would_destroy_them(module: Module) -> None:
 
 class Owner:
     def __init__(self) -> None:
-        self.looks = 0
+        self.checks = 0
 
 
 def _fail_twice(owner: Owner) -> bool:
-    owner.looks += 1
-    if owner.looks < 3:
+    owner.checks += 1
+    if owner.checks < 3:
         raise RuntimeError("operation not permitted when stream is capturing")
     return True
 
 
-def _has_looked_on(owner: Owner) -> bool:
-    return owner.looks > 4
+def _has_gone_on(owner: Owner) -> bool:
+    return owner.checks > 4
 
 
-def test_an_error_of_a_look_is_logged_once_and_does_not_end_the_thread(
+def test_an_error_of_a_check_is_logged_once_and_does_not_end_the_thread(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     owner = Owner()
     with caplog.at_level(logging.ERROR, logger="layerzero"):
-        thread = look_on(owner, _fail_twice, PAUSE_S, "layerzero-watchdog")
-        wait_until(_has_looked_on, owner)
+        thread = run_periodically(owner, _fail_twice, PAUSE_S, "layerzero-watchdog")
+        wait_until(_has_gone_on, owner)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "layerzero-watchdog could not look, and goes on: RuntimeError: operation not permitted "
+        "layerzero-watchdog could not check, and goes on: RuntimeError: operation not permitted "
         "when stream is capturing"
     )
     del owner
@@ -182,7 +182,7 @@ def test_an_error_of_a_look_is_logged_once_and_does_not_end_the_thread(
     assert not thread.is_alive()
 
 
-def test_nothing_is_looked_at_before_the_thread_is_prepared() -> None:
+def test_nothing_is_checked_before_the_thread_is_prepared() -> None:
     owner = Owner()
     prepared: list[int] = []
 
@@ -191,15 +191,15 @@ def test_nothing_is_looked_at_before_the_thread_is_prepared() -> None:
         if len(prepared) < 3:
             raise RuntimeError("invalid device ordinal")
 
-    def look(owner: Owner) -> bool:
-        owner.looks += 1
+    def check(owner: Owner) -> bool:
+        owner.checks += 1
         assert len(prepared) == 3
-        return owner.looks < 3
+        return owner.checks < 3
 
-    thread = look_on(owner, look, PAUSE_S, "layerzero-watchdog", prepare)
+    thread = run_periodically(owner, check, PAUSE_S, "layerzero-watchdog", prepare)
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-    assert (len(prepared), owner.looks) == (3, 3)
+    assert (len(prepared), owner.checks) == (3, 3)
 
 
 # The CUDA driver ------------------------------------------------------------------------------
@@ -255,16 +255,16 @@ def test_a_driver_that_is_not_loaded_is_not_loaded_for_this() -> None:
         ctypes.CDLL("libz-that-nobody-loaded.so", mode=cuda_driver.os.RTLD_NOLOAD)
 
 
-def test_pauses_between_looks_grow_from_the_first_to_the_longest() -> None:
+def test_pauses_between_checks_grow_from_the_first_to_the_longest() -> None:
     owner, times, done = Module(), [time.monotonic()], threading.Event()
 
-    def look(_: Module) -> bool:
+    def check(_: Module) -> bool:
         times.append(time.monotonic())
         if len(times) == 6:
             done.set()
         return not done.is_set()
 
-    look_on(owner, look, 0.08, "looks", first_pause_s=0.01)
+    run_periodically(owner, check, 0.08, "checks", first_pause_s=0.01)
     assert done.wait(LIMIT_S)
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
     for pause, least in zip(pauses, (0.01, 0.02, 0.04, 0.08, 0.08), strict=True):
@@ -276,7 +276,7 @@ _EXITS = """
 import threading, time
 from datetime import timedelta
 import torch.distributed as dist
-from layerzero.watch.thread import look_on
+from layerzero.watch.thread import run_periodically
 
 class Owner:
     pass
@@ -286,20 +286,20 @@ class Slow:
     def __del__(self, sleep=time.sleep):
         sleep(1.0)
 
-store, looks, owner = dist.HashStore(), threading.Event(), Owner()
+store, checks, owner = dist.HashStore(), threading.Event(), Owner()
 store.set_timeout(timedelta(seconds=0.5))
 
-def look(_):
-    looks.set()
+def check(_):
+    checks.set()
     store.get("a key that nobody sets")
     return True
 
-look_on(owner, look, 0.01, "looks")
-looks.wait()
+run_periodically(owner, check, 0.01, "checks")
+checks.wait()
 slow = Slow()
 """
 
 
-def test_a_process_may_exit_while_a_thread_looks() -> None:
+def test_a_process_may_exit_while_a_thread_checks() -> None:
     done = subprocess.run([sys.executable, "-c", _EXITS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
