@@ -20,7 +20,7 @@ GradientReduction = Literal["mean", "sum"]
 """How gradients are reduced over the ranks that share the model."""
 
 OnNonFinite = Literal["raise", "skip"]
-"""What becomes of a step with a gradient that is infinite or NaN."""
+"""Treatment of a step with a gradient that is infinite or NaN."""
 
 OptionalMean = Literal["all", "participants"]
 """Ranks over which a gradient of an optional module is averaged: all that share the model, or those
@@ -118,13 +118,13 @@ class MixedPrecision:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """What is kept in host memory; no effect on the CPU. See docs/reference/layered.md.
+    """Parts of the model in host memory; no effect on the CPU. See docs/reference/layered.md.
 
     Attributes:
         params: keep main shards, their gradients and the optimizer's state there.
         grads: keep gradients there that add up over micro-batches.
         pin_memory: page-lock the memory, so that copies are asynchronous. Without it each copy
-            blocks the host until the device has come to it.
+            blocks the host until the device has reached it.
     """
 
     params: bool = False

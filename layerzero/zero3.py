@@ -112,7 +112,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             "auto": chosen by memory and traffic, and logged.
         deterministic: sum gradients in rank order, in float32 at least.
         timeout: bound on any collective; when it expires, the error says which rank waits for what.
-            None: the timeout that somebody gave the process group, or else the default group; else
+            None: the timeout given to the process group, or else to the default group; else
             5 minutes (docs/reference/errors.md).
         prefetch: `forward_prefetch`, `backward_prefetch` and `limit_all_gathers` as one policy.
         reduction: `gradient_reduction`, `accumulation` and `deterministic` as one policy, which
@@ -265,7 +265,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
 
     @property
     def memory_choice(self) -> MemoryChoice | None:
-        """What was chosen for `memory_budget`, the same on every rank; None: nothing, or not yet.
+        """The choice for `memory_budget`, the same on every rank; None: no budget, or not yet.
 
         `print` shows it. It is made in the first forward after the fifth step, and logged once.
         """

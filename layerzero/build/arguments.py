@@ -88,11 +88,11 @@ class Arguments:
     timeout: timedelta | None
     on_nonfinite: OnNonFinite | None
     optional_modules: object
-    """Checked by `construct.optional.find_optional`, as is `optional_mean`."""
+    """Checked by `find_optional` in optional.py, as is `optional_mean`."""
     optional_mean: object
     verify: Verify | None
     memory_budget: int | None
-    """In bytes."""
+    """Budget in bytes."""
 
 
 def check_arguments(

@@ -36,7 +36,7 @@ from layerzero.step.unit import Unit, UnitOptions, get_unit, set_unit
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What is built from: the engine's own parts, or those of features (zero3.py chooses)."""
+    """Classes to build from: the engine's own, or those of features (zero3.py chooses)."""
 
     make_root: Callable[..., RootState]
     """Takes the arguments of `RootState`, and `regions`."""
@@ -284,7 +284,7 @@ class _UnitBuilder:
 
 
 def _last_visits(plans: list[UnitPlan], visits: list[Visit]) -> Iterator[tuple[UnitPlan, int]]:
-    """For each plan, the index of the last visit after which it can be flattened."""
+    """Each plan, with the index of the last visit after which it can be flattened."""
     last_of_plan = {id(visit.plan): index for index, visit in enumerate(visits)}
     last_of_module = {id(visit.module): index for index, visit in enumerate(visits)}
     for plan in plans:

@@ -46,7 +46,7 @@ _ADVICE = {
 
 
 class Outline:
-    """What one rank was given."""
+    """The model and arguments of one rank, as text."""
 
     def __init__(self, plan: WrapPlan, given: Arguments, num_inner: int) -> None:
         """`num_inner`: size of the first axis of `process_group`, the default of `zero3_size`."""
@@ -160,7 +160,7 @@ def _parameters(unit: UnitPlan, plan: WrapPlan, names: Mapping[int, str]) -> Ite
 
 def _units(dense: Sequence[UnitPlan], plan: WrapPlan) -> Iterator[str]:
     texts: dict[int, str] = {}
-    """By id: units share most of these objects."""
+    """Texts of arguments, by id: units share most of these objects."""
     for unit in dense:
         if unit.existing is not None:
             yield f"wrapped before: {unit.label}"

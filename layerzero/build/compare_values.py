@@ -55,7 +55,7 @@ class Digests:
             entry[2].append(digest(value))
 
     def first_difference(self) -> str | None:
-        """What differs from the first rank, encoded for `settle`; None if nothing does.
+        """The first difference from the first rank, encoded for `settle`; None if there is none.
 
         Collective over every placement's groups; blocks the host.
         """
@@ -66,7 +66,7 @@ class Digests:
             )
             theirs = own.clone()
             broadcast_from_first(theirs, placement.groups, lambda _: _VALUES)
-            # The CPU and a device compute different digests of one value; the sign says which.
+            # The CPU and a device compute different digests of one value, with different signs.
             differs = (own != theirs) & ((own < 0) == (theirs < 0))
             indices = differs.nonzero().view(-1).tolist()
             if indices and found is None:

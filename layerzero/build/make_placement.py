@@ -27,11 +27,11 @@ def make_placement(
 ) -> Placement:
     """Place shards for tensors on `device`. Collective where groups have to be made.
 
-    All ranks know equally many process groups by then: comm/group_names.py.
+    All ranks must have made equally many process groups: comm/group_names.py.
 
     Args:
         group: all ranks, cut into shard groups of `zero3_size` neighbours; or a 2-D mesh
-            (outer, inner) that says it all.
+            (outer, inner), which defines both axes.
         zero3_size: a divisor of the group's size, the same on every rank; None: all of it.
         separate_groups: make groups for reductions alone, too.
 

@@ -248,7 +248,7 @@ class _MarksFreshMemory(TorchFunctionMode):
 
 @dataclass
 class _Saved:
-    """A tensor, where a module holds it, and the memory it had."""
+    """A tensor, its place in a module, and the memory it had."""
 
     place: Place
     tensor: torch.Tensor
@@ -277,7 +277,7 @@ class _Snapshot:
         self._saved = [_Saved.of(place) for part in module.modules() for place in _places(part)]
 
     def restore_wiped(self) -> None:
-        """Put back each tensor that was replaced by memory nobody wrote."""
+        """Put back each tensor that was replaced by unwritten memory."""
         for saved in self._saved:
             saved.restore_if_wiped()
 

@@ -47,7 +47,7 @@ class _Kept(NamedTuple):
 
 
 _kept: WeakKeyDictionary[Unit, _Kept] = WeakKeyDictionary()
-"""By root unit, see Note [Optional modules are kept by name]."""
+"""Names and mean by root unit, see Note [Optional modules are kept by name]."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Exchange:
 
 
 class _Row(NamedTuple):
-    """What each rank tells all others."""
+    """Row of integers that each rank sends to all others."""
 
     rank: int
     is_refused: bool = False
@@ -116,8 +116,8 @@ def plan_on_every_rank(
 ) -> tuple[WrapPlan, Arguments]:
     """Check the arguments and plan the units; if a rank refuses, all raise. Changes nothing.
 
-    Collective over the model's ranks only if this rank refuses: the others meet it in
-    `agree_on_topology`.
+    Collective over the model's ranks only if this rank refuses: its exchange is then the one in
+    `agree_on_topology` of the others.
 
     Args:
         given: the arguments of `ZeRO3` by name.
@@ -146,7 +146,7 @@ def _refuse(given: Mapping[str, Any], error: Exception) -> None:
         exchange(_Row(dist.get_rank(), is_refused=True))
         exchange.texts(f"{type(error).__name__}: {error}")
     except Exception as other:  # This rank raises `error` in any case.
-        _logger.debug("cannot tell other ranks of %r: %s", error, other)
+        _logger.debug("cannot send %r to other ranks: %s", error, other)
 
 
 def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:

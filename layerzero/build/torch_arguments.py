@@ -62,7 +62,7 @@ class Precision(NamedTuple):
 
     units: MixedPrecision | None
     root: MixedPrecision | None
-    """For the root unit. It differs in `cast_forward_inputs` only: FSDP1 has a separate
+    """Precision of the root unit. It differs in `cast_forward_inputs` only: FSDP1 has a separate
     `cast_root_forward_inputs`."""
 
 

@@ -75,7 +75,7 @@ def _is_gloo(backend: str) -> bool:
 
 
 def _within(limit: timedelta, make: Callable[[], object]) -> object:
-    """What `make` returns. Torch's timeouts do not bound its calls of a store that never answers.
+    """Return `make()`. Torch's timeouts do not bound its calls of a store that never answers.
 
     Raises:
         TimeoutError: it took longer; its thread is left behind.
@@ -132,7 +132,7 @@ def _unbound() -> Iterator[None]:
 
 
 _USERS_CHOICES = ("is_high_priority_stream", "config", "hccl_config")
-"""Fields of a backend's options that say how to communicate, and not which group it is."""
+"""Fields of a backend's options that define how to communicate, and not which group it is."""
 
 
 def options_like(process_group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -108,7 +108,7 @@ class Pending:
         self.works = self._in_order()
 
     def _in_order(self) -> list[tuple[dist.Work, int]]:
-        """What was posted, receives first; not what was waited for already."""
+        """Posted works, receives first; without those waited for already."""
         posted = [*zip(self._posted, self._peers, strict=False)]
         sends = map(not_, self._receives)
         in_order = [*compress(posted, self._receives), *compress(posted, sends)]

@@ -251,8 +251,8 @@ class DeviceStream:
         return issue()
 
     def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
-        """Queue the collectives. `input_done` is not called: the host does not learn when the
-        device has read the input."""
+        """Queue the collectives. `input_done` is not called: no event reports to the host
+        that the device has read the input."""
         collectives(lambda: None)
         return self.drain_handle()
 
@@ -269,7 +269,7 @@ class DeviceStream:
     ) -> Waitable:
         """Order the stream after the collective, and return a handle to an event recorded there.
 
-        `on_done` is not called: the host does not learn when the device is done.
+        `on_done` is not called: no event reports to the host that the device is done.
         """
         pending.wait()
         return _OnStream(self._current_stream, self.record_event(), pending)

@@ -1,1 +1,1 @@
-"""What a sharded parameter is: layout, buffers, views. No autograd, no policy."""
+"""Sharded parameters: layout, buffers, views. No autograd, no policy."""

@@ -1,13 +1,12 @@
-"""Notes that somebody takes `.data` or `.grad` of a parameter, or sets it.
+"""Calls a function whenever a program gets or sets `.data` or `.grad` of a parameter.
 
-Where an optimizer has written the cast weights itself, the next forward may leave its cast out, if
-nothing else has written the weights since; where a gradient's norm was summed inside backward, a
-clip may use it, if nothing has written the gradient since; and a step need not look where each
-gradient and parameter is, if nobody has put another one there. Versions tell of writes, except of
-those through `.data`, that of a gradient included; of another `.grad` nothing tells. So the
-parameters concerned become instances of a subclass of their class, whose `data` or `grad` first
-calls a function, and autograd's node that adds to `.grad` calls it too. What was taken may be kept
-and written at any later time.
+Three shortcuts need this. If only the optimizer has written the weights, and their cast, the next
+forward leaves out its cast. If nothing has written a gradient since its norm was summed inside
+backward, a clip uses that norm. If no gradient or parameter was replaced, a step does not check
+where each of them is. Version counters show writes, but not those through `.data` (of a gradient
+either), and not that `.grad` is another tensor. So these parameters become instances of a subclass
+of their class, whose `data` or `grad` first calls a function; autograd's node that adds to `.grad`
+calls it too. A tensor that a program got may be written at any later time.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from torch import nn
 from layerzero.flat.parameter_hooks import accumulator_of
 
 grad_of: Callable[[nn.Parameter], torch.Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
-"""`parameter.grad`, for the engine's own use: nobody is told."""
+"""`parameter.grad`, for the engine's own use: calls no function."""
 
 
 class _Watch:
-    """Of one attribute, which may have several names, in all parameters of this process."""
+    """Watches one attribute, which may have several names, of all parameters of this process."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -35,7 +34,7 @@ class _Watch:
         self._classes: dict[type, type] = {}
 
     def begin(self, parameter: nn.Parameter, note: Callable[[Any], None]) -> None:
-        """Call the bound method `note` with what each access takes from now on."""
+        """Call the bound method `note` with the value of each access from now on."""
         if id(parameter) not in self._notes:
             weakref.finalize(parameter, self._notes.pop, id(parameter), None)
         self._notes[id(parameter)] = weakref.WeakMethod(note)
@@ -81,17 +80,17 @@ _data, _grad = _Watch("data"), _Watch("grad", "_grad")
 
 
 def watch_data(parameter: nn.Parameter, note: Callable[[Any], None]) -> None:
-    """Call the bound method `note` at each access to `parameter.data`, with what it takes."""
+    """Call the bound method `note` at each access to `parameter.data`, with the value."""
     _data.begin(parameter, note)
 
 
 def watch_grad(parameter: nn.Parameter, note: Callable[[Any], None]) -> None:
-    """As `watch_data`, of `parameter.grad`; see `watch_autograd` for what is not seen by that."""
+    """Do the same for `parameter.grad`; it misses what autograd adds (`watch_autograd`)."""
     _grad.begin(parameter, note)
 
 
 def watch_autograd(parameter: nn.Parameter) -> Any:
-    """Also call the function of `watch_grad`, with None, when autograd adds to `parameter.grad`.
+    """Call the function of `watch_grad`, with None, also when autograd adds to `parameter.grad`.
 
     Args:
         parameter: requires grad.

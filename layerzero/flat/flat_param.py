@@ -130,12 +130,12 @@ class FlatParam:
         self.version = self._slice_version = -1
         self._may_change_unseen = False
         self.num_data_taken = 0
-        """How often somebody took or set `.data` of a sharded parameter, after `watch_data`."""
+        """Number of accesses to `.data` of sharded parameters since `watch_data`."""
         self._apart: list[nn.Parameter] = []
         """Sharded parameters whose `.data` was assigned, here or by a user: they count their own
         versions, and writes into them leave the main shard's as it is."""
         self.was_assigned = False
-        """Whether somebody has ever assigned `.data` of a sharded parameter."""
+        """Whether `.data` of a sharded parameter was ever assigned."""
         self.post_forward_shard = None
         self.params_on = params_on
         if params_on is None:
@@ -173,7 +173,7 @@ class FlatParam:
             value.reshape(-1)[owned.start : owned.stop].to(device)
             for value, owned in zip(values, self._shard_ranges, strict=True)
         ]
-        # `pack_` wants rising destinations; empty ranges have offset 0 and would break the order.
+        # `pack_` needs rising destinations; empty ranges have offset 0 and would break the order.
         rows = (
             (owned.param, 0, owned.offset, owned.numel)
             for owned in self._shard_ranges
@@ -285,7 +285,7 @@ class FlatParam:
         return self.version != self.main_version
 
     def mark_stale(self) -> None:
-        """Have the compute shard written again before its next use.
+        """Rewrite the compute shard before its next use.
 
         For writes through `.data`, which change no version.
         """
@@ -335,15 +335,15 @@ class FlatParam:
     def slice_beside_main(self) -> torch.Tensor | None:
         """The slice of the compute shard that an optimizer may write together with the main shard.
 
-        None: there is none, it is on another device, or a cast before the next gather could not be
-        left out anyway: somebody may write the main shard unseen.
+        None if there is no such slice, if it is on another device, or if the main shard may change
+        without a version bump, so that the cast before the next gather is needed anyway.
         """
         is_beside = self.has_compute_shard and self.compute_slice.device == self.main_shard.device
         return self.compute_slice if is_beside and not self._may_change_unseen else None
 
     @property
     def may_change_unseen(self) -> bool:
-        """Whether somebody may write the main shard without changing its version."""
+        """Whether the main shard may change without a version bump."""
         return self._may_change_unseen
 
     @property
@@ -358,7 +358,7 @@ class FlatParam:
             self._slice_version = self.main_version
 
     def watch_data(self) -> None:
-        """Note when somebody takes `.data` of a sharded parameter; see flat/data_watch.py."""
+        """Record accesses to `.data` of sharded parameters; see flat/data_watch.py."""
         for parameter in self.sharded_params:
             watch_data(parameter, self._note_data_taken)
 
@@ -424,7 +424,7 @@ class FlatParam:
         self._expect()
 
     def _move_main_shard(self) -> None:
-        """Give the main shard, and what shares its memory, memory that nobody else has."""
+        """Move the main shard, and what shares its memory, to memory of its own."""
         former, numel, dtype = self.main_shard.data, self.layout.shard_numel, self.main_shard.dtype
         if self.params_on is None:
             moved = torch.empty(numel, dtype=dtype, device=former.device)

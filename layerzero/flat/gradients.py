@@ -44,7 +44,7 @@ _MISSING = torch.empty(0)
 
 
 class _Earlier(NamedTuple):
-    """What completed micro-batches left; see Note [A pass adds only when it is complete]."""
+    """Sums of completed micro-batches; see Note [A pass adds only when it is complete]."""
 
     area: _Area | None
     """The area that holds the unsharded sum, if any."""
@@ -198,7 +198,7 @@ class GradientBuffer:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """What is allocated while gradients wait or are reduced."""
+        """Tensors that are allocated while gradients wait or are reduced."""
         pair = [] if self.pair is None else [self.pair.memory]
         return [self._outgoing.tensor, self._sum.tensor, *pair]
 
@@ -297,7 +297,7 @@ class GradientBuffer:
             self._sum.free()
 
     def _copy_sum(self) -> None:
-        """Go on with a copy of the sum."""
+        """Copy the sum; the pass adds to the copy."""
         total = self._spare
         if total is None:
             with torch.inference_mode(False):
@@ -320,7 +320,7 @@ class GradientBuffer:
         return targets, sources
 
     def keep(self) -> None:
-        """The pass is complete: what it added counts from now on, and earlier sums are dropped."""
+        """Keep the sums of a complete pass, and drop earlier ones."""
         self._pending = []
         area = self._sum if self.holds_sum and self._placement.num_ranks > 1 else None
         former = self._earlier.area
@@ -335,7 +335,7 @@ class GradientBuffer:
             self._earlier = _NOTHING
 
     def undo(self) -> None:
-        """Return to what was when the last pass was complete. No reduction may be under way."""
+        """Return to the state after the last complete pass. No reduction may be under way."""
         before = self._earlier
         self._pending = []
         if self.pair is not None:
@@ -518,7 +518,7 @@ class GradientBuffer:
                 part.mul_(factors[index])
 
     def reduced(self, chunk: torch.Tensor | None) -> list[torch.Tensor]:
-        """The values of `pieces`, undivided; rounded as these are where that may overflow."""
+        """The values of `pieces`, not split; rounded like these where that may overflow."""
         dtype = self._sharded_params[0].dtype
         values = [chunk] if chunk is not None else [*self._local.values()]
         return [each.to(dtype) if each.itemsize > dtype.itemsize else each for each in values]

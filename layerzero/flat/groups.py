@@ -15,7 +15,7 @@ from torch.distributed import constants
 from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-"""Timeout of a collective if nobody chose one; torch's defaults (10, 30 minutes) are too long."""
+"""Timeout of a collective by default; torch's own (10, 30 minutes) are too long."""
 BACKEND_GRACE = timedelta(seconds=15)
 """Added to a backend's own timeout, so that the engine's error, which names the unit, comes before
 the backend's watchdog ends the process."""
@@ -205,7 +205,7 @@ _given = WeakKeyDictionary()
 
 
 def chosen_timeout(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout that somebody gave this group, or else the default group; None: nobody did.
+    """The timeout given to this group, or else to the default group; None: to neither.
 
     torch does not record whether a timeout was given: one that differs from torch's defaults counts
     as given. The default group is consulted because groups made by a mesh or `new_group` do not

@@ -14,17 +14,17 @@ from collections.abc import Callable
 import torch
 
 _LEAST_NBYTES = 4 << 20
-"""Bytes from which a buffer that comes and goes asks for huge pages."""
+"""Bytes from which a short-lived buffer gets huge pages."""
 _PAGE = 2 << 20
 _ADVISE, _COLLAPSE = 14, 25
 """MADV_HUGEPAGE and, from Linux 6.1 on, MADV_COLLAPSE."""
 
 
 def prefer_huge_pages(tensor: torch.Tensor, collapse: bool = True) -> None:
-    """Ask the kernel to back the memory of a CPU tensor with huge pages; no value changes.
+    """Advise the kernel to back the memory of a CPU tensor with huge pages; no value changes.
 
-    Only pages that lie in it whole, so it takes no memory. Where the kernel has no such pages, or
-    does not give them, nothing happens.
+    Only pages that lie wholly inside it, so it takes no memory. Without effect where the kernel has
+    no such pages, or gives none.
 
     Args:
         collapse: turn pages that are in use into huge ones, too. Else only those to come.
@@ -41,8 +41,8 @@ def prefer_huge_pages(tensor: torch.Tensor, collapse: bool = True) -> None:
 
 
 def is_worth_huge_pages(tensor: torch.Tensor) -> bool:
-    """Whether to call `prefer_huge_pages` each time a buffer is allocated. Asked once: host time of
-    a small one, or of one on a device, must not grow by it."""
+    """Whether to call `prefer_huge_pages` each time a buffer is allocated. Called once for each
+    buffer, so that small ones, and those on a device, cost no host time."""
     return tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_NBYTES
 
 

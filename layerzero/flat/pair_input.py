@@ -33,7 +33,7 @@ _PACKED = torch.empty(0)
 
 
 class Chunks(NamedTuple):
-    """What a reduction between two ranks works on, [chunk_numel] each."""
+    """The input of a reduction between two ranks, [chunk_numel] each."""
 
     own: torch.Tensor
     received: torch.Tensor
@@ -65,7 +65,7 @@ class PairInput:
         self._received, self._sent = self.memory[:numel], self.memory[numel // 2 :]
         self._own: torch.Tensor | None = None
         self.tables = [_table(layout, chunk, sources) for chunk in (rank, 1 - rank)]
-        """What is packed where: the own chunk, and the peer's."""
+        """Tables by which `pack_` fills the own chunk, and the peer's."""
         own, peers = (
             {sources[owned.param] for owned in layout.chunk(chunk) if owned.numel}
             for chunk in (rank, 1 - rank)
@@ -78,7 +78,7 @@ class PairInput:
         return self._storage.nbytes() + (0 if self._own is None else self._own.nbytes)
 
     def fill(self, gradients: list[torch.Tensor]) -> None:
-        """Allocate the memory and pack the gradients; drop those that the own chunk alone needs."""
+        """Allocate the memory and pack the gradients; drop those that only the own chunk holds."""
         own_table, peers_table = self.tables
         # Not views of anything that is freed by itself: `.grad` is made of it.
         self._own = torch.empty_like(self._sent)
@@ -91,7 +91,7 @@ class PairInput:
         pack_(self._sent, gradients, peers_table)
 
     def take(self) -> Chunks | None:
-        """What was filled, for the reduction, which then holds the own chunk alone; else None."""
+        """Hand the filled chunks to a reduction, which then holds the own one; None if empty."""
         own, self._own = self._own, None
         return None if own is None else Chunks(own, self._received, self._sent)
 

@@ -65,12 +65,12 @@ def set_sharded_param(parameter: nn.Parameter, sharded_param: nn.Parameter) -> N
 
 
 def sharded_param_of(parameter: torch.Tensor) -> nn.Parameter | None:
-    """What `set_sharded_param` recorded; None if there is nothing."""
+    """The parameter that `set_sharded_param` recorded; None if there is none."""
     return getattr(parameter, _SHARDED_PARAM, None)
 
 
 def num_marked() -> int:
-    """Number of calls of `set_sharded_param` so far, to look again only after another one."""
+    """Number of calls of `set_sharded_param` so far; callers search again once it grows."""
     return _num_marked
 
 

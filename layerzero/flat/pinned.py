@@ -1,4 +1,4 @@
-"""Page-locked host memory of exactly the size that is asked for, given back when it is freed.
+"""Page-locked host memory of exactly the requested size, given back when it is freed.
 
 torch's allocator for pinned memory suits buffers that come and go: it keeps freed blocks for the
 next one, but rounds each up to a power of two, and gives none back. Memory that lives as long as a
@@ -18,7 +18,7 @@ _PORTABLE = 1
 
 
 class Runtime(Protocol):
-    """What page-locks memory for a device."""
+    """Page-locks memory for a device."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock memory. Raises RuntimeError if the runtime refuses."""

@@ -55,7 +55,7 @@ class Placement:
     """Groups made for reductions alone (`ReductionPolicy.separate_groups`), with the ranks that
     `reduce_groups` has without them; (): none."""
     post_forward_group: ShardGroup | None = None
-    """With `outer="shard"`: a smaller group that can hold a unit between forward and backward."""
+    """Smaller group that can hold a unit between forward and backward, if `outer="shard"`."""
     data_parallel: Placement | None = None
     """Placement of the model's other units, if only some of its ranks hold this one (experts)."""
 

@@ -1,4 +1,4 @@
-"""Marks memory with a bit pattern, so that tensors which nobody has written can be found.
+"""Marks memory with a bit pattern, so that tensors that were never written can be found.
 
 In floating-point tensors the pattern is a NaN with a payload that arithmetic does not produce; in
 other tensors it is an unlikely value.

@@ -54,8 +54,7 @@ def native_status() -> NativeStatus:
 def missing_kernels(device: torch.device) -> str | None:
     """Why `pack_` and `ordered_sum_` run in plain torch on this device, and what to do about it.
 
-    None if there is nothing to say: the device has kernels, or is the CPU, where installing without
-    a compiler is a choice.
+    None if the device has kernels, or is the CPU, where installing without a compiler is a choice.
     """
     if device.type == "cpu" or has_kernel(device.type):
         return None

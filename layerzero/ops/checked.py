@@ -25,7 +25,7 @@ def checked_pack_(
     """`pack_`; and the checksum of each of the equal chunks of `out`, as many as `sums` has.
 
     Args:
-        skip: the chunk whose checksum nobody needs: 0 is written.
+        skip: the chunk that needs no checksum: 0 is written.
 
     Raises:
         ValueError: as `pack_`; or `out` has no such chunks.

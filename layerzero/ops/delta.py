@@ -80,7 +80,7 @@ def find_changed(
         start: the first element to compare.
         indices: [capacity] int64, capacity at least 1. Written, in rising order; elements behind
             the results are undefined afterwards.
-        values: [capacity] in the snapshot's dtype. Written, likewise.
+        values: [capacity] in the snapshot's dtype. Written in the same way.
         update: write the values into the snapshot as well.
 
     Returns:

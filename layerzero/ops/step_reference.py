@@ -7,7 +7,7 @@ csrc/step_math.h; the names here are the same.
 
 Float32 is computed as torch's fused CPU optimizers compute it on a processor with fused
 multiply-add. That has two orders of operations, one for the last `numel % 8` elements of a tensor,
-which float32 states follow range by range. Smaller states know no tensors: all their elements go
+which float32 states follow range by range. Smaller states ignore tensors: all their elements go
 one way (AdamW's with a division less), and their random bits depend on the element's place in its
 whole parameter.
 """
@@ -46,9 +46,9 @@ class StepTensors(NamedTuple):
     states: Sequence[torch.Tensor]
     """Written; float32 (float64 for float64), bfloat16 or uint8, one dtype for all."""
     scales: Sequence[torch.Tensor]
-    """For uint8 states, a float32 tensor for each, with an entry for each block; written."""
+    """A float32 tensor for each uint8 state, with an entry for each block; written."""
     copy: torch.Tensor
-    """Of main's size and any of its dtypes, written; or empty."""
+    """Cast of main, of its size and any of its dtypes, written; or empty."""
     edges: torch.Tensor
     """Float32 [E, states]: scales of blocks of which this rank has a part. Read, or written in
     phase `MEASURE`, which writes nothing else."""
@@ -127,7 +127,7 @@ def store_states(
     step: int,
     seed: int,
 ) -> None:
-    """Write the new states of a range, rounded as their dtype asks."""
+    """Write the new states of a range, rounded to their dtype."""
     for i, value in enumerate(values):
         # The largest square is rounded as the square it comes from.
         random = _random(seed, row, step, min(i, 1), value.device)

@@ -126,7 +126,7 @@ class Backward:
         self._context.set_in_backward(False)
 
     def _on_abandoned(self) -> Callable[[object], None]:
-        """For a pass that fails: show sharded parameters at once; the next pass resets the rest."""
+        """Show sharded parameters as soon as a pass fails; the next pass resets the rest."""
         backward_ref = weakref.ref(self)
 
         def show_sharded(_: object) -> None:

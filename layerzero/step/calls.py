@@ -92,8 +92,8 @@ class BackwardPass:
         """Units that this pass has reached -> start of their first call in that forward. A unit is
         reduced once every autograd node created after that start has run."""
         self.deferred: dict[Unit, int] = {}
-        """Units that this pass has reached, to be reduced when it ends -> the same start; -1 if it
-        is not known."""
+        """Units that this pass has reached, to be reduced when it ends -> the same start; -1 if
+        unknown."""
         self.forwards: dict[ForwardPass, None] = {}
         """Forwards whose graph this pass runs; maintained in the outermost pass only."""
         self.touched: set[Unit] = set()

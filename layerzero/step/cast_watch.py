@@ -33,7 +33,7 @@ class CastWatch:
         self._device = device
         self._owners: dict[int, tuple[nn.Parameter, Unit]] = {}
         self._fresh: dict[bool, int] = {}
-        """References to a cast that nobody else holds, by whether a view of it was saved."""
+        """References to a cast with no other user, by whether a view of it was saved."""
         self._is_counting = False
 
     def watching(self) -> AbstractContextManager[object]:
@@ -75,7 +75,7 @@ class CastWatch:
             )
 
     def _count_own_references(self) -> None:
-        """Measure `_fresh`, with products that save a cast nobody else holds, and a view of one."""
+        """Measure `_fresh`, by products that save a cast with no other user, and a view."""
         device = self._device
         self._is_counting = True
         with outside_modes(), torch.inference_mode(False), torch.enable_grad():
@@ -123,7 +123,7 @@ class CastWatch:
 
 
 class _Pack:
-    """Pack hook: notes the tensor, then applies the surrounding pack hook, if any."""
+    """Pack hook: notes the tensor, then applies the outer pack hook, if any."""
 
     def __init__(self, watch: CastWatch, outer: Callable[[torch.Tensor], Any] | None) -> None:
         self.watch = watch
@@ -137,7 +137,7 @@ class _Pack:
         if saved.grad_fn is not None and not is_cast:
             # A node may save its own output, which leads to the node: no garbage collector finds
             # that circle, so a graph without a backward would stay forever. A cast, which has to
-            # stay the object that `SavedCast` knows, is no output of the node that saves it.
+            # stay the object that `SavedCast` holds, is no output of the node that saves it.
             saved = saved.detach()
         return saved, saved._version
 

@@ -1,7 +1,7 @@
 """ChunkSquares: sums of squares of gradients, taken in the pass that sums them over ranks.
 
-Only where the engine itself adds, on the CPU (`ordered_sum_`). A sum counts as long as its chunk is
-the same tensor in the same version: whoever adds to `.grad` or scales it changes that.
+Only where the engine itself adds, on the CPU (`ordered_sum_`). A sum is valid while its chunk is
+the same tensor in the same version: adding to `.grad`, or scaling it, changes the version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from layerzero.ops import ordered_sum_, ordered_sum_squares_
 
 
 class ChunkSquares:
-    """What is known of the chunks of the backward pass that is running."""
+    """Sums of squares of the chunks of the backward pass that is running."""
 
     def __init__(self) -> None:
         self._squares: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
@@ -32,5 +32,5 @@ class ChunkSquares:
         return None if found is None or found[1] != chunk._version else found[2]
 
     def clear(self) -> None:
-        """The chunks are delivered, or dropped."""
+        """Drop all sums: the chunks are delivered, or dropped."""
         self._squares.clear()

@@ -30,7 +30,7 @@ from layerzero.step.rate_limiter import RateLimiter
 _logger = logging.getLogger(__name__)
 _NOTHING: AbstractContextManager[object] = nullcontext()
 Ranges = Callable[[str, str, AbstractContextManager[object]], AbstractContextManager[object]]
-"""From an action, the label of a unit, and what `RuntimeContext.profile` returns for them."""
+"""Function of an action, a unit's label, and the context that `profile` returns for them."""
 
 
 class RuntimeContext:
@@ -47,13 +47,13 @@ class RuntimeContext:
     replaced: list[str]
     """Names of unsharded parameters that the model's forward has replaced by other objects."""
     num_writebacks: int
-    """How often whole parameters (and gradients) that a program may have changed came back."""
+    """Number of times that full parameters (and gradients) were written back into shards."""
     in_backward: bool
     """Whether autograd is running a backward pass of this model."""
     weights_written: Event
     """Event after the last change of main shards on the compute stream."""
     add: Add
-    """What sums gradients over ranks, where the engine itself does."""
+    """Function that sums gradients over ranks, where the engine itself does."""
     shard_uploaded: Event
     """Event after the last copy of a main shard from the host; None once the host waited for it."""
 
@@ -106,7 +106,7 @@ class RuntimeContext:
         return self._squares
 
     def drop_squares(self) -> None:
-        """The gradients of this backward pass are dropped."""
+        """Drop the sums of squares of this backward pass, whose gradients are dropped."""
         if self._squares is not None:
             self._squares.clear()
 
@@ -116,7 +116,7 @@ class RuntimeContext:
     reduce_scatter = staticmethod(collectives.reduce_scatter)
     reduce_with_peer = staticmethod(collectives.reduce_with_peer)
     pack: Callable[..., object] = staticmethod(pack_)
-    """What fills the buffer that a reduction sends."""
+    """Function that fills the buffer that a reduction sends."""
 
     def keeps_own_chunk_apart(self, placement: Placement) -> bool:
         """Whether `reduce_with_peer` reduces its gradients; see flat/pair_input.py."""
@@ -178,7 +178,7 @@ class RuntimeContext:
         self.shard_uploaded = None
 
     def watch_actions(self, ranges: Ranges | None) -> None:
-        """Have `ranges` replace what `profile` returns, which it is given last; None: no longer."""
+        """Let `ranges` replace the context that `profile` returns; None: stop that."""
         self.__dict__.pop("profile", None)
         if ranges is not None:
             own = functools.partial(type(self).profile, weakref.proxy(self))

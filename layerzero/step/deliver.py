@@ -16,11 +16,11 @@ _logger = logging.getLogger(__name__)
 
 
 _set_grad = vars(torch._C.TensorBase)["grad"].__set__
-"""Sets `parameter.grad`; nobody is told (flat/data_watch.py)."""
+"""Sets `parameter.grad` without a call of watchers (flat/data_watch.py)."""
 
 
 def note_steps(error: BaseException, units: Sequence[str]) -> None:
-    """Add to an error of `step_in_backward` what has stepped already."""
+    """Add the units that have stepped already to an error of `step_in_backward`."""
     text = (
         f"step_in_backward: the parameters of {', '.join(units)} had stepped by then, which cannot "
         "be undone: load a checkpoint, or go on with the next batch, but do not run this one again"
@@ -35,12 +35,12 @@ class Delivery:
     """The gradients of one pass, on their way to `.grad`."""
 
     plain: list[Gradient]
-    """Those that `commit` writes."""
+    """Gradients that `commit` writes."""
 
     def __init__(self) -> None:
         self.plain = []
         self._written: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]] = []
-        """Of what was written early: the parameter, its `.grad` before, and a copy of that."""
+        """Parameters written early, each with its `.grad` before, and a copy of that."""
         self._cleared: list[nn.Parameter] = []
 
     def run_hooks(self, hooked: Sequence[Gradient]) -> None:
@@ -65,7 +65,7 @@ class Delivery:
         self._written = []
         cleared, self._cleared = self._cleared, []
         for parameter in cleared:
-            parameter.grad = None  # Whoever remembers what was delivered is told.
+            parameter.grad = None  # Not `_set_grad`: watchers are called.
 
     def _write(self) -> None:
         plain, self.plain = self.plain, []

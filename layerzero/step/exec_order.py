@@ -31,7 +31,7 @@ class ExecOrderRecorder:
         self._max_age = max_age
         self._recorded: OrderedDict[Hashable, _Orders] = OrderedDict()
         self._before: tuple[Hashable, _Orders | None, tuple[Hashable, _Orders] | None] | None = None
-        """What `take_back` restores: a kind, its orders, and what was dropped for it."""
+        """State that `take_back` restores: a kind, its orders, and the kind dropped for it."""
         self.num_recorded = 0
         self._kind: Hashable | None = None
         self._trace: list[int] = []

@@ -1,8 +1,8 @@
 """Extension, the one way in for features: the engine calls its methods at fixed places of a step.
 
 The engine imports no feature. A feature derives from `Extension`, defines the methods it needs, and
-is added to `RootState.extensions` once the model is built. Each event is a tuple of the
-methods that extensions define, so one that nobody needs costs a loop over nothing. Extensions are
+is added to `RootState.extensions` once the model is built. Each event is a tuple of the methods
+that extensions define, so an unused one costs a loop over an empty tuple. Extensions are
 called in the order in which they were added, which is the same on every rank.
 """
 
@@ -27,7 +27,7 @@ class Extension:
         """The outermost call of a unit begins, outside of backward; the unit is unsharded."""
 
     def end_call(self, unit: Any) -> None:
-        """That call has ended, and the unit is still unsharded."""
+        """The outermost call of a unit has ended; the unit is still unsharded."""
 
     def after_forward(self) -> RuntimeError | None:
         """The forward has ended, and units were freed. Returns an error to raise, or None."""

@@ -204,7 +204,7 @@ _NOTE = "only this unit's own parameters are full here; those of other units are
 
 
 def _note_shape(error: BaseException, unit: Unit) -> None:
-    """Extend an error about shapes: torch's own message does not say which tensors are shards."""
+    """Extend an error about shapes: torch's own message does not show which tensors are shards."""
     text = str(error.args[0]) if error.args else ""
     if isinstance(error, RuntimeError) and _SHAPES.search(text) and _NOTE not in text:
         text += (

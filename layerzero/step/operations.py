@@ -32,7 +32,7 @@ from layerzero.watch.watchdog import Watchdog
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _failed: WeakSet[Operations] = WeakSet()
-"""Those that have a `failure`."""
+"""Operations of live models that have a `failure`."""
 
 
 def has_failures() -> bool:
@@ -70,7 +70,7 @@ class Operations:
     """The collectives of one model, in order of issue."""
 
     prefix: str
-    """Prefix of unit names, to tell models apart that share a group."""
+    """Prefix of unit names; distinguishes models that share a group."""
     phases: Phases
     """The phases of `model.timeout`."""
     failure: CollectiveError | None
@@ -177,8 +177,8 @@ class Operations:
         return self.failure is not None
 
     def come_to_rest(self) -> None:
-        """Wait for messages in flight that nobody refers to, because something raised right after
-        they were posted. Call it once all others have been waited for."""
+        """Wait for messages in flight without a handle, because something raised right after they
+        were posted. Call it once all others have been waited for."""
         if self._detector is not None:
             for pending in [*self._detector.in_flight]:
                 pending.wait()

@@ -1,9 +1,9 @@
-"""Placeholders: zeros in `.grad`, by which the engine sees that a program gives a step up.
+"""Placeholders: zeros in `.grad`, by which the engine detects that a program gives up a step.
 
 After a pass that failed, the sums of earlier micro-batches stay, so that the pass can be run again;
 after a step that `on_nonfinite="skip"` leaves out, later backwards of the same step are dropped,
-too. Both end when the program clears its gradients. torch has no hook for that, but it shows: the
-placeholder is gone (`zero_grad()`, `.grad = None`), or was written (`set_to_none=False`).
+too. Both end when the program clears its gradients. torch has no hook for that; but the
+placeholder is then gone (`zero_grad()`, `.grad = None`), or was written (`set_to_none=False`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Placed(NamedTuple):
     is_ours: bool
     """False for a gradient that was there already."""
     version: int | None
-    """Version of a placeholder that nobody may write; None: writes mean nothing."""
+    """Version at which the placeholder was put; None: writes into it mean nothing."""
 
 
 class Placeholders:

@@ -30,7 +30,7 @@ from layerzero.step.reduction import Reduction, reduce_unit
 from layerzero.step.unit import Unit
 
 Judge = Callable[[Sequence[Reduction]], bool]
-"""Whether to drop what was reduced, the same on every rank; or it raises on all."""
+"""Returns whether to drop the reduced gradients, the same on every rank; or raises on all."""
 _logger = logging.getLogger(__name__)
 
 
@@ -40,10 +40,10 @@ class GradientReducer:
     requires_sync: bool
     """False inside `no_sync`: gradients accumulate over micro-batches."""
     sums_sharded: bool
-    """Whether they accumulate after the first hop of the reduction instead of before it."""
+    """Whether gradients accumulate after the first hop of the reduction instead of before it."""
 
     is_skipping: bool
-    """Whether gradients are dropped, until an optimizer has come to its step or `zero_grad`."""
+    """Whether gradients are dropped, until an optimizer's step or `zero_grad`."""
 
     num_waiting: int
     """Micro-batches whose gradients wait for their reduction."""
@@ -80,7 +80,7 @@ class GradientReducer:
         """Units to report in `commit`, and None after them."""
 
     def __del__(self) -> None:
-        # After an error what is being reduced goes with the model.
+        # After an error, reductions in flight are deleted with the model.
         if self.__dict__.get("_in_flight"):
             self._context.before_deletion()
 
@@ -90,12 +90,12 @@ class GradientReducer:
 
     @property
     def may_decide_sums(self) -> bool:
-        """Whether it was left to the engine where micro-batches add up."""
+        """Whether the engine chooses where micro-batches add up."""
         return self._may_decide
 
     @property
     def num_micro_batches(self) -> int:
-        """Of the last step that had several; 2 before."""
+        """Number of micro-batches of the last step that had several; 2 before."""
         return self._num_micro_batches
 
     def decide_sums(self, sharded: bool) -> None:
@@ -103,7 +103,7 @@ class GradientReducer:
         self.sums_sharded, self._is_auto = sharded, False
 
     def call_on_delivered(self, function: Callable[[Unit | None], None] | None) -> None:
-        """Have `function` use up gradients as they are delivered; None: nobody does."""
+        """Let `function` use up gradients as they are delivered; None: they stay in `.grad`."""
         self._step = function
         self._join_watchers()
 

@@ -117,8 +117,8 @@ class Reduction:
     def _allocate_chunk(self, in_shards: bool) -> torch.Tensor | None:
         """[chunk_numel] memory of the compute stream for what the last hop leaves.
 
-        Compute reads it, as `.grad`, and whoever drops `.grad` frees it: in the pool of another
-        stream the memory could be given back while compute still reads it.
+        Compute reads it, as `.grad`, and dropping `.grad` frees it: in the pool of another stream
+        the memory could be given back while compute still reads it.
 
         Returns:
             None where memory has no stream (CPU), and where the chunk goes elsewhere: to a sum, or

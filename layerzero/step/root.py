@@ -63,14 +63,14 @@ class RootState:
     extensions: Extensions
     """Features of the model; see extension.py."""
     context: RuntimeContext
-    """What the units share, with this object's `streams`, `operations` and `device`."""
+    """State that the units share, with this object's `streams`, `operations` and `device`."""
     scheduler: UnshardScheduler
     reducer: GradientReducer
     backward: Backward
     structure: Structure
     """The module tree as it was wrapped."""
     has_forward_checks: bool
-    """Whether the next forward calls `check_first_forward`, and who watches forwards."""
+    """Whether the next forward calls `check_first_forward` and the watcher of forwards."""
     wrapper_ref: Callable[[], nn.Module | None]
     """Weak reference to the wrapper around the outermost module."""
 
@@ -113,7 +113,7 @@ class RootState:
         self._clock = 0
         self._call_depth = 0
         self._start = 0
-        """When the last forward began that was no recomputation."""
+        """Time at which the last forward began that was no recomputation."""
         self._forward_pass = ForwardPass(0)
         abort = weakref.WeakMethod(self.abort)
         self.backward = Backward(

@@ -50,6 +50,6 @@ def free(casts: dict[int, SavedCast]) -> None:
 
 
 def fill(casts: dict[int, SavedCast]) -> None:
-    """Make casts again once their unit is unsharded, and remove those that nobody holds."""
+    """Make casts again once their unit is unsharded, and remove those that are gone."""
     for key in [key for key, cast in casts.items() if not cast.fill()]:
         del casts[key]

@@ -113,7 +113,7 @@ class UnshardScheduler:
         self.make_room_for(max(self.forward_depth, self.backward_depth))
 
     def unshard_all_before_forward(self) -> None:
-        """From now on, every forward begins by gathering all units."""
+        """Begin every later forward by gathering all units."""
         self.unshards_all_before_forward = True
 
     def ordered_units(self) -> list[Unit]:
@@ -218,12 +218,12 @@ class UnshardScheduler:
                     handle.mark_stale()
 
     def hold_micro_batches(self) -> None:
-        """From now on, units stay unsharded once gathered; see Note [Micro-batches in flight]."""
+        """Keep units unsharded once gathered; see Note [Micro-batches in flight]."""
         for unit in self._units:
             unit.hold(_MICRO_BATCHES)
 
     def end_micro_batches(self) -> None:
-        """From now on, units are freed after their use. Frees none itself."""
+        """Free units after their use again. Frees none itself."""
         for unit in self._units:
             unit.end_hold(_MICRO_BATCHES)
 

@@ -28,11 +28,11 @@ class TrainingState(enum.Enum):
 
     successors: tuple[TrainingState, ...]
     IDLE = "idle"
-    """In none of the states below."""
+    """None of the states below."""
     FORWARD = "forward"
-    """From pre_forward to post_forward."""
+    """Between pre_forward and post_forward."""
     BACKWARD = "backward"
-    """From pre_backward until its gradients are being reduced; includes recomputed forwards."""
+    """Between pre_backward and the reduction of its gradients; includes recomputed forwards."""
     SUMMON_FULL_PARAMS = "summon_full_params"
     """Inside the context manager `summon_full_params`."""
 
@@ -47,9 +47,9 @@ class Hold(enum.IntFlag):
     """
 
     LAST_OF_FORWARD = 1
-    """It ran last; see Note [One unit stays] in scheduler.py."""
+    """The unit ran last; see Note [One unit stays] in scheduler.py."""
     FIRST_OF_FORWARD = 2
-    """It begins the next micro-batch; see Note [The first unit stays between micro-batches]."""
+    """First of the next micro-batch; see Note [The first unit stays between micro-batches]."""
     POLICY = 4
     """`reshard_after_forward=False`: kept from its forward to its backward."""
     EXPLICIT = 8

@@ -52,8 +52,8 @@ class Unit:
     """One flat parameter per kind (dtype, compute dtype, trainable or frozen)."""
     views: ParameterViews
     state: ShardState
-    """Whether its full buffers are allocated and valid. An attribute, because schedulers look at
-    that of many units in each call."""
+    """Whether its full buffers are allocated and valid. An attribute, because schedulers read it
+    for many units in each call."""
     index: int
     """Index in the root's list of units, under which the recorder records it."""
     nbytes: int
@@ -71,7 +71,7 @@ class Unit:
     saved_casts: dict[int, SavedCast]
     """Casts of its unsharded parameters that autograd saved under autocast, by id of the cast."""
     forward_prefetch: list[Unit] | None
-    """Units the user wants gathered when its forward begins; None: those the recorder predicts."""
+    """Units that the user set to gather when its forward begins; None: the recorder's."""
     backward_prefetch: list[Unit] | None
     """The same for its backward."""
     static_forward_prefetch: Sequence[Unit]
@@ -238,7 +238,7 @@ class Unit:
 
     def set_optional(self, is_optional: bool) -> None:
         self.is_optional = is_optional
-        # Of an optional unit nobody knows yet whether any rank needs it.
+        # Whether any rank needs an optional unit is undecided before its call.
         self.may_prefetch = bool(self.handles) and not is_optional
 
     def await_values(self, buffers: Sequence[AwaitedBuffer]) -> None:
@@ -301,8 +301,8 @@ class Unit:
         context = self.context
         may_be_assigned = not context.in_backward
         if not may_be_assigned:
-            # Weights do not change in backward, but somebody who swaps them for an evaluation may
-            # do so between it and forward. A loop, because this runs in every backward.
+            # Weights do not change in backward, but a program may swap them for an evaluation
+            # between forward and backward. A loop, because this runs in every backward.
             for handle in self.handles:
                 may_be_assigned = may_be_assigned or handle.was_assigned
         # A list, not a generator, which would stop at the first True.

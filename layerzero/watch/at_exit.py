@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Callable
 
 _LIMIT_S = 1.0
-"""For all threads together: one that waits for a dead peer must not keep the process."""
+"""Bound on the wait for all threads together: a dead peer must not keep the process."""
 _stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def end_at_exit(thread: threading.Thread, stop: Callable[[], object]) -> None:
-    """At exit call `stop`, which asks the thread to end, and wait for it for a moment."""
+    """Call `stop` at exit, upon which the thread ends, and wait for it for a moment."""
     _stops[thread] = stop
 
 

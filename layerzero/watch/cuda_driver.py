@@ -64,4 +64,4 @@ def is_done(event: Any) -> bool:
         code = driver.cuEventQuery(event.cuda_event)  # ctypes releases the GIL.
         if code in (_SUCCESS, _NOT_READY):
             return bool(code == _SUCCESS)
-    return bool(event.query())  # Which says what is wrong, if something is.
+    return bool(event.query())  # It raises, and names what is wrong.

@@ -23,9 +23,9 @@ from layerzero.watch.run_names import live_runs
 REPORT_SECONDS = 5.0
 """Seconds that a failing rank waits for the reports of others."""
 _TAG = 0x3FFFFFFE
-"""Of a receive that nothing matches; below all tags of the engine's messages."""
+"""Tag of a receive that nothing matches; below all tags of the engine's messages."""
 _STORE_GRACE_S = 1.0
-"""Added to it, for a store that answers late or never."""
+"""Seconds added to it, for a store that answers late or never."""
 _BEGAN = time.time()
 """Start of this process. A rank that has no run name yet ignores reports older than this."""
 
@@ -35,7 +35,7 @@ class CollectiveError(RuntimeError):
 
 
 class PeerRaised(RuntimeError):
-    """Another rank raised and told this one in an exchange; all ranks can go on."""
+    """Another rank raised, and sent its error in an exchange; all ranks can go on."""
 
 
 def diagnose(
@@ -49,7 +49,7 @@ def diagnose(
 
     Args:
         operation: such as "all-gather of layers.3 (#42)".
-        peer: group rank of the peer that did not answer; -1 if the backend does not say.
+        peer: group rank of the peer that did not answer; -1 if unknown.
         find_divergence: returns where the ranks' paths diverged, None if it is unknown; may block.
     """
     rank = group.ranks[group.rank]
@@ -142,13 +142,13 @@ def _table(reports: _Reports, have_diverged: bool) -> str:
 
 
 class _Reports:
-    """What this rank waits for, and what the other ranks reported."""
+    """The report of this rank, which names what it waits for, and those of the others."""
 
     def __init__(self, text: str, group: ShardGroup, peer: int) -> None:
         self.ranks = list(group.ranks)
         """Global ranks whose reports are read, in the order of the error's table."""
         self.store_error: str | None = "does not answer"
-        """What is wrong with the store; None: it answered."""
+        """Reason why the store cannot be read; None: it answered."""
         self._own = group.ranks[group.rank]
         self.texts = {self._own: text}
         self._waits_for = None if peer < 0 else group.ranks[peer]

@@ -1,9 +1,9 @@
 """Events that are recorded again and again, instead of made and destroyed each time.
 
-Note [An event may be recorded again once nobody refers to it]
+Note [An event may be recorded again once nothing refers to it]
     A wait that was queued on a stream is for the record that the event had then; later records do
-    not change it. So only somebody who has yet to wait, or to query, can be misled. They need a
-    reference to the `PooledEvent`, and when the last one is gone there is nobody left.
+    not change it. So another record can only mislead code that waits, or queries, later. Such code
+    needs a reference to the `PooledEvent`; the event is free once the last reference is gone.
 
 Note [No thread but the main one destroys events]
     Destroying an event takes a lock of the driver, which a stuck collective may hold, and torch
@@ -25,7 +25,7 @@ from layerzero.watch.cuda_driver import is_done
 
 
 class PooledEvent:
-    """A place in a stream. Its event returns to the pool when nobody refers to this object."""
+    """A place in a stream. Its event returns to the pool when nothing refers to this object."""
 
     __slots__ = ("_event", "_free")
 
@@ -38,11 +38,11 @@ class PooledEvent:
         self._event.wait(stream)
 
     def query(self) -> bool:
-        """Whether the device has come here."""
+        """Whether the device has reached this place."""
         return is_done(self._event)
 
     def synchronize(self) -> None:
-        """Block the host until the device has come here."""
+        """Block the host until the device has reached this place."""
         self._event.synchronize()
 
     def __del__(self) -> None:
@@ -54,7 +54,7 @@ Event = PooledEvent | None
 
 
 class EventPool:
-    """The events of one device that nobody uses now; see the Notes above."""
+    """The events of one device that are not in use; see the Notes above."""
 
     def __init__(self, capacity: int | None = None) -> None:
         """`capacity`: events that it keeps at most; None: all."""
@@ -71,7 +71,7 @@ class EventPool:
 
 _pools: WeakKeyDictionary[Any, dict[torch.device, EventPool]]
 _pools = WeakKeyDictionary()
-"""By stream interface (such as `torch.cuda`) and device; an event belongs to one device."""
+"""Pools by stream interface (such as `torch.cuda`) and device; an event belongs to one device."""
 
 
 def event_pool(module: Any, device: torch.device) -> EventPool:

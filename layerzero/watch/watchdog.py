@@ -149,7 +149,7 @@ class Watchdog:
         return diagnose(self._in_flight[0].name, self._group, -1, TimeoutError("timed out"))
 
     def _find_awaited(self) -> str:
-        """The ranks that have not issued the oldest collective in flight, as the store tells."""
+        """The ranks that have not issued the oldest collective in flight, by the store."""
         try:
             number = self._count - len(self._in_flight) + 1
             ranks = [] if self._board is None else self._board.ranks_behind(number)

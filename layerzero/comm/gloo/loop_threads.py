@@ -4,8 +4,8 @@ Note [A thread that is preempted holds gloo's lock]
     gloo has a thread for its sockets. A thread that posts a message locks the connection, writes a
     notice of 48 bytes, and unlocks it. The notice wakes the peer's thread, which by default takes
     the core of the thread that has just written, inside the lock, if no core is free. From then on
-    gloo's own thread finds events on the connection that it cannot handle, and asks for them again
-    and again, thousands of times a step: it burns its core until the one that holds the lock has a
+    gloo's own thread finds events on the connection that it cannot handle, and polls again and
+    again, thousands of times a step: it burns its core until the one that holds the lock has a
     core again (benchmarks/bench_loop_threads.py).
 
     Linux does not let a thread of the class SCHED_BATCH take a core from another one when it wakes:
@@ -21,14 +21,14 @@ import sys
 from pathlib import Path
 
 _NAME = "gloo_tcp_loop"
-"""What gloo calls the thread of its sockets."""
+"""Name that gloo gives the thread of its sockets."""
 
 
 def wake_without_preempting() -> None:
     """Let the threads of gloo's sockets in this process wait for a core when they wake.
 
-    Only those whose scheduling class nobody chose. Where there are no such classes, nothing
-    happens. Not collective.
+    Skips threads with a scheduling class other than the default. Does nothing where there are no
+    such classes. Not collective.
     """
     if not sys.platform.startswith("linux"):
         return
