@@ -74,7 +74,7 @@ class Recorder:
         """
         self._loopback = loopback
         patch = mock.patch.object
-        run, rest = OnThread.run, OnThread.come_to_rest
+        run, rest = OnThread.run, OnThread.wait_until_idle
         recorder = self
 
         def number(item: OnThread) -> int:
@@ -90,7 +90,7 @@ class Recorder:
             run(item)
             recorder.note(Signal(("done", number(item))))
 
-        def come_to_rest(item: OnThread) -> None:
+        def wait_until_idle(item: OnThread) -> None:
             if item in recorder._items:
                 recorder.note(Await(("done", number(item))))
             rest(item)
@@ -106,7 +106,7 @@ class Recorder:
             patch(Pending, "_await", self._await()),
             patch(OnThread, "__init__", make),
             patch(OnThread, "run", run_item),
-            patch(OnThread, "come_to_rest", come_to_rest),
+            patch(OnThread, "wait_until_idle", wait_until_idle),
             # Whether a reduction still runs depends on time. Say yes, as it mostly does on gloo.
             patch(OnThread, "is_done", False),
         ):

@@ -126,8 +126,8 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             ranks together at the end of each backward that reduces: "raise": the backward raises
             FloatingPointError, with the name of a parameter, and changes nothing. "skip": it logs a
             warning, `.grad` is zero, and stays so until `optimizer.step()`, which changes neither
-            parameters nor state, or `zero_grad()`. None: nothing is looked at. Costs one pass over
-            this rank's gradients and one small all-gather, which blocks the host.
+            parameters nor state, or `zero_grad()`. None: no check. A check costs one pass over this
+            rank's gradients and one small all-gather, which blocks the host.
         optional_mean: over which ranks gradients of optional modules are averaged: "all", or
             "participants": those that had a gradient for the parameter.
         verify: check the bytes of gathers, reductions, full buffers, main shards and optimizer

@@ -38,7 +38,7 @@ from layerzero.step.unwrap import modules_of
 
 _EXCHANGE = Operation("exchange", "optional modules of ranks", 0)
 _REFUSED = "!"
-"""Begins the text of a rank that refuses its arguments."""
+"""Prefix of the text of a rank that refuses its arguments."""
 
 
 class _Kept(NamedTuple):

@@ -16,6 +16,6 @@ class OptionalRegions:
     """Index of each optional unit in the root's list, and the name of its region: the FQN of the
     innermost optional module around it, or its own (`find_regions` in optional.py)."""
     mean: OptionalMean
-    roams: bool = False
+    is_reused: bool = False
     """Whether any of them is used at several places of the model (shared, or tied): passes do
     not record where it comes, so ranks exchange before every gather of a forward."""

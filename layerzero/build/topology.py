@@ -76,7 +76,7 @@ class Exchange:
         """One group, or a mesh's inner and outer ones."""
 
     def __call__(self, row: _Row) -> list[_Row]:
-        """The rows of all ranks, first rank first; only that one if they differ in ranks alone.
+        """The rows of all ranks, in order; only the first if they differ in nothing but `rank`.
 
         Collective; blocks the host.
         """

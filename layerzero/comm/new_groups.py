@@ -1,4 +1,4 @@
-"""Makes process groups of which only the members take part in the making.
+"""Makes process groups; only their members take part.
 
 Note [No split of the default group]
     A default group that is bound to a device (`init_process_group(device_id=)`) makes torch split

@@ -38,7 +38,7 @@ class Operation(NamedTuple):
     def tag(self, nbytes: int, piece: int = 0) -> int:
         """See Note [A message carries its name] in messages.py.
 
-        In [2**30, 2**31), clear of small user tags. `piece`: its number, of those between a pair.
+        In [2**30, 2**31), clear of small user tags. `piece`: number of the message of a pair.
         """
         name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}/{self.model}/{piece}"
         return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
@@ -63,10 +63,10 @@ class Pending:
         self.num_checks = 0
         self.works: Sequence[tuple[dist.Work, int]] | None = None
         """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
-        to wait for: what ran on the current stream is in order there by itself."""
+        to wait for: a collective on the current stream is in order there by itself."""
         self._finish: Callable[[], object] | None = None
         self._posted: list[dist.Work | None] = []
-        """None: waited for already, which must not be done twice."""
+        """Works in order of posting; None for one that was waited for: never wait for it twice."""
         self._later: Sequence[tuple[int, functools.partial[dist.Work]]] = ()
         self._peers: Sequence[int] = ()
         self._receives: Sequence[bool] = ()
@@ -88,8 +88,8 @@ class Pending:
         """Post its messages: `calls`, each with its peer's group rank.
 
         Args:
-            peers: of `calls`, then of `later`; so `receives`, whether it is received.
-            later: messages that `wait` posts, in order, each with the place in `calls` of the one
+            peers, receives: peer of each message of `calls`, then of `later`; whether it receives.
+            later: messages that `wait` posts, in order, each with the index in `calls` of a message
                 that must be over before.
 
         Raises:
@@ -115,9 +115,9 @@ class Pending:
         return [(work, peer) for work, peer in in_order if work is not None]
 
     def _post_the_rest(self) -> None:
-        """Post `later`, each once the message is over whose memory it needs.
+        """Post each message of `later` once the message whose memory it needs is over.
 
-        Goes on where it was, if it raised.
+        A call after one that raised resumes there.
         """
         first = len(self._peers) - len(self._later)
         if len(self._posted) < first:

@@ -96,7 +96,7 @@ class InlineStream:
         """Handle for all work queued on the stream so far; here it has all run."""
         return _DONE
 
-    def come_to_rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Block the host until a thread of the stream has nothing to do, and forget its work."""
 
 
@@ -117,11 +117,11 @@ class ChainingStream(InlineStream):
 
         return self._enqueue(chained)
 
-    def come_to_rest(self) -> None:
+    def wait_until_idle(self) -> None:
         # Forgotten: its error would keep the frames of all callers of `wait` alive.
         last, self._last = self._last, None
         if last is not None:
-            last.come_to_rest()
+            last.wait_until_idle()
 
     def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
         if self._thread is None:
@@ -186,7 +186,7 @@ class OnThread:
             self._work = None
             self._has_run.set()
 
-    def come_to_rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until it has run."""
         while not self._has_run.wait(timeout=1.0):
             if not self._thread.is_alive():
@@ -196,7 +196,7 @@ class OnThread:
                 )
 
     def wait(self) -> None:
-        self.come_to_rest()
+        self.wait_until_idle()
         if self._error is not None:
             raise self._error
         if self._started is not None:
@@ -350,11 +350,11 @@ class Streams:
         """Whether memory belongs to the stream that it was allocated on."""
         return self._module is not None
 
-    def come_to_rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Block the host until the threads of streams have nothing to do; devices have none."""
         for stream in (self.unshard, self.reduce):
             if isinstance(stream, InlineStream):
-                stream.come_to_rest()
+                stream.wait_until_idle()
 
     def record_compute_event(self) -> Event:
         """Record an event on the compute stream, after all work queued there; None on CPU."""

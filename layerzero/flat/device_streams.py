@@ -40,8 +40,8 @@ def has_generic_streams(device: torch.device) -> bool:
 
 class _Generic:
     event_pool_capacity = 0
-    """No event is recorded again: on OpenReg a wait that is queued sees the later record, and may
-    hang, against torch's contract. Devices like CUDA bring a module with streams of their own."""
+    """Events kept to be recorded again: none. On OpenReg a queued wait sees the later record, and
+    may hang, against torch's contract. Devices like CUDA have a module with their own streams."""
     Stream = torch.Stream
     current_stream = staticmethod(torch.accelerator.current_stream)
 

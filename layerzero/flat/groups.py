@@ -20,7 +20,7 @@ BACKEND_GRACE = timedelta(seconds=15)
 """Added to a backend's own timeout, so that the engine's error, which names the unit, comes before
 the backend's watchdog ends the process."""
 LONGEST_TIMEOUT = timedelta(days=36500)
-"""Backends count nanoseconds in 64 bits, 292 years; what is longer becomes negative there."""
+"""Bound on timeouts: backends count nanoseconds in 64 bits, which overflow after 292 years."""
 
 
 def is_timeout(timeout: timedelta) -> bool:
@@ -78,7 +78,7 @@ def own_rank() -> int:
 def resolve_process_groups(
     process_group: dist.ProcessGroup | DeviceMesh | None,
 ) -> tuple[dist.ProcessGroup, ...]:
-    """The process group that an argument names; of a 2-D mesh, (inner, outer). None: all ranks.
+    """The process group of an argument; for a 2-D mesh, (inner, outer); for None, all ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -162,7 +162,7 @@ def make_shard_group(
         ValueError: as `describe_group`.
     """
     group = describe_group(process_group, device, timeout)
-    let_backend_wait(group, device, group.timeout)
+    raise_backend_timeout(group, device, group.timeout)
     return group
 
 
@@ -240,7 +240,7 @@ def _backend_timeout(process_group: dist.ProcessGroup, device: torch.device) -> 
     return timeout if isinstance(timeout, timedelta) else None
 
 
-def let_backend_wait(
+def raise_backend_timeout(
     group: ShardGroup, device: torch.device, limit: timedelta
 ) -> Callable[[], None]:
     """Raise the timeout of a backend that has one, so that waits may last `limit`; never lower it.

@@ -200,7 +200,7 @@ class _Later:
             first.is_done = True
             del first._work
 
-    come_to_rest = run
+    wait_until_idle = run
 
     def wait(self) -> None:
         self.run()

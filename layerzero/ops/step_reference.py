@@ -7,9 +7,9 @@ csrc/step_math.h; the names here are the same.
 
 Float32 is computed as torch's fused CPU optimizers compute it on a processor with fused
 multiply-add. That has two orders of operations, one for the last `numel % 8` elements of a tensor,
-which float32 states follow range by range. Smaller states ignore tensors: all their elements go
-one way (AdamW's with a division less), and their random bits depend on the element's place in its
-whole parameter.
+which float32 states follow range by range. Smaller states ignore where tensors end: all their
+elements go one way (AdamW's with a division less), and their random bits depend on the element's
+place in its whole parameter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """word_sums: checksums, each the sum of a tensor's bytes as 64-bit words, modulo 2**64.
 
-One flipped bit changes a word by a power of two below 2**64, so it always changes the sum. What is
-flipped in several places cancels out only if the changes of the words add up to zero.
+One flipped bit changes a word by a power of two below 2**64, so it always changes the sum. Flips in
+several places cancel out only if the changes of the words add up to zero.
 
 The reference here runs where the library built from csrc/ has no kernel (schema.py).
 """

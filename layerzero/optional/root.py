@@ -69,7 +69,7 @@ class OptionalRoot(RootState):
             before_event=scheduler.before_event,
         )
         optional = [unit for unit in units if unit.is_optional]
-        scheduler.join(agreement, optional, regions.roams, reducer.how, reducer.presence)
+        scheduler.join(agreement, optional, regions.is_reused, reducer.how, reducer.presence)
         reducer.join(agreement, regions, scheduler.before_reduction, scheduler.free_after_reduction)
         return agreement
 

@@ -104,14 +104,14 @@ class OptionalScheduler(UnshardScheduler):
         self,
         agreement: Agreement,
         optional: Sequence[Unit],
-        roams: bool,
+        is_reused: bool,
         reduces: Callable[[], tuple[bool, bool]],
         presence: Callable[[], list[bool]],
     ) -> None:
         """Ask `agreement` before each collective from now on.
 
         Args:
-            roams: see `OptionalRegions`.
+            is_reused: see `OptionalRegions`.
             reduces: how gradients of the coming backward are reduced.
             presence: what `OptionalReduction.presence` returns.
         """
@@ -120,7 +120,7 @@ class OptionalScheduler(UnshardScheduler):
         self._required = tuple(unit for unit in self._units if not unit.is_optional)
         self._room.count(self._required)
         self.recorder.leave_out(frozenset([unit.index for unit in optional]))
-        never = (_NEVER,) if roams else ()
+        never = (_NEVER,) if is_reused else ()
         self._may_come = frozenset([*never, *(u.index for u in optional if u.handles)])
         self._reduces = reduces
         self._presence = presence

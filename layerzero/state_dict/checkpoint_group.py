@@ -24,7 +24,7 @@ from layerzero.flat.groups import (
     ShardGroup,
     chosen_timeout,
     describe_group,
-    let_backend_wait,
+    raise_backend_timeout,
 )
 from layerzero.flat.placement import Placement
 from layerzero.state_dict.errors import CheckpointError
@@ -215,7 +215,7 @@ def _make_group(ranks: tuple[int, ...], timeout: timedelta) -> ShardGroup | None
     host = torch.device("cpu")
     group = describe_group(new_group(ranks, "gloo", timeout), host, None)
     # Each exchange has its own timeout.
-    let_backend_wait(group, host, timedelta(days=1))
+    raise_backend_timeout(group, host, timedelta(days=1))
     return group
 
 

@@ -60,7 +60,7 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
                 "the first forward"
             )
     for unit in waiting:
-        unit.values_came()
+        unit.mark_loaded()
 
 
 def _missing(units: Sequence[Unit]) -> Iterator[str]:

@@ -176,7 +176,7 @@ class Operations:
         """Whether a collective has failed, which is final."""
         return self.failure is not None
 
-    def come_to_rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait for messages in flight without a handle, because something raised right after they
         were posted. Call it once all others have been waited for."""
         if self._detector is not None:

@@ -250,7 +250,7 @@ class GradientReducer:
                 reduction.handle.gradients.release()
         return self._skips_next
 
-    # What is kept of a step, until the program gives it up: see placeholders.py -----------------
+    # State of a step, kept until the program gives it up: see placeholders.py -------------------
 
     @property
     def keeps_step(self) -> bool:

@@ -497,8 +497,8 @@ class RootState:
                 handle.settle()
         # Before buffers are freed: something may have raised before anything referred to a message
         # that had been posted.
-        self.streams.come_to_rest()
-        self.operations.come_to_rest()
+        self.streams.wait_until_idle()
+        self.operations.wait_until_idle()
         self.reducer.note_failure()
         for unit in self.units:
             unit.reset()

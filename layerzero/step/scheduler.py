@@ -250,7 +250,7 @@ class UnshardScheduler:
         """Free what the pass left unsharded, except `first`, which begins the next micro-batch.
 
         Args:
-            orders: of the forwards that the pass ran through; nothing to do with them here.
+            orders: of the forwards that the pass ran through; unused here.
         """
         for unit in self._units:
             # A running forward (`depth`) still uses its unit: `torch.autograd.grad` inside it.

@@ -30,7 +30,7 @@ _END = (None,)
 class Ignored:
     """Ignored modules and parameters of a model, by identity and by name.
 
-    By name as well, because an ignored module or parameter may be replaced.
+    The name counts as well, because an ignored module or parameter may be replaced.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
                 for sharded, full in zip(
                     entry.handle.sharded_params, entry.parameters or (), strict=False
                 ):
-                    set_sharded_param(full, sharded)  # From here on it stands for nothing.
+                    set_sharded_param(full, sharded)  # `full` is no parameter any more.
         if finished and options.writeback:
             root.context.num_writebacks += 1
             with torch.no_grad():
@@ -168,8 +168,8 @@ def _gather(
     full = _gather_flat(root, unit, handle, handle.main_shard)
     full_grad = None
     has_grad = [parameter.grad is not None for parameter in handle.sharded_params]
-    # Also without any gradient here: ranks with other experts may have some, and all number the
-    # model's collectives alike.
+    # Also without a gradient here: ranks with other experts may have one, and all ranks must issue
+    # the same collectives.
     if options.with_grads and (handle.gradients.layout.trainable or any(has_grad)):
         full_grad = _gather_flat(root, unit, handle, _flat_gradient(handle))
     if options.rank0_only and not handle.placement.is_first:

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from layerzero.flat.groups import ShardGroup, is_timeout, let_backend_wait
+from layerzero.flat.groups import ShardGroup, is_timeout, raise_backend_timeout
 
 _HOST = torch.device("cpu")
 
@@ -70,7 +70,7 @@ class Phases:
             now = self._open[-1].limit if self._open else None
             for group in list(self._groups.values()):
                 group.set_limit(now)
-            phase.let_go()
+            phase.restore()
 
 
 class _Phase:
@@ -84,9 +84,9 @@ class _Phase:
         group.set_limit(self.limit)
         if group.size > 1:
             serves = _HOST if group.backend == "gloo" else device
-            self._undo.append(let_backend_wait(group, serves, self.limit))
+            self._undo.append(raise_backend_timeout(group, serves, self.limit))
 
-    def let_go(self) -> None:
+    def restore(self) -> None:
         """Give the backends their timeouts back."""
         for undo in reversed(self._undo):
             undo()

@@ -245,7 +245,7 @@ class Unit:
         """A load will bring the values of its parameters, and of these buffers."""
         self.awaits_values, self.awaited_buffers = True, tuple(buffers)
 
-    def values_came(self) -> None:
+    def mark_loaded(self) -> None:
         self.awaits_values, self.awaited_buffers = False, ()
 
     # Forward calls --------------------------------------------------------------------------

@@ -127,9 +127,9 @@ def _threads_paced(pace: _Pace) -> Iterator[None]:
                 self._is_awaited.wait(_LATEST)
             super().run()
 
-        def come_to_rest(self) -> None:
+        def wait_until_idle(self) -> None:
             self.hurry()
-            super().come_to_rest()
+            super().wait_until_idle()
 
         def hurry(self) -> None:
             item: Any = self

@@ -54,7 +54,7 @@ class FaultAt(TorchDispatchMode):
 
 def _start_here(stream: FinishingStream, issue: Callable[[], Waitable]) -> Waitable:
     if stream._last is not None:
-        stream._last.come_to_rest()
+        stream._last.wait_until_idle()
     return issue()
 
 

@@ -56,9 +56,8 @@ def exchange(
 
     Args:
         nbytes: is compared between ranks; None: the size of each message, if all have the same.
-        num_steps: what is received in a step may go where what was sent so many steps before lay,
-            and is posted after that; None: all is posted at once. If given, no tensor is empty, or
-            all are.
+        num_steps: a receive may use the memory of the send that many steps before, so it is posted
+            after that send; None: all is posted at once. If given, no tensor is empty, or all are.
     """
     pending = Pending(operation, group, outgoing[0].nbytes if nbytes is None else nbytes)
     process_group = group.process_group
