@@ -43,8 +43,7 @@ from common import (
 )
 from torch import Tensor, nn
 
-from layerzero import ZeRO3
-from layerzero.build import build
+from layerzero import ZeRO3, zero3
 from layerzero.step.root import RootState
 
 BAR = 1.01
@@ -106,13 +105,13 @@ class TwoEngines:
         torch.manual_seed(0)
         self._module = Towers(args.width, args.depth, args.trunk, args.towers)
         towers = [each for each in (self._module.first, self._module.second) if each is not None]
-        make, plain = build.make_root, []
+        make, plain = zero3.make_root, []
 
         def make_two(*args: Any, **kwargs: Any) -> RootState:
             plain.append(make(*args, **{**kwargs, "regions": None}))
             return make(*args, **kwargs)
 
-        with mock.patch.object(build, "make_root", make_two):
+        with mock.patch.object(zero3, "make_root", make_two):
             self._model = ZeRO3(self._module, auto_wrap_policy={Block}, optional_modules=towers)
         self._optional = self._model._root_state
         (self._plain,) = plain

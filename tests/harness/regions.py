@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from layerzero.build import build
+from layerzero import zero3
 from layerzero.build.regions import OptionalRegions
 from layerzero.step.root import RootState
 
@@ -22,12 +22,12 @@ def recorded_regions() -> Iterator[Recorded]:
     The models themselves skip nothing.
     """
     found: Recorded = []
-    make_root = build.make_root
+    make_root = zero3.make_root
 
     def record(units: Any, *args: Any, regions: OptionalRegions | None, **kwargs: Any) -> RootState:
         by_fqn = {} if regions is None else {units[i].fqn: r for i, r in regions.region_of.items()}
         found.append(None if regions is None else (by_fqn, regions.mean))
         return make_root(units, *args, regions=None, **kwargs)
 
-    with mock.patch.object(build, "make_root", record):
+    with mock.patch.object(zero3, "make_root", record):
         yield found
