@@ -262,16 +262,16 @@ def without_waiting_for_gradient_presence() -> AbstractContextManager[object]:
 
 def _completing(waits: bool) -> AbstractContextManager[object]:
     """Compute takes what was reduced without a wait, or frees what is reduced before its wait."""
-    complete = GradientReducer._complete_all
+    complete = GradientReducer._complete_oldest
 
     def completing(reducer: GradientReducer) -> None:
-        pendings = [r.pending for r in reducer._in_flight if r.pending is not None]
+        pending = reducer._in_flight[0].pending
         with mock.patch.object(_OnStream, "wait", lambda _: None):
             complete(reducer)
-        for pending in pendings if waits else ():
+        if waits and pending is not None:
             pending.wait()
 
-    return mock.patch.object(GradientReducer, "_complete_all", completing)
+    return mock.patch.object(GradientReducer, "_complete_oldest", completing)
 
 
 def without_compute_waiting_for_reductions() -> AbstractContextManager[object]:
