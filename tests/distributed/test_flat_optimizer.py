@@ -273,8 +273,6 @@ def _count_calls() -> None:
         for count in (4, 64):
             model = ZeRO3(_Many(count))
             optimizer = AdamW(model.parameters(), state=state)  # type: ignore[arg-type]
-            # Neither the last of them, the 6th, nor the next one is compared between ranks
-            # (steps_alike.py): the few that are look at each parameter.
             for _ in range(6):
                 forward_backward(model, torch.ones(2))
                 calls = [
