@@ -106,6 +106,9 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         sync_module_states: broadcast parameters and buffers from the group's first rank.
         device: device for parameters and buffers; None: the one they are on (from meta: the device
             that the group's backend serves).
+        move_inputs: whether a forward of the model moves its inputs to that device, as
+            `fully_shard` does: tensors in nested tuples, lists, mappings and dataclasses, without
+            blocking the host. False, if you write the next batch into the same pinned memory.
         gradient_reduction: "mean" over the group, or "sum".
         accumulation: where micro-batches without gradient synchronization (`no_sync`) add up:
             "unsharded": before anything is sent; "sharded": after a reduction over the shard group;
@@ -167,6 +170,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         param_init_fn: Callable[[nn.Module], None] | Literal["later"] | None = None,
         sync_module_states: bool = False,
         device: torch.device | str | int | None = None,
+        move_inputs: bool = True,
         gradient_reduction: GradientReduction = "mean",
         accumulation: Accumulation = "auto",
         deterministic: bool = False,

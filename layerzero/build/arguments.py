@@ -85,6 +85,7 @@ class Arguments:
     param_init_fn: InitFunction | Later | None
     sync_module_states: bool
     device: torch.device | str | int | None
+    move_inputs: bool
     timeout: timedelta | None
     on_nonfinite: OnNonFinite | None
     optional_modules: object
@@ -115,9 +116,8 @@ def check_arguments(
     module = given["module"]
     check_module(module)
     refuse_unknown(unknown, given)
-    check_flags(
-        sync_module_states=given["sync_module_states"], deterministic=given["deterministic"]
-    )
+    names = ("sync_module_states", "deterministic", "move_inputs")
+    check_flags(**{name: given[name] for name in names})
     check_timeout(given["timeout"])
     check_verify(given["verify"])
     check_on_nonfinite(given["on_nonfinite"])
@@ -160,6 +160,7 @@ def check_arguments(
         param_init_fn=given["param_init_fn"],
         sync_module_states=given["sync_module_states"],
         device=given["device"],
+        move_inputs=given["move_inputs"],
         timeout=given["timeout"],
         on_nonfinite=given["on_nonfinite"],
         optional_modules=given["optional_modules"],

@@ -63,6 +63,7 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) ->
         is_first = topology.placement.is_first
         warn_once(difference, difference, is_first=is_first, stacklevel=outside())
     root = join_units(units, plan, topology, given, parts)
+    root.moves_inputs = given.move_inputs and plan.device.type != "cpu"
     plan.optional.keep(units[0])
     return root
 
@@ -91,11 +92,7 @@ def build_units(
 
 
 def join_units(
-    units: list[Unit],
-    plan: WrapPlan,
-    topology: Topology,
-    given: Arguments,
-    parts: Parts,
+    units: list[Unit], plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts
 ) -> RootState:
     """Join the units under one root."""
     forward_depth, limit = int(given.prefetch.forward), given.prefetch.limit

@@ -1,10 +1,17 @@
 """FlatParam: the buffers behind one flat parameter: main shard, compute shard, full buffer.
 
     main shard      the optimizer updates it; original dtype
-    compute shard   this rank's input to an all-gather; compute dtype. It is the main shard itself
-                    unless a cast, an outer axis (placement.py) or offloading separates the two;
-                    then it is memory of its own, written once for each change of the weights
-    full buffer     modules compute with it; in a shard group of one, the compute shard itself
+    compute shard   this rank's input to an all-gather; compute dtype
+    full buffer     modules compute with it
+
+Between steps only the main shard has memory. Where the compute shard is depends on what lies
+between it and the main shard:
+
+    nothing         it is the main shard itself
+    a cast          it is this rank's place in the full buffer, into which each gather first casts
+                    the main shard; the gather is in place
+    an outer axis   memory of its own, written by the first gather of a step and freed when its
+    or offloading   backward ends (placement.py)
 
 Note [Views outlive storage]
     The unsharded parameters are leaves of autograd. They are made once, as views of one flat
@@ -14,8 +21,8 @@ Note [Views outlive storage]
     values does not look like an in-place change of a tensor that autograd saved.
 
 Note [One rank is whole]
-    In a shard group of one rank the full buffer is the compute shard. It is never freed, and is
-    cast, or gathered over the outer group, again only after the weights have changed.
+    In a shard group of one rank the full buffer is the compute shard. It is freed when a step ends,
+    not after each use; it is cast, or gathered over the outer group, once a step.
 """
 
 from __future__ import annotations
@@ -26,7 +33,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from layerzero.flat.data_watch import watch_data
 from layerzero.flat.gradients import GradientBuffer
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
@@ -88,15 +94,17 @@ class FlatParam:
     is_whole: bool
     """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
     has_compute_shard: bool
-    """Whether the compute shard is memory of its own, apart from the main shard."""
+    """Whether the compute shard is memory of its own, which stays for a step."""
+    casts_in_place: bool
+    """Whether the compute shard is this rank's place in the full buffer."""
     compute_shard: torch.Tensor
-    """[compute_numel] in the compute dtype; valid unless `is_stale`."""
+    """[compute_numel] in the compute dtype; with `has_compute_shard`, valid unless `is_stale`."""
     post_forward_shard: torch.Tensor | None
     """[padded numel / size of the placement's `post_forward_group`] in the compute dtype: this
     rank's part of the full buffer, kept in forward so that backward gathers over that group."""
     gradients: GradientBuffer
     version: int
-    """Version of the main shard from which the compute shard was written; -1: none yet."""
+    """Version of the main shard that was gathered last; -1: none, or it has to be again."""
 
     def __init__(
         self,
@@ -127,10 +135,7 @@ class FlatParam:
             alignment=alignment_of(device.type, min(dtype.itemsize, compute_dtype.itemsize)),
             slices=placement.owned_slices,
         )
-        self.version = self._slice_version = -1
-        self._may_change_unseen = False
-        self.num_data_taken = 0
-        """Number of accesses to `.data` of sharded parameters since `watch_data`."""
+        self.version = -1
         self._apart: list[nn.Parameter] = []
         """Sharded parameters whose `.data` was assigned, here or by a user: they count their own
         versions, and writes into them leave the main shard's as it is."""
@@ -150,11 +155,15 @@ class FlatParam:
         self._expect()
         self._empty = [parameter for parameter in self.sharded_params if not parameter.numel()]
         self.is_whole = placement.shard_group.size == 1
-        self.has_compute_shard = (
-            compute_dtype != dtype or not placement.owns_compute_shard or params_on is not None
-        )
+        is_cast = compute_dtype != dtype
+        is_far = not placement.owns_compute_shard or params_on is not None
+        self.has_compute_shard = is_far or (is_cast and self.is_whole)
+        self.casts_in_place = is_cast and not self.has_compute_shard
         self._make_full(originals, compute_dtype, device)
         self._make_compute_shard()
+        if self.has_compute_shard:
+            self.free_compute_shard()
+        self.free_full()
         self.gradients = GradientBuffer(
             self.layout,
             self.shapes,
@@ -210,10 +219,8 @@ class FlatParam:
         if self.is_whole and not self.has_compute_shard:
             self.full = self.main_shard.data
         else:
-            # A whole buffer is never freed and is written slice by slice, so its padding starts as
-            # zeros. Any other storage is freed below; `empty` avoids touching its memory.
-            make = torch.zeros if self.is_whole else torch.empty
-            self.full = make(self.layout.padded_numel, dtype=compute_dtype, device=device)
+            # Freed once its views are made: `empty` does not touch the memory.
+            self.full = torch.empty(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self._storage = self.full.untyped_storage()
         self._is_large = is_worth_huge_pages(self.full)
         self.unsharded_params = []
@@ -225,8 +232,6 @@ class FlatParam:
             copy_attributes(original.parameter, unsharded)
             set_sharded_param(unsharded, self.sharded_params[index])
             self.unsharded_params.append(unsharded)
-        if not self.is_whole:
-            self._storage.resize_(0)
 
     def view_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """View of parameter `index` in a buffer laid out like `full`; for a DTensor, a DTensor."""
@@ -240,7 +245,9 @@ class FlatParam:
         if self.is_whole:
             self.compute_shard = self.full.data
         elif self.has_compute_shard:
-            self.compute_shard = torch.zeros(numel, dtype=self.full.dtype, device=self.full.device)
+            self.compute_shard = torch.empty(numel, dtype=self.full.dtype, device=self.full.device)
+        elif self.casts_in_place:
+            self.compute_shard = self.full.data[placement.shard_group.rank * numel :][:numel]
         else:
             self.compute_shard = self.main_shard
         own = self.layout.shard_numel
@@ -268,6 +275,19 @@ class FlatParam:
         if not self.is_whole:
             self._storage.resize_(0)
 
+    def allocate_compute_shard(self) -> None:
+        """Allocate it for a step, if it is not; for `has_compute_shard`."""
+        storage = self.compute_shard.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.compute_numel * self.compute_shard.itemsize)
+            if is_worth_huge_pages(self.compute_shard):
+                prefer_huge_pages(self.compute_shard, collapse=False)
+
+    def free_compute_shard(self) -> None:
+        """Free it, because the optimizer is about to make it stale; for `has_compute_shard`."""
+        self.compute_shard.untyped_storage().resize_(0)
+        self.version = -1
+
     @property
     def main_version(self) -> int:
         """Grows with each write into the main shard that torch counts.
@@ -281,11 +301,11 @@ class FlatParam:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the main shard was written since the compute shard was."""
+        """Whether the main shard was written since it was gathered."""
         return self.version != self.main_version
 
     def mark_stale(self) -> None:
-        """Rewrite the compute shard before its next use.
+        """Let the next gather read the main shard.
 
         For writes through `.data`, which change no version.
         """
@@ -322,50 +342,11 @@ class FlatParam:
 
         Runs on the current stream; does not block the host unless offloaded memory is not pinned.
         """
-        self.post_forward_shard = None
-        if self.has_compute_shard and self._slice_version != self.main_version:
-            source = self.main_shard
-            if self.params_on is not None:
-                source = torch.empty_like(source, device=self.full.device)
-                source.copy_(self.main_shard, non_blocking=True)
-            pack_(self.compute_slice, [source], self._whole_shard)
-        self.version = self.main_version
-
-    @property
-    def slice_beside_main(self) -> torch.Tensor | None:
-        """The slice of the compute shard that an optimizer may write together with the main shard.
-
-        None if there is no such slice, if it is on another device, or if the main shard may change
-        without a version bump, so that the cast before the next gather is needed anyway.
-        """
-        is_beside = self.has_compute_shard and self.compute_slice.device == self.main_shard.device
-        return self.compute_slice if is_beside and not self._may_change_unseen else None
-
-    @property
-    def may_change_unseen(self) -> bool:
-        """Whether the main shard may change without a version bump."""
-        return self._may_change_unseen
-
-    @property
-    def slice_is_current(self) -> bool:
-        """Whether the slice of the compute shard has the values that the main shard has now."""
-        return self.main_version in (self.version, self._slice_version)
-
-    def note_slice_written(self) -> None:
-        """An optimizer has written all of the slice: the cast before the next gather is left out,
-        unless the main shard changes before."""
-        if not self._may_change_unseen:
-            self._slice_version = self.main_version
-
-    def watch_data(self) -> None:
-        """Record accesses to `.data` of sharded parameters; see flat/data_watch.py."""
-        for parameter in self.sharded_params:
-            watch_data(parameter, self._note_data_taken)
-
-    def _note_data_taken(self, _: object) -> None:
-        self.num_data_taken += 1
-        self._may_change_unseen = True
-        self._slice_version = -1
+        source = self.main_shard
+        if self.params_on is not None:
+            source = torch.empty_like(source, device=self.full.device)
+            source.copy_(self.main_shard, non_blocking=True)
+        pack_(self.compute_slice, [source], self._whole_shard)
 
     def reset_sharded_params(self, unit: str) -> bool:
         """Take over values that a user assigned to `parameter.data`; True if any.
@@ -432,7 +413,7 @@ class FlatParam:
             moved = self.params_on.lasting(numel, dtype)
         # The objects stay: optimizers hold them.
         _put(self.main_shard, moved.copy_(former))
-        if self.has_compute_shard:
+        if self.has_compute_shard or self.casts_in_place:
             return
         if self.is_whole:
             _put(self.full, moved)

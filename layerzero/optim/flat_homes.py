@@ -45,13 +45,8 @@ class Home:
             self.main = held[0].parameter.detach().view(-1)
         else:
             self.main = handle.main_shard
-            handle.watch_data()
-            if handle.slice_beside_main is not None:
-                prefer_huge_pages(handle.slice_beside_main)
         prefer_huge_pages(self.main)
         self._addresses = [*map(_address_of, self.parameters)]
-        self._seen: tuple[int, int] | None = None
-        """What had been written and taken when the parameters were last found where they were."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -67,39 +62,7 @@ class Home:
 
     def is_where_it_was(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether its parameters, which these are, still are views of `main`."""
-        handle = self.handle
-        now = None if handle is None else (handle.main_version, handle.num_data_taken)
-        # To move a parameter takes its `.data`, or `set_`, which torch counts as a write.
-        if now is not None and now == self._seen:
-            return True
-        is_there = [*map(_address_of, parameters)] == self._addresses
-        self._seen = now if is_there else None
-        return is_there
-
-    def note_stepped(self) -> None:
-        """The optimizer itself has written `main`, and nobody else since `is_where_it_was`."""
-        handle = self.handle
-        if self._seen is not None and handle is not None:
-            self._seen = handle.main_version, self._seen[1]
-
-    def copy(self, covers_all: bool) -> torch.Tensor:
-        """The compute shard's slice to write with the main shard; without elements: none.
-
-        Args:
-            covers_all: all parameters that an optimizer has here are going to be written.
-        """
-        handle = self.handle
-        found = None if handle is None else handle.slice_beside_main
-        if handle is None or found is None:
-            return torch.empty(0)
-        # What is not written has to be right already.
-        covers_all = covers_all and len(self.held) == len(handle.sharded_params)
-        return found if covers_all or handle.slice_is_current else torch.empty(0)
-
-    def note_copied(self) -> None:
-        handle = self.handle
-        if handle is not None:
-            handle.note_slice_written()
+        return [*map(_address_of, parameters)] == self._addresses
 
 
 def key_of(name: str) -> int:

@@ -4,12 +4,10 @@
     gradient      | a     | b            | c   |      range for each parameter that has a gradient;
     states        | a     |    | c   |                parameters of other optimizers have no state
 
-The host's work for a step does not grow with the number of parameters. Where gradients lie is noted
-when they are delivered, and stays known until somebody touches a `.grad` (flat/data_watch.py);
-where parameters lie, until somebody other than the optimizer writes one. Then a step looks at each,
-by a few passes in C over lists (`map` over a slot of Tensor): gradients in one buffer, parameters
-in the main shard, state in the memory made here. What is elsewhere, for whatever reason, is found
-again or copied.
+Where gradients lie is noted when they are delivered, and stays known until somebody touches a
+`.grad` (optim/data_watch.py). Where parameters lie each step looks at, by passes in C over lists
+(`map` over a slot of Tensor): gradients in one buffer, parameters in the main shard, state in the
+memory made here. What is elsewhere, for whatever reason, is found again or copied.
 """
 
 from __future__ import annotations
@@ -23,10 +21,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from layerzero.flat.data_watch import grad_of, watch_autograd, watch_grad
 from layerzero.flat.huge_pages import prefer_huge_pages
+from layerzero.flat.parameter_hooks import grad_of
 from layerzero.ops import flat_step_, step_reference, sum_squares
 from layerzero.ops.step_reference import StepTensors
+from layerzero.optim.data_watch import watch_autograd, watch_grad
 from layerzero.optim.flat_gradient import Gradient, copy_of, find_buffer
 from layerzero.optim.flat_homes import Held, Home
 from layerzero.step.chunk_squares import ChunkSquares
@@ -332,10 +331,9 @@ class FlatState:
         table, keys = self._table_for(gradient)
         pairs = tuple((group, self._first + lag + 1) for group, lag in keys)
         factors = _NONE if factor is None else factor.to(self.home.main.device)
-        copy = self.home.copy(covers_all=len(gradient.parts) == len(self._all))
         states, scales = self._states()
         tensors = StepTensors(
-            *(self.home.main.detach(), gradient.flat, states, scales, copy, self.edges),
+            *(self.home.main.detach(), gradient.flat, states, scales, _NONE, self.edges),
             *(table, rows_of(pairs), factors),
         )
         return Step(gradient, tensors, grad_scale, seed)
@@ -370,9 +368,6 @@ class FlatState:
 
     def note_taken(self, step: Step) -> None:
         """To be called after `launch`."""
-        if step.tensors.copy.numel():
-            self.home.note_copied()
-        self.home.note_stepped()
         self._count(step.gradient.numbers)
 
     def _count(self, numbers: list[int] | None) -> None:

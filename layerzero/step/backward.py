@@ -249,14 +249,13 @@ class Backward:
             self._scheduler.recorder.end()
         # Ends the hold of earlier create_graph passes, too, if this one makes no graph.
         self._scheduler.hold_for_graph(ended.makes_graph)
-        if self._reducer.requires_sync:
-            # The optimizer changes the weights; inside `no_sync` the next gathers use these shards.
-            for unit in self._units:
-                unit.drop_post_forward_shards()
         oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
         for unit in self._units:
             unit.forget_starts_before(oldest)
         self._scheduler.end_backward(first, (each.order for each in ended.forwards))
+        if self._reducer.requires_sync:
+            # Not inside `no_sync`: the next micro-batch gathers the same weights.
+            self._scheduler.end_step()
 
     def _reduce_untouched(self, ended: BackwardPass) -> None:
         """Take part in the reductions of units that this backward did not reach.

@@ -8,15 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from layerzero.flat.data_watch import grad_of
 from layerzero.flat.gradients import Gradient
-from layerzero.flat.parameter_hooks import accumulate_with_hooks
+from layerzero.flat.parameter_hooks import accumulate_with_hooks, grad_of
 
 _logger = logging.getLogger(__name__)
 
 
 _set_grad = vars(torch._C.TensorBase)["grad"].__set__
-"""Sets `parameter.grad` without a call of watchers (flat/data_watch.py)."""
+"""Sets `parameter.grad` without a call of watchers (optim/data_watch.py)."""
 
 
 def note_steps(error: BaseException, units: Sequence[str]) -> None:

@@ -1,9 +1,10 @@
 """FlatParamHandle: unshards and reshards one flat parameter, on the streams of its model.
 
-    main shard --cast, on pre_unshard--> compute shard --all-gather, on unshard--> full buffer
+    main shard --cast--> compute shard --all-gather, on unshard--> full buffer
 
-The cast runs once for each change of the weights; it is skipped where the compute shard is the main
-shard. With an outer axis it is followed by an all-gather over outer peers (flat/placement.py).
+Where the cast writes into the full buffer itself, it runs before each gather, on the same stream.
+Into a compute shard that stays for a step it runs once, on pre_unshard, and with an outer axis an
+all-gather over outer peers follows (flat/placement.py). What each case holds: flat/flat_param.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class FlatParamHandle(FlatParam):
         written: Event = None if self.has_compute_shard else context.weights_written
         synced: Waitable | None = None
         if self.is_stale:
-            written, synced = self._sync_compute_shard(context, unit)
+            self.post_forward_shard = None
+            if self.has_compute_shard:
+                written, synced = self._sync_compute_shard(context, unit)
+            self.version = self.main_version
         if self.is_whole:
             # The full buffer is the compute shard: nothing is left to gather.
             if synced is not None:
@@ -75,13 +79,11 @@ class FlatParamHandle(FlatParam):
             The event after the write of this rank's slice, and a handle for the whole compute
             shard; None where waiting for the event is enough.
         """
-        if not self.has_compute_shard:
-            self.write_compute_slice()  # Records the version only: there is nothing to cast.
-            return context.weights_written, None
         with context.streams.pre_unshard as stream:
-            # The cast reads what the optimizer wrote. It also overwrites the compute shard, whose
-            # last readers (gathers and compute of the last step) come before that event, too.
+            # The cast reads what the optimizer wrote. It may also overwrite a compute shard, whose
+            # last readers (gathers and compute of the last pass) come before that event, too.
             stream.wait(context.weights_written)
+            self.allocate_compute_shard()
             self.write_compute_slice()
             written = stream.record_event()
             if self.params_on is not None:
@@ -113,6 +115,8 @@ class FlatParamHandle(FlatParam):
             # The shard has to be written before it is sent. That compute has read what was in this
             # memory before, the stream has waited for when that was freed (`before_free`).
             stream.wait(written)
+            if shard is self.compute_shard and self.casts_in_place:
+                self.write_compute_slice()
             gather = context.all_gather(self.full.data, shard, group, operation)
             return stream.enqueue_wait(gather)
 

@@ -25,7 +25,7 @@ from layerzero.step.calls import ForwardCall
 from layerzero.step.graph_modes import check_compile
 from layerzero.step.root import root_of
 from layerzero.step.states import TrainingState
-from layerzero.step.tensors import cast_floating, find_tensors
+from layerzero.step.tensors import cast_floating, find_tensors, move
 from layerzero.step.unit import Unit
 
 Method = Callable[..., Any]
@@ -175,6 +175,8 @@ def _call(
     call: ForwardCall | None = None
     try:
         call = root.begin_call(unit)
+        if unit.index == 0 and root.moves_inputs:
+            args, kwargs = move((args, kwargs), root.device)
         dtype = unit.options.mixed_precision.input_dtype(unit.module) if casts else None
         if dtype is not None:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)

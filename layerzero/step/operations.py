@@ -154,12 +154,6 @@ class Operations:
             self.phases.cover(group)  # A group made later, as for an optimizer.
             return 0
 
-    def place_on(self, group: ShardGroup) -> str | None:
-        """Prefix of this model's notes in the store, the same on all ranks of the group; None for
-        a group that it does not count on."""
-        number = self._numbers.get(group.process_group)
-        return None if number is None else number.place
-
     def remember(self, error: CollectiveError) -> CollectiveError:
         """Record the error of a failed collective.
 

@@ -71,6 +71,8 @@ class RootState:
     """The module tree as it was wrapped."""
     has_forward_checks: bool
     """Whether the next forward calls `check_first_forward` and the watcher of forwards."""
+    moves_inputs: bool
+    """Whether a call of the root unit moves its inputs to the model's device."""
     wrapper_ref: Callable[[], nn.Module | None]
     """Weak reference to the wrapper around the outermost module."""
 
@@ -93,6 +95,7 @@ class RootState:
         self.structure = Structure(self.units, ignored)
         self.wrapper_ref = lambda: None
         self.device = device
+        self.moves_inputs = False
         self.tensor_parallel_groups = tensor_parallel_groups
         placements = {id(h.placement): h.placement for unit in units for h in unit.handles}
         groups = [group for placement in placements.values() for group in placement.all_groups]

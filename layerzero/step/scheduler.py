@@ -232,6 +232,22 @@ class UnshardScheduler:
         self._last = None
         for unit in self._units:
             unit.free(_MICRO_BATCHES | _OF_A_STEP)
+        self.end_step()
+
+    def end_step(self) -> None:
+        """The optimizer comes next: free what only the gathers of this step read."""
+        kept = []
+        for unit in self._units:
+            for handle in unit.handles:
+                handle.drop_post_forward_shard()
+                if handle.has_compute_shard and unit.state is ShardState.SHARDED:
+                    kept.append(handle)
+        if kept:
+            # The stream that owns them waits for the last gathers, after which compute has come.
+            streams = self._context.streams
+            streams.pre_unshard.wait(streams.record_compute_event())
+            for handle in kept:
+                handle.free_compute_shard()
 
     @property
     def holds_for_graph(self) -> bool:

@@ -68,14 +68,25 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             replaced[key] = item  # type: ignore[index]
         return replaced
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        rebuilt: Any = copy.copy(value)
+        rebuilt: Any = None
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
             new = map_tensors(function, old)
             if new is not old:
+                rebuilt = copy.copy(value) if rebuilt is None else rebuilt
                 object.__setattr__(rebuilt, field.name, new)
-        return rebuilt
+        return value if rebuilt is None else rebuilt
     return value
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor on `device`; does not wait for copies from pinned memory."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        is_there = tensor.device == device or tensor.is_meta
+        return tensor if is_there else tensor.to(device, non_blocking=True)
+
+    return map_tensors(moved, value)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -4,7 +4,7 @@ Note [Who may write]
     Checksums are taken right after a step of an optimizer, and compared before the next one. What
     was written in between through torch has another version (`Tensor._version`), or is another
     tensor, and is not compared. A write through `.data` changes no version; so a flat parameter of
-    which somebody takes `.data` (flat/data_watch.py) is not compared any more.
+    which somebody takes `.data` (optim/data_watch.py) is not compared any more.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from layerzero.flat.flat_param import FlatParam
 from layerzero.notices import warn_once
 from layerzero.ops import word_sums
 from layerzero.optim.claims import name_of
+from layerzero.optim.data_watch import watch_data
 from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.step.unit import Unit
 
@@ -32,6 +33,15 @@ class _Noted(NamedTuple):
     label: str
 
 
+class _Taker:
+    """Whether anybody took `.data` of a parameter of one flat parameter."""
+
+    has_taken = False
+
+    def note(self, _: object) -> None:
+        self.has_taken = True
+
+
 class Resting:
     """Main shards and optimizer state of one model, on this rank."""
 
@@ -43,6 +53,8 @@ class Resting:
         """Of each sharded parameter, by id: its flat parameter, and what to call its main shard."""
         self._of_shard: dict[int, FlatParam] = {}
         """Flat parameters by the id of their main shard."""
+        self._takers: dict[int, _Taker] = {}
+        """By id of the flat parameter, once watched."""
 
     def version_of(self, tensor: torch.Tensor) -> int:
         """Of a main shard, that of its pieces as well: after `rewrap` they count their own."""
@@ -71,7 +83,7 @@ class Resting:
             shards = [
                 (handle.main_shard, label)
                 for handle, label in stepped.values()
-                if not handle.may_change_unseen
+                if not self._may_change_unseen(handle)
             ]
             self._note([*shards, *_states_of(optimizer)])
 
@@ -114,7 +126,7 @@ class Resting:
         """Forget main shards that may have been written through `.data`; warns once of each."""
         for unit in self._units():
             for handle in unit.handles:
-                if handle.may_change_unseen and id(handle.main_shard) in self._noted:
+                if self._may_change_unseen(handle) and id(handle.main_shard) in self._noted:
                     del self._noted[id(handle.main_shard)]
                     text = (
                         f"verify: somebody took .data of a parameter of {unit.label} "
@@ -128,7 +140,13 @@ class Resting:
         """Learn from now on of writes through `.data`."""
         for unit in self._units():
             for handle in unit.handles:
-                handle.watch_data()
+                taker = self._takers.setdefault(id(handle), _Taker())
+                for parameter in handle.sharded_params:
+                    watch_data(parameter, taker.note)
+
+    def _may_change_unseen(self, handle: FlatParam) -> bool:
+        taker = self._takers.get(id(handle))
+        return taker is not None and taker.has_taken
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:

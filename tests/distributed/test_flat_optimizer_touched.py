@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import ZeRO3
-from layerzero.optim import AdamW, flat_homes, flat_state
+from layerzero.optim import AdamW, flat_state
 from tests.distributed.test_flat_optimizer import needs_fma
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_norm_of_gradients, zero3
@@ -212,7 +212,6 @@ def _look_at_nothing() -> None:
         forward_backward(model, _batch(step))
         if step == 2:
             counting(flat_state, "grad_of")
-            counting(flat_homes, "_address_of")
         delivered = len(looks)
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -221,12 +220,11 @@ def _look_at_nothing() -> None:
     assert "grad_of" in looks, "deliveries look"
     looks.clear()
     forward_backward(model, _batch(4))
-    model.head.weight.data.mul_(2)
     assert model.stem.weight.grad is not None
     looks.clear()
     optimizer.step()
-    assert {"grad_of", "_address_of"} <= {*looks}
+    assert "grad_of" in looks
 
 
-def test_a_step_looks_at_no_parameter_that_nobody_touched() -> None:
+def test_a_step_looks_at_no_gradient_that_nobody_touched() -> None:
     run_ranks(2, _look_at_nothing)

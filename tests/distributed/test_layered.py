@@ -300,11 +300,16 @@ def test_bytes_on_the_wire_are_those_of_the_formula() -> None:
     run_ranks(6, _bytes_follow_the_formula)
 
 
-def _resident(mode: str, precision: MixedPrecision | None) -> int:
-    """Bytes of parameters and gradients between backward and optimizer step."""
+def _resident(mode: str, precision: MixedPrecision | None, in_step: bool = False) -> int:
+    """Bytes of parameters and gradients between backward and optimizer step; `in_step`: of
+    parameters after a forward."""
     model = _blocks_of_linears(zero3_size=2, outer=mode, mixed_precision=precision)
-    forward_backward(model, torch.randn(2, 96))
-    tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
+    if in_step:
+        with torch.no_grad():
+            model(torch.randn(2, 96))
+    else:
+        forward_backward(model, torch.randn(2, 96))
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     for unit in inner_units(model):
         for handle in unit.handles:
@@ -318,13 +323,12 @@ def _resident(mode: str, precision: MixedPrecision | None) -> int:
 def _residency_follows_the_formula() -> None:
     p, n, k = PARAMETER_NBYTES, 2, 2
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # Main shard, its gradient, compute shard.
-    assert _resident("zero1", None) == 2 * p / (n * k) + p / n
-    assert _resident("zero1", low) == 2 * p / (n * k) + p / 2 / n
-    assert _resident("replicate", None) == 2 * p / n
-    assert _resident("replicate", low) == 2 * p / n + p / 2 / n
-    assert _resident("shard", None) == 2 * p / (n * k)
-    assert _resident("shard", low) == 2 * p / (n * k) + p / 2 / (n * k)
+    compute = {"zero1": p / n, "replicate": 0, "shard": 0}
+    for mode, ranks in {"zero1": n * k, "replicate": n, "shard": n * k}.items():
+        for precision, size in ((None, 1), (low, 2)):
+            assert _resident(mode, precision) == 2 * p / ranks, "main shard, its gradient"
+            during = p / ranks + compute[mode] / size
+            assert _resident(mode, precision, in_step=True) == during, "and compute shard"
 
 
 def test_resident_bytes_are_those_of_the_formula() -> None:

@@ -67,12 +67,14 @@ COMPUTE, UNSHARD, REDUCE, OFFLOAD = "compute", "unshard", "reduce", "offload"
 CAST, HOST = "pre_unshard", "the host"
 
 FULL_LATE = Race("full buffer", COMPUTE, GATHER)
+WHOLE_LATE = Race("compute shard", COMPUTE, GATHER)
 FULL_EARLY = Race("full buffer", GATHER, COMPUTE)
 FULL_FREED = Free("full buffer", UNSHARD, COMPUTE)
 BUFFER_EARLY = Race("gradient buffer", GATHER, COMPUTE)
 BUFFER_FREED = Free("gradient buffer", COMPUTE, GATHER)
 WEIGHTS_EARLY = Race("main shard", GATHER, COMPUTE)
 CAST_EARLY = Race("main shard", CAST, COMPUTE)
+CAST_IN_PLACE_EARLY = Race("main shard", UNSHARD, COMPUTE)
 PIECES_EARLY = Race("packed pieces", GATHER, COMPUTE)
 PIECES_LATE = Race("packed pieces", COMPUTE, GATHER)
 PIECES_FREED = Free("packed pieces", COMPUTE, GATHER)
@@ -89,22 +91,10 @@ ONE_GROUP: list[Row] = [
         Free("full buffer", UNSHARD, GATHER),
     ),
     (without.without_the_event_of_weights, "default", plain_steps, WEIGHTS_EARLY),
-    (without.without_the_event_of_weights, "bfloat16", plain_steps, CAST_EARLY),
+    (without.without_the_event_of_weights, "bfloat16", plain_steps, CAST_IN_PLACE_EARLY),
     (without.without_a_new_event_of_weights, "default", plain_steps, WEIGHTS_EARLY),
-    (
-        without.without_the_event_of_the_cast,
-        "bfloat16",
-        plain_steps,
-        Race("compute shard", GATHER, CAST),
-    ),
-    (without.without_the_cast_waiting, "bfloat16", plain_steps, CAST_EARLY),
-    (
-        without.without_the_cast_waiting,
-        "bfloat16",
-        plain_steps,
-        Race("compute shard", CAST, GATHER),
-    ),
     (without.without_the_unshard_stream_waiting, "default", plain_steps, WEIGHTS_EARLY),
+    (without.without_the_unshard_stream_waiting, "bfloat16", plain_steps, CAST_IN_PLACE_EARLY),
     (
         without.without_compute_waiting_for_unsharded_parameters,
         "default",
@@ -209,7 +199,14 @@ LAYERS: list[Row] = [
         Race("full buffer", COMPUTE, INNER),
     ),
     (without.without_the_event_of_weights, "zero1", plain_steps, CAST_EARLY),
-    (without.without_the_event_of_weights, "replicate, bfloat16", plain_steps, CAST_EARLY),
+    (without.without_the_event_of_weights, "replicate, bfloat16", plain_steps, CAST_IN_PLACE_EARLY),
+    (without.without_the_cast_waiting, "zero1", plain_steps, CAST_EARLY),
+    (
+        without.without_waiting_when_a_step_ends,
+        "zero1",
+        plain_steps,
+        Free("compute shard", CAST, INNER),
+    ),
     (
         without.without_the_streams_event,
         "zero1",
@@ -221,12 +218,6 @@ LAYERS: list[Row] = [
         "zero1",
         plain_steps,
         Race("compute shard", OUTER, CAST),
-    ),
-    (
-        without.without_the_event_of_the_cast,
-        "replicate, bfloat16",
-        plain_steps,
-        Race("compute shard", INNER, CAST),
     ),
     (
         without.without_the_event_of_collected_gradients,
@@ -284,18 +275,19 @@ LAYERS: list[Row] = [
     ),
 ]
 WHOLE: list[Row] = [
-    (without.without_waiting_for_gathers, "whole parameters", plain_steps, FULL_LATE),
+    (without.without_waiting_for_gathers, "whole parameters", plain_steps, WHOLE_LATE),
+    (without.without_the_event_of_weights, "whole parameters", plain_steps, CAST_EARLY),
     (
-        without.without_the_event_of_weights,
+        without.without_waiting_when_a_step_ends,
         "whole parameters",
         plain_steps,
-        Race("full buffer", CAST, COMPUTE),
+        Free("compute shard", CAST, COMPUTE),
     ),
     (
         without.without_compute_waiting_for_whole_parameters,
         "whole parameters, replicated, bfloat16",
         plain_steps,
-        Race("full buffer", COMPUTE, CAST),
+        Race("compute shard", COMPUTE, CAST),
     ),
 ]
 WITH_HOST: list[Row] = [
@@ -430,12 +422,6 @@ ON_CURRENT_STREAM: list[Row] = [
         "default",
         plain_steps,
         Free("gradient buffer", COMPUTE, REDUCE),
-    ),
-    (
-        without.without_the_event_of_the_cast,
-        "bfloat16",
-        plain_steps,
-        Race("compute shard", UNSHARD, CAST),
     ),
 ]
 """Where collectives return no work, as NCCL's."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import batches_of, seeded
@@ -317,3 +318,34 @@ def _hooks() -> None:
 
 def test_hooks_registered_on_the_wrapper_run() -> None:
     run_ranks(1, _hooks)
+
+
+class _Looks(nn.Module):
+    """Records where its input is; its own block gets a tensor of another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.seen: list[tuple[str, ...]] = []
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        self.seen.append(tuple(each.device.type for each in batch.values()))
+        return self.block(torch.ones(3, WIDTH))
+
+
+def _moves_inputs() -> None:
+    model = zero3(_Looks, Block)
+    root = root_state(model)
+    assert not root.moves_inputs, "a CPU's inputs are there"
+    # A device that computes nothing stands for a GPU: what is moved there has no values.
+    root.moves_inputs, root.device = True, torch.device("meta")
+    batch = {"tokens": torch.ones(3), "there": torch.ones(3, device="meta")}
+    assert torch.equal(model(batch), model.block(torch.ones(3, WIDTH))), "inner calls move nothing"
+    assert batch["tokens"].device.type == "cpu"
+    root.moves_inputs = False
+    model(batch)
+    assert model.seen == [("meta", "meta"), ("cpu", "meta")]
+
+
+def test_a_forward_of_the_root_moves_its_inputs_to_the_device() -> None:
+    run_ranks(2, _moves_inputs)

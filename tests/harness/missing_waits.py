@@ -24,6 +24,7 @@ from layerzero.step.context import RuntimeContext
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
+from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.unit import Unit
 from layerzero.watch.events import EventPool
 
@@ -112,6 +113,17 @@ def without_the_event_of_the_cast() -> AbstractContextManager[object]:
 
 def without_the_cast_waiting() -> AbstractContextManager[object]:
     return _without_waits_of("pre_unshard")
+
+
+def without_waiting_when_a_step_ends() -> AbstractContextManager[object]:
+    """Compute shards are freed while gathers read them."""
+    end_step = UnshardScheduler.end_step
+
+    def ending(scheduler: UnshardScheduler) -> None:
+        with mock.patch.object(scheduler._context.streams.pre_unshard, "wait", lambda _: None):
+            end_step(scheduler)
+
+    return mock.patch.object(UnshardScheduler, "end_step", ending)
 
 
 def without_the_unshard_stream_waiting() -> AbstractContextManager[object]:

@@ -26,6 +26,7 @@ _NAMES = {
     "FlatParam.__init__": "main shard",
     "FlatParam._make_full": "full buffer",
     "FlatParam._make_compute_shard": "compute shard",
+    "FlatParam.allocate_compute_shard": "compute shard",
     "FlatParam.allocate_full": "full buffer",
     "FlatParam.keep_shard": "shard kept for backward",
     "FlatParam.write_compute_slice": "staged main shard",

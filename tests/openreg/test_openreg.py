@@ -320,7 +320,7 @@ def _named_by_the_group_alone(library: Path, folder: Path) -> None:
         before = full_parameters(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = GradScaler()
-        loss = loss_of(model(torch.randn(3, WIDTH, device=TYPE)))
+        loss = loss_of(model(torch.randn(3, WIDTH)))  # The forward moves it to the device.
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         after = full_parameters(model)

@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 53_068,
-    "flat": 2_774,
-    "step": 5_587,
+    "": 53_055,
+    "flat": 2_648,
+    "step": 5_615,
     "comm": 1_521,
     "watch": 1_117,
-    "build": 3_804,
+    "build": 3_802,
     "guards": 700,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""

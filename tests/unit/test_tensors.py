@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from layerzero.step.tensors import cast_floating, find_tensors
+from layerzero.step.tensors import cast_floating, find_tensors, move
 
 Pair = namedtuple("Pair", "first second")
 
@@ -58,3 +58,13 @@ def test_integers_stay() -> None:
 def test_what_holds_nothing_to_cast_is_shared() -> None:
     value = {"tokens": torch.arange(3), "mask": None}
     assert cast_floating(value, torch.bfloat16) is value
+
+
+def test_moving_takes_what_is_elsewhere_and_nothing_else() -> None:
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    value = {"there": there, "nested": nested(here)}
+    assert move(value, torch.device("cpu")) is value, "meta tensors stay"
+    moved = move(value, torch.device("meta"))
+    assert {t.device.type for t in find_tensors(moved)} == {"meta"}
+    assert moved["there"] is there
+    assert {t.device.type for t in find_tensors(value["nested"])} == {"cpu"}

@@ -1,12 +1,12 @@
 """Calls a function whenever a program gets or sets `.data` or `.grad` of a parameter.
 
-Three shortcuts need this. If only the optimizer has written the weights, and their cast, the next
-forward leaves out its cast. If nothing has written a gradient since its norm was summed inside
-backward, a clip uses that norm. If no gradient or parameter was replaced, a step does not check
-where each of them is. Version counters show writes, but not those through `.data` (of a gradient
-either), and not that `.grad` is another tensor. So these parameters become instances of a subclass
-of their class, whose `data` or `grad` first calls a function; autograd's node that adds to `.grad`
-calls it too. A tensor that a program got may be written at any later time.
+Two shortcuts of this package's optimizers need this: a clip uses the norm that was summed inside
+backward if nothing has written a gradient since, and a step does not check where each gradient is
+if none was replaced. And `verify` tells writes from flipped bits. Version counters show writes, but
+not those through `.data` (of a gradient either), and not that `.grad` is another tensor. So these
+parameters become instances of a subclass of their class, whose `data` or `grad` first calls a
+function; autograd's node that adds to `.grad` calls it too. A tensor that a program got may be
+written at any later time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ import torch
 from torch import nn
 
 from layerzero.flat.parameter_hooks import accumulator_of
-
-grad_of: Callable[[nn.Parameter], torch.Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
-"""`parameter.grad`, for the engine's own use: calls no function."""
 
 
 class _Watch:
