@@ -32,7 +32,7 @@ from common import (
     ratio,
     run_on_ranks,
 )
-from engines import ENGINES, Transformer, TransformerBlock
+from engines import ENGINES, Tower, TowerBlock, Transformer, TransformerBlock
 from memory import peak_bytes, self_check
 from peers import PEERS, deepspeed, installed_peers
 from torch import Tensor, nn
@@ -50,6 +50,9 @@ class Config:
     length: int
     rounds: int
     steps: int
+    model: str = "transformer"
+    low: bool = False
+    """Whether it computes in bfloat16, from float32 weights."""
 
 
 def main() -> None:
@@ -58,6 +61,8 @@ def main() -> None:
     )
     add_engine_flag(parser, (*ENGINES, *installed_peers()))
     parser.add_argument("--size", choices=SIZES, default="25m")
+    parser.add_argument("--model", choices=("transformer", "tower"), default="transformer")
+    parser.add_argument("--precision", choices=("bf16", "float32"), default="bf16")
     parser.add_argument("--width", type=int, help="instead of the size's")
     parser.add_argument("--layers", type=int, help="instead of the size's")
     parser.add_argument("--heads", type=int, default=8)
@@ -79,13 +84,17 @@ def main() -> None:
         length=args.length,
         rounds=args.rounds,
         steps=args.steps,
+        model=args.model,
+        low=args.precision == "bf16",
     )
     self_check()
     results = {}
     for world_size in args.world_size:
         results[world_size] = _measured(args, config, world_size)
         _show(
-            results[world_size], args.engines, f"{world_size} ranks, {args.batch} x {args.length}"
+            results[world_size],
+            args.engines,
+            f"{args.model}, {args.precision}, {world_size} ranks, {args.batch} x {args.length}",
         )
     print_json(
         {
@@ -135,8 +144,10 @@ def measure_peak(config: Config, name: str) -> int:
     return peak_bytes(lambda: make_step(name, config))
 
 
-def build(config: Config) -> Transformer:
+def build(config: Config) -> nn.Module:
     torch.manual_seed(0)
+    if config.model == "tower":
+        return Tower(config.width, config.layers)
     return Transformer(config.width, config.layers, config.heads, config.length)
 
 
@@ -151,7 +162,8 @@ def make_step(name: str, config: Config) -> Callable[[], Tensor]:
     if name in PEERS:
         step = deepspeed(build(config), LEARNING_RATE, config.batch)
     else:
-        step = _torch_step(ENGINES[name](build(config), TransformerBlock))
+        unit = TowerBlock if config.model == "tower" else TransformerBlock
+        step = _torch_step(ENGINES[name](build(config), unit, config.low))
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
 
     def next_step() -> Tensor:

@@ -1,9 +1,14 @@
-"""The engines that are compared, each with its defaults, and the transformer they train."""
+"""The engines that are compared, each with its defaults, and the models they train.
+
+With `low`, forward and backward compute in bfloat16, from float32 weights, and gradients are
+reduced in float32; engines without mixed precision of their own run under autocast.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,47 +17,62 @@ from torch import Tensor, nn
 UnitType = type[nn.Module]
 
 
-def bare(model: nn.Module, unit: UnitType) -> nn.Module:
+def bare(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
     """No engine: each rank trains alone."""
-    return model
+    return _under_autocast(model) if low else model
 
 
-def layerzero(model: nn.Module, unit: UnitType) -> nn.Module:
-    from layerzero import ZeRO3
+def layerzero(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
+    from layerzero import MixedPrecision, ZeRO3
 
-    return ZeRO3(model, auto_wrap_policy={unit})
+    return ZeRO3(
+        model,
+        auto_wrap_policy={unit},
+        mixed_precision=MixedPrecision(**LOW) if low else None,
+    )
 
 
-def fully_shard(model: nn.Module, unit: UnitType) -> nn.Module:
+def fully_shard(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
 
     # The mesh's device type decides where parameters go; the default would be an accelerator.
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    precision = MixedPrecisionPolicy(**LOW if low else {})
     for module in model.modules():
         if isinstance(module, unit):
-            shard(module, mesh=mesh)
-    shard(model, mesh=mesh)  # in place
+            shard(module, mesh=mesh, mp_policy=precision)
+    shard(model, mesh=mesh, mp_policy=precision)  # in place
     return model
 
 
-def fsdp1(model: nn.Module, unit: UnitType) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
+def fsdp1(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({unit}),
+        mixed_precision=MixedPrecision(**LOW) if low else None,
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
 
 
-def ddp(model: nn.Module, unit: UnitType) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model)
+def ddp(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(_under_autocast(model) if low else model)
 
 
-ENGINES: dict[str, Callable[[nn.Module, UnitType], nn.Module]] = {
+LOW: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def _under_autocast(model: nn.Module) -> nn.Module:
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    return model
+
+
+ENGINES: dict[str, Callable[[nn.Module, UnitType, bool], nn.Module]] = {
     "bare": bare,
     "layerzero": layerzero,
     "fully_shard": fully_shard,
@@ -108,3 +128,28 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Tower(nn.Module):
+    """Equal blocks of two linear layers, and nothing else; called as Transformer is."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TowerBlock(width) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        width = self.blocks[0].up.in_features
+        x = F.one_hot(tokens % width, width).float()
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class TowerBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x)))
