@@ -103,7 +103,7 @@ class Recorder:
             patch(dist, "get_backend_config", lambda group=None: "cpu:gloo"),
             patch(dist, "new_group", new_group),
             patch(Pending, "post", self._post()),
-            patch(Pending, "_await", self._await()),
+            patch(Pending, "wait_for_data", self._wait_for_data()),
             patch(OnThread, "__init__", make),
             patch(OnThread, "run", run_item),
             patch(OnThread, "wait_until_idle", wait_until_idle),
@@ -149,8 +149,8 @@ class Recorder:
 
         return post
 
-    def _await(self) -> Callable[[Pending], None]:
-        def wait(pending: Pending, wait: Any = Pending._await) -> None:
+    def _wait_for_data(self) -> Callable[[Pending], None]:
+        def wait(pending: Pending, wait: Any = Pending.wait_for_data) -> None:
             self.note(Wait(pending.name, pending.group.ranks))
             if pending in self._in_flight:
                 _wait_for(self._in_flight.pop(pending))

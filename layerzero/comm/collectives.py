@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def all_gather(
             change before `wait()` of the returned handle.
     """
     if not messages_carry_names(group, shard.device):
-        return _start(operation, full, group, lambda: _issue_all_gather(full, shard, group))
+        return _start(operation, full.nbytes, group, _issue_all_gather, full, shard, group)
     slices = slices_of(full, group)
     if slices[group.rank].data_ptr() != shard.data_ptr():
         slices[group.rank].copy_(shard)
@@ -107,11 +108,10 @@ def reduce_scatter(
             chunks.mul_(scale)
             scale = 1.0
         summed = chunks.new_empty(chunk_numel) if out is None else out
-        pending = _start(
-            operation, chunks, group, lambda: _issue_reduce_scatter(summed, chunks, op, group)
-        )
+        call = summed, chunks, op, group
+        pending = _start(operation, chunks.nbytes, group, _issue_reduce_scatter, *call)
         if scale != 1.0:
-            pending.then(lambda: _scale(summed, scale))
+            pending.then(functools.partial(summed.mul_, scale))
         return summed, pending
     return reduce_in_order(chunks, group, operation, scale, order, out, add)
 
@@ -220,21 +220,16 @@ def all_to_all(
         incoming = received.split_with_sizes(list(received_sizes))
         outgoing = sent.split_with_sizes(list(sent_sizes))
         return messages.exchange(incoming, outgoing, group, operation, nbytes)
-    pending = Pending(operation, group, nbytes)
-    if operation.watchdog is not None:
-        operation.watchdog.watch(pending)
     has_work = group.backend not in _ON_CURRENT_STREAM
-    pending.start(
+    sizes = list(received_sizes), list(sent_sizes)
+    return _start(
+        operation,
+        nbytes,
+        group,
         lambda: dist.all_to_all_single(
-            received,
-            sent,
-            list(received_sizes),
-            list(sent_sizes),
-            group=group.process_group,
-            async_op=has_work,
-        )
+            received, sent, *sizes, group=group.process_group, async_op=has_work
+        ),
     )
-    return pending
 
 
 def exchange_on_host(
@@ -267,7 +262,7 @@ def broadcast(
     has_work = group.backend not in _ON_CURRENT_STREAM
     return _start(
         operation,
-        tensor,
+        tensor.nbytes,
         group,
         lambda: dist.broadcast(sent, global_rank, group=process_group, async_op=has_work),
     )
@@ -309,7 +304,7 @@ def _all_to_all(
         has_work = group.backend not in _ON_CURRENT_STREAM
         pending = _start(
             operation,
-            given,
+            given.nbytes,
             group,
             lambda: dist.all_to_all_single(
                 received, given, group=group.process_group, async_op=has_work
@@ -321,19 +316,20 @@ def _all_to_all(
 
 def _start(
     operation: Operation,
-    tensor: torch.Tensor,
+    nbytes: int,
     group: ShardGroup,
-    issue: Callable[[], dist.Work | None],
+    issue: Callable[..., dist.Work | None],
+    *args: Any,
 ) -> Pending:
-    """Issue one of the backend's own collectives on `tensor`, which the watchdog then watches.
+    """Issue one of the backend's own collectives, which the watchdog then watches.
 
     Raises:
         CollectiveError: as `Pending.start`.
     """
-    pending = Pending(operation, group, tensor.nbytes)
+    pending = Pending(operation, group, nbytes)
     if operation.watchdog is not None:
         operation.watchdog.watch(pending)
-    pending.start(issue)
+    pending.start(issue, *args)
     return pending
 
 
@@ -342,9 +338,7 @@ def _issue_all_gather(
 ) -> dist.Work | None:
     if full.dtype not in _SENT_BY_ALL:
         full, shard = full.view(torch.uint8), shard.view(torch.uint8)
-    options = AllgatherOptions()
-    options.asyncOp = group.backend not in _ON_CURRENT_STREAM
-    return getattr(group.process_group, _ALL_GATHER)(full, shard, options)
+    return getattr(group.process_group, _ALL_GATHER)(full, shard, _options(group.backend))
 
 
 def _issue_reduce_scatter(
@@ -353,12 +347,16 @@ def _issue_reduce_scatter(
     # Backends have no complex dtypes; torch.distributed's own functions do this as well.
     if chunks.is_complex():
         summed, chunks = torch.view_as_real(summed), torch.view_as_real(chunks)
-    options = ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(op)
-    options.asyncOp = group.backend not in _ON_CURRENT_STREAM
+    options = _options(group.backend, op)
     return getattr(group.process_group, _REDUCE_SCATTER)(summed, chunks, options)
 
 
-def _scale(tensor: torch.Tensor, scale: float) -> None:
-    if scale != 1.0:
-        tensor.mul_(scale)
+@functools.cache
+def _options(backend: str, op: dist.ReduceOp.RedOpType | None = None) -> Any:
+    """Options of a reduce-scatter; without `op`, of an all-gather."""
+    options: Any = AllgatherOptions()
+    if op is not None:
+        options = ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp(op)
+    options.asyncOp = backend not in _ON_CURRENT_STREAM
+    return options

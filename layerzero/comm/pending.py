@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import not_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -47,10 +47,18 @@ class Operation(NamedTuple):
 class Pending:
     """Handle of a collective in flight."""
 
-    peer: int
+    peer = -1
     """Group rank of the peer whose message is awaited now; -1: all of them, or none yet."""
-    num_checks: int
+    num_checks = 0
     """Number of checks that found it waiting."""
+    works: Sequence[tuple[dist.Work, int]] | None = None
+    """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
+    to wait for: a collective on the current stream is in order there by itself."""
+    _finish: Callable[[], object] | None = None
+    _later: Sequence[tuple[int, functools.partial[dist.Work]]] = ()
+    _peers: Sequence[int] = ()
+    _receives: Sequence[bool] = ()
+    _done_event: Event = None
 
     def __init__(self, operation: Operation, group: ShardGroup, nbytes: int = 0) -> None:
         """`nbytes`: size of the whole tensor, or of each message if messages carry names. Ranks
@@ -59,20 +67,10 @@ class Pending:
         self.number = operation.number
         self.group = group
         self.nbytes = nbytes
-        self.peer = -1
-        self.num_checks = 0
-        self.works: Sequence[tuple[dist.Work, int]] | None = None
-        """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
-        to wait for: a collective on the current stream is in order there by itself."""
-        self._finish: Callable[[], object] | None = None
         self._posted: list[dist.Work | None] = []
         """Works in order of posting; None for one that was waited for: never wait for it twice."""
-        self._later: Sequence[tuple[int, functools.partial[dist.Work]]] = ()
-        self._peers: Sequence[int] = ()
-        self._receives: Sequence[bool] = ()
         watchdog = operation.watchdog
-        self._reached_event: Event = None if watchdog is None else watchdog.record_event()
-        self._done_event: Event = None
+        self._events_before = () if watchdog is None else watchdog.events_before()
 
     @property
     def name(self) -> str:
@@ -135,7 +133,7 @@ class Pending:
     @property
     def is_reached(self) -> bool:
         """Whether this rank's stream has reached the collective, and waits only for peers."""
-        return self._reached_event is None or bool(self._reached_event.query())
+        return all(event.query() for event in self._events_before)
 
     @property
     def is_done(self) -> bool:
@@ -147,14 +145,14 @@ class Pending:
             return False
         return all(work.is_completed() for work, _ in works)
 
-    def start(self, issue: Callable[[], dist.Work | None]) -> None:
-        """Issue the collective. It may return no work: then it runs on the current stream.
+    def start(self, issue: Callable[..., dist.Work | None], *args: Any) -> None:
+        """Call `issue`. It may return no work: then the collective runs on the current stream.
 
         Raises:
             CollectiveError: the call failed at once, for example because a peer is dead already.
         """
         try:
-            work = issue()
+            work = issue(*args)
         except RuntimeError as error:
             raise self.diagnose(error) from error
         if work is not None:
@@ -165,14 +163,14 @@ class Pending:
         self.works = ()
 
     def _record_done(self) -> None:
-        if self.operation.watchdog is not None and self._done_event is None:
+        if self.operation.watchdog is not None:
             self._done_event = self.operation.watchdog.record_event()
 
     def then(self, finish: Callable[[], object]) -> None:
         """Run `finish` in the first `wait`, once the data has arrived."""
         self._finish = finish
 
-    def wait(self) -> None:
+    def wait(self) -> Event:
         """Block until the result has arrived and no peer reads this rank's buffers any more.
 
         On a device with streams, order the current stream after that instead of blocking; it must
@@ -180,23 +178,23 @@ class Pending:
         because gloo drops a message whose handle is gone: a rank that has all it needs and exits,
         or drops the model, would leave its peers waiting.
 
+        Returns:
+            An event on that stream after all this; None if none was recorded.
+
         Raises:
             CollectiveError: a peer is dead, or did not take part within the timeout.
         """
-        self._await()
-        self._record_done()
-        self.works = ()
+        self.wait_for_data()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+            self._record_done()
+        return self._done_event
 
     def wait_for_data(self) -> None:
         """The first part of `wait`, which another thread may do before this one calls `wait`."""
-        self._await()
-        self._record_done()
-        self.works = ()
-
-    def _await(self) -> None:
+        if self._done_event is not None:
+            return  # The stream was past it then.
         if self.works is None and self._posted:
             self.works = self._in_order()  # Something raised when they had just been posted.
         # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
@@ -223,8 +221,8 @@ class Pending:
                 watcher.waiting.discard(self)
         if self.operation.detector is not None:
             self.operation.detector.in_flight.discard(self)
-        if self._posted:
-            self.works, self._posted, self._later = (), [], ()
+        self._record_done()
+        self.works, self._posted, self._later = (), [], ()
 
     def diagnose(self, error: RuntimeError) -> CollectiveError:
         """Make the error for a failed exchange with `peer`. Blocks the host for some seconds."""

@@ -13,14 +13,13 @@ pending reductions, so that its buffer can reuse their memory.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,14 +28,13 @@ from layerzero.watch.at_exit import end_at_exit
 from layerzero.watch.events import Event as Event
 from layerzero.watch.events import PooledEvent, event_pool
 
-_logger = logging.getLogger(__name__)
-
 
 class Waitable(Protocol):
     """Handle of work in flight, such as a collective."""
 
-    def wait(self) -> None:
-        """Order the current stream after the work and its use of buffers; on CPU, block."""
+    def wait(self) -> Event:
+        """Order the current stream after the work and its use of buffers; on CPU, block.
+        Return an event recorded there after that, if there is one."""
 
 
 ChainedCollectives = Callable[[Callable[[], None]], None]
@@ -212,35 +210,41 @@ def _run_all(work: queue.SimpleQueue[OnThread | None]) -> None:
 class DeviceStream:
     """A side stream. Enter it to queue work there; buffers allocated inside belong to it."""
 
-    def __init__(self, device: torch.device, is_urgent: bool = False) -> None:
-        """`is_urgent`: its kernels go before those that wait on ordinary streams."""
-        self._module = stream_interface(device)
-        self._device = device
-        self._stream = _new_stream(self._module, device, is_urgent)
-        self._events = event_pool(self._module, device)
-        self._entered: list[Any] = []
+    def __init__(
+        self, device: torch.device, entered: list[DeviceStream], is_urgent: bool = False
+    ) -> None:
+        """`entered`: the streams entered now, of one model; `is_urgent`: its kernels go before
+        those that wait on ordinary streams."""
+        self._module = module = stream_interface(device)
+        self._index = device.index
+        self._stream = stream = _new_stream(module, device, is_urgent)
+        # torch's own streams are contexts themselves, and entered without a call of Python code.
+        # Such a context may be used again, but not inside itself.
+        self._context = stream if hasattr(stream, "__enter__") else module.stream(stream)
+        self._events = event_pool(module, device)
+        self._entered = entered
+        self.events_before: tuple[PooledEvent, ...] = ()
+        """Events after which the device comes to what is queued here next."""
 
     def __enter__(self) -> DeviceStream:
-        context = self._module.stream(self._stream)
-        context.__enter__()
-        self._entered.append(context)
+        self._context.__enter__()
+        self._entered.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, traceback)
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop()
+        self._context.__exit__(*raised)
 
     def wait(self, event: Event) -> None:
         """Order work queued from now on after `event`. Does not block the host."""
         if event is not None:
             event.wait(self._stream)
+            self.events_before += (event,)
 
     def record_event(self) -> PooledEvent:
-        return self._events.record(self._stream)
+        event = self._events.record(self._stream)
+        self.events_before = (event,)
+        return event
 
     def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
         """Start a collective at once: the allocator reuses memory in stream order anyway."""
@@ -258,47 +262,39 @@ class DeviceStream:
 
     def drain_handle(self) -> Waitable:
         """Handle that orders the current stream after all work queued on this one so far."""
-        return _OnStream(self._current_stream, self.record_event(), None)
+        return _OnStream(self, self.record_event(), None)
 
-    def _current_stream(self) -> Any:
-        # Of the model's device: the current one may be another, without `set_device`.
-        return self._module.current_stream(self._device)
+    def current_stream(self) -> Any:
+        """The current stream of the model's device, which may not be the current device."""
+        return self._module.current_stream(self._index)
 
     def enqueue_wait(
         self, pending: Waitable, on_done: Callable[[], None] | None = None
     ) -> Waitable:
-        """Order the stream after the collective, and return a handle to an event recorded there.
+        """Order the stream after the collective, the last that was queued on it, and return a
+        handle to an event recorded there.
 
         `on_done` is not called: no event reports to the host that the device is done.
         """
-        pending.wait()
-        return _OnStream(self._current_stream, self.record_event(), pending)
+        return _OnStream(self, pending.wait() or self.record_event(), pending)
 
 
 def _new_stream(module: Any, device: torch.device, is_urgent: bool) -> Any:
     if is_urgent:
-        try:
+        with suppress(TypeError):  # Of devices whose streams have no priorities.
             return module.Stream(device=device, priority=-1)
-        except TypeError:
-            _logger.debug("streams of %s have no priorities", device.type)
     return module.Stream(device=device)
 
 
-class _OnStream:
+class _OnStream(NamedTuple):
     """A collective queued on a side stream; waiting orders the current stream after it."""
 
-    def __init__(
-        self,
-        current_stream: Callable[[], Any],
-        event: PooledEvent,
-        pending_keepalive: Waitable | None,
-    ) -> None:
-        self._current_stream = current_stream
-        self._event = event
-        self._pending_keepalive = pending_keepalive
+    stream: DeviceStream
+    event: PooledEvent
+    pending_keepalive: Waitable | None
 
     def wait(self) -> None:
-        self._event.wait(self._current_stream())
+        self.event.wait(self.stream.current_stream())
 
 
 CommStream = InlineStream | DeviceStream
@@ -318,26 +314,23 @@ class Streams:
     def __init__(self, device: torch.device, finishing_thread: bool) -> None:
         """`finishing_thread`: on CPU, give the unshard and reduce streams a thread; for backends
         on which the engine does the sums itself (gloo)."""
-        self._module = None if device.type == "cpu" else stream_interface(device)
-        self._device = device
-        if self._module is not None:
-            self._events = event_pool(self._module, device)
-        self.pre_unshard: CommStream
-        self.unshard: CommStream
-        self.reduce: CommStream
-        self.offload: CommStream
+        self._module: Any = None
+        self._index = device.index
+        self._entered: list[DeviceStream] = []
         if device.type == "cpu":
-            self.pre_unshard = InlineStream()
-            self.unshard = ChainingStream() if finishing_thread else InlineStream()
-            self.reduce = FinishingStream() if finishing_thread else InlineStream()
-            self.offload = InlineStream()
+            self.pre_unshard: CommStream = InlineStream()
+            self.unshard: CommStream = ChainingStream() if finishing_thread else InlineStream()
+            self.reduce: CommStream = FinishingStream() if finishing_thread else InlineStream()
+            self.offload: CommStream = InlineStream()
         else:
+            self._module = stream_interface(device)
+            self._events = event_pool(self._module, device)
             # Compute waits for what these three do, and fills the device meanwhile: at the priority
             # of compute a gather could start only once the kernels queued there leave room.
-            self.pre_unshard = DeviceStream(device, is_urgent=True)
-            self.unshard = DeviceStream(device, is_urgent=True)
-            self.reduce = DeviceStream(device, is_urgent=True)
-            self.offload = DeviceStream(device)
+            self.pre_unshard = DeviceStream(device, self._entered, is_urgent=True)
+            self.unshard = DeviceStream(device, self._entered, is_urgent=True)
+            self.reduce = DeviceStream(device, self._entered, is_urgent=True)
+            self.offload = DeviceStream(device, self._entered)
         self._usual = self.reduce
 
     def finish_late(self, stream: CommStream | None) -> None:
@@ -360,7 +353,18 @@ class Streams:
         """Record an event on the compute stream, after all work queued there; None on CPU."""
         if self._module is None:
             return None
-        return self._events.record(self._module.current_stream(self._device))
+        return self._events.record(self._module.current_stream(self._index))
+
+    def record_event(self) -> Event:
+        """Record an event on the stream of these that is entered, else as above."""
+        return self._entered[-1].record_event() if self._entered else self.record_compute_event()
+
+    def events_before(self) -> tuple[PooledEvent, ...]:
+        """Events after which the device comes to what is queued next on that stream."""
+        if self._entered:
+            return self._entered[-1].events_before
+        event = self.record_compute_event()
+        return () if event is None else (event,)
 
     def wait_on_host(self, event: Event) -> None:
         """Block the host until the device has reached `event`."""

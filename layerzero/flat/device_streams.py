@@ -6,8 +6,6 @@ that registers with torch (PrivateUse1) need not: torch's `Stream` and `torch.ac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +14,8 @@ _NAMES = ("Stream", "stream", "current_stream")
 
 
 def stream_interface(device: torch.device) -> Any:
-    """An object with `Stream(device=)`, `stream(stream)` and `current_stream(device)`."""
+    """An object with `Stream(device=)`, `current_stream(index)`, and, unless its streams are
+    contexts, `stream(stream)`."""
     module = torch.get_device_module(device)
     return _Generic if missing_stream_names(module) else module
 
@@ -43,18 +42,6 @@ class _Generic:
     """Events kept to be recorded again: none. On OpenReg a queued wait sees the later record, and
     may hang, against torch's contract. Devices like CUDA have a module with their own streams."""
     Stream = torch.Stream
+    stream: Any = None
+    """Its streams are contexts themselves."""
     current_stream = staticmethod(torch.accelerator.current_stream)
-
-    @staticmethod
-    @contextmanager
-    def stream(stream: torch.Stream) -> Iterator[None]:
-        # Not `with stream:`: older releases of torch refuse to nest that for one stream.
-        device = torch.accelerator.current_device_index()
-        before = torch.accelerator.current_stream(stream.device)
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
-            # `set_stream` makes the stream's device the current one.
-            torch.accelerator.set_device_index(device)

@@ -462,7 +462,8 @@ class GradientBuffer:
     def release_buffer(self) -> None:
         """Free both buffers; gradients that wait are in `shard_sum` or `host_sum` by now."""
         self.free_buffer()
-        self._sum.free()
+        if not self.sum_is_buffer:
+            self._sum.free()
         self.holds_sum = False
 
     def release(self) -> None:

@@ -115,6 +115,7 @@ class PlannedOperations(Operations):
         self.phases = Phases(device, groups)
         self.count = 0
         self._numbers = {}
+        self._watchdogs = {}
         self._detector = cast("Any", _Unwatched())
 
     def _number_on(self, group: ShardGroup) -> int:

@@ -143,8 +143,10 @@ class Operations:
         unit = self.prefix + unit
         if detector is not None:
             detector.issued.append((number, verb, unit))
-        model = self._number_on(group)
-        return Operation(verb, unit, number, self._watchdog_of(group), detector, model)
+        own, counted = group.process_group, self._numbers.get(group.process_group)
+        model = self._number_on(group) if counted is None else counted.number
+        watchdog = self._watchdogs[own] if own in self._watchdogs else self._watchdog_of(group)
+        return Operation(verb, unit, number, watchdog, detector, model)
 
     def _number_on(self, group: ShardGroup) -> int:
         """Number of the model on the group; 0 where it was not counted."""
@@ -189,17 +191,14 @@ class Operations:
         )
 
     def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
-        """The watchdog of a group; None for groups of one, and where messages carry names."""
-        try:
-            return self._watchdogs[group.process_group]
-        except KeyError:
-            watchdog = None
-            if group.size > 1 and not messages_carry_names(group, self._device):
-                event = self._streams.record_compute_event
-                number = self._numbers.get(group.process_group)
-                place = None if number is None else number.place
-                watchdog = Watchdog(group, self._device, event, self._remember_weakly(), place)
-            return self._watchdogs.setdefault(group.process_group, watchdog)
+        """Make a group's watchdog; none for groups of one, and where messages carry names."""
+        watchdog = None
+        if group.size > 1 and not messages_carry_names(group, self._device):
+            streams, number = self._streams, self._numbers.get(group.process_group)
+            marks = streams.record_event, streams.events_before
+            place = None if number is None else number.place
+            watchdog = Watchdog(group, self._device, *marks, self._remember_weakly(), place)
+        return self._watchdogs.setdefault(group.process_group, watchdog)
 
     def _remember_weakly(self) -> Callable[[CollectiveError], None]:
         """`remember`, without a reference that would keep the model alive from a watchdog."""

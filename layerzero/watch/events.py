@@ -27,15 +27,18 @@ from layerzero.watch.cuda_driver import is_done
 class PooledEvent:
     """A place in a stream. Its event returns to the pool when nothing refers to this object."""
 
-    __slots__ = ("_event", "_free")
+    __slots__ = ("_event", "_free", "_waiter")
 
     def __init__(self, event: Any, free: deque[Any]) -> None:
         self._event = event
         self._free = free
+        self._waiter: Any = None
 
     def wait(self, stream: Any) -> None:
         """Order what is queued on `stream` from now on after this place."""
-        self._event.wait(stream)
+        if stream is not self._waiter:  # A stream that has waited for it stays in order.
+            self._waiter = stream
+            self._event.wait(stream)
 
     def query(self) -> bool:
         """Whether the device has reached this place."""
@@ -63,14 +66,15 @@ class EventPool:
     def record(self, stream: Any) -> PooledEvent:
         """Record an event on `stream`; makes one only if all others are in use."""
         try:
-            free = self._free.pop()
+            event = self._free.pop()
         except IndexError:
-            free = None
-        return PooledEvent(stream.record_event(free), self._free)
+            event = stream.record_event()
+        else:
+            event.record(stream)
+        return PooledEvent(event, self._free)
 
 
-_pools: WeakKeyDictionary[Any, dict[torch.device, EventPool]]
-_pools = WeakKeyDictionary()
+_pools: WeakKeyDictionary[Any, dict[torch.device, EventPool]] = WeakKeyDictionary()
 """Pools by stream interface (such as `torch.cuda`) and device; an event belongs to one device."""
 
 

@@ -48,7 +48,7 @@ class Waiting(Protocol):
     def name(self) -> str:
         """Name of the operation; the same on every rank."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> object: ...
 
 
 class WatchesWaits(Protocol):

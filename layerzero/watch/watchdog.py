@@ -24,7 +24,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from layerzero.flat.groups import ShardGroup
 from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
-from layerzero.watch.events import Event
+from layerzero.watch.events import Event, PooledEvent
 from layerzero.watch.run_names import own_connection
 from layerzero.watch.slow_waits import is_half_time, warn_half_time
 from layerzero.watch.thread import prepare_thread, run_periodically
@@ -72,6 +72,7 @@ class Watchdog:
         group: ShardGroup,
         device: torch.device,
         record_event: Callable[[], Event],
+        events_before: Callable[[], Sequence[PooledEvent]],
         on_failure: Callable[[CollectiveError], None],
         place: str | None,
     ) -> None:
@@ -79,11 +80,12 @@ class Watchdog:
         Args:
             place: prefix of this model's notes in the store, the same on every rank; None: it has
                 none, and ranks are not compared.
-            record_event: records an event on the current stream; returns None on CPU.
+            record_event, events_before: of `Streams`.
             on_failure: called on the watchdog's thread; must not keep the model alive.
         """
         self.has_failed = False
         self.record_event = record_event
+        self.events_before = events_before
         self._group = group
         self._device = device
         self._on_failure = on_failure
@@ -107,7 +109,8 @@ class Watchdog:
 
     def check(self) -> None:
         """Check the collectives in flight once; called by the thread after each pause."""
-        has_news = self._take_issued()
+        has_news = bool(self._issued)
+        self._take_issued()
         while self._in_flight and self._in_flight[0].is_done:
             self._in_flight.popleft()
             self._standing_since = None
@@ -120,9 +123,8 @@ class Watchdog:
             _logger.error("%s", error)
             _abort(self._group, self._device)
 
-    def _take_issued(self) -> bool:
-        """Add collectives issued since the last check to the history; True if there were any."""
-        before = self._count
+    def _take_issued(self) -> None:
+        """Add collectives issued since the last check to the history."""
         while self._issued:
             collective = self._issued.popleft()
             self._count += 1
@@ -131,7 +133,6 @@ class Watchdog:
             self._history[self._count] = self._digest, collective.name
             self._history.pop(self._count - _HISTORY, None)
             self._in_flight.append(collective)
-        return self._count > before
 
     def _find_standstill(self) -> CollectiveError | None:
         # Collectives of a group run in order, so the oldest one holds up all others.
@@ -165,11 +166,9 @@ class Watchdog:
             return None
         try:
             board.publish(self._count, self._digest)
-            seen = board.next_rank_published()
-            if seen is not None:
-                own = self._history.get(seen[0])
-                if own is not None and own[0] != seen[1]:
-                    board.publish_divergence()
+            count, digest = board.published(board.next_rank)
+            if self._history.get(count, (digest, ""))[0] != digest:
+                board.publish_divergence()
             pair = board.diverged_pair()
             return None if pair is None else self._divergence(board, pair)
         except (RuntimeError, ValueError) as error:
@@ -216,7 +215,7 @@ class _Board:
     def __init__(self, store: dist.Store, group: ShardGroup) -> None:
         self._store = store
         self._group = group
-        self._next_rank = group.ranks[(group.rank + 1) % group.size]
+        self.next_rank = group.ranks[(group.rank + 1) % group.size]
         self._rank = group.ranks[group.rank]
 
     @classmethod
@@ -231,24 +230,21 @@ class _Board:
     def publish(self, count: int, digest: int) -> None:
         self._store.set(f"digest/{self._rank}", json.dumps([count, digest]))
 
-    def next_rank_published(self) -> tuple[int, int] | None:
-        return self._published(self._next_rank)
-
     def ranks_behind(self, number: int) -> list[int]:
         """Ranks that have not published that they issued collective `number`, counted from 1."""
-        published = {rank: self._published(rank) for rank in self._group.ranks}
-        return [rank for rank, last in published.items() if last is None or last[0] < number]
+        return [rank for rank in self._group.ranks if self.published(rank)[0] < number]
 
-    def _published(self, rank: int) -> tuple[int, int] | None:
+    def published(self, rank: int) -> tuple[int, int]:
+        """Number of collectives that the rank had issued, and their digest; (0, 0) for none."""
         key = f"digest/{rank}"
         if not self._store.check([key]):
-            return None
+            return 0, 0
         count, digest = json.loads(self._store.get(key))
         return count, digest
 
     def publish_divergence(self) -> None:
         # Only the first pair is stored, so that every rank reports the same one.
-        self._store.compare_set("diverged", "", json.dumps([self._rank, self._next_rank]))
+        self._store.compare_set("diverged", "", json.dumps([self._rank, self.next_rank]))
 
     def diverged_pair(self) -> tuple[int, int] | None:
         if not self._store.check(["diverged"]):

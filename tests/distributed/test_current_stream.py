@@ -75,7 +75,7 @@ def test_a_collective_without_a_work_is_done_when_the_stream_is_past_it() -> Non
         return events[-1]
 
     with mock.patch.object(watchdog, "run_periodically", lambda *_: None):
-        dog = Watchdog(group, CPU, record, lambda _: None, None)
+        dog = Watchdog(group, CPU, record, lambda: (record(),), lambda _: None, None)
         issued: list[tuple[bool, bool]] = []
         pending = Pending(Operation("all-gather", "a", 1, dog), group, 8)
         dog.watch(pending)
@@ -83,15 +83,32 @@ def test_a_collective_without_a_work_is_done_when_the_stream_is_past_it() -> Non
     assert issued == [(False, False)]
     reached, done = events
     assert not pending.is_done
-    results = []
-    pending.then(lambda: results.append("finished"))
-    pending.wait()
-    assert results == ["finished"] and len(events) == 2  # `wait` records no second one.
+    assert pending.wait() is done and len(events) == 2  # `wait` records no second one.
     reached.happened = True
     assert pending.is_reached and not pending.is_done
     done.happened = True
     dog.check()
     assert pending.is_done and not dog._in_flight
+
+
+def test_what_follows_a_collective_has_an_event_after_it() -> None:
+    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))  # type: ignore[arg-type]
+    order: list[object] = []
+
+    def record() -> Event:
+        order.append(Event())
+        return order[-1]  # type: ignore[return-value]
+
+    with mock.patch.object(watchdog, "run_periodically", lambda *_: None):
+        dog = Watchdog(group, CPU, record, tuple, lambda _: None, None)
+        pending = Pending(Operation("reduce-scatter", "a", 1, dog), group, 8)
+        dog.watch(pending)
+        pending.start(lambda: None)
+        pending.then(lambda: order.append("scaled"))
+        after = pending.wait()
+    assert [type(each) for each in order] == [Event, str, Event] and order[-1] is after
+    order[0].happened = True  # type: ignore[attr-defined]
+    assert not pending.is_done
 
 
 def test_an_error_of_the_call_names_the_collective() -> None:
@@ -114,7 +131,10 @@ def test_an_error_of_the_call_names_the_collective() -> None:
 class WithoutPriorities:
     """A device module; its streams are their priorities."""
 
-    stream = current_stream = None
+    current_stream = None
+
+    def stream(self, stream: int) -> int:
+        return stream
 
     def Stream(self, device: torch.device) -> int:
         return 0
@@ -132,3 +152,36 @@ def test_streams_that_compute_waits_for_are_urgent(module, urgent, monkeypatch) 
     carrying = (made.pre_unshard, made.unshard, made.reduce)
     assert [stream._stream for stream in carrying] == [urgent] * 3
     assert made.offload._stream == 0
+
+
+class Context:
+    """A stream that is a context, as torch's own are."""
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.is_current = False
+
+    def __enter__(self) -> None:
+        self.is_current = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_current = False
+
+    def record_event(self) -> Event:
+        assert self.is_current
+        return Event()
+
+
+def test_a_stream_that_is_a_context_is_entered_by_itself(monkeypatch) -> None:
+    class OfContexts(Module):
+        Stream = Context
+        stream = None
+
+    module = OfContexts()
+    monkeypatch.setattr(streams.torch, "get_device_module", lambda _: module)
+    made = Streams(torch.device("cuda", 0), False)
+    with made.unshard as stream:
+        before = made.record_event()
+        assert made.events_before() == stream.events_before == (before,)
+        stream.wait(None)
+        assert stream.events_before == (before,)
+    assert not stream._stream.is_current

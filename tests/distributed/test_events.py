@@ -48,7 +48,7 @@ def _made_and_recorded(settings: dict, use) -> tuple[int, int]:
 @pytest.mark.parametrize("settings", ["default", "bfloat16", "deterministic"])
 def test_a_step_makes_no_events(settings: str) -> None:
     for made, recorded in run_fake_ranks((0, 1), 2, _made_and_recorded, SETTINGS[settings], plain):
-        assert recorded > 50
+        assert recorded > 30
         assert made == 0
 
 
@@ -57,7 +57,7 @@ def test_a_step_of_layers_makes_no_events(settings: str) -> None:
     for made, recorded in run_fake_ranks(
         (0, 3), 4, _made_and_recorded, LAYERED[settings], accumulation
     ):
-        assert recorded > 50
+        assert recorded > 30
         assert made == 0
 
 

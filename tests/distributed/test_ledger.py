@@ -89,14 +89,14 @@ def _recorded(model: ZeRO3, count: int = 2, plant: Any = nullcontext) -> Ledger:
 @contextmanager
 def _slow_link(is_slow: Callable[[Pending], bool] = lambda _: True) -> Iterator[None]:
     """Each collective arrives `DELAY_S` after somebody began to wait for it."""
-    wait = Pending._await
+    wait = Pending.wait_for_data
 
     def slow(pending: Pending) -> None:
         if pending.works and is_slow(pending):
             time.sleep(DELAY_S)
         wait(pending)
 
-    with mock.patch.object(Pending, "_await", slow):
+    with mock.patch.object(Pending, "wait_for_data", slow):
         yield
 
 

@@ -281,7 +281,8 @@ def _standstill() -> list[bool]:
         hours = itertools.count(step=3600.0)
         for is_reached in (False, True):
             if is_reached:
-                oldest._reached_event.synchronize()
+                for event in oldest._events_before:
+                    event.synchronize()
                 assert oldest.is_reached and not oldest.is_done
             with mock.patch("layerzero.watch.watchdog.time.monotonic", hours.__next__):
                 watchdog.check()

@@ -91,7 +91,7 @@ class Transport:
         if not (self._own and "gather" in verb):
             ranks = [rank for rank in ranks if rank != group.rank]
         source = self._rng.choice(ranks)
-        arrives, waits = pending._await, pending.wait
+        arrives, waits = pending.wait_for_data, pending.wait
         # The own part is copied after the others have arrived: its copy gets the flipped bit.
         is_copied = source == group.rank
         target = (outgoing if is_copied else incoming)[source]
@@ -110,7 +110,7 @@ class Transport:
                 assert bit is not None
                 flip(target, bit)
 
-        pending._await = arrive  # type: ignore[method-assign]
+        pending.wait_for_data = arrive  # type: ignore[method-assign]
         pending.wait = wait  # type: ignore[method-assign]
 
 

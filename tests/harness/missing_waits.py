@@ -58,13 +58,15 @@ def _without_waits_of(name: str) -> AbstractContextManager[object]:
 
 def _without_waiting_for(verb: str) -> AbstractContextManager[object]:
     """For a collective's end, before its result is used on the stream that started it."""
-    original = Pending._await
+    original = Pending.wait_for_data
 
     def skipping(pending: Pending) -> None:
-        if pending.operation.verb != verb:
+        if pending.operation.verb == verb:
+            pending.works = ()
+        else:
             original(pending)
 
-    return mock.patch.object(Pending, "_await", skipping)
+    return mock.patch.object(Pending, "wait_for_data", skipping)
 
 
 # Waits of several streams at once -----------------------------------------------------------------
@@ -84,7 +86,7 @@ def without_the_streams_event() -> AbstractContextManager[object]:
     def enqueue_wait(
         stream: DeviceStream, pending: Any, on_done: Callable[[], None] | None = None
     ) -> Any:
-        return _OnStream(stream._current_stream, stream.record_event(), pending)
+        return _OnStream(stream, stream.record_event(), pending)
 
     return mock.patch.object(DeviceStream, "enqueue_wait", enqueue_wait)
 
@@ -231,7 +233,7 @@ def with_waits_of_the_current_device() -> AbstractContextManager[object]:
     def current_stream(stream: DeviceStream) -> Any:
         return stream._module.current_stream()
 
-    return mock.patch.object(DeviceStream, "_current_stream", current_stream)
+    return mock.patch.object(DeviceStream, "current_stream", current_stream)
 
 
 # Whole tensors ------------------------------------------------------------------------------------

@@ -232,16 +232,8 @@ class SimulatedDevice(TorchDispatchMode):
     def current_stream(self, device: object = None) -> Stream:
         return self._thread.streams[self._index_of(device)][-1]
 
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        thread = self._thread
-        before, thread.index = thread.index, stream.index
-        thread.streams[stream.index].append(stream)
-        try:
-            yield
-        finally:
-            thread.streams[stream.index].pop()
-            thread.index = before
+    def stream(self, stream: Stream) -> _Current:
+        return _Current(self._thread, stream)
 
     def synchronize(self, device: object = None) -> None:
         for stream in (self.compute, *self._handed_out, *self.comms.values()):
@@ -487,6 +479,26 @@ class SimulatedDevice(TorchDispatchMode):
         group = next((each for each in groups if isinstance(each, dist.ProcessGroup)), None)
         name = f"the stream of group {len(self.comms)}"
         return self.comms.setdefault(group, Stream(self.host, self.index, name))
+
+
+class _Current:
+    """A context in which a stream is the current one. As torch's it may be used again, but not
+    inside itself."""
+
+    def __init__(self, thread: _ThreadState, stream: Stream) -> None:
+        self._thread = thread
+        self._stream = stream
+        self._before: int | None = None
+
+    def __enter__(self) -> None:
+        assert self._before is None, "torch refuses to enter a stream again inside itself"
+        self._before, self._thread.index = self._thread.index, self._stream.index
+        self._thread.streams[self._stream.index].append(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._before is not None, "it was entered"
+        self._thread.streams[self._stream.index].pop()
+        self._thread.index, self._before = self._before, None
 
 
 class _RecordedAnywhere(Event):

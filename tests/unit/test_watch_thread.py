@@ -61,6 +61,8 @@ class Event:
     def __init__(self, module: Module) -> None:
         self._module = module
 
+    def record(self, stream: Stream) -> None: ...
+
     def query(self) -> bool:
         Event.queried_on.append(self._module.current_device())
         return True
@@ -74,9 +76,9 @@ class Stream:
         self._module = module
         self.num_made = 0
 
-    def record_event(self, event: Event | None) -> Event:
-        self.num_made += event is None
-        return event or Event(self._module)
+    def record_event(self) -> Event:
+        self.num_made += 1
+        return Event(self._module)
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
 
 def make_dog(record_event: Callable[[], Any]) -> Watchdog:
     group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=60))  # type: ignore[arg-type]
-    return Watchdog(group, DEVICE, record_event, lambda _: None, None)
+    return Watchdog(group, DEVICE, record_event, lambda: (record_event(),), lambda _: None, None)
 
 
 def is_idle(dog: Watchdog) -> bool:

@@ -32,7 +32,7 @@ class Dog(Watchdog):
     def __init__(self, group: ShardGroup) -> None:
         self.failure: CollectiveError | None = None
         self.group = group
-        super().__init__(group, CPU, Event, self.remember, None)
+        super().__init__(group, CPU, Event, lambda: (Event(),), self.remember, None)
 
     def remember(self, error: CollectiveError) -> None:
         self.failure = error
@@ -74,7 +74,7 @@ def look_for_longer_than_the_timeout(dog: Dog) -> None:
 
 def test_a_collective_the_device_has_passed_is_forgotten(dog: Dog) -> None:
     pending = gather(dog, "a")
-    pending._reached_event.happened = True
+    pending._events_before[0].happened = True
     pending._done_event.happened = True
     look_for_longer_than_the_timeout(dog)
     assert dog.failure is None
@@ -85,7 +85,7 @@ def test_time_does_not_run_before_the_device_has_come_to_the_collective(dog: Dog
     pending = gather(dog, "a")
     look_for_longer_than_the_timeout(dog)
     assert dog.failure is None
-    pending._reached_event.happened = True
+    pending._events_before[0].happened = True
     look_for_longer_than_the_timeout(dog)
     assert "all-gather of a (#1) stands still" in str(dog.failure)
 
@@ -93,7 +93,7 @@ def test_time_does_not_run_before_the_device_has_come_to_the_collective(dog: Dog
 def test_each_collective_has_the_whole_timeout_once_the_one_before_is_done(dog: Dog) -> None:
     both = [gather(dog, unit) for unit in "ab"]
     for pending in both:
-        pending._reached_event.happened = True
+        pending._events_before[0].happened = True
     dog.check()
     time.sleep(2 * TIMEOUT.total_seconds())
     both[0]._done_event.happened = True
