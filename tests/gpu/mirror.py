@@ -68,6 +68,9 @@ def one_rank_group(device: torch.device) -> dist.ProcessGroup:
     backend._set_sequence_number_for_group()
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
+    if device.type != "cpu":  # The engine's small exchanges are the host's.
+        on_host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), 0, 1, timeout)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, on_host)
     group._set_group_name("mirror")
     group._set_group_desc("one rank")
     return group
@@ -147,7 +150,7 @@ class Wires:
         group = kwargs["group"]
         self.leaving(input, None)
         rows = input.view(group.size(), -1)
-        own = rows[group.rank()].expand_as(rows).reshape(-1)
+        own = rows[group.rank()].repeat(len(rows))
         self._before(output)
         options = AllToAllOptions()
         options.asyncOp = bool(kwargs.get("async_op"))
@@ -155,7 +158,8 @@ class Wires:
 
     def arriving(self, full: Tensor, shard: Tensor, group: ShardGroup) -> Tensor:
         """[full.numel()] what a gather brings; by default every rank sends what this one does."""
-        return shard.reshape(1, -1).expand(group.size, -1).reshape(-1)
+        # Not expanded: of one element that would be a view, which NCCL refuses.
+        return shard.reshape(-1).repeat(group.size)
 
     def leaving(self, chunks: Tensor, group: ShardGroup | None) -> None:
         """Look at what is about to be reduced."""
