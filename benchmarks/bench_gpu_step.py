@@ -689,7 +689,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=8, help="at most")
     parser.add_argument("--seconds", type=float, default=4.0, help="for the rounds of a cell")
     parser.add_argument("--trace", type=Path, help="file of the trace, .json or .json.gz")
+    parser.add_argument("--wait", action="store_true", help="for a line of input, after imports")
     args = parser.parse_args(arguments)
+    if args.wait:
+        sys.stdin.readline()
     if not args.cpu and not torch.cuda.is_available():
         print("no GPU: bench_gpu_step needs one, or --cpu", file=sys.stderr)
         return 2

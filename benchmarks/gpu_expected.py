@@ -50,7 +50,6 @@ EXPECTED: dict[str, Expected] = {
     "peak_over_fully_shard": Expected("over fully_shard", 0, 0.95, "bar", MEMORY),
     "reserved_over_allocated": Expected("reserved over peak", 1.0, 1.15, "measured 1.12", MEMORY),
     "allocs_after_step_3": Expected("cudaMalloc after step 3", 0, 0, "counted", STREAMS),
-    "pack_over_copy": Expected("a layer's cast over a copy", 0.85, 1.2, "as on the CPU", PACK),
     "hidden_part": Expected("gathers beside compute", 0.9, 1.0, "counted: all but two", STREAMS),
     "trace_gathers": Expected("steps without gathers", 0, 0, "counted", PROFILE),
     "trace_gathers_on_compute": Expected("gathers on compute", 0, 0, "counted", STREAMS),

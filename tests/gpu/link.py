@@ -65,7 +65,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link | None:
-        """Of "300,45,16": the rates and the blocks, any of which may be left out; None of "none"."""
+        """Of "300,45,16", rates and blocks, from the left as many as differ; of "none", None."""
         if text == "none":
             return None
         rates = [float(part) for part in text.split(",") if part]

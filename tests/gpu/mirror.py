@@ -167,7 +167,7 @@ class Wires:
             own = own * group.size
         self._before(summed)
         own = self.over_link(summed, own, chunks.nbytes, group.ranks, group.rank)
-        # Over one rank an average is the sum, which gloo has, too; NCCL's average launches a kernel.
+        # Over one rank the average is the sum. gloo has no average, and NCCL's is a kernel.
         has_average = self._on_gpu and self.link is None
         one_op = op if has_average else dist.ReduceOp.SUM
         return self._issue[1](summed, own, one_op, self._one(group))
