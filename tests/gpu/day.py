@@ -344,13 +344,13 @@ def _ask(*command: str) -> str:
 def prepare(on_cpu: bool) -> tuple[dict[str, Any], Outcome]:
     """Describe the machine, and build the kernels where they are missing and can be built."""
     began, output = time.monotonic(), ""
-    found = in_process("tests.gpu.day:machine", timeout=60)
+    found = in_process("tests.gpu.day:machine", timeout=150)
     if not on_cpu and found["cuda"] and not found["kernels"]["cuda"] and found["nvcc"]:
         env = {"LAYERZERO_BUILD_EXT": "1", "LAYERZERO_CUDA_ARCHS": found["capability"]}
         build = [sys.executable, "setup.py", "build_ext", "--inplace"]
         code, output = run_command(build, 150, env)
         output = f"exit status {code}\n{output}"
-        found = in_process("tests.gpu.day:machine", timeout=60)
+        found = in_process("tests.gpu.day:machine", timeout=150)
     kernels = found["kernels"]
     is_fine = on_cpu or kernels["cuda"]
     return found, Outcome(
