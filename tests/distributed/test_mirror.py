@@ -22,7 +22,7 @@ from layerzero import ZeRO3
 from layerzero.comm import collectives
 from layerzero.flat.flat_param import FlatParam
 from tests.distributed import test_missing_waits
-from tests.gpu import mirror, scenes
+from tests.gpu import mirror, scenes, test_uses
 from tests.gpu.mirror_runs import (
     PLAIN_CASES,
     SETTINGS,
@@ -207,6 +207,20 @@ def _scenes() -> dict[str, object]:
         "wrong": sum(scenes.empty_cache_between("cpu", {"bfloat16": True}, 2, 24).values()),
         "allocations": scenes.allocations("cpu", 2),
         "busy": [scenes.host_goes_on("cpu", use)["busy"] for use in scenes.USES],
+    }
+
+
+def _uses() -> dict[str, Any]:
+    names = [name for name, use in test_uses.USES.items() if not use.compiles]
+    found = test_uses.differences("cpu", names)
+    assert list(found) == names
+    return test_uses.wrong(found)
+
+
+def test_each_use_gives_the_losses_of_plain_torch() -> None:
+    assert run_ranks(1, _uses, timeout=120)[0] == {}
+    assert test_uses.wrong({"float32": 1e-9, "clip": float("nan"), "fused": "an error"}).keys() == {
+        *("float32", "clip", "fused")
     }
 
 

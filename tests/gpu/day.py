@@ -238,6 +238,7 @@ def check_steps(on_cpu: bool) -> list[Step]:
             PROFILE,
             *(memory, "-k", "steady"),
         ),
+        _tests("uses", 110, "the losses of plain torch", PROFILE, "tests/gpu/test_uses.py"),
         _tests("packing", 110, "the bits of plain torch", PACK, pack, "-k", "not bandwidth"),
         _tests(
             "NCCL alone",
