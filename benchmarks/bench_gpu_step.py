@@ -13,7 +13,8 @@ Parts, each meant for a process of its own:
     step        forward and backward, and the optimizer: engines take turns in each round
     host        host time of a unit, where a unit keeps the device busy for 1 ms and for 5 ms
     memory      bytes at rest and at the peak
-    optimizer   clip, step and zero_grad of one rank's shards
+    optimizer   clip and step of one rank's shards, on the device and on the host; the time of the
+                step over that of its bytes at the rate of a copy
     trace       two steps under the profiler, checked by gpu_trace.py
     peers       whole steps of every engine that is installed, on a real group of one rank
     checkpoint  a save and a load, on a real group of one rank
@@ -45,7 +46,14 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from benchmarks import gpu_trace, peers
-from benchmarks.common import Spread, environment, interleave, print_json
+from benchmarks.common import (
+    STATE_NBYTES,
+    Spread,
+    environment,
+    interleave,
+    print_json,
+    step_nbytes,
+)
 from benchmarks.engines import Transformer
 from layerzero import MixedPrecision, ZeRO3, checkpoint, optim
 from layerzero.comm import collectives
@@ -63,8 +71,8 @@ SIZES = {  # width, layers, heads, hidden
 }
 VARIANTS = ("", "compile", "checkpoint")
 RANK = 3
-MAX_LENGTH = 8192
-STATES = ("float32", "bfloat16", "8bit")
+WARMUP = 2
+"""Rounds before those that count."""
 
 
 @dataclass(frozen=True)
@@ -297,8 +305,13 @@ class Clock:
             if empties:
                 torch.cuda.empty_cache()
 
-    def time(self, *calls: Callable[[], object]) -> list[float]:
-        """Of each call, one after the other; the host is not held up in between."""
+    def time(self, *calls: Callable[[], object], ahead_ms: float = 0.0) -> list[float]:
+        """Of each call, one after the other; the host is not held up in between.
+
+        Args:
+            ahead_ms: how far the host runs ahead of the device, as it does in training: a call
+                then takes what the device needs for it.
+        """
         self.settle()
         if self._device.type != "cuda":
             marks = [time.perf_counter()]
@@ -307,6 +320,8 @@ class Clock:
                 marks.append(time.perf_counter())
             return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+        if ahead_ms:
+            torch.cuda._sleep(int(ahead_ms * 1.5e6))  # Cycles; of no more than 2 GHz.
         events[0].record()
         for call, event in zip(calls, events[1:], strict=True):
             call()
@@ -327,8 +342,8 @@ class Clock:
     def rounds(
         self, names: Sequence[str], measure: Callable[[str], float], config: Config
     ) -> dict[str, list[float]]:
-        """`interleave` after a first round, for as many as fit into the seconds there are."""
-        interleave(names, measure, 1)
+        """`interleave` after two rounds, for as many as fit into the seconds there are."""
+        interleave(names, measure, 0, warmup=WARMUP)
         began = time.perf_counter()
         first = interleave(names, measure, 1, warmup=0)
         fitting = int(config.seconds / (time.perf_counter() - began))
@@ -340,32 +355,41 @@ class Clock:
 # Parts ----------------------------------------------------------------------------------------
 
 
-def _medians(times: dict[str, list[float]]) -> dict[str, float]:
-    return {name: median(values) for name, values in times.items()}
+def _medians(times: dict[str, list[float]], skipped: int = 0) -> dict[str, float]:
+    """`skipped`: of what a call of `Clock.rounds` noted, `WARMUP`."""
+    return {name: median(values[skipped:]) for name, values in times.items()}
 
 
 def measure_ceilings(config: Config, report: Report) -> None:
     """Bandwidth of a copy (read plus written), and rate of a bfloat16 product of random values."""
     clock = Clock(config.device)
-    numel, side = (1 << 31, 8192) if config.on_gpu else (1 << 16, 64)
-    source = torch.empty(numel, dtype=torch.uint8, device=config.device).random_(0, 256)
-    target = torch.empty_like(source)
+    side = 8192 if config.on_gpu else 64
     left, right = (
         torch.randn(side, side, device=config.device).to(torch.bfloat16) for _ in range(2)
     )
-    copy = median([clock.time(lambda: target.copy_(source))[0] for _ in range(12)][2:])
     product = median([clock.time(lambda: left @ right)[0] for _ in range(12)][2:])
-    copied, multiplied = 2 * numel / copy / 1e9, 2 * side**3 / product / 1e9
+    copied, multiplied = _copy_tb_s(config), 2 * side**3 / product / 1e9
     report.row("copy, read and written", "TB/s", {"bare": copied}, copy_tb_s=copied)
     report.row("product", "TFLOP/s", {"bare": multiplied}, matmul_tflop_s=multiplied)
     if config.on_gpu and config.link is not None:
-        link, gathered, part = config.link, target[: numel // 8].zero_(), source[: numel // 8]
+        link, part = config.link, torch.rand(1 << 26, device=config.device)
+        gathered = torch.zeros_like(part)
         seconds = link.seconds(part.nbytes, range(8), RANK)
         took = [clock.time(lambda: link.carry(gathered, part, seconds))[0] for _ in range(6)]
         ms = median(took[1:])
         assert torch.equal(gathered, part), "the link delivers other bytes"
         name = f"a gather of {part.nbytes >> 20} MiB among 8 on the mirror's link"
         report.row(name, "ms", {"bare": ms}, link_over_wanted=ms / 1e3 / seconds)
+
+
+def _copy_tb_s(config: Config) -> float:
+    """Read plus written."""
+    clock = Clock(config.device)
+    numel = 1 << 31 if config.on_gpu else 1 << 16
+    source = torch.empty(numel, dtype=torch.uint8, device=config.device).random_(0, 256)
+    target = torch.empty_like(source)
+    ms = median([clock.time(lambda: target.copy_(source))[0] for _ in range(12)][2:])
+    return 2 * numel / ms / 1e9
 
 
 def measure_step(config: Config, report: Report) -> None:
@@ -420,7 +444,7 @@ def _step_cell(
         "rounds": len(times["bare"]),
     }
     report.row(f"passes, {name}", "ms", ms, **measures)
-    report.row(f"optimizer, {name}", "ms", _medians(optimizer_ms))
+    report.row(f"optimizer, {name}", "ms", _medians(optimizer_ms, WARMUP))
 
 
 def measure_host(config: Config, report: Report) -> None:
@@ -443,7 +467,7 @@ def measure_host(config: Config, report: Report) -> None:
 
             times = clock.rounds(ENGINES, host_ms, config)
             per_unit = {name: ms / config.num_units for name, ms in _medians(times).items()}
-            until_done = {n: ms / config.num_units for n, ms in _medians(device_ms).items()}
+            until_done = {n: ms / config.num_units for n, ms in _medians(device_ms, WARMUP).items()}
             above = {name: per_unit[name] - per_unit["bare"] for name in ENGINES[1:]}
             units = f"a unit of {until_done['bare']:.1f} ms, {config.named(world, cell)}"
             report.row(
@@ -500,41 +524,47 @@ def measure_memory(config: Config, report: Report) -> None:
 
 
 def measure_optimizer(config: Config, report: Report) -> None:
-    """Clip, step and zero_grad of one rank's shards; for ours beside torch's fused AdamW."""
+    """Clip and step of one rank's shards: torch's fused AdamW on both engines, and ours."""
     clock = Clock(config.device)
     (world, *_) = config.worlds
+    copied = _copy_tb_s(config)
     kinds: dict[str, tuple[str, str | None]] = {
         "fully_shard": ("fully_shard", None),
-        "layerzero": ("layerzero", None),
-        **{f"layerzero.optim {state}": ("layerzero", state) for state in STATES},
+        "torch's fused AdamW": ("layerzero", None),
+        **{f"optim.AdamW, {state}": ("layerzero", state) for state in STATE_NBYTES},
     }
     flow = Flow(config.device)
     with fake_world(RANK, world), flow.installed():
         trainings = {
             kind: Training(engine, config, flow, states) for kind, (engine, states) in kinds.items()
         }
+        numel = sum(p.numel() for p in trainings["torch's fused AdamW"].model.parameters())
         parts: dict[str, dict[str, list[float]]] = {
-            part: {kind: [] for kind in kinds} for part in ("clip", "step", "host")
+            part: {kind: [] for kind in kinds} for part in ("clip", "step", "host of both")
         }
 
         def total_ms(kind: str) -> float:
             training = trainings[kind]
             training.passes()
-            clip, step = clock.time(training.clip, training.optimize)
+            clip, step = clock.time(training.clip, training.optimize, ahead_ms=20.0)
             training.passes()
             host, _ = clock.host_ms(lambda: (training.clip(), training.optimize()))
             for part, value in zip(parts, (clip, step, host), strict=True):
                 parts[part][kind].append(value)
             return clip + step
 
-        total = _medians(clock.rounds(list(kinds), total_ms, config))
-    report.details["parts_ms"] = {part: _medians(each) for part, each in parts.items()}
-    name = config.named(world)
-    for kind, (engine, states) in kinds.items():
-        if engine == "layerzero":
-            values = {"fully_shard": total["fully_shard"], "layerzero": total[kind]}
-            which = "torch's fused AdamW" if states is None else f"optim.AdamW, {states}"
-            report.row(f"clip and step, {which}, {name}", "ms", values)
+        clock.rounds(list(kinds), total_ms, config)
+    for part, times in parts.items():
+        ms = _medians(times, WARMUP)
+        for kind, (engine, states) in kinds.items():
+            if engine == "layerzero":
+                values = {"fully_shard": ms["fully_shard"], "layerzero": ms[kind]}
+                measures = {}
+                if part == "step" and states is not None:
+                    floor_ms = sum(step_nbytes(states)) * numel / copied / 1e9
+                    measures["step_over_floor"] = ms[kind] / floor_ms
+                name = f"{part}, {kind}, {numel / 1e6:.1f} M elements, {config.named(world)}"
+                report.row(name, "ms", values, **measures)
 
 
 def measure_peers(config: Config, report: Report) -> None:

@@ -50,6 +50,7 @@ EXPECTED: dict[str, Expected] = {
     "peak_over_fully_shard": Expected("over fully_shard", 0, 0.95, "bar", MEMORY),
     "reserved_over_allocated": Expected("reserved over peak", 1.0, 1.15, "measured 1.12", MEMORY),
     "allocs_after_step_3": Expected("cudaMalloc after step 3", 0, 0, "counted", STREAMS),
+    "step_over_floor": Expected("over its bytes' time", 0.9, 1.15, "bar", PROFILE),
     "hidden_part": Expected("gathers beside compute", 0.9, 1.0, "counted: all but two", STREAMS),
     "trace_gathers": Expected("steps without gathers", 0, 0, "counted", PROFILE),
     "trace_gathers_on_compute": Expected("gathers on compute", 0, 0, "counted", STREAMS),

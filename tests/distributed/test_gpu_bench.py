@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from benchmarks import bench_gpu_step as bench
 from benchmarks.gpu_expected import EXPECTED
+from tests.gpu import link
 from tests.gpu.link import Link
 from tests.harness.ranks import run_ranks
 
@@ -19,7 +21,7 @@ MEASURES = {
     "step": {"over_bare", "over_fully_shard"},
     "host": {"host_over_fully_shard", "host_ms_per_unit"},
     "memory": set(),
-    "optimizer": set(),
+    "optimizer": {"step_over_floor"},
     "trace": set(),
     "peers": set(),
     "checkpoint": set(),
@@ -54,14 +56,14 @@ def test_every_part_runs_and_every_measure_is_expected(tmp_path, monkeypatch) ->
     engines = {"bare", "fully_shard", "layerzero"}
     assert engines <= found["step"]["rows"][0]["values"].keys()
     assert engines <= found["peers"]["rows"][0]["values"].keys()
-    assert len(found["optimizer"]["rows"]) == 4 and len(found["checkpoint"]["rows"]) == 2
+    assert len(found["optimizer"]["rows"]) == 3 * 4 and len(found["checkpoint"]["rows"]) == 2
 
 
 def _times_on_the_link() -> dict[str, float]:
     """Milliseconds that a step's bytes take, by engine."""
     dist.destroy_process_group()
-    link = Link(node_gb_s=1e-3)
-    config = bench.Config("tiny", [(2, 16)], 1, CPU, variant="checkpoint", link=link)
+    slow = Link(node_gb_s=1e-3)
+    config = bench.Config("tiny", [(2, 16)], 1, CPU, variant="checkpoint", link=slow)
     report = bench.Report("step", config)
     bench.measure_step(config, report)
     ((_, details),) = [item for item in report.details.items() if item[0] != "failures"]
@@ -102,8 +104,32 @@ def test_bytes_take_the_time_of_the_slower_link(ranks, own: int, ms: float) -> N
     assert Link().seconds(240 * MB, ranks, own) * 1e3 == pytest.approx(ms)
 
 
+@pytest.mark.parametrize(
+    ("address", "compiles", "expected"),
+    [
+        (4096, True, ["kernel (16, 1, 1) 64 vectors 2000000 ns"]),
+        (4100, True, ["sleep 3000000", "copy"]),  # The kernel moves 16 bytes at a time.
+        (4096, False, ["sleep 3000000", "copy"]),
+    ],
+)
+def test_a_copy_takes_a_few_blocks_or_a_sleep(address, compiles, expected, monkeypatch) -> None:
+    done: list[str] = []
+
+    def kernel(grid: Any, block: Any, arguments: list[Any], shared_nbytes: int) -> None:
+        done.append(f"kernel {grid} {arguments[2]} vectors {arguments[3]} ns")
+
+    tensor = mock.Mock(nbytes=1024, device=torch.device("cuda"))
+    tensor.data_ptr.return_value = address
+    tensor.copy_.side_effect = lambda _: done.append("copy")
+    monkeypatch.setattr(link, "_link_copy", lambda: kernel if compiles else None)
+    monkeypatch.setattr(link, "_cycles_per_second", lambda: 1.5e9)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(f"sleep {cycles}"))
+    Link().carry(tensor, tensor, 2e-3)
+    assert done == expected
+
+
 def test_rates_of_a_link_can_be_set() -> None:
     assert Link.parse("") == Link() and Link.parse("none") is None
-    link = Link.parse("150,20,24")
-    assert link == Link(node_gb_s=150, network_gb_s=20, num_blocks=24)
-    assert link.seconds(150 * MB, range(8), 0) * 1e3 == pytest.approx(7 / 8)
+    slower = Link.parse("150,20,24")
+    assert slower == Link(node_gb_s=150, network_gb_s=20, num_blocks=24)
+    assert slower.seconds(150 * MB, range(8), 0) * 1e3 == pytest.approx(7 / 8)

@@ -293,18 +293,9 @@ def bench_steps(on_cpu: bool, out: Path, link: str) -> list[Step]:
     return [
         *steps,
         part(75, "step", "--variant", "compile"),
-        *_optimizer_kernels(),
         *others,
         _tests("packing's bandwidth", 40, "0.9 of a copy's", PACK, kernel, "-k", "bandwidth"),
     ]
-
-
-def _optimizer_kernels() -> Iterator[Step]:
-    """bench_optimizer, where it takes a device."""
-    script = REPOSITORY / "benchmarks" / "bench_optimizer.py"
-    if '"--device"' in script.read_text():
-        command = [sys.executable, str(script), "--device", "cuda"]
-        yield Step("bench_optimizer", "it runs", PROFILE, command, 40, read_measures)
 
 
 # The machine ----------------------------------------------------------------------------------
