@@ -23,7 +23,7 @@ HALF_CORES := $(shell echo $$(( $(CORES) > 1 ? $(CORES) / 2 : 1 )))
 # Some tests only wait for a timeout to run out: the others use the cores meanwhile.
 WORKERS := $(shell echo $$(( $(CORES) + 1 )))
 
-.PHONY: help venv train test test-processors soak faults check bench gpu-check gpu-bench docs docs-figures wheel clean
+.PHONY: help venv train test test-processors soak faults check bench gpu docs docs-figures wheel clean
 
 help:
 	@echo 'make train   train a small language model, sharded by layerzero   ARGS="--help" lists flags'
@@ -34,8 +34,8 @@ help:
 	@echo 'make faults  ranks killed at every call that writes a checkpoint; the fault matrix'
 	@echo 'make check   ruff, mypy, codespell and clang-format'
 	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, trainers, layered ZeRO, checkpoints beside others'
-	@echo 'make gpu-check  is it right on this GPU? every value, wait and kernel; 9 minutes at most, writes build/gpu'
-	@echo 'make gpu-bench  is it fast on this GPU? beside what is expected; the same   ARGS=--cpu runs what a CPU can'
+	@echo 'make gpu     is it right on this GPU, and fast beside fully_shard? 6 minutes at most, writes build/gpu'
+	@echo '                                                                    ARGS=--cpu runs what a CPU can'
 	@echo 'make docs    the pages and an API reference as a site, in build/site; make docs-figures draws the pictures'
 	@echo 'make wheel   a wheel and a source distribution, in dist/'
 	@echo 'make clean   remove the environment, builds and caches, but no results'
@@ -107,8 +107,8 @@ bench: $(INSTALLED)
 # With the environment of .venv where it is set up, else with $(PYTHON) as it is: a machine with a GPU
 # often has a torch of its own, and no network. Builds the kernels for that GPU where they are missing.
 GPU_PYTHON := $(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON))
-gpu-check gpu-bench: gpu-%:
-	$(GPU_PYTHON) -m tests.gpu.day $* $(ARGS)
+gpu:
+	$(GPU_PYTHON) -m tests.gpu.day $(ARGS)
 
 # In an environment of its own: docstrings are read from the source, so torch is not needed.
 DOCS_VENV := .venv-docs

@@ -26,9 +26,11 @@ MIN_HIDDEN = 0.9
 MAX_GAP_US = 50.0
 OWN_KERNELS = 2
 """The engine's launches for each unit and step: the cast of the shard, the packing of gradients."""
+_AT_ONCE_US = 5.0
+"""Between a work's cause on another stream and the work, at most, apart from launching it."""
 
 _RANGE = re.compile(r"LayerZeRO3\.(\w+)\((.*)\)")
-_COLLECTIVE = re.compile(r"nccl|oneRank|memcpy.*(dtod|device -> device)", re.IGNORECASE)
+_COLLECTIVE = re.compile(r"nccl|oneRank|link_copy|memcpy.*(dtod|device -> device)", re.IGNORECASE)
 _SPIN = "spin_kernel"
 """Of torch.cuda._sleep."""
 _BLOCKING = re.compile(
@@ -79,6 +81,20 @@ class Work:
         of_engine = self.action in ("unshard", "reduce")
         return of_engine and not self.is_collective and _SPIN not in self.name
 
+    @property
+    def what(self) -> str:
+        kind = "gather" if self.is_gather else "reduction" if self.is_reduction else self.action
+        return f"{self.unit}'s {kind}" if self.action else self.name[:60]
+
+
+class Note(NamedTuple):
+    """One of the engine's ranges, on the host."""
+
+    action: str
+    unit: str
+    start: float
+    end: float
+
 
 @dataclass(frozen=True)
 class Step:
@@ -86,8 +102,8 @@ class Step:
 
     works: Sequence[Work]
     """In the order in which they were launched."""
-    borders: Sequence[float]
-    """When the host began or ended one of the engine's ranges, in order."""
+    notes: Sequence[Note]
+    """In the order in which they began."""
     calls: Sequence[str]
     """Names of the calls of CUDA's runtime that can block the host."""
 
@@ -137,15 +153,14 @@ def read_steps(events: Iterable[dict[str, Any]]) -> list[Step]:
                 )
             )
     works.sort(key=lambda work: work.launched)
+    named = [
+        Note(*_RANGE.match(e["name"]).groups(), e["ts"], e["ts"] + e["dur"])  # type: ignore
+        for e in ranges
+    ]
     return [
         Step(
             [work for work in works if _holds(step, work.launched)],
-            sorted(
-                time
-                for note in ranges
-                for time in (note["ts"], note["ts"] + note["dur"])
-                if _holds(step, time)
-            ),
+            sorted((n for n in named if _holds(step, n.start)), key=lambda note: note.start),
             [e["name"] for e in runtime if _holds(step, e["ts"]) and _blocks(e["name"])],
         )
         for step in sorted(steps, key=lambda step: step["ts"])
@@ -280,22 +295,68 @@ def _own_kernels(step: Step, expected: int) -> list[Failure]:
 
 def _gaps(step: Step, compute: Sequence[Work]) -> list[Failure]:
     """Idle times of compute between two kernels, where the host was at a unit's border between."""
-    worst: tuple[float, Work] | None = None
-    count = 0
-    busy_until = compute[0]
+    borders = sorted(time for note in step.notes for time in (note.start, note.end))
+    gaps = []
+    before = compute[0]
     for work in compute[1:]:
-        gap = work.start - busy_until.end
-        left = bisect.bisect_right(step.borders, busy_until.launched)
-        right = bisect.bisect_left(step.borders, work.launched)
+        gap = work.start - before.end
+        left = bisect.bisect_right(borders, before.launched)
+        right = bisect.bisect_left(borders, work.launched)
         if gap > MAX_GAP_US and right > left:
-            count += 1
-            worst = max(worst or (0.0, work), (gap, work), key=lambda each: each[0])
-        if work.end > busy_until.end:
-            busy_until = work
-    if worst is None:
+            gaps.append((gap, before, work))
+        if work.end > before.end:
+            before = work
+    if not gaps:
         return []
-    text = f"{count} gaps over {MAX_GAP_US:.0f} us at borders of units, up to {worst[0]:.0f} us"
-    return [Failure("gaps", f"{text} before {worst[1].name[:60]}")]
+    gaps.sort(key=lambda each: -each[0])
+    text = (
+        f"{len(gaps)} gaps over {MAX_GAP_US:.0f} us at borders of units, up to {gaps[0][0]:.0f} us"
+    )
+    reasons = Counter(_why_idle(step, before, work) for _, before, work in gaps)
+    listed = [f"{count} x {why}" if count > 1 else why for why, count in reasons.most_common(4)]
+    return [Failure("gaps", f"{text}: {'; '.join(listed)}")]
+
+
+def _why_idle(step: Step, before: Work, first: Work) -> str:
+    """Why nothing ran on compute between two works of it."""
+    waits = [n for n in step.notes if n.action == "wait_for_unshard" and n.end <= first.launched]
+    if waits and waits[-1].end > before.launched:
+        unit, at = waits[-1].unit, waits[-1].start
+        gathers = [w for w in step.works if w.is_gather and w.unit == unit and w.launched < at]
+        if gathers and gathers[-1].end > before.end + MAX_GAP_US:
+            late = gathers[-1].end - before.end
+            text = f"{unit}'s gather ended {late:.0f} us after the unit before finished"
+            return f"{text}: {_why_late(step, waits[:-1], gathers[-1])}"
+    if first.launched > before.end:
+        return f"the host launched {first.name[:40]} {first.launched - before.end:.0f} us too late"
+    others = [work for work in step.works if work.stream != first.stream]
+    shared = [(min(w.end, first.start) - max(w.start, before.end), w) for w in others]
+    overlap, other = max(shared, key=lambda each: each[0], default=(0.0, first))
+    if overlap > (first.start - before.end) / 2:
+        return f"{other.what} held the device"
+    return f"nothing that the trace shows, before {first.name[:40]}"
+
+
+def _why_late(step: Step, waits: Sequence[Note], gather: Work) -> str:
+    """What a gather came after: the last that ended before it began."""
+    earlier = [work for work in step.works if work.launched < gather.launched]
+    causes = [(gather.launched, "the host issued it")]
+    for work in earlier:
+        if work.stream == gather.stream:
+            causes.append((work.end, f"{work.what} left the link"))
+        elif work.action == "unshard" and work.unit == gather.unit and not work.is_collective:
+            causes.append((work.end, "its shard was cast"))
+    freed = [n for n in step.notes if n.action == "reshard" and n.start < gather.launched][-1:]
+    used = [w for w in earlier if freed and w.launched < freed[0].start and not w.action]
+    if used:
+        causes.append((used[-1].end, f"memory of {freed[0].unit} was freed"))
+    when, why = max(each for each in causes if each[0] <= gather.start + _AT_ONCE_US)
+    began = waits[-1].end if waits else gather.launched
+    run_beside = [w for w in step.works if not w.action and w.launched > began]
+    if waits and run_beside and when <= run_beside[0].start + _AT_ONCE_US:
+        takes = gather.end - gather.start
+        return f"it takes {takes:.0f} us, longer than {waits[-1].unit} computes, from when {why}"
+    return f"it began late, when {why}"
 
 
 def load(path: Path) -> list[dict[str, Any]]:

@@ -97,9 +97,9 @@ class LostWrites(Extension):
 
 def _written_into(names: Sequence[str]) -> RuntimeError:
     return RuntimeError(
-        f"the forward wrote into the full parameters {_listed(names)}. These are copies that are "
-        "freed after use, so the writes are lost: use buffers, exclude these parameters from "
-        "sharding (ignored_parameters), or write between steps, inside summon_full_params()"
+        f"the forward wrote into the full parameters {_listed(names)}. These are copies, freed "
+        "after use: use buffers, ignored_parameters, or write between steps, inside "
+        "summon_full_params(). A forward that writes into none met a late gather: report that"
     )
 
 

@@ -2,37 +2,134 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 
 from benchmarks import bench_gpu_step as bench
 from benchmarks.gpu_expected import EXPECTED
+from tests.gpu import link
+from tests.gpu.link import Link
 from tests.harness.ranks import run_ranks
 
+CPU = torch.device("cpu")
 MEASURES = {
     "ceilings": {"copy_tb_s", "matmul_tflop_s"},
-    "step": {"bare_ms", "layerzero_over_bare_w8", "layerzero_over_fully_shard_w8"},
-    "host": {"host_ms_per_unit_layerzero", "host_ms_per_unit_fully_shard"},
+    "step": {"over_bare", "over_fully_shard"},
+    "host": {"host_over_fully_shard", "host_ms_per_unit"},
     "memory": set(),
+    "optimizer": {"step_over_floor"},
     "trace": set(),
+    "peers": set(),
+    "checkpoint": set(),
 }
 """On the CPU; the allocator's counters and the device's part of a trace are a GPU's."""
+MB = 1_000_000
 
 
-def _parts() -> dict[str, tuple[list[str], dict]]:
+def _parts() -> dict[str, Any]:
     dist.destroy_process_group()
-    config = bench.Config("tiny", 2, 16, 1, torch.device("cpu"))
+    config = bench.Config("tiny", [(2, 16)], 1, CPU)
     found = {}
-    for part in bench.PARTS:
-        measures, details = bench.MEASURES[part](config, 8)
-        found[part] = (sorted(measures), details)
+    for part, measure in bench.PARTS.items():
+        report = bench.Report(part, config)
+        measure(config, report)
+        found[part] = report._result
     return found
 
 
 def test_every_part_runs_and_every_measure_is_expected(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = run_ranks(1, _parts, timeout=120)[0]
-    assert {part: set(measures) for part, (measures, _) in found.items()} == MEASURES
-    for measures, _ in found.values():
-        assert set(measures) <= EXPECTED.keys()
-    assert found["trace"][1]["steps"] == 2
+    kinds = {
+        part: {name.partition("@")[0] for name in result["measures"]}
+        for part, result in found.items()
+    }
+    assert kinds == MEASURES
+    for part, result in found.items():
+        assert result["details"]["failures"] == [], part
+        assert kinds[part] <= EXPECTED.keys()
+    assert found["trace"]["details"]["steps"] == 2
+    engines = {"bare", "fully_shard", "layerzero"}
+    assert engines <= found["step"]["rows"][0]["values"].keys()
+    assert engines <= found["peers"]["rows"][0]["values"].keys()
+    assert len(found["optimizer"]["rows"]) == 3 * 4 and len(found["checkpoint"]["rows"]) == 2
+
+
+def _times_on_the_link() -> dict[str, float]:
+    """Milliseconds that a step's bytes take, by engine."""
+    dist.destroy_process_group()
+    slow = Link(node_gb_s=1e-3)
+    config = bench.Config("tiny", [(2, 16)], 1, CPU, variant="checkpoint", link=slow)
+    report = bench.Report("step", config)
+    bench.measure_step(config, report)
+    ((_, details),) = [item for item in report.details.items() if item[0] != "failures"]
+    return details["link_ms"]
+
+
+def test_engines_are_compared_on_the_same_link() -> None:
+    ms = run_ranks(1, _times_on_the_link, timeout=120)[0]
+    width, hidden, layers = 32, 64, 3
+    block = 4 * width * width + 3 * width * hidden + 2 * width
+    root = (256 + 16 + 1) * width
+    # Blocks are gathered twice, the last and the root once or twice; all are reduced in float32.
+    bounds = [
+        (2 * (blocks * block + root * roots) + 4 * (layers * block + root)) * 7 / 8 * 1e-3
+        for blocks, roots in ((2 * layers - 1, 1), (2 * layers, 2))
+    ]
+    assert ms["bare"] == 0.0
+    for engine in ("layerzero", "fully_shard"):
+        assert bounds[0] <= ms[engine] <= 1.1 * bounds[1], (engine, ms, bounds)  # With padding.
+
+
+@pytest.mark.parametrize(
+    ("ranks", "own", "ms"),
+    [
+        (range(1), 0, 0.0),
+        # 7 of 8 parts, at 300 GB/s.
+        (range(8), 3, 240 * 7 / 8 / 300),
+        (range(8, 16), 3, 240 * 7 / 8 / 300),
+        # Each node receives 7 of 8 parts over the links of its 8 GPUs, 63 of 64 go around inside.
+        (range(64), 3, 240 * 63 / 64 / 300),
+        # One rank of each of 8 nodes: 7 of 8 parts come over one link.
+        (range(3, 64, 8), 0, 240 * 7 / 8 / 45),
+        # Two of each of two nodes: half comes over two links.
+        ((0, 1, 8, 9), 2, 240 / 2 / 2 / 45),
+    ],
+)
+def test_bytes_take_the_time_of_the_slower_link(ranks, own: int, ms: float) -> None:
+    assert Link().seconds(240 * MB, ranks, own) * 1e3 == pytest.approx(ms)
+
+
+@pytest.mark.parametrize(
+    ("address", "compiles", "expected"),
+    [
+        (4096, True, ["kernel (16, 1, 1) 64 vectors 2000000 ns"]),
+        (4100, True, ["sleep 3000000", "copy"]),  # The kernel moves 16 bytes at a time.
+        (4096, False, ["sleep 3000000", "copy"]),
+    ],
+)
+def test_a_copy_takes_a_few_blocks_or_a_sleep(address, compiles, expected, monkeypatch) -> None:
+    done: list[str] = []
+
+    def kernel(grid: Any, block: Any, arguments: list[Any], shared_nbytes: int) -> None:
+        done.append(f"kernel {grid} {arguments[2]} vectors {arguments[3]} ns")
+
+    tensor = mock.Mock(nbytes=1024, device=torch.device("cuda"))
+    tensor.data_ptr.return_value = address
+    tensor.copy_.side_effect = lambda _: done.append("copy")
+    monkeypatch.setattr(link, "_link_copy", lambda: kernel if compiles else None)
+    monkeypatch.setattr(link, "_cycles_per_second", lambda: 1.5e9)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(f"sleep {cycles}"))
+    Link().carry(tensor, tensor, 2e-3)
+    assert done == expected
+
+
+def test_rates_of_a_link_can_be_set() -> None:
+    assert Link.parse("") == Link() and Link.parse("none") is None
+    slower = Link.parse("150,20,24")
+    assert slower == Link(node_gb_s=150, network_gb_s=20, num_blocks=24)
+    assert slower.seconds(150 * MB, range(8), 0) * 1e3 == pytest.approx(7 / 8)

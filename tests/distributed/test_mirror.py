@@ -1,18 +1,28 @@
 """The mirror of tests/gpu is itself right, and sees wrong values: its branch on the CPU.
 
-There are no streams here, so nothing is late and no wait can be missing.
+There are no streams here, so nothing is late and no wait can be missing. What NCCL and CUDA refuse,
+or make the host wait for, stand-ins do here.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from layerzero import ZeRO3
+from layerzero.comm import collectives
 from layerzero.flat.flat_param import FlatParam
 from tests.distributed import test_missing_waits
-from tests.gpu import scenes
+from tests.gpu import mirror, scenes, test_uses
 from tests.gpu.mirror_runs import (
     PLAIN_CASES,
     SETTINGS,
@@ -24,16 +34,143 @@ from tests.gpu.mirror_runs import (
     worlds,
 )
 from tests.gpu.process import ProcessFailed, in_process
-from tests.gpu.test_mirror import VISIBLE
+from tests.gpu.test_mirror import VISIBLE, is_sighting
 from tests.harness import stream_uses
+from tests.harness.models import Block
 from tests.harness.ranks import run_ranks
+
+
+class _Strict:
+    """A process group that refuses, as NCCL does, tensors that are not contiguous."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._group, name)
+        return functools.partial(self._checked, value) if callable(value) else value
+
+    def _checked(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for tensor in args:
+            if isinstance(tensor, Tensor) and 0 in tensor.stride():
+                raise ValueError("Tensors must be contiguous")
+        return verb(*args, **kwargs)
+
+
+def _run_strictly(worlds: Any) -> dict[str, Any]:
+    make = mirror.one_rank_group
+    with mock.patch.object(mirror, "one_rank_group", lambda device: _Strict(make(device))):
+        return run_worlds("cpu", worlds)
 
 
 def test_any_rank_of_any_world_trains_like_its_replica() -> None:
     each = worlds([*dict.fromkeys([*PLAIN_CASES, *USE_CASES])])
-    found = run_ranks(1, run_worlds, "cpu", each, timeout=180)[0]
+    found = run_ranks(1, _run_strictly, each, timeout=180)[0]
     assert_all_ran(found, sum(len(cases) for _, _, cases in each))
     assert total_wrong(found) == {}
+
+
+class _Nccl:
+    """Makes gloo where a CUDA build makes NCCL, which serves the tensors of its device alone."""
+
+    Options = mock.Mock
+
+    def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, options._timeout)
+
+
+def _small_exchange() -> list[int]:
+    with mock.patch.object(dist, "ProcessGroupNCCL", _Nccl, create=True):
+        group = mirror.one_rank_group(torch.device("cuda"))
+    received = [torch.zeros(2)]
+    group.allgather([received], [torch.ones(2)]).wait()
+    return received[0].tolist()
+
+
+def test_the_group_of_a_device_carries_the_small_exchanges_of_the_host() -> None:
+    assert run_ranks(1, _small_exchange)[0] == [1.0, 1.0]
+
+
+class _Lazy(TorchDispatchMode):
+    """As CUDA does, waits for the device where a kernel is used for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_busy = False
+        self._loaded: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func not in self._loaded:
+            self._loaded.add(func)
+            self.is_busy = False
+        return func(*args, **(kwargs or {}))
+
+    def sleep(self, cycles: int) -> None:
+        self.is_busy = True
+
+    def synchronize(self) -> None:
+        self.is_busy = False
+
+    def query(self) -> bool:
+        return not self.is_busy
+
+
+@contextmanager
+def _cuda_that_loads_lazily() -> Iterator[None]:
+    lazy = _Lazy()
+    stand_ins = {
+        "Stream": lambda *_, **__: lazy,
+        "stream": lambda _: nullcontext(),
+        "synchronize": lazy.synchronize,
+        "_sleep": lazy.sleep,
+    }
+    with mock.patch.multiple(torch.cuda, **stand_ins), lazy:
+        yield
+
+
+def _behind_a_stream() -> dict[str, bool]:
+    with _cuda_that_loads_lazily():
+        return scenes.on_the_current_stream("cpu")
+
+
+def test_loading_a_kernel_is_not_taken_for_a_blocked_host() -> None:
+    found = run_ranks(1, _behind_a_stream)[0]
+    # gloo returns a work either way.
+    assert [name for name, is_right in found.items() if not is_right] == [
+        "without a work: a work comes back"
+    ]
+
+
+def _error_of_a_late_gather() -> str:
+    """Of a gather that nobody waited for, which writes while the forward runs."""
+    dist.destroy_process_group()
+    wires = mirror.Wires(torch.device("cpu"))
+    late: list[tuple[Tensor, Tensor]] = []
+
+    class Late(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            for full, source in late:
+                full.copy_(source)
+            late.clear()
+            return super().forward(x)
+
+    def postpone(full: Tensor, shard: Tensor, group: Any) -> None:
+        late.append((full, wires.arriving(full, shard, group)))
+
+    with mirror.fake_world(3, 8), wires.installed():
+        model = ZeRO3(torch.nn.Sequential(Late(8, 4)), auto_wrap_policy={Late})
+        with (  # The first forward is looked at.
+            mock.patch.object(collectives, "_issue_all_gather", postpone),
+            pytest.raises(RuntimeError) as error,
+        ):
+            model(torch.ones(2, 8))
+    return str(error.value)
+
+
+def test_an_error_that_a_missing_wait_can_cause_is_a_sighting() -> None:
+    message = run_ranks(1, _error_of_a_late_gather)[0]
+    assert is_sighting(message) and is_sighting("CUDA error: an illegal memory access")
+    assert not is_sighting("ImportError: no module") and not is_sighting("killed after 90 s")
 
 
 def _with_a_shard_never_cast() -> dict:
@@ -70,6 +207,20 @@ def _scenes() -> dict[str, object]:
         "wrong": sum(scenes.empty_cache_between("cpu", {"bfloat16": True}, 2, 24).values()),
         "allocations": scenes.allocations("cpu", 2),
         "busy": [scenes.host_goes_on("cpu", use)["busy"] for use in scenes.USES],
+    }
+
+
+def _uses() -> dict[str, Any]:
+    names = [name for name, use in test_uses.USES.items() if not use.compiles]
+    found = test_uses.differences("cpu", names)
+    assert list(found) == names
+    return test_uses.wrong(found)
+
+
+def test_each_use_gives_the_losses_of_plain_torch() -> None:
+    assert run_ranks(1, _uses, timeout=120)[0] == {}
+    assert test_uses.wrong({"float32": 1e-9, "clip": float("nan"), "fused": "an error"}).keys() == {
+        *("float32", "clip", "fused")
     }
 
 

@@ -1,9 +1,9 @@
-"""The first run on a GPU: `make gpu-check` (is it right?) and `make gpu-bench` (is it fast?).
+"""One command on a GPU: `make gpu`. Is it right, and is it fast, in six minutes?
 
-Runs steps one after the other, each in a process that is killed when its time is over, and writes
-what was measured beside what was expected, as Markdown and as JSON. Where something is off it names
-the finding to suspect (docs/howto/first_gpu_run.md). Exit status: 0, all is as expected; 1, not;
-2, there is no GPU.
+What is right is checked side by side, as nothing of that is timed; then benchmarks run alone, the
+most telling first. Each step is a process that is killed when its time is over. After each, what
+was measured is written beside what was expected, as Markdown and as JSON, also into the folder that
+the variable OUT names. Exit status: 0, all is as expected; 1, not; 2, there is no GPU.
 """
 
 from __future__ import annotations
@@ -12,36 +12,43 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.gpu_expected import EXPECTED, FIRST_RUN, PROFILE, STREAMS
+from benchmarks.gpu_expected import EXPECTED, FIRST_RUN, PACK, PROFILE, STREAMS
 from tests.gpu.process import (
     REFUSED,
     REPOSITORY,
     ProcessFailed,
+    Started,
     find_program,
     in_process,
     run_command,
 )
 
-MINUTES = 9.0
-"""For all steps of a command together."""
+MINUTES = 6.0
+"""For everything."""
+CHECKS_S = 120.0
+"""For what runs side by side, at most."""
+LEAST_S = 12.0
+"""Left over, for another step to begin."""
 BUILD = REPOSITORY / "build" / "gpu"
-PACK_PAGE = "docs/internals/pad_copy.md"
 SANITIZED = (
     "test_missing_sources_gaps_and_the_tail_become_zeros or test_rows_that_are_nonsense or "
-    "test_the_sum_may_replace_one_of_its_parts or test_any_number_of_sources_packs[449] or "
-    "test_any_number_of_sources_packs[4001]"
+    "test_the_sum_may_replace_one_of_its_parts or test_any_number_of_sources_packs[449]"
 )
+_SIDE_BY_SIDE = 10
 _OUTPUT_CHARS = 3000
+ENGINES = ("bare", "fully_shard", "layerzero")
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Outcome:
     measured: list[str] = field(default_factory=list)
     expected: list[str] = field(default_factory=list)
     suspects: list[str] = field(default_factory=list)
-    """Findings with their pages, where the status is neither "ok" nor "not run"."""
+    """Pages, where the status is neither "ok" nor "not run"."""
     seconds: float = 0.0
     output: str = ""
     """The end of what it printed, where it is not ok."""
@@ -74,37 +81,40 @@ class Step:
     suspect: str
     command: Sequence[str]
     limit_s: float
-    read: Callable[[Step, int, str, Path], Outcome]
+    read: Callable[[Step, int | None, str, Path], Outcome]
+    """Gets the exit status, or None if the step was killed; what it printed; and its folder."""
     env: dict[str, str] = field(default_factory=dict)
     needs: str | None = None
     """A program without which the step is not run."""
+    waits: bool = False
+    """The command may be started before its turn: it waits for a line of input."""
 
-    def run(self, limit_s: float, folder: Path) -> Outcome:
-        """Run it; `folder` is its own, and the command may name it as {folder}."""
+    def start(self, folder: str) -> Started:
+        """`folder` is its own, and the command may name it as {folder}."""
+        command = [part.replace("{folder}", folder) for part in self.command]
+        command[0] = find_program(command[0]) or command[0]
+        return Started(command, self.env)
+
+    def run(self, limit_s: float, folder: str, started: Started | None = None) -> Outcome:
         if self.needs is not None and find_program(self.needs) is None:
             return Outcome(self.name, "not run", [f"no {self.needs} on this machine"])
-        command = [part.replace("{folder}", str(folder)) for part in self.command]
-        if self.needs is not None and command[0] == self.needs:
-            command[0] = str(find_program(self.needs))
+        if limit_s < LEAST_S:
+            return Outcome(self.name, "not run", ["no time was left for it"], [self.expects])
         began = time.monotonic()
-        code, output = run_command(command, limit_s, self.env)
-        seconds = time.monotonic() - began
+        limit_s = min(limit_s, self.limit_s)
+        code, output = (started or self.start(folder)).finish(limit_s)
+        outcome = self.read(self, code, output, Path(folder))
+        status, measured = outcome.status, outcome.measured
         if code is None:
-            outcome = Outcome(self.name, "killed", [f"not done after {limit_s:.0f} s"])
-        else:
-            outcome = self.read(self, code, output, folder)
-        return self._completed(outcome, seconds, output)
-
-    def _completed(self, outcome: Outcome, seconds: float, output: str) -> Outcome:
-        is_off = not outcome.is_fine
-        suspects = outcome.suspects or ([self.suspect] if is_off else [])
+            status, measured = "killed", [*measured, f"not done after {limit_s:.0f} s"]
+        is_off = status not in ("ok", "not run")
         return Outcome(
             outcome.name,
-            outcome.status,
-            outcome.measured,
+            status,
+            measured,
             outcome.expected or [self.expects],
-            suspects,
-            round(seconds, 1),
+            outcome.suspects or ([self.suspect] if is_off else []),
+            round(time.monotonic() - began, 1),
             output[-_OUTPUT_CHARS:] if is_off else "",
             outcome.data,
         )
@@ -113,8 +123,10 @@ class Step:
 # Reading --------------------------------------------------------------------------------------
 
 
-def read_tests(step: Step, code: int, output: str, folder: Path) -> Outcome:
-    """Of pytest, which wrote {folder}/tests.xml."""
+def read_tests(step: Step, code: int | None, output: str, folder: Path) -> Outcome:
+    """Of pytest, which wrote {folder}/tests.xml; a driver may refuse compute-sanitizer."""
+    if "Device not supported" in output or "Unable to find injection" in output:
+        return Outcome(step.name, "not run", ["compute-sanitizer refuses this device"])
     report = folder / "tests.xml"
     if not report.exists():
         return Outcome(step.name, "failed", [f"pytest ended with exit status {code}"])
@@ -130,6 +142,7 @@ def read_tests(step: Step, code: int, output: str, folder: Path) -> Outcome:
         else:
             passed.append(name)
     measured = [f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped", *failed]
+    measured += [line for line in output.splitlines() if "ERROR SUMMARY" in line][:3]
     status = "ok" if code == 0 and passed else "failed"
     if code == 0 and skipped and not passed and all(REFUSED in each for each in skipped):
         status = "not run"
@@ -137,32 +150,15 @@ def read_tests(step: Step, code: int, output: str, folder: Path) -> Outcome:
     return Outcome(step.name, status, measured, data=data)
 
 
-def read_sanitizer(step: Step, code: int, output: str, folder: Path) -> Outcome:
-    """Of compute-sanitizer around pytest; a driver may refuse the tool."""
-    if "Device not supported" in output or "Unable to find injection" in output:
-        return Outcome(step.name, "not run", ["compute-sanitizer refuses this device"])
-    outcome = read_tests(step, code, output, folder)
-    found = [line for line in output.splitlines() if "ERROR SUMMARY" in line or "Invalid" in line]
-    return Outcome(step.name, outcome.status, [*outcome.measured, *found[:5]], data=outcome.data)
-
-
-def read_measures(step: Step, code: int, output: str, folder: Path) -> Outcome:
-    """Of a benchmark whose last line is JSON with "measures"."""
+def read_measures(step: Step, code: int | None, output: str, folder: Path) -> Outcome:
+    """Of a benchmark that prints JSON as it goes: the last has all, also if it was killed."""
     result = _last_json(output)
-    if code != 0 or result is None:
+    if result is None:
         return Outcome(step.name, "failed", [f"exit status {code}"])
-    return judge(step.name, result.get("measures", {}), result)
-
-
-def read_pad_copy(step: Step, code: int, output: str, folder: Path) -> Outcome:
-    """Of bench_pad_copy: the cast of a layer."""
-    result = _last_json(output)
-    cases = {} if result is None else {each["case"]: each for each in result["cases"]}
-    cast = cases.get("flatten L float32 -> bfloat16")
-    if code != 0 or cast is None:
-        return Outcome(step.name, "failed", [f"exit status {code}"])
-    measures = {"pack_over_copy": cast["memcpy_ratio_spread"]["median"]}
-    return judge(step.name, measures, result or {})
+    outcome = judge(step.name, result.get("measures", {}), result)
+    if code not in (0, None):
+        return Outcome(step.name, "failed", outcome.measured, outcome.expected, data=result)
+    return outcome
 
 
 def judge(name: str, measures: dict[str, float], data: dict[str, Any]) -> Outcome:
@@ -170,13 +166,15 @@ def judge(name: str, measures: dict[str, float], data: dict[str, Any]) -> Outcom
     on_gpu = str(data.get("config", data).get("device", "")).startswith("cuda")
     rows, expected, suspects = [], [], []
     for measure, value in measures.items():
-        wanted = EXPECTED[measure]
+        kind, _, of = measure.partition("@")
+        wanted = EXPECTED[kind]
         is_off = on_gpu and not wanted.holds(value)
-        rows.append(f"{'OFF: ' if is_off else ''}{wanted.what}: {value:.4g} {wanted.unit}".strip())
+        rows.append(f"{'OFF: ' if is_off else ''}{value:.4g} {wanted.what} ({of})")
         expected.append(f"{wanted.text} ({wanted.source})" if on_gpu else "a GPU's; this is a CPU")
         if is_off:
-            suspects.append(wanted.suspect)
-    rows += data.get("details", {}).get("failures", [])
+            suspects.append(wanted.page)
+    details = data.get("details", {})
+    rows += [*details.get("failures", []), *details.get("found", [])]
     status = "off" if suspects else "ok"
     return Outcome(
         name, status, rows or ["ran"], expected, list(dict.fromkeys(suspects)), data=data
@@ -188,8 +186,8 @@ def _last_json(output: str) -> dict[str, Any] | None:
         if line.startswith("{"):
             try:
                 value: dict[str, Any] = json.loads(line)
-            except ValueError:
-                return None
+            except ValueError:  # Cut off where the process was killed.
+                continue
             return value
     return None
 
@@ -197,141 +195,106 @@ def _last_json(output: str) -> dict[str, Any] | None:
 # Steps ----------------------------------------------------------------------------------------
 
 
-def _pytest(*args: str) -> list[str]:
-    options = [
-        "-q",
-        "--slow",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "--junitxml={folder}/tests.xml",
-    ]
-    return [sys.executable, "-m", "pytest", *options, *args]
-
-
-def _tests(name: str, limit_s: float, expects: str, suspect: str, *args: str) -> Step:
-    return Step(name, expects, suspect, _pytest(*args), limit_s, read_tests)
-
-
-def _sanitized(tool: str) -> Step:
-    flags = ["--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
-    return Step(
-        f"packing under {tool}",
-        "0 errors",
-        f"finding 3, {PACK_PAGE}",
-        ["compute-sanitizer", *flags, *_pytest("tests/gpu/test_pack.py", "-k", SANITIZED)],
-        100,
-        read_sanitizer,
-        # The sanitizer does not see past the end of a tensor inside a larger cached segment.
-        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        "compute-sanitizer",
-    )
+def _tests(
+    name: str, limit_s: float, expects: str, suspect: str, *args: str, sanitizer: str = ""
+) -> Step:
+    """Of pytest; `sanitizer`: a tool of compute-sanitizer around it."""
+    plain = ["-q", "--slow", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plain, "--junitxml={folder}/tests.xml", *args]
+    if not sanitizer:
+        return Step(name, expects, suspect, command, limit_s, read_tests)
+    tool = ["--tool", sanitizer, "--error-exitcode", "9", "--target-processes", "all"]
+    # It does not see past the end of a tensor inside a larger cached segment.
+    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    under = ["compute-sanitizer", *tool, *command]
+    return Step(name, expects, suspect, under, limit_s, read_tests, env, "compute-sanitizer")
 
 
 def check_steps(on_cpu: bool) -> list[Step]:
-    """The steps of `make gpu-check`, the most telling first."""
+    """What is checked side by side; the longest begin first."""
     if on_cpu:
-        return [
-            _tests(
-                "the mirror, and what a CPU can run of the rest",
-                240,
-                "nothing differs from the replica",
-                FIRST_RUN,
-                "tests/distributed/test_mirror.py",
-            )
-        ]
-    pack, mirror = "tests/gpu/test_pack.py", "tests/gpu/test_mirror.py"
+        text = "nothing differs from the replica"
+        name = "the mirror, and what a CPU can run of the rest"
+        return [_tests(name, 240, text, FIRST_RUN, "tests/distributed/test_mirror.py")]
+    pack, mirror, memory = (f"tests/gpu/test_{name}.py" for name in ("pack", "mirror", "memory"))
+    same = "nothing differs from the replica"
+    pool = "nothing differs, no illegal access"
     return [
+        _tests("values, streams late", 120, same, STREAMS, mirror, "-k", "trains_like and late"),
+        _tests("values, at once", 120, same, STREAMS, mirror, "-k", "trains_like and not late"),
         _tests(
-            "values on any rank of any world",
-            240,
-            "nothing differs from the replica, with and without delays",
-            f"finding 2 (late streams), or 13 if only without delays, {STREAMS}",
-            *(mirror, "-k", "trains_like"),
-        ),
-        _tests(
-            "missing waits are seen",
+            "missing waits",
             110,
-            "each gives wrong values: else the step before proves little",
-            f"finding 10, {STREAMS}",
+            "each is seen: else the values prove little",
+            STREAMS,
             *(mirror, "-k", "missing"),
         ),
+        _tests("memory of expandable segments", 110, pool, STREAMS, memory, "-k", "expandable"),
+        _tests("memory of cudaMallocAsync", 110, pool, STREAMS, memory, "-k", "cudaMallocAsync"),
         _tests(
-            "memory leaves its pool",
-            180,
-            "nothing differs, no illegal access; no cudaMalloc in a steady step",
-            f"finding 1, {STREAMS}",
-            *("tests/gpu/test_memory.py", "-k", "not sanitizer"),
+            "a steady step",
+            110,
+            "no cudaMalloc; the stream is busy when the step returns",
+            PROFILE,
+            *(memory, "-k", "steady"),
         ),
-        _tests(
-            "packing kernels",
-            150,
-            "the bits of plain torch; 0.9 of a copy's bandwidth",
-            f"finding 3, {PACK_PAGE}",
-            pack,
-        ),
-        _tests(
-            "the host never blocks",
-            90,
-            "the stream is busy when the step returns",
-            f"finding 3, {PROFILE}",
-            "tests/gpu/test_no_host_block.py",
-        ),
+        _tests("uses", 110, "the losses of plain torch", PROFILE, "tests/gpu/test_uses.py"),
+        _tests("packing", 110, "the bits of plain torch", PACK, pack, "-k", "not bandwidth"),
         _tests(
             "NCCL alone",
-            120,
+            100,
             "values; no work on the current stream; abort returns; a stuck stream is reported",
-            f"findings 4 and 6, {STREAMS}",
+            STREAMS,
             "tests/gpu/test_nccl_alone.py",
         ),
-        _sanitized("memcheck"),
-        Step(
-            "use after free in stream order, under memcheck",
-            "0 errors",
-            f"finding 1, {STREAMS}",
-            _pytest("tests/gpu/test_memory.py", "-k", "sanitizer"),
-            160,
-            read_tests,
-            needs="compute-sanitizer",
-        ),
-        _sanitized("initcheck"),
         _tests(
             "two ranks of NCCL on one GPU",
             100,
-            "the bits of plain training; NCCL does not support it, and may refuse",
-            f"finding 6, {STREAMS}",
+            "the bits of plain training; NCCL may refuse",
+            STREAMS,
             "tests/gpu/test_two_ranks.py",
         ),
+        _tests(
+            "packing, memcheck", 100, "0 errors", PACK, pack, "-k", SANITIZED, sanitizer="memcheck"
+        ),
+        _tests("use after free, memcheck", 100, "0 errors", STREAMS, memory, "-k", "sanitizer"),
     ]
 
 
-def bench_steps(on_cpu: bool, out: Path) -> list[Step]:
-    """The steps of `make gpu-bench`."""
+def bench_steps(on_cpu: bool, out: Path, link: str) -> list[Step]:
+    """What is timed alone, the most telling first."""
 
-    def part(name: str, limit_s: float, *args: str) -> Step:
-        flags = ["--cpu", "--rounds", "1"] if on_cpu else []
-        command = [sys.executable, "-m", "benchmarks.bench_gpu_step", "--part", name, *args, *flags]
-        title = " ".join(["bench_gpu_step", name, *args[:2]])
-        return Step(title, "", FIRST_RUN, command, limit_s, read_measures)
+    def part(limit_s: float, name: str, *args: str) -> Step:
+        flags = [*(["--cpu"] if on_cpu else []), *(["--link", link] if link else []), "--wait"]
+        module = [sys.executable, "-m", "benchmarks.bench_gpu_step"]
+        command = [*module, "--part", name, *args, *flags]
+        title = " ".join([name, *args[:2]]) if name != "trace" else name
+        return Step(title, "it runs", FIRST_RUN, command, limit_s, read_measures, waits=True)
 
-    trace = str(out / "gpu_trace.json.gz")
-    pad_copy = Step(
-        "bench_pad_copy",
-        "",
-        f"finding 3, {PACK_PAGE}",
-        [sys.executable, "benchmarks/bench_pad_copy.py", "--only", "L float32 -> bfloat16"],
-        90,
-        read_pad_copy,
-    )
+    worlds = ("--world", "8", "64")
+    cells = ("--cells", "1x4096", "2x4096", "1x8192", "2x8192")
+    steps = [
+        part(30, "ceilings"),
+        part(60, "step", "--size", "1b", *worlds, *cells, "--seconds", "2.5"),
+        part(40, "host", "--cells", "1x1280", "1x6400", "--seconds", "3"),
+        part(45, "memory", "--size", "1b", *worlds),
+        part(40, "trace", "--trace", str(out / "gpu_trace.json.gz")),
+        part(70, "step", "--size", "8b/4", *worlds, *cells, "--seconds", "4"),
+        part(35, "optimizer", "--cells", "1x512"),
+        part(30, "step", "--variant", "checkpoint"),
+    ]
+    others = [
+        part(50, "peers", "--size", "1b/2"),
+        part(45, "checkpoint", "--size", "1b/4", "--cells", "1x512"),
+    ]
+    if on_cpu:
+        return [*steps, *others]
+    kernel = "tests/gpu/test_pack.py"
     return [
-        part("ceilings", 60),
-        part("step", 110, "--world", "8"),
-        part("trace", 110, "--world", "8", "--trace", trace),
-        part("memory", 70, "--world", "8"),
-        part("host", 80, "--world", "8"),
-        part("step", 110, "--world", "64"),
-        part("memory", 70, "--world", "64"),
-        *([] if on_cpu else [pad_copy]),
+        *steps,
+        part(75, "step", "--variant", "compile"),
+        *others,
+        _tests("packing's bandwidth", 40, "0.9 of a copy's", PACK, kernel, "-k", "bandwidth"),
     ]
 
 
@@ -370,29 +333,24 @@ def _ask(*command: str) -> str:
     return done.stdout.strip()
 
 
-def build_kernels(capability: str, limit_s: float) -> tuple[int | None, str]:
-    """Build the native library in place, for this GPU alone."""
-    env = {"LAYERZERO_BUILD_EXT": "1", "LAYERZERO_CUDA_ARCHS": capability}
-    return run_command([sys.executable, "setup.py", "build_ext", "--inplace"], limit_s, env)
-
-
 def prepare(on_cpu: bool) -> tuple[dict[str, Any], Outcome]:
     """Describe the machine, and build the kernels where they are missing and can be built."""
-    began, name, output = time.monotonic(), "machine and kernels", ""
-    found = in_process("tests.gpu.day:machine", timeout=120)
-    kernels = found["kernels"]
-    if not on_cpu and found["cuda"] and not kernels["cuda"] and found["nvcc"]:
-        code, output = build_kernels(found["capability"], 200)
+    began, output = time.monotonic(), ""
+    found = in_process("tests.gpu.day:machine", timeout=150)
+    if not on_cpu and found["cuda"] and not found["kernels"]["cuda"] and found["nvcc"]:
+        env = {"LAYERZERO_BUILD_EXT": "1", "LAYERZERO_CUDA_ARCHS": found["capability"]}
+        build = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        code, output = run_command(build, 150, env)
         output = f"exit status {code}\n{output}"
-        found = in_process("tests.gpu.day:machine", timeout=120)
-        kernels = found["kernels"]
+        found = in_process("tests.gpu.day:machine", timeout=150)
+    kernels = found["kernels"]
     is_fine = on_cpu or kernels["cuda"]
     return found, Outcome(
-        name,
+        "machine and kernels",
         "ok" if is_fine else "off",
         [f"native {kernels['native']}, CUDA {kernels['cuda']} {kernels['reason']}".strip()],
         ["built for this GPU, and loaded"] if not on_cpu else ["a GPU's; this is a CPU"],
-        [] if is_fine else [f"finding 3, {PACK_PAGE}"],
+        [] if is_fine else [PACK],
         round(time.monotonic() - began, 1),
         "" if is_fine else output[-_OUTPUT_CHARS:],
     )
@@ -401,82 +359,144 @@ def prepare(on_cpu: bool) -> tuple[dict[str, Any], Outcome]:
 # Running and writing --------------------------------------------------------------------------
 
 
-def run_steps(steps: Sequence[Step], deadline: float) -> list[Outcome]:
-    """Run each within its limit, and all before `deadline` (of `time.monotonic`)."""
-    outcomes = []
-    for step in steps:
-        left = deadline - time.monotonic()
-        if left < 5:
-            outcome = Outcome(step.name, "killed", ["no time was left for it"], [step.expects])
-        else:
-            print(f"... {step.name}", flush=True)
-            with tempfile.TemporaryDirectory(prefix="day-") as folder:
-                outcome = step.run(min(step.limit_s, left), Path(folder))
-        print(_line(outcome), flush=True)
-        outcomes.append(outcome)
-    return outcomes
+def run_side_by_side(steps: Sequence[Step], deadline: float) -> Iterator[Outcome]:
+    """Run steps at the same time, each within its limit and before `deadline` (monotonic)."""
+
+    def run(step: Step) -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="day-") as folder:
+            return step.run(deadline - time.monotonic(), folder)
+
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+        for done in as_completed([pool.submit(run, step) for step in steps]):
+            yield done.result()
+
+
+def run_in_turn(steps: Sequence[Step], deadline: float) -> Iterator[Outcome]:
+    """Run one step after the other; while it runs, the next imports what it needs, and waits."""
+    started: Started | None = None
+    for step, following in zip(steps, [*steps[1:], None], strict=False):
+        current, started = started, None
+        with tempfile.TemporaryDirectory(prefix="day-") as folder:
+            left = deadline - time.monotonic()
+            if current is None and step.waits and left >= LEAST_S:
+                current = step.start(folder)
+            if following is not None and following.waits and left >= 2 * LEAST_S:
+                started = following.start("")
+            outcome = step.run(left, folder, current)
+        if current is not None and outcome.status == "not run":
+            current.finish(0)
+        yield outcome
 
 
 def _line(outcome: Outcome) -> str:
     lines = [f"{outcome.status:8}{outcome.name} ({outcome.seconds:.0f} s)"]
     lines += [f"        {row}" for row in outcome.measured]
-    lines += [f"        suspect {suspect}" for suspect in outcome.suspects]
+    lines += [f"        read {page}" for page in outcome.suspects]
     return "\n".join(lines)
 
 
-def markdown(what: str, on: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """What benchmarks measured, a row each, with ratios of medians."""
+    rows = [["", *ENGINES, "others", "over bare", "over fully_shard"]]
+    for row in (row for each in outcomes for row in each.data.get("rows", [])):
+        values: dict[str, float] = row["values"]
+        others = [f"{k} {v:.4g}" for k, v in values.items() if k not in ENGINES]
+        ours = values.get("layerzero")
+        ratios = [
+            f"{ours / values[other]:.3f}" if ours is not None and values.get(other) else ""
+            for other in ENGINES[:2]
+        ]
+        cells = [f"{values[engine]:.4g}" if engine in values else "" for engine in ENGINES]
+        what = f"{row['what']}, {row['unit']}" if row["unit"] else row["what"]
+        rows.append([what, *cells, ", ".join(others), *ratios])
+    return rows
+
+
+def markdown(on: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     """The result as a page."""
-    lines = [f"# make gpu-{what}", ""]
-    lines += [f"- {name}: {value}" for name, value in on.items()]
-    lines += [
-        "",
-        "| step | status | s | measured | expected | suspect |",
-        "|---|---|---|---|---|---|",
-    ]
+
+    def lines_of(rows: Sequence[Sequence[str]]) -> list[str]:
+        shown = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
+        return ["", shown[0], "|---" * len(rows[0]) + "|", *shown[1:]]
+
+    steps = [["step", "status", "s", "measured", "expected", "read"]]
     for each in outcomes:
-        cells = [each.name, each.status, f"{each.seconds:.0f}"]
-        cells += ["<br>".join(rows) for rows in (each.measured, each.expected, each.suspects)]
-        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+        cells = ["<br>".join(rows) for rows in (each.measured, each.expected, each.suspects)]
+        steps.append([each.name, each.status, f"{each.seconds:.0f}", *cells])
+    lines = ["# make gpu", "", *(f"- {name}: {value}" for name, value in on.items())]
+    lines += [*lines_of(table(outcomes)), *lines_of(steps)]
     for each in outcomes:
         if each.output:
             lines += ["", f"## {each.name}: the end of its output", "", "```", each.output, "```"]
     return "\n".join(lines) + "\n"
 
 
+def write(folders: Sequence[Path], on: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """Markdown, JSON and the trace, into each folder."""
+    result = {"machine": on, "steps": [asdict(each) for each in outcomes]}
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "gpu.md").write_text(markdown(on, outcomes))
+        (folder / "gpu.json").write_text(json.dumps(result, indent=1))
+        trace = folders[0] / "gpu_trace.json.gz"
+        if trace.exists() and folder != folders[0]:
+            shutil.copy(trace, folder)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["check", "bench"])
     parser.add_argument("--cpu", action="store_true", help="run the branches that need no GPU")
     parser.add_argument("--out", type=Path, default=BUILD, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all steps together")
     parser.add_argument("--only", default="", help="steps whose name contains this")
+    parser.add_argument("--link", default="", help='GB/s in and between nodes, SMs; or "none"')
     args = parser.parse_args(arguments)
-    deadline = time.monotonic() + 60 * args.minutes
+    deadline = began + 60 * args.minutes - 3  # For writing.
     try:
         on, first = prepare(args.cpu)
     except ProcessFailed as error:
         print(f"torch or layerzero cannot be imported here:\n{error}")
         return 1
     if not args.cpu and on["cuda"] is None:
-        print(f"no GPU: make gpu-{args.what} needs one; ARGS=--cpu runs what a CPU can")
+        print("no GPU: make gpu needs one; ARGS=--cpu runs what a CPU can")
         return 2
+    folders = [args.out, *(Path(each) for each in [os.environ.get("OUT")] if each)]
     args.out.mkdir(parents=True, exist_ok=True)
-    print(_line(first), flush=True)
-    steps = check_steps(args.cpu) if args.what == "check" else bench_steps(args.cpu, args.out)
-    chosen = [step for step in steps if args.only in step.name]
-    outcomes = [first, *run_steps(chosen, deadline)]
-    page = args.out / f"gpu_{args.what}.md"
-    page.write_text(markdown(args.what, on, outcomes))
-    result = {"command": args.what, "machine": on, "steps": [asdict(each) for each in outcomes]}
-    page.with_suffix(".json").write_text(json.dumps(result, indent=1))
-    is_fine = all(each.is_fine for each in outcomes)
-    verdict = "not all is as expected"
-    if is_fine:
-        verdict = "all ran; of a CPU nothing is expected" if args.cpu else "all is as expected"
-    print(f"{verdict}: {os.path.relpath(page)} and .json")
-    return 0 if is_fine else 1
+    (args.out / "gpu_trace.json.gz").unlink(missing_ok=True)
+    checks, benches = (
+        [step for step in steps if args.only in step.name]
+        for steps in (check_steps(args.cpu), bench_steps(args.cpu, args.out, args.link))
+    )
+    checked_by = deadline if args.cpu else min(deadline, time.monotonic() + CHECKS_S)
+    outcomes: list[Outcome] = []
+
+    def note(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        print(_line(outcome), flush=True)
+        write(folders, on, outcomes)
+
+    note(first)
+    for outcome in run_side_by_side(checks, checked_by):
+        note(outcome)
+    print(f"{time.monotonic() - began:.0f} s; now alone, {len(benches)} benchmarks", flush=True)
+    for outcome in run_in_turn(benches, deadline):
+        note(outcome)
+    rows = table(outcomes)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    not_run = sum(outcome.status == "not run" for outcome in outcomes)
+    verdict = "all is as expected" if not args.cpu else "all ran; of a CPU nothing is expected"
+    if not all(each.is_fine for each in outcomes):
+        verdict = "not all is as expected"
+    page = os.path.relpath(args.out / "gpu.md")
+    print(f"{verdict}, {not_run} steps not run, {time.monotonic() - began:.0f} s: {page} and .json")
+    return 0 if all(each.is_fine for each in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import contextlib
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -42,6 +42,7 @@ from layerzero.comm import collectives, pending
 from layerzero.flat import groups
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.parameter_info import get_info
+from tests.gpu.link import Link
 from tests.harness.internals import inner_units
 
 _ALL_TO_ALL = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else ""
@@ -68,6 +69,9 @@ def one_rank_group(device: torch.device) -> dist.ProcessGroup:
     backend._set_sequence_number_for_group()
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
+    if device.type != "cpu":  # The engine's small exchanges are the host's.
+        on_host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), 0, 1, timeout)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, on_host)
     group._set_group_name("mirror")
     group._set_group_desc("one rank")
     return group
@@ -86,8 +90,17 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 class Wires:
     """Carries the engine's collectives over one rank's real group; subclasses say what arrives."""
 
-    def __init__(self, device: torch.device, sleep_cycles: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        sleep_cycles: int = 0,
+        seed: int = 0,
+        link: Link | None = None,
+    ) -> None:
+        """`link`: how long bytes take; None: as long as a copy within the device."""
         self.device = device
+        self.link = link
+        self.link_s = 0.0
         self.counts = {"gathers": 0, "reductions": 0}
         self._on_gpu = device.type == "cuda"
         self._sleep_cycles = sleep_cycles if self._on_gpu else 0
@@ -130,7 +143,22 @@ class Wires:
         self.counts["gathers"] += 1
         source = self.arriving(full, shard, group)
         self._before(full)
+        source = self.over_link(full, source, full.nbytes, group.ranks, group.rank)
         return self._issue[0](full, source, self._one(group))
+
+    def over_link(
+        self, to: Tensor, source: Tensor, nbytes: int, ranks: Sequence[int], own: int
+    ) -> Tensor:
+        """Move `source` if there is a link; returns what the real collective then has to send.
+
+        Its own source and target are one then: NCCL does all its work on the host, and no copy.
+        """
+        if self.link is None or to.device.type != self.device.type:
+            return source
+        seconds = self.link.seconds(nbytes, ranks, own)
+        self.link_s += seconds
+        self.link.carry(to, source, seconds)
+        return to
 
     def reduce_scatter(self, summed: Tensor, chunks: Tensor, op: Any, group: ShardGroup) -> Any:
         self.counts["reductions"] += 1
@@ -139,8 +167,10 @@ class Wires:
         if op == dist.ReduceOp.SUM:
             own = own * group.size
         self._before(summed)
-        # gloo has no average; over one rank it is the sum.
-        one_op = op if self._on_gpu else dist.ReduceOp.SUM
+        own = self.over_link(summed, own, chunks.nbytes, group.ranks, group.rank)
+        # Over one rank the average is the sum. gloo has no average, and NCCL's is a kernel.
+        has_average = self._on_gpu and self.link is None
+        one_op = op if has_average else dist.ReduceOp.SUM
         return self._issue[1](summed, own, one_op, self._one(group))
 
     def all_to_all(self, output: Tensor, input: Tensor, *_: Any, **kwargs: Any) -> Any:
@@ -148,7 +178,7 @@ class Wires:
         group = kwargs["group"]
         self.leaving(input, None)
         rows = input.view(group.size(), -1)
-        own = rows[group.rank()].expand_as(rows).reshape(-1)
+        own = rows[group.rank()].repeat(len(rows))
         self._before(output)
         options = AllToAllOptions()
         options.asyncOp = bool(kwargs.get("async_op"))
@@ -156,7 +186,8 @@ class Wires:
 
     def arriving(self, full: Tensor, shard: Tensor, group: ShardGroup) -> Tensor:
         """[full.numel()] what a gather brings; by default every rank sends what this one does."""
-        return shard.reshape(1, -1).expand(group.size, -1).reshape(-1)
+        # Not expanded: of one element that would be a view, which NCCL refuses.
+        return shard.reshape(-1).repeat(group.size)
 
     def leaving(self, chunks: Tensor, group: ShardGroup | None) -> None:
         """Look at what is about to be reduced."""

@@ -60,30 +60,45 @@ def in_process(
 def run_command(
     command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
 ) -> tuple[int | None, str]:
-    """Run a command in the repository; returns (exit status, output).
+    """Run a command in the repository; see `Started.finish`."""
+    return Started(command, env).finish(timeout)
 
-    The status is None if it was killed, with its children, after `timeout` seconds.
-    """
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})}
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
+
+class Started:
+    """A command that runs in the repository, or waits for a line of its input to begin."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=variables,
-            stdout=output,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})},
+            stdin=subprocess.PIPE,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # One signal then reaches its children, too.
         )
+
+    def finish(self, timeout: float) -> tuple[int | None, str]:
+        """Let it begin, and wait for its end; returns (exit status, output).
+
+        The status is None if it was killed, with its children, after `timeout` seconds.
+        """
         code: int | None
+        with contextlib.suppress(BrokenPipeError):
+            assert self._process.stdin is not None
+            self._process.stdin.write(b"\n")
+            self._process.stdin.close()
         try:
-            code = process.wait(timeout)
+            code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _kill_tree(process)
-        output.seek(0)
-        return code, output.read().decode(errors="replace")
+            _kill_tree(self._process)
+        with self._output:
+            self._output.seek(0)
+            return code, self._output.read().decode(errors="replace")
 
 
 def find_program(name: str) -> str | None:

@@ -69,20 +69,21 @@ def verbs(device_type: str) -> dict[str, bool]:
     return found
 
 
-def on_the_current_stream() -> dict[str, bool]:
+def on_the_current_stream(device_type: str) -> dict[str, bool]:
     """A collective without a Work runs behind its stream; one with a Work orders the waiter."""
-    device = _device("cuda")
+    device = _device(device_type)
     group = _group(device)
     stream = torch.cuda.Stream(device, priority=-1)
     source, full = torch.zeros(1 << 16, device=device), torch.zeros(1 << 16, device=device)
     collectives._issue_all_gather(full, source, group)  # The communicator is made at first use.
     found = {}
-    for is_async in (False, True):
+    # Without a sleep at first: what loads a kernel waits for the device.
+    for is_async, cycles in ((False, 1), (True, 1), (False, LONG_SLEEP), (True, LONG_SLEEP)):
         torch.cuda.synchronize()
         options = collectives.AllgatherOptions()
         options.asyncOp = is_async
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(LONG_SLEEP)
+            torch.cuda._sleep(cycles)
             source.fill_(3 + is_async)
             work = getattr(group.process_group, collectives._ALL_GATHER)(full, source, options)
             if work is not None:

@@ -1,10 +1,11 @@
-"""Memory may leave its pool at any time, and a steady step asks the driver for none."""
+"""Memory may leave its pool at any time; a steady step asks for none, and waits for nothing."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.gpu.process import REFUSED, ProcessFailed, find_program, in_process
+from tests.gpu.scenes import USES
 
 pytestmark = pytest.mark.gpu
 
@@ -50,3 +51,8 @@ def test_the_sanitizer_finds_no_use_after_free_in_stream_order() -> None:
 def test_a_steady_step_asks_the_driver_for_no_memory() -> None:
     counts = in_process("tests.gpu.scenes:allocations", "cuda", 10, timeout=60)
     assert counts[3:] == [counts[3]] * (len(counts) - 3), counts
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_steady_step_returns_while_the_device_is_busy(use: str) -> None:
+    assert in_process("tests.gpu.scenes:host_goes_on", "cuda", use, timeout=60) == {"busy": True}

@@ -42,6 +42,14 @@ def test_any_rank_of_any_world_trains_like_its_replica(sleep_cycles: int) -> Non
     assert total_wrong(found) == {}
 
 
+def is_sighting(error: str) -> bool:
+    """Whether a missing wait can have caused it: a stray access, or a gather that comes late.
+
+    A gather that writes while the forward runs looks to the engine as if the model wrote.
+    """
+    return "CUDA error" in error or "the forward wrote into the full parameters" in error
+
+
 def _without(missing: str) -> bool:
     """Whether anything shows that the wait is missing."""
     cases = [(VISIBLE[missing], "plain")]
@@ -49,9 +57,9 @@ def _without(missing: str) -> bool:
     try:
         return bool(total_wrong(in_process(*run, timeout=90)))
     except ProcessFailed as error:
-        if "CUDA error" in str(error):
-            return True
-        raise
+        if not is_sighting(str(error)):
+            raise
+        return True
 
 
 def test_a_missing_wait_is_seen() -> None:

@@ -16,7 +16,7 @@ def test_verbs_move_values_and_return_no_work_on_the_current_stream() -> None:
 
 
 def test_a_collective_runs_behind_the_current_stream() -> None:
-    found = in_process("tests.gpu.scenes:on_the_current_stream", timeout=60)
+    found = in_process("tests.gpu.scenes:on_the_current_stream", "cuda", timeout=60)
     assert [name for name, is_right in found.items() if not is_right] == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,24 +13,24 @@ import torch
 
 from benchmarks.gpu_expected import EXPECTED
 from tests.gpu import day
-from tests.gpu.day import Outcome, Step, judge, run_steps
+from tests.gpu.day import Outcome, Step, judge, run_in_turn, run_side_by_side
 from tests.gpu.process import REFUSED
 from tests.harness.pages import REPOSITORY
 
-SUSPECT = "finding 1, docs/internals/streams.md"
+SUSPECT = "docs/internals/streams.md"
 
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def only_exit(step: Step, code: int, output: str, folder: Path) -> Outcome:
+def only_exit(step: Step, code: int | None, output: str, folder: Path) -> Outcome:
     return Outcome(step.name, "ok" if code == 0 else "failed", [f"exit status {code}"])
 
 
 def run_one(command: list[str], read=only_exit, limit_s: float = 60.0, **more) -> Outcome:
     step = Step("a step", "something", SUSPECT, command, limit_s, read, **more)
-    (outcome,) = run_steps([step], time.monotonic() + 100)
+    (outcome,) = run_in_turn([step], time.monotonic() + 100)
     return outcome
 
 
@@ -63,10 +64,51 @@ def test_a_step_without_its_program_is_not_run() -> None:
     assert outcome.status == "not run" and outcome.is_fine
 
 
-def test_steps_after_the_deadline_are_reported() -> None:
+def test_steps_that_no_longer_fit_are_not_run() -> None:
     step = Step("late", "something", SUSPECT, python("1"), 60, only_exit)
-    (outcome,) = run_steps([step], time.monotonic() - 1)
-    assert (outcome.status, outcome.is_fine) == ("killed", False)
+    for run in (run_in_turn, run_side_by_side):
+        (outcome,) = run([step], time.monotonic() + 5)
+        assert (outcome.status, outcome.is_fine) == ("not run", True)
+
+
+def test_steps_side_by_side_take_as_long_as_the_longest() -> None:
+    meets = (
+        "import pathlib, sys, time\n"
+        "mine, other = map(pathlib.Path, sys.argv[1:])\n"
+        "mine.touch()\n"
+        "while not other.exists(): time.sleep(0.01)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        names = [f"{folder}/a", f"{folder}/b"]
+        steps = [
+            Step(name, "", SUSPECT, [*python(meets), *order], 30, only_exit)
+            for name, order in zip("ab", (names, names[::-1]), strict=True)
+        ]
+        outcomes = list(run_side_by_side(steps, time.monotonic() + 60))
+    assert {(each.name, each.status) for each in outcomes} == {("a", "ok"), ("b", "ok")}
+
+
+def test_the_next_step_gets_ready_meanwhile_but_waits_for_its_turn(tmp_path: Path) -> None:
+    ready, began = tmp_path / "ready", tmp_path / "began"
+    first = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.01)\n"
+        f"assert not pathlib.Path({str(began)!r}).exists()"
+    )
+    second = f"open({str(ready)!r}, 'w'); input(); open({str(began)!r}, 'w')"
+    steps = [
+        Step(name, "", SUSPECT, python(code), 30, only_exit, waits=waits)
+        for name, code, waits in (("first", first, False), ("second", second, True))
+    ]
+    outcomes = list(run_in_turn(steps, time.monotonic() + 60))
+    assert [each.status for each in outcomes] == ["ok", "ok"] and began.exists()
+
+
+def test_a_benchmark_that_is_killed_keeps_what_it_has_measured() -> None:
+    code = (
+        'import time; print(\'{"measures": {}, "rows": [1]}\\n{"cut\', flush=True); time.sleep(60)'
+    )
+    outcome = run_one(python(code), day.read_measures, limit_s=2.0)
+    assert (outcome.status, outcome.data["rows"]) == ("killed", [1])
 
 
 def test_tests_are_read_by_name(tmp_path: Path) -> None:
@@ -81,9 +123,10 @@ def test_tests_are_read_by_name(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "def pytest_addoption(parser): parser.addoption('--slow', action='store_true')\n"
     )
-    command = day._pytest(str(file), "--rootdir", str(tmp_path), "-c", str(tmp_path / "no.ini"))
-    (tmp_path / "no.ini").write_text("[pytest]\n")
-    outcome = run_one(command, day.read_tests)
+    ini = tmp_path / "no.ini"
+    ini.write_text("[pytest]\n")
+    step = day._tests("", 60, "", SUSPECT, str(file), "--rootdir", str(tmp_path), "-c", str(ini))
+    outcome = run_one(step.command, day.read_tests)
     assert outcome.status == "failed"
     assert outcome.measured[0] == "1 passed, 1 failed, 1 skipped"
     assert outcome.measured[1].startswith("test_bad: assert 1 == 2")
@@ -108,12 +151,9 @@ def test_every_measure_that_is_off_names_a_page_that_exists(measure: str) -> Non
     wanted = EXPECTED[measure]
     on_gpu = {"config": {"device": "cuda:0"}}
     assert judge("a step", {measure: wanted.high}, on_gpu).status == "ok"
-    outcome = judge("a step", {measure: wanted.high * 1.5 + 1}, on_gpu)
+    outcome = judge("a step", {f"{measure}@a row": wanted.high * 1.5 + 1}, on_gpu)
     assert outcome.status == "off" and outcome.measured[0].startswith("OFF: ")
-    assert outcome.suspects == [wanted.suspect]
-    assert (REPOSITORY / wanted.page).exists()
-    table = (REPOSITORY / "docs/howto/first_gpu_run.md").read_text()
-    assert wanted.finding is None or f"| {wanted.finding} |" in table
+    assert outcome.suspects == [wanted.page] and (REPOSITORY / wanted.page).exists()
     on_cpu = judge("a step", {measure: wanted.high * 1.5 + 1}, {"config": {"device": "cpu"}})
     assert on_cpu.status == "ok"
 
@@ -124,8 +164,8 @@ def test_a_benchmark_that_prints_no_result_has_failed() -> None:
 
 
 def test_a_sanitizer_that_the_machine_refuses_is_not_run(tmp_path: Path) -> None:
-    step = Step("sanitizer", "", SUSPECT, [], 1, day.read_sanitizer)
-    outcome = day.read_sanitizer(step, 1, "========= Device not supported", tmp_path)
+    step = Step("sanitizer", "", SUSPECT, [], 1, day.read_tests)
+    outcome = day.read_tests(step, 1, "========= Device not supported", tmp_path)
     assert outcome.status == "not run"
 
 
@@ -136,22 +176,39 @@ def test_what_the_sanitizer_runs_exists() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
-    for what in ("check", "bench"):
-        assert day.main([what, "--out", str(tmp_path)]) == 2
-        lines = capsys.readouterr().out.splitlines()
-        assert lines == [f"no GPU: make gpu-{what} needs one; ARGS=--cpu runs what a CPU can"]
-        machine = {"cuda": None}, Outcome("machine", "off")
-        monkeypatch.setattr(day, "prepare", lambda on_cpu, machine=machine: machine)
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, capsys) -> None:
+    assert day.main(["--out", str(tmp_path)]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["no GPU: make gpu needs one; ARGS=--cpu runs what a CPU can"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_result_is_written_twice(tmp_path: Path, capsys) -> None:
-    arguments = ["bench", "--cpu", "--only", "ceilings", "--out", str(tmp_path)]
-    assert day.main(arguments) == 0
-    assert "of a CPU nothing is expected" in capsys.readouterr().out
-    result = json.loads((tmp_path / "gpu_bench.json").read_text())
-    assert [step["status"] for step in result["steps"]] == ["ok", "ok"]
-    assert result["machine"]["torch"] == torch.__version__
-    page = (tmp_path / "gpu_bench.md").read_text()
-    assert "| bench_gpu_step ceilings | ok |" in page and torch.__version__ in page
+@pytest.mark.parametrize("on_cpu", [False, True], ids=["all", "what a CPU can"])
+def test_every_step_names_a_page_and_files_that_exist(on_cpu: bool, tmp_path: Path) -> None:
+    for step in (*day.check_steps(on_cpu), *day.bench_steps(on_cpu, tmp_path, "")):
+        assert (REPOSITORY / step.suspect).exists(), step
+        files = [part for part in step.command if part.endswith(".py")]
+        assert all((REPOSITORY / file).exists() for file in files), step
+
+
+def test_the_result_is_written_twice_into_each_folder(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    assert day.main(["--cpu", "--only", "ceilings", "--out", str(tmp_path / "build")]) == 0
+    printed = capsys.readouterr().out
+    assert "of a CPU nothing is expected" in printed and "over fully_shard" in printed
+    for folder in (tmp_path / "build", tmp_path / "out"):
+        result = json.loads((folder / "gpu.json").read_text())
+        assert [step["status"] for step in result["steps"]] == ["ok", "ok"]
+        assert result["machine"]["torch"] == torch.__version__
+        page = (folder / "gpu.md").read_text()
+        assert "| ceilings | ok |" in page and torch.__version__ in page
+        assert "| copy, read and written, TB/s |" in page
+
+
+def test_the_table_has_ratios_of_medians() -> None:
+    row = {"what": "passes", "unit": "ms", "values": {"bare": 2.0, "layerzero": 3.0, "peer": 4.0}}
+    header, cells = day.table([Outcome("a step", "ok", data={"rows": [row]})])
+    assert dict(zip(header, cells, strict=True)) == {
+        **{"": "passes, ms", "bare": "2", "fully_shard": "", "layerzero": "3"},
+        **{"others": "peer 4", "over bare": "1.500", "over fully_shard": ""},
+    }

@@ -46,6 +46,10 @@ class Trace:
         cat = "gpu_memcpy" if name == COPY else "kernel"
         self._event(cat, name, start, end - start, correlation=number, stream=stream)
 
+    def at(self, time: float) -> None:
+        """The host is there next."""
+        self._host = time
+
     def within(self, action: str, unit: str, *works: tuple[str, int, float, float]) -> None:
         begin = self._host + 0.6
         for work in works:
@@ -157,6 +161,57 @@ DEFECTS: dict[str, tuple[Callable[[], list[dict[str, Any]]], str, str]] = {
 }
 
 
+def late_gather(why: str) -> list[dict[str, Any]]:
+    """F1 F2 F3, each of 200 us; the third unit's gather ends 120 us after F2."""
+    trace = Trace()
+    trace.at(1000.0 if why != "host" else 0.0)
+    gather(trace, "1", -200)
+    trace.within("wait_for_unshard", "1")
+    gather(trace, "2", -100)
+    trace.work(MATMUL, COMPUTE, 2000, 2200)
+    trace.within("reshard", "1")
+    trace.within("wait_for_unshard", "2")
+    trace.work(MATMUL, COMPUTE, 2200, 2300)
+    begin = {"memory": 2402, "length": 2100, "link": 2255, "host": 2440, "copy": 2240}[why]
+    end = 2290 if why == "copy" else 2520
+    if why == "link":
+        trace.within("unshard", "0", (COPY, UNSHARD, 2000, 2250))
+    if why == "host":
+        trace.at(2435.0)
+    if why != "memory":
+        trace.within("unshard", "3", (COPY, UNSHARD, begin, end))
+    trace.work(MATMUL, COMPUTE, 2300, 2400)
+    trace.within("reshard", "2")
+    if why == "memory":
+        trace.within("unshard", "3", (PACK, PRE, 2300, 2310), (COPY, UNSHARD, begin, end))
+    if why == "copy":
+        trace.within("unshard", "4", (COPY, UNSHARD, 2405, 2518))
+    trace.within("wait_for_unshard", "3")
+    trace.work(MATMUL, COMPUTE, 2520, 2700)
+    reduction(trace, "1", 2700)
+    return trace.ended()
+
+
+@pytest.mark.parametrize(
+    ("why", "text"),
+    [
+        (
+            "memory",
+            "3's gather ended 120 us after the unit before finished: it began late, when "
+            "memory of 2 was freed",
+        ),
+        ("link", "it began late, when 0's gather left the link"),
+        ("host", "it began late, when the host issued it"),
+        ("length", "it takes 420 us, longer than 2 computes, from when "),
+        ("copy", "4's gather held the device"),
+    ],
+)
+def test_a_late_gather_is_named_with_its_reason(why: str, text: str) -> None:
+    (step,) = read_steps(late_gather(why))
+    (gaps,) = [failure for failure in check_step(step) if failure.check == "gaps"]
+    assert "1 gaps" in gaps.text and text in gaps.text
+
+
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_each_defect_is_found_alone(defect: str) -> None:
     events, check, text = DEFECTS[defect]
@@ -203,3 +258,11 @@ def test_it_reads_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys)
     monkeypatch.setattr("sys.argv", ["gpu_trace.py", str(packed)])
     assert main() == 1
     assert capsys.readouterr().out.startswith("gaps: 1 gaps over 50 us")
+
+
+def test_the_paced_copy_of_a_link_is_a_collective() -> None:
+    trace = Trace()
+    trace.within("unshard", "1", ("link_copy", UNSHARD, 20, 50))
+    trace.work(MATMUL, COMPUTE, 10, 100)
+    ((work, _),) = [step.works for step in read_steps(trace.ended())]
+    assert work.is_gather and not work.is_own_kernel
