@@ -12,7 +12,7 @@ import layerzero
 from layerzero import ReductionPolicy, ZeRO3
 from layerzero.step_ledger import Ledger
 from layerzero.step_ledger.records import REASONS
-from tests.harness.checks import of_milliseconds
+from tests.harness.checks import NANOSECOND_MS, of_milliseconds
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.stream_uses import (
@@ -61,8 +61,8 @@ def check(model: ZeRO3, ledger: Ledger) -> None:
         assert list(row.reasons) == list(REASONS)
         assert sum(row.reasons.values()) == of_milliseconds(exposed)
         assert min(row.reasons.values()) >= 0
-        assert row.exposed_gather_ms <= row.gather_ms + 1e-6
-        assert row.exposed_reduce_ms <= row.reduce_ms + 1e-6
+        assert row.exposed_gather_ms <= row.gather_ms + NANOSECOND_MS
+        assert row.exposed_reduce_ms <= row.reduce_ms + NANOSECOND_MS
         assert row.gather_ms == 0 or row.gather_bytes > 0
         assert row.reduce_ms == 0 or row.reduce_bytes > 0
     assert ledger.num_steps > 0

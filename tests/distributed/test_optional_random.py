@@ -1,11 +1,11 @@
 """Random models with optional regions, whose ranks take different ways, train like one process.
 
 Compared to the bit on two ranks, with one backward for each delivery of gradients, without clipping
-and where no region has two places. Else within 1e-8 in float64, because sums have another order: of
-more than two ranks some may reach a region later in backward than the others, and it is reduced
-twice; layered groups add in two hops, `no_sync` before or after the ranks' sum; a clipped gradient
-has the norm's rounding in it. `.grad` is None exactly where no rank had a gradient, and what hangs
-exceeds the timeout.
+and where no region has two places. Else in float64, because sums have another order: of more than
+two ranks some may reach a region later in backward than the others, and it is reduced twice;
+layered groups add in two hops, `no_sync` before or after the ranks' sum; a clipped gradient has the
+norm's rounding in it. `.grad` is None exactly where no rank had a gradient, and what hangs exceeds
+the timeout.
 """
 
 from __future__ import annotations

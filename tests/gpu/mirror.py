@@ -421,8 +421,11 @@ class Replica:
         self._summed = {}
 
     def power(self) -> Tensor:
-        """Sum of squares of all gradients."""
-        return torch.stack([m.grad.square().sum() for m in self.masters.values()]).sum()
+        """Sum of squares of all gradients, in float64."""
+        norms = [
+            torch.linalg.vector_norm(m.grad, dtype=torch.float64) for m in self.masters.values()
+        ]
+        return torch.stack(norms).square().sum()
 
 
 def compare_delivered(

@@ -82,9 +82,13 @@ def of_floats(expected: Any) -> Any:
     return pytest.approx(expected, rel=1e-9)
 
 
+NANOSECOND_MS = 1e-6
+"""What a clock tells: milliseconds that are differences of its readings are exact to this."""
+
+
 def of_milliseconds(expected: float) -> Any:
-    """What equals differences of readings of a clock, which tells nanoseconds."""
-    return pytest.approx(expected, rel=1e-9, abs=1e-6)
+    """What equals differences of readings of a clock, and sums of them."""
+    return pytest.approx(expected, rel=1e-9, abs=NANOSECOND_MS)
 
 
 def assert_norm(

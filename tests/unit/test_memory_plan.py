@@ -41,9 +41,9 @@ def test_kinds_add_up(plan: Any) -> None:
     shards = plan.by_kind["shards"][0]
     assert shards - plan.padding_bytes == numel  # bytes of float32 in one of 4 shards
     assert 0 < plan.padding_bytes < 0.01 * shards
-    # Two moments of float32, and a step of 4 bytes for each parameter of which it has a piece: that
-    # and padding are a hundredth at most.
-    assert plan.by_kind["optimizer state"][0] == pytest.approx(2 * shards, rel=0.01)
+    # Two moments of float32, and a step of 4 bytes for each parameter of which it has a piece.
+    more = plan.by_kind["optimizer state"][0] - 2 * numel
+    assert 0 <= more <= 2 * plan.padding_bytes + 4 * len(list(_tower().parameters()))
     for kind in ("gradients", "full buffers", "reduction buffers", "activations"):
         rest, peak = plan.by_kind[kind]
         assert rest == 0 < peak, kind
@@ -104,9 +104,8 @@ def _with_experts(ranks: Any, world_size: int = 4) -> Any:
 def test_experts_are_sharded_over_the_ranks_that_have_them(plan: Any) -> None:
     block = sum(each.numel() for each in Block(96, 192).parameters())
     experts = _with_experts([1, 3])
-    added = experts.by_kind["shards"][0] - plan.by_kind["shards"][0]
-    # But for padding, a hundredth at most.
-    assert added == pytest.approx(4 * (block / 2 - block / 4), rel=0.01)
+    evenly, before = (each.by_kind["shards"][0] - each.padding_bytes for each in (experts, plan))
+    assert evenly - before == 4 * (block / 2 - block / 4)
     assert experts.rank in (1, 3) and plan.rank == 0
     assert _with_experts(range(4)).by_kind == plan.by_kind
 
@@ -164,8 +163,8 @@ def test_ignored_and_frozen_parts_are_counted_as_such() -> None:
         sum(p.nbytes for p in tower.parameters() if p.requires_grad) - tower.head.weight.nbytes
     )
     of_state = trainable // 2 * 2 + 2 * tower.head.weight.nbytes
-    # But for padding and steps, a hundredth at most.
-    assert plan.by_kind["optimizer state"][0] == pytest.approx(of_state, rel=0.01)
+    more = plan.by_kind["optimizer state"][0] - of_state
+    assert 0 <= more <= 2 * plan.padding_bytes + 4 * len(list(tower.parameters()))
 
 
 def test_a_plan_with_optional_modules_needs_a_batch_that_enters_them() -> None:

@@ -311,10 +311,10 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
         Collective over all ranks of the model; blocks the host.
         """
-        power = torch.zeros((), device=self._device)
+        power = torch.zeros((), dtype=torch.float64, device=self._device)
         for gradients in self._gradients(of_copies=False):
             norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-            power += torch.stack(norms).square().sum().to(self._device)
+            power += torch.stack(norms).double().square().sum().to(self._device)
         return math.sqrt(self._totals.sum("gradient norm", power).item())
 
     @torch.no_grad()
