@@ -38,8 +38,8 @@ int layerzero_cuda_ordered_sum(void* out, int out_dtype, int64_t numel, const vo
 
 // One optimizer step; `step_call` is a layerzero::StepCall, `step_inputs` are `count` of
 // layerzero::StepInput (step_body.h) whose rows lie on the host and may be freed once the call
-// returns. One launch for 32 flat parameters with 32 different rows in all. Tables lie on the device,
-// and nobody checks them here.
+// returns. One launch for 32 flat parameters with 32 different rows in all. Tables lie on the
+// device, and nobody checks them here.
 int layerzero_cuda_step(const void* step_call, const void* step_inputs, int64_t count,
                         void* stream);
 

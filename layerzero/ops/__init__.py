@@ -224,12 +224,13 @@ def checked_sum_(
 
 def flat_step_(
     kind: int,
-    tensors: step_reference.StepTensors,
+    steps: Sequence[step_reference.StepTensors],
     grad_scale: float = 1.0,
     seed: int = 0,
     phase: int = 0,
 ) -> None:
-    """One optimizer step of ranges of a flat parameter, in one pass over its memory.
+    """One optimizer step of ranges of flat parameters, in one pass over their memory; on a GPU, in
+    one launch for up to 32 of them whose dtypes are the same.
 
     Each gradient is divided by `grad_scale`, multiplied by `factor`, and updates the states and
     the parameter; the parameter's new value is cast into `copy`. Step_reference.py defines the
@@ -237,13 +238,17 @@ def flat_step_(
 
     Args:
         kind: `ADAMW`, `SGD` or `LION` of step_reference.py, as the names of columns and phases.
+        steps: tensors of each flat parameter, all on one device, with one `factor`.
         seed: of the random bits that round smaller states.
 
     Raises:
         ValueError: the arguments do not fit together; nothing was written.
     """
-    torch.ops.layerzero.flat_step_.default(kind, *tensors, grad_scale, seed, phase)
-    if phase != step_reference.MEASURE:
+    joined = step_reference.join_steps(steps)
+    torch.ops.layerzero.flat_step_.default(kind, *joined, grad_scale, seed, phase)
+    if phase == step_reference.MEASURE:
+        return
+    for tensors in steps:
         _note_written(tensors.main)
         if tensors.copy.numel():
             _note_written(tensors.copy)

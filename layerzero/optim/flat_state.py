@@ -1,8 +1,9 @@
 """FlatState: what a flat optimizer keeps for the parameters of one flat parameter, and its step.
 
-    main shard    | a     | b            | c   |      one step is one call of `flat_step_` with a
-    gradient      | a     | b            | c   |      range for each parameter that has a gradient;
-    states        | a     |    | c   |                parameters of other optimizers have no state
+    main shard    | a     | b            | c   |    a step is one call of `flat_step_` for all flat
+    gradient      | a     | b            | c   |    parameters, with a range for each parameter that
+    states        | a     |    | c   |              has a gradient; parameters of other optimizers
+                                                    have no state
 
 The host's work for a step does not grow with the number of parameters. Where gradients lie is noted
 when they are delivered, and stays known until somebody touches a `.grad` (flat/data_watch.py);
@@ -38,8 +39,15 @@ _NONE = torch.empty(0)
 Pairs = tuple[tuple[int, int], ...]
 Rows = Callable[[Pairs], torch.Tensor]
 """Returns `rows` of `flat_step_` for these (group, step number)."""
-_Ranges = tuple[torch.Tensor, Pairs]
-"""`table` of `flat_step_`, and the (group, steps more than the least) of each row that it uses."""
+
+
+class _Ranges(NamedTuple):
+    table: torch.Tensor
+    """`table` of `flat_step_`."""
+    cut: torch.Tensor
+    """Its rows that have an edge."""
+    pairs: Pairs
+    """The (group, steps more than the least) of each row that it uses."""
 
 
 class Step(NamedTuple):
@@ -47,6 +55,8 @@ class Step(NamedTuple):
 
     gradient: Gradient
     tensors: StepTensors
+    cut: torch.Tensor
+    """The rows of its `table` for blocks of which other ranks have a part."""
     grad_scale: float
     seed: int
 
@@ -59,6 +69,22 @@ class _Known(NamedTuple):
     """Of their buffer when `squares` was summed."""
     squares: torch.Tensor | None
     """The sum of their squares, a float64 scalar; None: not summed yet."""
+
+
+def call_step(taken: Sequence[tuple[FlatState, Step]], phase: int | None = None) -> None:
+    """Take steps, those on one device in one call. Not collective; `edges` have what is the largest
+    on all ranks.
+
+    Args:
+        phase: that of `flat_step_`; None: of each flat state its own.
+    """
+    calls: dict[tuple[torch.device, int], list[Step]] = {}
+    for flat, step in taken:
+        key = step.tensors.main.device, flat.phase if phase is None else phase
+        calls.setdefault(key, []).append(step)
+    for (_, own), steps in calls.items():
+        tensors = [step.tensors for step in steps]
+        flat_step_(taken[0][0].kind, tensors, steps[0].grad_scale, steps[0].seed, own)
 
 
 class FlatState:
@@ -78,7 +104,7 @@ class FlatState:
         """
         self.home = home
         self.shown = {}
-        self._kind = kind
+        self.kind = kind
         self._keys = tuple(keys)
         self._dtype = torch.float64 if home.main.dtype == torch.float64 else dtype
         self._shows_step = shows_step
@@ -329,16 +355,16 @@ class FlatState:
             return None
         if self.steps._version != self._steps_version:
             self._read_steps()
-        table, keys = self._table_for(gradient)
-        pairs = tuple((group, self._first + lag + 1) for group, lag in keys)
+        ranges = self._table_for(gradient)
+        pairs = tuple((group, self._first + lag + 1) for group, lag in ranges.pairs)
         factors = _NONE if factor is None else factor.to(self.home.main.device)
         copy = self.home.copy(covers_all=len(gradient.parts) == len(self._all))
         states, scales = self._states()
         tensors = StepTensors(
             *(self.home.main.detach(), gradient.flat, states, scales, copy, self.edges),
-            *(table, rows_of(pairs), factors),
+            *(ranges.table, rows_of(pairs), factors),
         )
-        return Step(gradient, tensors, grad_scale, seed)
+        return Step(gradient, tensors, ranges.cut, grad_scale, seed)
 
     def _gradient(self, wanted: Container[nn.Parameter] | None) -> Gradient | None:
         """The gradients of its parameters, of those only if they are given, in one buffer; None:
@@ -361,15 +387,13 @@ class FlatState:
         the rank after has."""
         return _NONE
 
-    def launch(self, step: Step) -> None:
-        """Take the step. Not collective; `edges` has what is the largest on all ranks."""
-        self._call(step, step_reference.WITH_ENDS)
-
-    def _call(self, step: Step, phase: int) -> None:
-        flat_step_(self._kind, step.tensors, step.grad_scale, step.seed, phase)
+    @property
+    def phase(self) -> int:
+        """That of `flat_step_` in which a step is taken."""
+        return step_reference.WITH_ENDS
 
     def note_taken(self, step: Step) -> None:
-        """To be called after `launch`."""
+        """To be called after `call_step`."""
         if step.tensors.copy.numel():
             self.home.note_copied()
         self.home.note_stepped()
@@ -399,7 +423,9 @@ class FlatState:
             if held.parameter.numel():
                 table += self._ranges(held, number, offset, row)
         ranges = torch.tensor(table, dtype=torch.int64).view(-1, step_reference.COLUMNS)
-        made = ranges.to(self.home.main.device), tuple(row_of)
+        cut = ranges[ranges[:, step_reference.EDGE] >= 0]
+        device = self.home.main.device
+        made = _Ranges(ranges.to(device), cut.to(device), tuple(row_of))
         if numbers is None:
             self._usual = offsets, made
         return made
