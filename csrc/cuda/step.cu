@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(kBlockThreads,
   visit_segments(params, blockIdx.x, threadIdx.x / kWarpThreads,
                  [&](const StepFlat& flat, const Segment& segment, const StepOptions<T>& options) {
                    LaneStates<Of> kept;
-                   const SegmentKeys shared = keys_of<Of>(call, flat, options, segment);
-                   step_lane<Of>(call, flat, options, shared, segment, lane, kept);
+                   const bool wide = is_wide<Of>(call, flat, options, segment);
+                   step_lane<Of>(call, flat, options, segment, wide, lane, kept);
                    if (!has_second_half<Of>(call)) return;
                    LZ_UNROLL
                    for (int state = 0; state < Of::kStates; ++state)
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kBlockThreads,
                            __shfl_xor_sync(0xFFFFFFFFu, kept.largest[state], step);
                        if (other > kept.largest[state]) kept.largest[state] = other;
                      }
-                   finish_lane<Of>(call, flat, options, shared, segment, lane, kept);
+                   finish_lane<Of>(call, flat, options, segment, wide, lane, kept);
                  });
 }
 

@@ -165,27 +165,30 @@ int dispatch_step(const Launch& launch, const StepCall& call, const StepInput* i
                   int64_t count) {
   if (call.dtype == LZ_FLOAT64)
     return launch.template run<StepOf<double, kAny, kAny, kAny>>(call, inputs, count);
-  if (call.phase == kStepWithEnds && call.kind == kAdamW && call.num_states == 2) {
+  const bool may_be_own = call.phase == kStepWithEnds && call.copy_dtype != LZ_FLOAT64;
+  if (may_be_own && call.kind == kAdamW && call.num_states == 2) {
     if (call.dtype == LZ_FLOAT32)
       return dispatch_form<kAdamW, LZ_FLOAT32>(launch, call, inputs, count);
     if (call.dtype == LZ_BFLOAT16)
       return dispatch_form<kAdamW, LZ_BFLOAT16>(launch, call, inputs, count);
   }
-  if (call.phase == kStepWithEnds && call.dtype == LZ_FLOAT32) {
+  if (may_be_own && call.dtype == LZ_FLOAT32) {
     if (call.kind == kSgd) return dispatch_form<kSgd, LZ_FLOAT32>(launch, call, inputs, count);
     if (call.kind == kLion) return dispatch_form<kLion, LZ_FLOAT32>(launch, call, inputs, count);
   }
   return launch.template run<StepOf<float, kAny, kAny, kAny>>(call, inputs, count);
 }
 
-// Calls `visit(Format)` for a dtype that is known to the compiler, or looked up.
-template <int kDtype, class Visit>
+// Calls `visit(Format)` for a dtype that is known to the compiler, or looked up; float64 alone
+// where kWithDouble.
+template <int kDtype, bool kWithDouble = true, class Visit>
 LZ_BODY void with_format(int dtype, Visit&& visit) {
   if constexpr (kDtype != kAny) {
     visit(Format<kDtype>());
   } else {
+    if constexpr (kWithDouble)
+      if (dtype == LZ_FLOAT64) return visit(Format<LZ_FLOAT64>());
     switch (dtype) {
-      case LZ_FLOAT64: visit(Format<LZ_FLOAT64>()); break;
       case LZ_FLOAT16: visit(Format<LZ_FLOAT16>()); break;
       case LZ_BFLOAT16: visit(Format<LZ_BFLOAT16>()); break;
       default: visit(Format<LZ_FLOAT32>());
@@ -267,6 +270,10 @@ LZ_BODY Segment segment_of(const int64_t* range, int64_t first) {
           static_cast<int>(whole < kSegmentNumel ? whole : kSegmentNumel)};
 }
 
+LZ_BODY StepKeys keys_of(const StepCall& call, int64_t step, const Segment& segment) {
+  return step_keys(call.seed, segment.range[kKey], step, segment.at(kIndex));
+}
+
 // What a lane keeps of a segment between the warp's two halves.
 template <class Of>
 struct LaneStates {
@@ -295,9 +302,10 @@ LZ_BODY int dtype_size(int dtype) { return dtype == LZ_FLOAT64 ? 8 : dtype == LZ
 
 // Whether all groups of a whole segment are aligned.
 template <class Of>
-LZ_BODY bool is_wide(const StepCall& call, const StepFlat& flat, const Segment& segment,
-                     int num_states) {
+LZ_BODY bool is_wide(const StepCall& call, const StepFlat& flat,
+                     const StepOptions<typename Of::T>& options, const Segment& segment) {
   if (Of::kIsAny || segment.count < kSegmentNumel) return false;
+  const int num_states = states_of<Of>(call, options.row);
   const int size = dtype_size(Of::dtype(call));
   const int held = state_size(Of::form(call), sizeof(typename Of::T));
   const auto is_fine = [](const void* memory, int64_t place, int nbytes) {
@@ -364,8 +372,8 @@ LZ_BODY void update(const StepCall& call, const StepRow<typename Of::T>& row, bo
 
 template <class Of, bool kWide>
 LZ_BODY void step_elements(const StepCall& call, const StepFlat& flat,
-                           const StepOptions<typename Of::T>& options, StepKeys keys,
-                           const Segment& segment, int lane, LaneStates<Of>& kept) {
+                           const StepOptions<typename Of::T>& options, const Segment& segment,
+                           int lane, LaneStates<Of>& kept) {
   using T = typename Of::T;
   StepRow<T> row = options.row;
   if (call.factor != nullptr) row.sign = mul(row.sign, static_cast<T>(*call.factor));
@@ -424,7 +432,7 @@ LZ_BODY void step_elements(const StepCall& call, const StepFlat& flat,
     });
   });
   if (flat.copy != nullptr) {
-    with_format<kAny>(call.copy_dtype, [&](auto format) {
+    with_format<kAny, Of::kIsAny>(call.copy_dtype, [&](auto format) {
       using Own = decltype(format);
       using Bits = typename Own::Bits;
       store_lane<Bits, kWide>(flat.copy + segment.at(kMain) * static_cast<int64_t>(sizeof(Bits)),
@@ -432,6 +440,7 @@ LZ_BODY void step_elements(const StepCall& call, const StepFlat& flat,
     });
   }
   if (form == kQuantForm) return;
+  const StepKeys keys = keys_of(call, options.step, segment);
   LZ_UNROLL
   for (int state = 0; state < Of::kStates; ++state) {
     if (state >= num_states) continue;
@@ -451,30 +460,15 @@ LZ_BODY void step_elements(const StepCall& call, const StepFlat& flat,
   }
 }
 
-// What lanes of a warp share of a segment.
-struct SegmentKeys {
-  StepKeys keys;
-  bool wide;
-};
-
-template <class Of>
-LZ_BODY SegmentKeys keys_of(const StepCall& call, const StepFlat& flat,
-                            const StepOptions<typename Of::T>& options, const Segment& segment) {
-  const int num_states = states_of<Of>(call, options.row);
-  return {step_keys(call.seed, segment.range[kKey], options.step, segment.at(kIndex)),
-          is_wide<Of>(call, flat, segment, num_states)};
-}
-
 // Steps this lane's elements of a segment. States of 8 bits are not written yet.
 template <class Of>
 LZ_BODY void step_lane(const StepCall& call, const StepFlat& flat,
-                       const StepOptions<typename Of::T>& options, const SegmentKeys& shared,
-                       const Segment& segment, int lane, LaneStates<Of>& kept) {
+                       const StepOptions<typename Of::T>& options, const Segment& segment,
+                       bool wide, int lane, LaneStates<Of>& kept) {
   if constexpr (!Of::kIsAny) {
-    if (shared.wide)
-      return step_elements<Of, true>(call, flat, options, shared.keys, segment, lane, kept);
+    if (wide) return step_elements<Of, true>(call, flat, options, segment, lane, kept);
   }
-  step_elements<Of, false>(call, flat, options, shared.keys, segment, lane, kept);
+  step_elements<Of, false>(call, flat, options, segment, lane, kept);
 }
 
 template <class Of>
@@ -485,9 +479,10 @@ LZ_BODY bool has_second_half(const StepCall& call) {
 // After `kept.largest` is that of all lanes: writes codes and scales, or what was measured.
 template <class Of>
 LZ_BODY void finish_lane(const StepCall& call, const StepFlat& flat,
-                         const StepOptions<typename Of::T>& options, const SegmentKeys& shared,
-                         const Segment& segment, int lane, const LaneStates<Of>& kept) {
+                         const StepOptions<typename Of::T>& options, const Segment& segment,
+                         bool wide, int lane, const LaneStates<Of>& kept) {
   const int num_states = states_of<Of>(call, options.row);
+  const StepKeys keys = keys_of(call, options.step, segment);
   LZ_UNROLL
   for (int state = 0; state < Of::kStates; ++state) {
     if (state >= num_states) continue;
@@ -501,18 +496,18 @@ LZ_BODY void finish_lane(const StepCall& call, const StepFlat& flat,
     if (lane == 0) flat.scales[state][segment.block()] = scale;
     const bool is_signed = state_is_signed(Of::kind(call), state);
     const float inverse = quant_inverse(scale);
-    const auto store = [&](auto wide) {
-      constexpr bool kWide = decltype(wide)::value;
+    const auto store = [&](auto is_wide) {
+      constexpr bool kWide = decltype(is_wide)::value;
       store_lane<uint8_t, kWide>(
           flat.states[state] + segment.at(kState), lane, segment.count, [&](int k) {
             const float value = static_cast<float>(kept.values[state][k]);
             const auto low = static_cast<uint32_t>(segment.at(kIndex) + place_of<kWide>(lane, k));
-            const uint32_t random = random_of_state(step_random(shared.keys, low), state);
+            const uint32_t random = random_of_state(step_random(keys, low), state);
             return is_signed ? quant_code<true>(value, inverse, random)
                              : quant_code<false>(value, inverse, random);
           });
     };
-    if (!Of::kIsAny && shared.wide)
+    if (!Of::kIsAny && wide)
       store(std::true_type());
     else
       store(std::false_type());

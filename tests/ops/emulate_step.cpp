@@ -88,17 +88,17 @@ void run_warp(const StepCall& call, const StepFlat& flat, const Segment& segment
               const StepOptions<typename Of::T>& options) {
   std::vector<LaneStates<Of>> lanes(kWarpThreads);
   uint32_t largest[Of::kStates] = {};
-  const SegmentKeys shared = keys_of<Of>(call, flat, options, segment);
-  num_wide += shared.wide;
+  const bool wide = is_wide<Of>(call, flat, options, segment);
+  num_wide += wide;
   for (int lane = 0; lane < kWarpThreads; ++lane) {
-    step_lane<Of>(call, flat, options, shared, segment, lane, lanes[lane]);
+    step_lane<Of>(call, flat, options, segment, wide, lane, lanes[lane]);
     for (int state = 0; state < Of::kStates; ++state)
       if (lanes[lane].largest[state] > largest[state]) largest[state] = lanes[lane].largest[state];
   }
   if (!has_second_half<Of>(call)) return;
   for (int lane = 0; lane < kWarpThreads; ++lane) {
     memcpy(lanes[lane].largest, largest, sizeof(largest));
-    finish_lane<Of>(call, flat, options, shared, segment, lane, lanes[lane]);
+    finish_lane<Of>(call, flat, options, segment, wide, lane, lanes[lane]);
   }
 }
 
