@@ -15,6 +15,8 @@ Parts, each meant for a process of its own:
     host      the same with a batch so small that the host is the slower one: host time of each unit
     memory    what stays between steps, and what a step needs beside its activations
     trace     two steps under the profiler, checked by gpu_trace.py
+    optimizer  clip and step of torch's fused AdamW and of layerzero's, on one rank's shard: device
+              and host time, and the time that their bytes take at the rate of a copy
 
 The last line of the output is JSON: "measures" by the names of gpu_expected.py, and "details".
 """
@@ -24,12 +26,13 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,16 +40,25 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from benchmarks import gpu_trace
-from benchmarks.common import Spread, difference, environment, interleave, print_json, ratio
+from benchmarks.common import (
+    STATE_NBYTES,
+    Spread,
+    difference,
+    environment,
+    interleave,
+    print_json,
+    ratio,
+    step_nbytes,
+)
 from benchmarks.engines import Transformer, TransformerBlock
-from layerzero import MixedPrecision, ZeRO3
+from layerzero import MixedPrecision, ZeRO3, optim
 from layerzero.comm import collectives
 from layerzero.flat.groups import ShardGroup
 from tests.gpu.mirror import Wires, fake_world, one_rank_group
 
 ENGINES = ("bare", "layerzero", "fully_shard")
 SIZES = {"1b": (2048, 16, 16, 8192), "tiny": (32, 3, 2, 64)}  # width, layers, heads, hidden
-PARTS = ("ceilings", "step", "host", "memory", "trace")
+PARTS = ("ceilings", "step", "host", "memory", "trace", "optimizer")
 RANK = 3
 
 
@@ -177,8 +189,13 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def time(self, *calls: Callable[[], object]) -> list[float]:
-        """Of each call, one after the other; the host is not held up in between."""
+    def time(self, *calls: Callable[[], object], ahead_ms: float = 0.0) -> list[float]:
+        """Of each call, one after the other; the host is not held up in between.
+
+        Args:
+            ahead_ms: how far the host runs ahead of the device, as it does in training: a call
+                then takes what the device needs for it.
+        """
         self.settle()
         if self._device.type != "cuda":
             marks = [time.perf_counter()]
@@ -187,6 +204,8 @@ class Clock:
                 marks.append(time.perf_counter())
             return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+        if ahead_ms:
+            torch.cuda._sleep(int(ahead_ms * 1.5e6))  # Cycles; of no more than 2 GHz.
         events[0].record()
         for call, event in zip(calls, events[1:], strict=True):
             call()
@@ -278,6 +297,59 @@ def measure_host(config: Config, world: int) -> Result:
         measures[f"host_ms_per_unit_{engine}"] = above.median
         details[f"per_unit_{engine}"] = above.as_dict()
     return measures, details
+
+
+def measure_optimizer(config: Config, world: int) -> Result:
+    """Device and host time of clip and step; `over_floor` is the step's, over that of its bytes."""
+    clock = Clock(config.device)
+    rate = measure_ceilings(config, world)[0]["copy_tb_s"]
+    flow = Flow(config.device)
+    measures: dict[str, float] = {"copy_tb_s": rate}
+    rows: list[dict[str, Any]] = []
+    with fake_world(RANK, world), flow.installed():
+        training = Training("layerzero", config, flow)
+        parameters = [*training.model.parameters()]
+        numel = sum(parameter.numel() for parameter in parameters)
+        for name in ("torch fused", *STATE_NBYTES):
+            if name != "torch fused":
+                del training.optimizer  # A parameter has one optimizer at a time.
+                gc.collect()
+                training.optimizer = optim.AdamW(parameters, lr=1e-4, state=cast(Any, name))
+            row = {"optimizer": name, "numel": numel, "parameters": len(parameters)}
+            row |= _optimizer_ms(training, clock, config.rounds)
+            nbytes = sum(step_nbytes("float32", 0) if name == "torch fused" else step_nbytes(name))
+            floor_ms = nbytes * numel / rate / 1e9
+            over = row["device_ms"]["step"] / floor_ms
+            row |= {"nbytes_per_element": nbytes, "floor_ms": floor_ms, "over_floor": over}
+            row["clip_floor_ms"] = 4 * numel / rate / 1e9
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            measures[f"step_over_floor_{name.replace(' ', '_')}"] = over
+    return measures, {"rows": rows}
+
+
+def _optimizer_ms(training: Training, clock: Clock, rounds: int) -> dict[str, Any]:
+    optimizer: Any = training.optimizer
+    is_native = isinstance(optimizer, optim.AdamW)
+    clip = optimizer.clip_grad_norm_ if is_native else training.model.clip_grad_norm_
+    calls = {
+        "clip": lambda: clip(1.0),
+        "step": optimizer.step,
+        "zero_grad": optimizer.zero_grad,
+    }
+    device, host = [], []
+    for _ in range(rounds + 2):
+        training.passes()
+        device.append(clock.time(*calls.values(), ahead_ms=20.0))
+        training.passes()
+        host.append([clock.host_ms(call) for call in calls.values()])
+    return {
+        what: {
+            part: Spread.of([*each]).median
+            for part, each in zip(calls, zip(*times[2:], strict=True), strict=True)
+        }
+        for what, times in (("device_ms", device), ("host_ms", host))
+    }
 
 
 def measure_memory(config: Config, world: int) -> Result:
@@ -383,6 +455,7 @@ MEASURES: dict[str, Callable[..., Result]] = {
     "host": measure_host,
     "memory": measure_memory,
     "trace": measure_trace,
+    "optimizer": measure_optimizer,
 }
 
 
@@ -402,7 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.cpu and not torch.cuda.is_available():
         print("no GPU: bench_gpu_step needs one, or --cpu", file=sys.stderr)
         return 2
-    is_host = args.part == "host"
+    is_host = args.part in ("host", "optimizer")
     config = Config(
         size=args.size or ("tiny" if args.cpu else "1b"),
         batch=args.batch or (1 if is_host else 2),

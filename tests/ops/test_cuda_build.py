@@ -106,6 +106,42 @@ def check_wide_accesses(ptx: str) -> None:
         assert not re.search(r"\b(ld|st)\.(local|v[24]|[bfu]\d)", match[0])
 
 
+def check_machine_code(nvcc: str, library: Path) -> None:
+    """A step's own kernels move 16 bytes a lane where an element takes 4, and keep no stack; so do
+    those of the other ops, on their wider side."""
+    found = disassembler(nvcc)
+    if found is None:
+        return  # What ptxas reported is checked all the same.
+    sass = subprocess.run([found, "-sass", str(library)], capture_output=True, text=True).stdout
+    kernels = re.findall(r"Function : (\S+)(.*?)(?=Function : |\Z)", sass, re.DOTALL)
+    own = 0
+    for name, code in kernels:
+        wide = {
+            access: len(re.findall(rf"\b{access}\.E\S*\.128\b", code)) for access in ("LDG", "STG")
+        }
+        assert not re.search(r"\b(LDL|STL)\b", code), f"{name} has a stack"
+        step = re.search(r"step_kernel\S*IfLi(\d)ELi(\d)ELi(\d)E", name)
+        if step is not None:
+            # Main (and copies) in float32 and the gradient; float32 states as well.
+            kind, form, dtype = map(int, step.groups())
+            states = (2 if kind == 0 else 1) if form == 0 else 0
+            parts = (1 if dtype == 0 else 0) + states
+            loads = parts + (dtype == 0)
+            assert wide["LDG"] >= 2 * loads and wide["STG"] >= 2 * parts, (name, wide)
+            own += 1
+        for sizes in re.findall(r"_kernelILi(\d)ELi(\d)E", name):
+            size_from, size_to = (ELEMENT_SIZES[int(dtype)] for dtype in sizes)
+            assert size_from < size_to or wide["LDG"] >= 4, (name, wide)
+            assert size_to < size_from or wide["STG"], (name, wide)
+    assert own and own % NUM_OWN_STEPS == 0
+
+
+def disassembler(nvcc: str) -> str | None:
+    """cuobjdump, beside nvcc or on the path."""
+    folder = str(Path(nvcc).resolve().parent)
+    return shutil.which("cuobjdump", path=folder) or shutil.which("cuobjdump")
+
+
 def check_library(path: Path) -> None:
     library = ctypes.CDLL(str(path))
     launches = library.layerzero_cuda_launches
@@ -185,4 +221,5 @@ def test_kernels_compile_without_spills_for_all_architectures_and_load(
         for arch in archs:
             for kernel in ("pack", "ordered_sum"):
                 check_wide_accesses((folder / f"{kernel}.compute_{arch}.ptx").read_text())
+        check_machine_code(nvcc, library)
         check_library(library)
