@@ -42,7 +42,6 @@ cache, and an ordinary store reads each cache line first. Smaller outputs stay i
 such stores are slower (benchmarks/bench_pad_copy.py)."""
 
 assert schema.LIBRARY is not None, "schemas must be defined before kernels are loaded"
-_vector_norm = torch.linalg.vector_norm  # Before a check of users' norms is put there.
 _status = load(Path(__file__).parents[1])
 
 
@@ -261,7 +260,8 @@ def sum_squares(x: torch.Tensor) -> torch.Tensor:
         x: float32, float16, bfloat16 or float64.
     """
     if x.device.type != "cpu":
-        return _vector_norm(x.detach(), dtype=torch.float64).square()
+        # A norm by itself copies x to float64 first.
+        return torch._foreach_norm([x.detach()], 2.0, dtype=torch.float64)[0].square()
     out = torch.empty(1, dtype=torch.float64)
     torch.ops.layerzero.sum_squares_.default(out, x.detach().contiguous())
     return out[0]

@@ -401,7 +401,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Have the next `step` use gradients scaled down to a global norm of at most `max_norm`.
 
         `.grad` is not changed. The norm is that of this optimizer's parameters; from the second
-        call on, it is summed while gradients are delivered (norms of 2). Collective over the
+        call on, the CPU sums it while gradients are delivered (norms of 2). Collective over the
         model's process group, as `model.clip_grad_norm_`.
 
         Args:

@@ -71,6 +71,29 @@ class _Known(NamedTuple):
     """The sum of their squares, a float64 scalar; None: not summed yet."""
 
 
+def squares_of(flats: Sequence[FlatState]) -> list[torch.Tensor]:
+    """The sums of squares of the gradients of each, float64 scalars.
+
+    Those on a device are summed in one call, which reads each gradient once; `vector_norm` would
+    copy it to float64 first.
+    """
+    by_device: dict[torch.device, list[tuple[FlatState, list[torch.Tensor]]]] = {}
+    for flat in flats:
+        if tensors := flat.unsummed():
+            by_device.setdefault(tensors[0].device, []).append((flat, tensors))
+    found: dict[int, torch.Tensor] = {}
+    for members in by_device.values():
+        tensors = [each.detach() for _, own in members for each in own]
+        norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
+        squares, at = torch.stack(norms).square(), 0
+        for flat, own in members:
+            part = squares[at] if len(own) == 1 else squares[at : at + len(own)].sum()
+            found[id(flat)] = part
+            flat.note_squares(part)
+            at += len(own)
+    return [found[id(flat)] if id(flat) in found else flat.squares() for flat in flats]
+
+
 def call_step(taken: Sequence[tuple[FlatState, Step]], phase: int | None = None) -> None:
     """Take steps, those on one device in one call. Not collective; `edges` have what is the largest
     on all ranks.
@@ -254,7 +277,8 @@ class FlatState:
 
         Args:
             reduced: also remember the sum of their squares: the reduction's if the gradients are
-                what it left; None: nobody is going to ask for it.
+                what it left; None: nobody is going to ask for it. On a device `squares_of` sums
+                later, all in one call.
         """
         self._known = None
         self.watch_gradients()
@@ -265,7 +289,7 @@ class FlatState:
         squares = None
         if reduced is not None:
             squares = reduced.of(gradient.base) if self._fills(gradient) else None
-            if squares is None:
+            if squares is None and not self._is_on_device:
                 squares = self._squares(parts, gradient)
         if self._usual is not None and self._usual[0] == gradient.offsets:
             # The same object: the step then finds it so without a look at each number.
@@ -285,6 +309,27 @@ class FlatState:
         self._taken = {key: each for key, each in self._taken.items() if not each.expired()}
         return gradient.flat.untyped_storage()._cdata in self._taken
 
+    @property
+    def _is_on_device(self) -> bool:
+        return self.home.main.device.type != "cpu"
+
+    def unsummed(self) -> list[torch.Tensor]:
+        """Its gradients on a device, in as few tensors as hold them; without elements, or where the
+        sum of their squares is known: none."""
+        if not self._is_on_device:
+            return []
+        known = self._known
+        if (
+            known is not None
+            and known.version == known.gradient.flat._version
+            and known.squares is not None
+        ):
+            return []
+        if known is not None:
+            return self._to_sum(known.gradient.parts, known.gradient)
+        numbers, parts = self._collect()
+        return self._to_sum(parts, find_buffer(numbers, parts, self.home.main.dtype))
+
     def squares(self) -> torch.Tensor:
         """The sum of squares of the gradients, a float64 scalar."""
         known = self._known
@@ -295,15 +340,26 @@ class FlatState:
         if known.squares is not None and known.version == version:
             return known.squares
         squares = self._squares(known.gradient.parts, known.gradient)
-        self._known = _Known(known.gradient, version, squares)
+        self.note_squares(squares)
         return squares
 
+    def note_squares(self, squares: torch.Tensor) -> None:
+        """Remember what `squares` is to return, while gradients are what they are."""
+        if self._known is not None:
+            gradient = self._known.gradient
+            self._known = _Known(gradient, gradient.flat._version, squares)
+
     def _squares(self, parts: list[torch.Tensor], gradient: Gradient | None) -> torch.Tensor:
-        if gradient is not None and self._fills(gradient):
-            return sum_squares(gradient.flat)
-        sums = [sum_squares(each) for each in parts if each.numel()]
+        sums = [sum_squares(each) for each in self._to_sum(parts, gradient)]
+        if len(sums) == 1:
+            return sums[0]
         zero = torch.zeros((), dtype=torch.float64, device=self.home.main.device)
         return torch.stack(sums).sum() if sums else zero
+
+    def _to_sum(self, parts: list[torch.Tensor], gradient: Gradient | None) -> list[torch.Tensor]:
+        if gradient is not None and self._fills(gradient):
+            return [gradient.flat]
+        return [each for each in parts if each.numel()]
 
     def _fills(self, gradient: Gradient) -> bool:
         """Whether its buffer has the layout of the main shard: all that is in it are the gradients,

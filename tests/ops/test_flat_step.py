@@ -108,6 +108,40 @@ def test_the_kernel_has_the_bits_of_the_reference(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementation: str) -> None:
+    def made() -> list[R.StepTensors]:
+        torch.manual_seed(0)
+        steps = []
+        for i, dtype in enumerate([torch.float32, torch.uint8, torch.bfloat16, torch.float32]):
+            states = [torch.zeros(NUMEL, dtype=dtype) for _ in range(3)]
+            scales = [torch.zeros(40) for _ in states]
+            copy = EMPTY if i == 3 else torch.zeros(NUMEL, dtype=torch.bfloat16)
+            # A row of its own, two, or those of the one before.
+            rows = rows_of(R.ADAMW, 1 + i // 2)
+            table = torch.tensor(TABLE[1:])[: i + 1]
+            tensors = (torch.randn(NUMEL), torch.randn(NUMEL + 10), states, scales, copy)
+            steps.append(R.StepTensors(*tensors, torch.zeros(0), table, rows, torch.tensor([0.5])))
+        return steps
+
+    together, apart = made(), made()
+    joined = R.join_steps(together)
+    call(implementation, "flat_step_", R.ADAMW, *joined, 1.0, 3, R.WITH_ENDS)
+    for step in apart:
+        call_step(implementation, R.ADAMW, *step, 1.0, 3, R.WITH_ENDS)
+    for ours, theirs in zip(together, apart, strict=True):
+        written, wanted = ([s.main, s.copy, *s.states, *s.scales] for s in (ours, theirs))
+        for got, want in zip(written, wanted, strict=True):
+            assert_same_bits(got, want)
+    assert not torch.equal(together[3].main, made()[3].main)
+    lists = [*joined]
+    for place in range(8):
+        shorter = [*lists[:place], lists[place][1:], *lists[place + 1 :]]
+        with pytest.raises(ValueError, match="flat_step_"):
+            call(implementation, "flat_step_", R.ADAMW, *shorter, 1.0, 3, R.WITH_ENDS)
+    call(implementation, "flat_step_", R.ADAMW, *[[]] * 8, EMPTY, 1.0, 3, R.WITH_ENDS)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("numel", [1, 7, 8, 15, 100, 4099])
 def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: int) -> None:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
