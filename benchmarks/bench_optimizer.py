@@ -26,7 +26,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from common import Spread, environment, interleave, print_json, print_table, ratio
+from common import (
+    STATE_NBYTES,
+    Spread,
+    environment,
+    interleave,
+    print_json,
+    print_table,
+    ratio,
+    step_nbytes,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,7 +51,6 @@ HOST = ("norm alone", "clip", "step", "zero_grad")
 SHOWN = ("norm", "norm alone", "clip", "step", "cast", "zero_grad")
 TIMED = ("clip", "step", "cast")
 BASE = "pieces, fused"
-STATES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
 
 
 class Contender(NamedTuple):
@@ -98,12 +106,12 @@ def _bytes() -> dict[str, float]:
     # The norm reads the gradient, the clip reads and writes it; the cast reads main, writes bf16.
     torchs = 4 + 8 + (16 + 12) + (4 + 2)
     # The sum over ranks takes the norm along; the pass reads main, gradient and states.
-    ours = {name: (8 + 2 * size) + (4 + 2 * size + 2) for name, size in STATES.items()}
+    ours = {name: sum(step_nbytes(name)) for name in STATE_NBYTES}
     return {"torch": torchs, **ours}
 
 
 def _contenders(units: int, count: int, per_rank: int) -> dict[str, Contender]:
-    made = {f"layerzero {state}": _ours(units, count, per_rank, state) for state in STATES}
+    made = {f"layerzero {state}": _ours(units, count, per_rank, state) for state in STATE_NBYTES}
     for kind in ("fused", "foreach"):
         options = {kind: True}
         made[f"pieces, {kind}"] = _on_pieces(units, count, per_rank, options)

@@ -7,6 +7,8 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+
 #include "cuda/launch.h"
 #include "cuda/step_body.h"
 #include "ops.h"
@@ -113,34 +115,58 @@ void ordered_sum_cuda(StableIValue* stack, uint64_t, uint64_t) {
 
 void flat_step_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const StepArguments arguments(stack);
-  const StepJob& job = arguments.job;
-  check_is_cuda(arguments.main, "flat_step_");
-  if (arguments.main.numel == 0 || job.num_ranges == 0) return;
-  const DeviceGuard guard(arguments.main.device.index);
-  StepCall call{};
-  call.main = job.main;
-  call.grad = job.grad;
-  for (int i = 0; i < job.num_states; ++i) {
-    call.states[i] = job.states[i];
-    call.scales[i] = job.scales[i];
+  if (arguments.flats.empty()) return;
+  const StepFlatArguments& first = arguments.flats[0];
+  const Device device = first.main.device;
+  StepCall call{arguments.factor,
+                first.job.seed,
+                first.job.grad_scale,
+                first.job.kind,
+                first.job.form,
+                first.job.dtype,
+                0,
+                first.job.num_states,
+                first.job.mode};
+  std::vector<StepInput> inputs;
+  bool has_copy = false;
+  const DeviceGuard guard(device.index);
+  const auto launch = [&] {
+    check_launch(layerzero_cuda_step(&call, inputs.data(), static_cast<int64_t>(inputs.size()),
+                                     current_stream(device.index)),
+                 "flat_step_");
+    inputs.clear();
+    has_copy = false;
+  };
+  for (const StepFlatArguments& flat : arguments.flats) {
+    const StepJob& job = flat.job;
+    check_is_cuda(flat.main, "flat_step_");
+    if (!(flat.main.device == device))
+      refuse("flat_step_: main is on ", name_of(device), " and on ", name_of(flat.main.device));
+    if (job.form != call.form || job.dtype != call.dtype ||
+        (has_copy && job.copy != nullptr && job.copy_dtype != call.copy_dtype)) {
+      launch();
+      call.form = job.form;
+      call.dtype = job.dtype;
+    }
+    if (job.copy != nullptr) {
+      call.copy_dtype = job.copy_dtype;
+      has_copy = true;
+    }
+    StepInput input{};
+    input.flat.main = job.main;
+    input.flat.grad = job.grad;
+    std::copy_n(job.states, kMaxStates, input.flat.states);
+    std::copy_n(job.scales, kMaxStates, input.flat.scales);
+    input.flat.copy = job.copy;
+    input.flat.edges = job.edges;
+    input.flat.table = job.table;
+    input.flat.main_numel = flat.main.numel;
+    input.flat.num_ranges = job.num_ranges;
+    input.rows = job.rows;
+    input.num_rows = flat.num_rows;
+    inputs.push_back(input);
   }
-  call.copy = job.copy;
-  call.edges = job.edges;
-  call.table = job.table;
-  call.factor = arguments.factor;
-  call.main_numel = arguments.main.numel;
-  call.num_ranges = job.num_ranges;
-  call.seed = job.seed;
-  call.grad_scale = job.grad_scale;
-  call.kind = job.kind;
-  call.form = job.form;
-  call.dtype = job.dtype;
-  call.copy_dtype = job.copy_dtype;
-  call.num_states = job.num_states;
-  call.phase = job.mode;
-  check_launch(layerzero_cuda_step(&call, job.rows, arguments.num_rows,
-                                   current_stream(arguments.main.device.index)),
-               "flat_step_");
+  launch();
 }
 
 }  // namespace

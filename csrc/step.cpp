@@ -35,18 +35,16 @@ void step_run(const StepJob& job, const int64_t* range, int64_t first, int64_t l
   }
 }
 
-void check_ranges(const StepArguments& arguments, int64_t grad_numel) {
-  const StepJob& job = arguments.job;
-  const bool has_states = job.num_states > 0;
-  const int64_t state_numel = has_states ? numel_of(arguments.states.tensors[0]) : 0;
+void check_ranges(const StepFlatArguments& flat) {
+  const StepJob& job = flat.job;
   int64_t end = 0;
   for (int64_t i = 0; i < job.num_ranges; ++i) {
     const int64_t* const range = job.table + i * kStepColumns;
     const int64_t numel = range[kNumel];
-    if (numel < 0 || range[kMain] < end || numel > arguments.main.numel - range[kMain] ||
-        range[kGrad] < 0 || numel > grad_numel - range[kGrad] || range[kIndex] < 0 ||
-        range[kState] < 0 || (has_states && numel > state_numel - range[kState]) ||
-        range[kRow] < 0 || range[kRow] >= arguments.num_rows || range[kBlock] < 0)
+    if (numel < 0 || range[kMain] < end || numel > flat.main.numel - range[kMain] ||
+        range[kGrad] < 0 || numel > flat.grad_numel - range[kGrad] || range[kIndex] < 0 ||
+        range[kState] < 0 || (job.num_states > 0 && numel > flat.state_numel - range[kState]) ||
+        range[kRow] < 0 || range[kRow] >= flat.num_rows || range[kBlock] < 0)
       refuse("flat_step_: range ", i, " [", range[kMain], ", ", range[kMain] + numel,
              ") of main does not rise, or leaves main, grad (from ", range[kGrad],
              "), the states (from ", range[kState], ") or rows (", range[kRow], ")");
@@ -55,28 +53,20 @@ void check_ranges(const StepArguments& arguments, int64_t grad_numel) {
     const int64_t blocks =
         numel == 0 ? 0 : (range[kIndex] + numel - 1) / kQuantNumel - first_block + 1;
     if (job.form == kQuantState)
-      for (const Handle& scales : arguments.scales.tensors)
-        if (blocks > numel_of(scales) - range[kBlock])
+      for (int s = 0; s < job.num_states; ++s)
+        if (blocks > flat.scale_numels[s] - range[kBlock])
           refuse("flat_step_: range ", i, " needs scales up to ", range[kBlock] + blocks,
-                 ", there are ", numel_of(scales));
+                 ", there are ", flat.scale_numels[s]);
     if (range[kEdge] >= 0 || job.mode == kMeasure) {
-      const int64_t edges = numel_of(arguments.held[3]);
-      if (range[kEdge] < 0 || blocks > 1 || (range[kEdge] + 1) * job.num_states > edges)
+      if (range[kEdge] < 0 || blocks > 1 || (range[kEdge] + 1) * job.num_states > flat.num_edges)
         refuse("flat_step_: range ", i, " has edge ", range[kEdge], " of ",
-               job.num_states == 0 ? 0 : edges / job.num_states, " and covers ", blocks, " blocks");
+               job.num_states == 0 ? 0 : flat.num_edges / job.num_states, " and covers ", blocks,
+               " blocks");
     }
   }
 }
 
-}  // namespace
-
-void flat_step_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  StepArguments arguments(stack);
-  StepJob& job = arguments.job;
-  if (arguments.main.numel == 0 || job.num_ranges == 0) return;
-  check_ranges(arguments, numel_of(arguments.held[1]));
-  if (arguments.factor != nullptr) job.factor = *arguments.factor;
-  job.kernels = &kernels();
+void step_flat(const StepJob& job, int64_t main_numel) {
   if (job.mode == kMeasure) {
     for (int64_t i = 0; i < job.num_ranges; ++i) {
       const int64_t* const range = job.table + i * kStepColumns;
@@ -84,7 +74,7 @@ void flat_step_cpu(StableIValue* stack, uint64_t, uint64_t) {
     }
     return;
   }
-  parallel_units(arguments.main.numel, kStepChunk, kMinPerThread, &job,
+  parallel_units(main_numel, kStepChunk, kMinPerThread, &job,
                  [](const void* context, int64_t begin, int64_t end) {
                    const StepJob& own = *static_cast<const StepJob*>(context);
                    int64_t low = 0;  // the first range that ends after `begin`
@@ -103,6 +93,19 @@ void flat_step_cpu(StableIValue* stack, uint64_t, uint64_t) {
                      step_run(own, range, cut(own, range, begin), cut(own, range, end));
                    }
                  });
+}
+
+}  // namespace
+
+void flat_step_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  StepArguments arguments(stack);
+  for (const StepFlatArguments& flat : arguments.flats) check_ranges(flat);
+  for (StepFlatArguments& flat : arguments.flats) {
+    if (flat.main.numel == 0 || flat.job.num_ranges == 0) continue;
+    if (arguments.factor != nullptr) flat.job.factor = *arguments.factor;
+    flat.job.kernels = &kernels();
+    step_flat(flat.job, flat.main.numel);
+  }
 }
 
 // out[0] = the sum of x * x in float64. Bytes moved: x once.

@@ -42,89 +42,119 @@ StateForm form_of(const Handle& state, layerzero_dtype main) {
 
 }  // namespace
 
-// (kind, main, grad, states, scales, copy, edges, table, rows, factor, grad_scale, seed, mode)
-StepArguments::StepArguments(StableIValue* stack) : states(stack[3]), scales(stack[4]) {
-  for (const int i : {1, 2, 5, 6, 7, 8, 9}) held.emplace_back(unbox<AtenTensorHandle>(stack[i]));
-  const Handle& main_tensor = held[0];
-  const Handle& grad = held[1];
-  const Handle& copy = held[2];
-  const Handle& edges = held[3];
-  const Handle& table = held[4];
-  const Handle& rows = held[5];
-  const Handle& factor_tensor = held[6];
+// (kind, main, grad, states, scales, copy, edges, table, rows, factor, grad_scale, seed, mode), of
+// which all tensors but factor are lists with an entry, of states and scales `num_states` entries,
+// for each flat parameter.
+StepArguments::StepArguments(StableIValue* stack)
+    : main(stack[1]),
+      grad(stack[2]),
+      states(stack[3]),
+      scales(stack[4]),
+      copy(stack[5]),
+      edges(stack[6]),
+      table(stack[7]),
+      rows(stack[8]),
+      factor_tensor(unbox<AtenTensorHandle>(stack[9])) {
+  const size_t count = main.tensors.size();
+  for (const TensorList* const list : {&grad, &copy, &edges, &table, &rows})
+    if (list->tensors.size() != count)
+      refuse(kOp, ": got a list of ", list->tensors.size(), " tensors beside ", count, " of main");
+  if (count == 0) return;
+  const size_t num_states = states.tensors.size() / count;
+  if (num_states * count != states.tensors.size() ||
+      (!scales.tensors.empty() && scales.tensors.size() != states.tensors.size()))
+    refuse(kOp, ": got ", states.tensors.size(), " states and ", scales.tensors.size(),
+           " scales for ", count, " flat parameters");
+  const auto kind = static_cast<int>(unbox<int64_t>(stack[0]));
+  if (kind < kAdamW || kind > kLion) refuse(kOp, ": unknown kind ", kind);
+  if (num_states > 3 || (kind == kAdamW && num_states < 2) || (kind == kLion && num_states != 1))
+    refuse(kOp, ": got ", num_states, " states");
+  StepJob shared{};
+  shared.kind = kind;
+  shared.num_states = static_cast<int>(num_states);
+  shared.factor = 1.0f;
+  shared.grad_scale = static_cast<float>(unbox<double>(stack[10]));
+  shared.seed = unbox<int64_t>(stack[11]);
+  shared.mode = static_cast<StepMode>(unbox<int64_t>(stack[12]));
+  for (size_t i = 0; i < count; ++i) flats.push_back(flat_of(i, shared));
+  if (numel_of(factor_tensor) > 0) {
+    expect_dtype(factor_tensor, aoti_torch_dtype_float32(), "factor", "float32");
+    factor = static_cast<const float*>(memory(factor_tensor, "factor", flats[0].main.device, 4));
+  }
+}
 
-  job.kind = static_cast<int>(unbox<int64_t>(stack[0]));
-  if (job.kind < kAdamW || job.kind > kLion) refuse(kOp, ": unknown kind ", job.kind);
-  main = check_output(main_tensor, kOp);
-  job.dtype = main.dtype;
-  job.main = static_cast<char*>(main.data);
-  if (dtype_of(grad, kOp, "grad", -1) != main.dtype)
-    refuse(kOp, ": grad must be ", name_of(main.dtype), ", as main is");
-  job.grad = static_cast<const char*>(memory(grad, "grad", main.device, size_of(main.dtype)));
+StepFlatArguments StepArguments::flat_of(size_t i, const StepJob& shared) const {
+  StepFlatArguments flat;
+  StepJob& job = flat.job;
+  job = shared;
+  const auto num_states = static_cast<size_t>(job.num_states);
+  flat.main = check_output(main.tensors[i], kOp);
+  const Device device = flat.main.device;
+  job.dtype = flat.main.dtype;
+  job.main = static_cast<char*>(flat.main.data);
+  if (dtype_of(grad.tensors[i], kOp, "grad", -1) != job.dtype)
+    refuse(kOp, ": grad must be ", name_of(job.dtype), ", as main is");
+  flat.grad_numel = numel_of(grad.tensors[i]);
+  job.grad = static_cast<const char*>(memory(grad.tensors[i], "grad", device, size_of(job.dtype)));
 
-  job.num_states = static_cast<int>(states.tensors.size());
-  if (job.num_states > 3 || (job.kind == kAdamW && job.num_states < 2) ||
-      (job.kind == kLion && job.num_states != 1))
-    refuse(kOp, ": got ", job.num_states, " states");
-  for (int i = 0; i < job.num_states; ++i) {
-    const Handle& state = states.tensors[i];
-    const StateForm form = form_of(state, main.dtype);
-    if (i > 0 && form != job.form) refuse(kOp, ": states must have one dtype");
+  for (size_t s = 0; s < num_states; ++s) {
+    const Handle& state = states.tensors[i * num_states + s];
+    const StateForm form = form_of(state, job.dtype);
+    if (s > 0 && form != job.form) refuse(kOp, ": states must have one dtype");
     job.form = form;
-    if (numel_of(state) != numel_of(states.tensors[0]))
-      refuse(kOp, ": state ", i, " has ", numel_of(state), " elements, state 0 has ",
-             numel_of(states.tensors[0]));
-    const int64_t itemsize = form == kQuantState ? 1
-                             : form == kBfloatState
-                                 ? 2
-                                 : size_of(main.dtype == LZ_FLOAT64 ? LZ_FLOAT64 : LZ_FLOAT32);
-    job.states[i] = static_cast<char*>(memory(state, "a state", main.device, itemsize));
+    const int64_t numel = numel_of(state);
+    if (s > 0 && numel != flat.state_numel)
+      refuse(kOp, ": state ", s, " has ", numel, " elements, state 0 has ", flat.state_numel);
+    flat.state_numel = numel;
+    const int64_t itemsize = form == kQuantState       ? 1
+                             : form == kBfloatState    ? 2
+                             : job.dtype == LZ_FLOAT64 ? 8
+                                                       : 4;
+    job.states[s] = static_cast<char*>(memory(state, "a state", device, itemsize));
   }
   if (job.form == kQuantState) {
-    if (scales.tensors.size() != states.tensors.size())
-      refuse(kOp, ": got ", scales.tensors.size(), " scales for ", job.num_states, " states");
-    for (int i = 0; i < job.num_states; ++i) {
-      expect_dtype(scales.tensors[i], aoti_torch_dtype_float32(), "scales", "float32");
-      job.scales[i] = static_cast<float*>(memory(scales.tensors[i], "scales", main.device, 4));
+    if (scales.tensors.empty()) refuse(kOp, ": got 0 scales for ", num_states, " states");
+    for (size_t s = 0; s < num_states; ++s) {
+      const Handle& own = scales.tensors[i * num_states + s];
+      expect_dtype(own, aoti_torch_dtype_float32(), "scales", "float32");
+      job.scales[s] = static_cast<float*>(memory(own, "scales", device, 4));
+      flat.scale_numels[s] = numel_of(own);
     }
   }
 
-  if (numel_of(copy) > 0) {
-    if (numel_of(copy) != main.numel)
-      refuse(kOp, ": copy has ", numel_of(copy), " elements, main has ", main.numel);
-    job.copy_dtype = dtype_of(copy, kOp, "copy", -1);
-    job.copy = static_cast<char*>(memory(copy, "copy", main.device, size_of(job.copy_dtype)));
+  if (numel_of(copy.tensors[i]) > 0) {
+    if (numel_of(copy.tensors[i]) != flat.main.numel)
+      refuse(kOp, ": copy has ", numel_of(copy.tensors[i]), " elements, main has ",
+             flat.main.numel);
+    job.copy_dtype = dtype_of(copy.tensors[i], kOp, "copy", -1);
+    job.copy = static_cast<char*>(memory(copy.tensors[i], "copy", device, size_of(job.copy_dtype)));
   }
-  expect_dtype(edges, aoti_torch_dtype_float32(), "edges", "float32");
-  job.edges = static_cast<float*>(memory(edges, "edges", main.device, 4));
-  expect_dtype(table, aoti_torch_dtype_int64(), "table", "int64");
-  if (numel_of(table) % kStepColumns != 0)
-    refuse(kOp, ": table must be [R, ", kStepColumns + 0, "], got ", numel_of(table), " elements");
-  job.table = static_cast<const int64_t*>(memory(table, "table", main.device, 8));
-  job.num_ranges = numel_of(table) / kStepColumns;
-  expect_dtype(rows, aoti_torch_dtype_float64(), "rows", "float64");
-  if (numel_of(rows) % kRowColumns != 0)
-    refuse(kOp, ": rows must be [K, ", kRowColumns + 0, "], got ", numel_of(rows), " elements");
+  expect_dtype(edges.tensors[i], aoti_torch_dtype_float32(), "edges", "float32");
+  job.edges = static_cast<float*>(memory(edges.tensors[i], "edges", device, 4));
+  flat.num_edges = numel_of(edges.tensors[i]);
+  const int64_t table_numel = numel_of(table.tensors[i]);
+  expect_dtype(table.tensors[i], aoti_torch_dtype_int64(), "table", "int64");
+  if (table_numel % kStepColumns != 0)
+    refuse(kOp, ": table must be [R, ", kStepColumns + 0, "], got ", table_numel, " elements");
+  job.table = static_cast<const int64_t*>(memory(table.tensors[i], "table", device, 8));
+  job.num_ranges = table_numel / kStepColumns;
+  const int64_t row_numel = numel_of(rows.tensors[i]);
+  expect_dtype(rows.tensors[i], aoti_torch_dtype_float64(), "rows", "float64");
+  if (row_numel % kRowColumns != 0)
+    refuse(kOp, ": rows must be [K, ", kRowColumns + 0, "], got ", row_numel, " elements");
   // The host reads them, whatever the device.
   const Device cpu{aoti_torch_device_type_cpu(), 0};
-  job.rows = static_cast<const double*>(memory(rows, "rows", cpu, 8));
-  num_rows = numel_of(rows) / kRowColumns;
-  for (int64_t i = 0; i < num_rows; ++i) {
-    const double* const row = job.rows + i * kRowColumns;
+  job.rows = static_cast<const double*>(memory(rows.tensors[i], "rows", cpu, 8));
+  flat.num_rows = row_numel / kRowColumns;
+  for (int64_t r = 0; r < flat.num_rows; ++r) {
+    const double* const row = job.rows + r * kRowColumns;
     const int wanted = job.kind == kAdamW ? (row[kRowFlag] != 0.0 ? 3 : 2)
                        : job.kind == kSgd ? static_cast<int>(row[1] != 0.0)
                                           : 1;
     if (job.num_states < wanted)
-      refuse(kOp, ": row ", i, " needs ", wanted, " states, got ", job.num_states);
+      refuse(kOp, ": row ", r, " needs ", wanted, " states, got ", job.num_states);
   }
-  if (numel_of(factor_tensor) > 0) {
-    expect_dtype(factor_tensor, aoti_torch_dtype_float32(), "factor", "float32");
-    factor = static_cast<const float*>(memory(factor_tensor, "factor", main.device, 4));
-  }
-  job.factor = 1.0f;
-  job.grad_scale = static_cast<float>(unbox<double>(stack[10]));
-  job.seed = unbox<int64_t>(stack[11]);
-  job.mode = static_cast<StepMode>(unbox<int64_t>(stack[12]));
+  return flat;
 }
 
 }  // namespace layerzero

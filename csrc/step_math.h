@@ -3,7 +3,7 @@
 // Products and sums round as written; where one rounding is meant, it says `fused`. That is the
 // arithmetic of torch's fused CPU optimizers on a processor with fused multiply-add: they handle
 // eight elements at a time in one order of operations, and the last numel % 8 of a tensor in
-// another (`kLast`), which differs in the last bit.
+// another (`last`), which differs in the last bit.
 #pragma once
 
 #include <stdint.h>
@@ -96,14 +96,15 @@ LZ_MATH StepRow<T> step_row(const double* row, T factor) {
 // k: 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, -lr / correction1, sqrt(correction2), eps,
 // 1 / sqrt(correction2). With states in fewer bits, which have no torch to agree with (`kSmall`),
 // that factor takes the place of a division: dividers are what one core waits for.
-template <class T, bool kAmsgrad, bool kLast, bool kSmall>
-LZ_MATH void adamw_element(const StepRow<T>& row, T gradient, T& p, T& m, T& v, T& most) {
+template <class T, bool kAmsgrad, bool kSmall>
+LZ_MATH void adamw_element(const StepRow<T>& row, T gradient, T& p, T& m, T& v, T& most,
+                           bool last) {
   const T g = mul(gradient, row.sign);
   const T weight = row.k[1];
   const bool small = (weight < 0 ? -weight : weight) < T(0.5);
   m = fused(small ? weight : add(weight, T(-1)), add(g, -m), small ? m : g);
   const T part = mul(row.k[3], g);
-  v = kLast ? fused(v, row.k[2], mul(part, g)) : fused(part, g, mul(v, row.k[2]));
+  v = last ? fused(v, row.k[2], mul(part, g)) : fused(part, g, mul(v, row.k[2]));
   T largest = v;
   if (kAmsgrad) {
     // As torch's maximum: a NaN on either side stays.
@@ -116,13 +117,13 @@ LZ_MATH void adamw_element(const StepRow<T>& row, T gradient, T& p, T& m, T& v, 
 }
 
 // k: weight_decay, momentum, 1 - dampening, -lr, nesterov, whether this is the first step.
-template <class T, bool kLast>
-LZ_MATH void sgd_element(const StepRow<T>& row, T gradient, T& p, T& b) {
+template <class T>
+LZ_MATH void sgd_element(const StepRow<T>& row, T gradient, T& p, T& b, bool last) {
   T g = mul(gradient, row.sign);
   g = row.k[0] != 0 ? fused(p, row.k[0], g) : g;
   if (row.k[1] != 0) {
     const T next =
-        kLast ? fused(b, row.k[1], mul(g, row.k[2])) : fused(row.k[2], g, mul(b, row.k[1]));
+        last ? fused(b, row.k[1], mul(g, row.k[2])) : fused(row.k[2], g, mul(b, row.k[1]));
     b = row.k[5] != 0 ? g : next;
     g = row.k[4] != 0 ? fused(b, row.k[1], g) : b;
   }

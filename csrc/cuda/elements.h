@@ -187,8 +187,9 @@ LZ_BODY const char* in_global_memory(const char* pointer) {
 // constant once loops are unrolled: the arrays are registers, which a build test proves (no stack).
 template <class Bits>
 LZ_BODY Bits get_element(const uint32_t* words, int i) {
-  if constexpr (sizeof(Bits) == 2) {
-    return static_cast<Bits>(words[i / 2] >> (16 * (i % 2)));
+  if constexpr (sizeof(Bits) < 4) {
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(Bits));
+    return static_cast<Bits>(words[i / kPerWord] >> (32 / kPerWord * (i % kPerWord)));
   } else if constexpr (sizeof(Bits) == 4) {
     return words[i];
   } else {
@@ -198,9 +199,12 @@ LZ_BODY Bits get_element(const uint32_t* words, int i) {
 
 template <class Bits>
 LZ_BODY void set_element(uint32_t* words, int i, Bits bits) {
-  if constexpr (sizeof(Bits) == 2) {
-    const int shift = 16 * (i % 2);
-    words[i / 2] = (words[i / 2] & ~(0xFFFFu << shift)) | (static_cast<uint32_t>(bits) << shift);
+  if constexpr (sizeof(Bits) < 4) {
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(Bits));
+    constexpr uint32_t kOnes = static_cast<Bits>(~0u);
+    const int shift = 32 / kPerWord * (i % kPerWord);
+    uint32_t& word = words[i / kPerWord];
+    word = (word & ~(kOnes << shift)) | (static_cast<uint32_t>(bits) << shift);
   } else if constexpr (sizeof(Bits) == 4) {
     words[i] = bits;
   } else {
@@ -235,16 +239,25 @@ LZ_BODY void load_words(uint32_t* words, const char* from) {
   }
 }
 
+// Writes kBytes to an address aligned to kWidth.
+template <int kBytes, int kWidth>
+LZ_BODY void store_words(char* to, const uint32_t* words) {
+  LZ_UNROLL
+  for (int i = 0; i < kBytes / kWidth; ++i) {
+    Packet<kWidth> packet;
+    LZ_UNROLL
+    for (int j = 0; j < kWidth / 4; ++j) packet.words[j] = words[i * (kWidth / 4) + j];
+    reinterpret_cast<Packet<kWidth>*>(to)[i] = packet;
+  }
+}
+
 // Writes a group of kNumel elements; `whole` where all of it exists and `to` is aligned for it,
 // otherwise the elements whose bit in `mask` is set, one by one.
 template <class Bits, int kNumel>
 LZ_BODY void store_elements(char* to, const uint32_t* words, bool whole, uint32_t mask) {
   constexpr int kBytes = kNumel * static_cast<int>(sizeof(Bits));
   if (whole) {
-    Packet<kBytes> packet;
-    LZ_UNROLL
-    for (int i = 0; i < kBytes / 4; ++i) packet.words[i] = words[i];
-    *reinterpret_cast<Packet<kBytes>*>(to) = packet;
+    store_words<kBytes, kBytes>(to, words);
   } else {
     LZ_UNROLL
     for (int i = 0; i < kNumel; ++i) {

@@ -36,10 +36,12 @@ int layerzero_cuda_pack(void* out, int out_dtype, int64_t out_numel, const void*
 int layerzero_cuda_ordered_sum(void* out, int out_dtype, int64_t numel, const void* const* parts,
                                int64_t num_parts, int part_dtype, double scale, void* stream);
 
-// One optimizer step; `step_call` is a layerzero::StepCall (step_body.h) of device pointers, `rows`
-// [num_rows, kRowColumns] a host array that may be freed once the call returns. One launch for
-// every 32 rows. The table lies on the device, and nobody checks it here.
-int layerzero_cuda_step(const void* step_call, const double* rows, int64_t num_rows, void* stream);
+// One optimizer step; `step_call` is a layerzero::StepCall, `step_inputs` are `count` of
+// layerzero::StepInput (step_body.h) whose rows lie on the host and may be freed once the call
+// returns. One launch for 32 flat parameters with 32 different rows in all. Tables lie on the
+// device, and nobody checks them here.
+int layerzero_cuda_step(const void* step_call, const void* step_inputs, int64_t count,
+                        void* stream);
 
 // Name and description of a code that a launcher returned; static memory.
 const char* layerzero_cuda_error(int code);

@@ -167,6 +167,7 @@ LZ_BODY void pack_thread(const PackJob& job, const void* const* srcs, const int6
 
   uint32_t words[kGroups][kFromBytes / 4] = {};
   uint32_t mask = 0;  // the elements to write, kNumel bits a group
+  uint32_t read = 0;  // those that come from a source; the others are 0, whatever the scale
 
   for (int row = find_row(job.segs, job.num_segs, begin); row < job.num_segs; ++row) {
     const int64_t* segs = job.segs + 3 * int64_t{row};
@@ -174,7 +175,7 @@ LZ_BODY void pack_thread(const PackJob& job, const void* const* srcs, const int6
     const Span span = clip_row<kFrom>(job, srcs, numels, segs, begin, end);
     if (span.begin == 0 && span.readable == kChunk) {
       load_chunk<kFrom, kTo, kFromBytes>(words, span.from + lane_begin * sizeof(From));
-      mask = ~0u;
+      read = mask = ~0u;
       break;
     }
     // Groups start at multiples of their size in `out`, so one answer holds for all of them.
@@ -187,17 +188,17 @@ LZ_BODY void pack_thread(const PackJob& job, const void* const* srcs, const int6
       if (aligned && at >= span.begin && at + kNumel <= span.readable) {
         load_words<kFromBytes, kFromBytes>(words[g], span.from + (at - span.begin) * sizeof(From));
         mask |= kWholeGroup << (g * kNumel);
+        read |= kWholeGroup << (g * kNumel);
         continue;
       }
       LZ_UNROLL
       for (int i = 0; i < kNumel; ++i) {
         if (at + i < span.begin || at + i >= span.end) continue;
-        From element = 0;
-        if (at + i < span.readable) {
-          element = load_element<From>(span.from, at + i - span.begin);
-        }
-        set_element<From>(words[g], i, element);
-        mask |= 1u << (g * kNumel + i);
+        const uint32_t bit = 1u << (g * kNumel + i);
+        mask |= bit;
+        if (at + i >= span.readable) continue;
+        set_element<From>(words[g], i, load_element<From>(span.from, at + i - span.begin));
+        read |= bit;
       }
     }
   }
@@ -212,6 +213,7 @@ LZ_BODY void pack_thread(const PackJob& job, const void* const* srcs, const int6
     uint32_t result[kToBytes / 4] = {};
     LZ_UNROLL
     for (int i = 0; i < kNumel; ++i) {
+      if (!(read >> (g * kNumel + i) & 1u)) continue;
       const Compute value = Format<kFrom>::decode(get_element<From>(words[g], i)) * scale;
       set_element<To>(result, i, Format<kTo>::encode(value));
     }

@@ -42,7 +42,6 @@ cache, and an ordinary store reads each cache line first. Smaller outputs stay i
 such stores are slower (benchmarks/bench_pad_copy.py)."""
 
 assert schema.LIBRARY is not None, "schemas must be defined before kernels are loaded"
-_vector_norm = torch.linalg.vector_norm  # Before a check of users' norms is put there.
 _status = load(Path(__file__).parents[1])
 
 
@@ -224,12 +223,13 @@ def checked_sum_(
 
 def flat_step_(
     kind: int,
-    tensors: step_reference.StepTensors,
+    steps: Sequence[step_reference.StepTensors],
     grad_scale: float = 1.0,
     seed: int = 0,
     phase: int = 0,
 ) -> None:
-    """One optimizer step of ranges of a flat parameter, in one pass over its memory.
+    """One optimizer step of ranges of flat parameters, in one pass over their memory; on a GPU, in
+    one launch for up to 32 of them whose dtypes are the same.
 
     Each gradient is divided by `grad_scale`, multiplied by `factor`, and updates the states and
     the parameter; the parameter's new value is cast into `copy`. Step_reference.py defines the
@@ -237,13 +237,17 @@ def flat_step_(
 
     Args:
         kind: `ADAMW`, `SGD` or `LION` of step_reference.py, as the names of columns and phases.
+        steps: tensors of each flat parameter, all on one device, with one `factor`.
         seed: of the random bits that round smaller states.
 
     Raises:
         ValueError: the arguments do not fit together; nothing was written.
     """
-    torch.ops.layerzero.flat_step_.default(kind, *tensors, grad_scale, seed, phase)
-    if phase != step_reference.MEASURE:
+    joined = step_reference.join_steps(steps)
+    torch.ops.layerzero.flat_step_.default(kind, *joined, grad_scale, seed, phase)
+    if phase == step_reference.MEASURE:
+        return
+    for tensors in steps:
         _note_written(tensors.main)
         if tensors.copy.numel():
             _note_written(tensors.copy)
@@ -256,7 +260,8 @@ def sum_squares(x: torch.Tensor) -> torch.Tensor:
         x: float32, float16, bfloat16 or float64.
     """
     if x.device.type != "cpu":
-        return _vector_norm(x.detach(), dtype=torch.float64).square()
+        # A norm by itself copies x to float64 first.
+        return torch._foreach_norm([x.detach()], 2.0, dtype=torch.float64)[0].square()
     out = torch.empty(1, dtype=torch.float64)
     torch.ops.layerzero.sum_squares_.default(out, x.detach().contiguous())
     return out[0]

@@ -26,9 +26,9 @@ LIBRARY.define(
 LIBRARY.define("crc32(Tensor data, int value=0) -> int")
 LIBRARY.define("copy_crc32_(Tensor(a!) out, Tensor data) -> int")
 LIBRARY.define(
-    "flat_step_(int kind, Tensor(a!) main, Tensor grad, Tensor(b!)[] states, Tensor(c!)[] scales, "
-    "Tensor(d!) copy, Tensor(e!) edges, Tensor table, Tensor rows, Tensor factor, "
-    "float grad_scale, int seed, int phase) -> ()"
+    "flat_step_(int kind, Tensor(a!)[] main, Tensor[] grad, Tensor(b!)[] states, "
+    "Tensor(c!)[] scales, Tensor(d!)[] copy, Tensor(e!)[] edges, Tensor[] table, Tensor[] rows, "
+    "Tensor factor, float grad_scale, int seed, int phase) -> ()"
 )
 LIBRARY.define(
     "checked_pack_(Tensor(a!) out, Tensor(b!) sums, Tensor[] srcs, Tensor segs, float scale, "
@@ -74,7 +74,8 @@ def _fake_ordered_sum_squares(
 
 
 def _fake_flat_step(kind: int, *given: Any) -> None:
-    step_reference.check_flat_step(kind, step_reference.StepTensors.split(given)[0])
+    for tensors in step_reference.split_steps(given)[0]:
+        step_reference.check_flat_step(kind, tensors)
 
 
 def _fake_word_sums(out: torch.Tensor, xs: Sequence[torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
 """`flat_step_` and `sum_squares_` in plain torch: their definition, to the bit.
 
-One call is one optimizer step of a flat parameter: unscale and clip the gradient, update the
+One call is one optimizer step of flat parameters: unscale and clip the gradient, update the
 states, the parameter and its copy in another dtype. `table` has a row for each range of elements
 that share a row of `rows` (a parameter group at a step number). For what the columns mean see
 csrc/step_math.h; the names here are the same.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ _Tensors = list[torch.Tensor]
 
 
 class StepTensors(NamedTuple):
-    """The tensors of `flat_step_`, in the order of its schema."""
+    """The tensors of `flat_step_` for one flat parameter, in the order of its schema."""
 
     main: torch.Tensor
     """Contiguous, float32, float16, bfloat16 or float64; written."""
@@ -59,17 +60,46 @@ class StepTensors(NamedTuple):
     factor: torch.Tensor
     """One float32 on main's device; or empty, for 1."""
 
-    @classmethod
-    def split(cls, given: Sequence[Any]) -> tuple[StepTensors, Sequence[Any]]:
-        """The tensors, and what follows them in the schema."""
-        count = len(cls._fields)
-        return cls(*given[:count]), given[count:]
+
+def join_steps(steps: Sequence[StepTensors]) -> tuple[Any, ...]:
+    """Tensors of steps with one factor, as the schema has them: a list of each, of all flat
+    parameters one after the other."""
+    main, grad, states, scales, *others, factors = map(list, zip(*steps, strict=True))
+    return main, grad, [*chain(*states)], [*chain(*scales)], *others, factors[0]
+
+
+def split_steps(given: Sequence[Any]) -> tuple[list[StepTensors], Sequence[Any]]:
+    """What `join_steps` joined, and what follows it in the schema.
+
+    Raises:
+        ValueError: the lists do not fit together.
+    """
+    main, grad, states, scales, copy, edges, table, rows, factor, *rest = given
+    count = len(main)
+    if any(len(each) != count for each in (grad, copy, edges, table, rows)) or (
+        count and (len(states) % count or len(scales) not in (0, len(states)))
+    ):
+        raise ValueError(
+            f"flat_step_: expected lists for {count} flat parameters, got {len(states)} states, "
+            f"{len(scales)} scales, and {[*map(len, (grad, copy, edges, table, rows))]} others"
+        )
+    size = len(states) // count if count else 0
+    parts = [slice(i * size, (i + 1) * size) for i in range(count)]
+    of_each = map(states.__getitem__, parts), map(scales.__getitem__, parts)
+    own = zip(main, grad, *of_each, copy, edges, table, rows, repeat(factor, count), strict=True)
+    return [StepTensors(*each) for each in own], rest
 
 
 def flat_step_(kind: int, *arguments: Any) -> None:
     """See `layerzero.ops.flat_step_`; arguments as the schema has them."""
-    tensors, (grad_scale, seed, phase) = StepTensors.split(arguments)
-    check_flat_step(kind, tensors)
+    steps, (grad_scale, seed, phase) = split_steps(arguments)
+    for tensors in steps:
+        check_flat_step(kind, tensors)
+    for tensors in steps:
+        _step(kind, tensors, grad_scale, seed, phase)
+
+
+def _step(kind: int, tensors: StepTensors, grad_scale: float, seed: int, phase: int) -> None:
     main, grad, factor = tensors.main, tensors.grad, tensors.factor
     states, scales, edges = tensors.states, tensors.scales, tensors.edges
     dtype = compute_dtype(main.dtype)

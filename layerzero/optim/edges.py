@@ -109,26 +109,33 @@ class EdgeExchange:
         Returns:
             Whether any rank does not.
         """
+        members = [(p, e) for h, e in edges if (p := self._places.get(id(h))) is not None]
         own = torch.zeros(self._size + 1, _STATES, device=root.device)
-        for handle, values in edges:
-            place = self._places.get(id(handle))
-            if place is not None:
-                own[2 * place : 2 * place + 2, : values.shape[1]] = values.to(own.device)
+        # A few calls for all: the host's time should not grow with the number of flat parameters.
+        if members:
+            count = members[0][1].shape[1]
+            of_place = dict(members)
+            none = torch.zeros_like(members[0][1])
+            given = torch.stack([of_place.get(place, none) for place in range(len(self._places))])
+            own[:-1, :count] = given.view(-1, count)
         own = own.view(-1)[: self._numel]
-        own[-1] = float(stops or False)
+        if stops:
+            own[-1] = 1.0
         table = self._gather(root, own)
         anyone = stops is not None and bool(table[:, -1].any())
         # As integers: the order is that of the magnitudes, with NaN above all.
         bits = table[:, :-1].reshape(-1, _STATES).contiguous().view(torch.int32)
-        device = bits.device
-        largest = torch.zeros(self._size, _STATES, dtype=torch.int32, device=device)
-        index = self._targets.to(device).unsqueeze(1).expand(-1, _STATES)
-        largest.scatter_reduce_(0, index, bits[self._sources.to(device)], "amax")
-        agreed = largest.view(torch.float32)
-        for handle, values in edges:
-            place = self._places.get(id(handle))
-            if place is not None:
-                values.copy_(agreed[2 * place : 2 * place + 2, : values.shape[1]])
+        if self._targets.device != bits.device:
+            self._targets, self._sources = (
+                each.to(bits.device) for each in (self._targets, self._sources)
+            )
+        largest = torch.zeros(self._size, _STATES, dtype=torch.int32, device=bits.device)
+        index = self._targets.unsqueeze(1).expand(-1, _STATES)
+        largest.scatter_reduce_(0, index, bits[self._sources], "amax")
+        if members:
+            agreed = largest.view(torch.float32)[:, :count].reshape(-1, 2, count).unbind()
+            values = [values for _, values in members]
+            torch._foreach_copy_(values, [agreed[place] for place, _ in members])
         return anyone
 
 

@@ -12,7 +12,7 @@ import torch
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
 from layerzero.optim.clip import Clipped, clipped, grad_norm
-from layerzero.optim.flat_state import FlatState
+from layerzero.optim.flat_state import FlatState, squares_of
 from layerzero.optim.norm import Part, global_power
 from layerzero.step.chunk_squares import ChunkSquares
 from layerzero.step.root import RootState
@@ -58,11 +58,11 @@ class FlatNorm:
     def overflow(self, root: RootState | None, flats: list[FlatState]) -> torch.Tensor:
         """Whether a gradient on this rank is infinite or NaN: a float32 scalar, 1 or 0."""
         found: list[torch.Tensor] = []
-        for flat in flats:
-            squares = flat.squares()
-            if flat.home.main.dtype == torch.float64 and not squares.isfinite():
-                squares = flat.largest()  # The square of a finite number may be infinite.
-            found.append(squares)
+        for flat, squares in zip(flats, squares_of(flats), strict=True):
+            is_wide = flat.home.main.dtype == torch.float64
+            # The square of a finite number may be infinite.
+            use_largest = is_wide and not squares.isfinite()
+            found.append(flat.largest() if use_largest else squares)
         device = torch.device("cpu") if root is None else root.device
         self.watch(root, sums=True)
         if not found:
@@ -134,5 +134,5 @@ def _parts(flats: Sequence[FlatState]) -> list[Part]:
     """One tensor whose norm is that of all their gradients."""
     if not flats:
         return []
-    squares = [flat.squares().to(flats[0].home.main.device) for flat in flats]
+    squares = [each.to(flats[0].home.main.device) for each in squares_of(flats)]
     return [Part(flats[0].home.held[0].parameter, torch.stack(squares).sqrt())]

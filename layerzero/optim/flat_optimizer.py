@@ -18,9 +18,9 @@ from layerzero.optim.edges import EdgeExchange, make_exchanges
 from layerzero.optim.flat_checks import check_loaded, check_options, check_parameters
 from layerzero.optim.flat_homes import homes_of
 from layerzero.optim.flat_norm import FlatNorm
-from layerzero.optim.flat_state import FlatState, Pairs, Step
+from layerzero.optim.flat_state import FlatState, Pairs, Step, call_step
 from layerzero.optim.in_backward import wanted_of, whole_groups
-from layerzero.optim.quant_state import QuantState
+from layerzero.optim.quant_state import QuantState, measure
 from layerzero.optim.scale import scale_of_gradients
 from layerzero.step.root import RootState
 from layerzero.step.sharded_params import Owner, owner_of_each
@@ -199,21 +199,26 @@ class FlatOptimizer(torch.optim.Optimizer):
         taken: list[tuple[FlatState, Step]] = []
         for flat in () if stops else flats:
             step = flat.begin(rows, factor, scale, self._seed, wanted)
-            if step is not None and step.gradient.is_copy and not self.needs_all_ranks:
-                flat.launch(step)  # Not later: the copies of all would take memory.
-                flat.note_taken(step)
-            elif step is not None:
-                taken.append((flat, step))
-        if self.needs_all_ranks and self._agree(flats, wanted, stops):
-            taken = []
-        # Nothing between them: the passes empty the caches, and the host's code is slow after each.
-        for flat, step in taken:
-            flat.launch(step)
-        for flat, step in taken:
-            flat.note_taken(step)
+            if step is None:
+                continue
+            taken.append((flat, step))
+            if step.gradient.is_copy and not self.needs_all_ranks:
+                self._take(taken)  # Not later: the copies of all would take memory.
+        if self.needs_all_ranks:
+            measure(taken)
+            if self._agree(flats, wanted, stops):
+                taken = []
+        self._take(taken)
         self._show()
         self._norm.watch(root, sums=False)
         return loss
+
+    def _take(self, steps: list[tuple[FlatState, Step]]) -> None:
+        """Take these steps, and empty the list."""
+        call_step(steps)
+        for flat, step in steps:
+            flat.note_taken(step)
+        steps.clear()
 
     def _agree(
         self,
@@ -396,7 +401,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Have the next `step` use gradients scaled down to a global norm of at most `max_norm`.
 
         `.grad` is not changed. The norm is that of this optimizer's parameters; from the second
-        call on, it is summed while gradients are delivered (norms of 2). Collective over the
+        call on, the CPU sums it while gradients are delivered (norms of 2). Collective over the
         model's process group, as `model.clip_grad_norm_`.
 
         Args:

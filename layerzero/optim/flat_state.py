@@ -1,8 +1,9 @@
 """FlatState: what a flat optimizer keeps for the parameters of one flat parameter, and its step.
 
-    main shard    | a     | b            | c   |      one step is one call of `flat_step_` with a
-    gradient      | a     | b            | c   |      range for each parameter that has a gradient;
-    states        | a     |    | c   |                parameters of other optimizers have no state
+    main shard    | a     | b            | c   |    a step is one call of `flat_step_` for all flat
+    gradient      | a     | b            | c   |    parameters, with a range for each parameter that
+    states        | a     |    | c   |              has a gradient; parameters of other optimizers
+                                                    have no state
 
 Where gradients lie is noted when they are delivered, and stays known until somebody touches a
 `.grad` (optim/data_watch.py). Where parameters lie each step looks at, by passes in C over lists
@@ -37,8 +38,15 @@ _NONE = torch.empty(0)
 Pairs = tuple[tuple[int, int], ...]
 Rows = Callable[[Pairs], torch.Tensor]
 """Returns `rows` of `flat_step_` for these (group, step number)."""
-_Ranges = tuple[torch.Tensor, Pairs]
-"""`table` of `flat_step_`, and the (group, steps more than the least) of each row that it uses."""
+
+
+class _Ranges(NamedTuple):
+    table: torch.Tensor
+    """`table` of `flat_step_`."""
+    cut: torch.Tensor
+    """Its rows that have an edge."""
+    pairs: Pairs
+    """The (group, steps more than the least) of each row that it uses."""
 
 
 class Step(NamedTuple):
@@ -46,6 +54,8 @@ class Step(NamedTuple):
 
     gradient: Gradient
     tensors: StepTensors
+    cut: torch.Tensor
+    """The rows of its `table` for blocks of which other ranks have a part."""
     grad_scale: float
     seed: int
 
@@ -58,6 +68,45 @@ class _Known(NamedTuple):
     """Of their buffer when `squares` was summed."""
     squares: torch.Tensor | None
     """The sum of their squares, a float64 scalar; None: not summed yet."""
+
+
+def squares_of(flats: Sequence[FlatState]) -> list[torch.Tensor]:
+    """The sums of squares of the gradients of each, float64 scalars.
+
+    Those on a device are summed in one call, which reads each gradient once; `vector_norm` would
+    copy it to float64 first.
+    """
+    by_device: dict[torch.device, list[tuple[FlatState, list[torch.Tensor]]]] = {}
+    for flat in flats:
+        if tensors := flat.unsummed():
+            by_device.setdefault(tensors[0].device, []).append((flat, tensors))
+    found: dict[int, torch.Tensor] = {}
+    for members in by_device.values():
+        tensors = [each.detach() for _, own in members for each in own]
+        norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
+        squares, at = torch.stack(norms).square(), 0
+        for flat, own in members:
+            part = squares[at] if len(own) == 1 else squares[at : at + len(own)].sum()
+            found[id(flat)] = part
+            flat.note_squares(part)
+            at += len(own)
+    return [found[id(flat)] if id(flat) in found else flat.squares() for flat in flats]
+
+
+def call_step(taken: Sequence[tuple[FlatState, Step]], phase: int | None = None) -> None:
+    """Take steps, those on one device in one call. Not collective; `edges` have what is the largest
+    on all ranks.
+
+    Args:
+        phase: that of `flat_step_`; None: of each flat state its own.
+    """
+    calls: dict[tuple[torch.device, int], list[Step]] = {}
+    for flat, step in taken:
+        key = step.tensors.main.device, flat.phase if phase is None else phase
+        calls.setdefault(key, []).append(step)
+    for (_, own), steps in calls.items():
+        tensors = [step.tensors for step in steps]
+        flat_step_(taken[0][0].kind, tensors, steps[0].grad_scale, steps[0].seed, own)
 
 
 class FlatState:
@@ -77,7 +126,7 @@ class FlatState:
         """
         self.home = home
         self.shown = {}
-        self._kind = kind
+        self.kind = kind
         self._keys = tuple(keys)
         self._dtype = torch.float64 if home.main.dtype == torch.float64 else dtype
         self._shows_step = shows_step
@@ -227,7 +276,8 @@ class FlatState:
 
         Args:
             reduced: also remember the sum of their squares: the reduction's if the gradients are
-                what it left; None: nobody is going to ask for it.
+                what it left; None: nobody is going to ask for it. On a device `squares_of` sums
+                later, all in one call.
         """
         self._known = None
         self.watch_gradients()
@@ -238,7 +288,7 @@ class FlatState:
         squares = None
         if reduced is not None:
             squares = reduced.of(gradient.base) if self._fills(gradient) else None
-            if squares is None:
+            if squares is None and not self._is_on_device:
                 squares = self._squares(parts, gradient)
         if self._usual is not None and self._usual[0] == gradient.offsets:
             # The same object: the step then finds it so without a look at each number.
@@ -258,6 +308,27 @@ class FlatState:
         self._taken = {key: each for key, each in self._taken.items() if not each.expired()}
         return gradient.flat.untyped_storage()._cdata in self._taken
 
+    @property
+    def _is_on_device(self) -> bool:
+        return self.home.main.device.type != "cpu"
+
+    def unsummed(self) -> list[torch.Tensor]:
+        """Its gradients on a device, in as few tensors as hold them; without elements, or where the
+        sum of their squares is known: none."""
+        if not self._is_on_device:
+            return []
+        known = self._known
+        if (
+            known is not None
+            and known.version == known.gradient.flat._version
+            and known.squares is not None
+        ):
+            return []
+        if known is not None:
+            return self._to_sum(known.gradient.parts, known.gradient)
+        numbers, parts = self._collect()
+        return self._to_sum(parts, find_buffer(numbers, parts, self.home.main.dtype))
+
     def squares(self) -> torch.Tensor:
         """The sum of squares of the gradients, a float64 scalar."""
         known = self._known
@@ -268,15 +339,26 @@ class FlatState:
         if known.squares is not None and known.version == version:
             return known.squares
         squares = self._squares(known.gradient.parts, known.gradient)
-        self._known = _Known(known.gradient, version, squares)
+        self.note_squares(squares)
         return squares
 
+    def note_squares(self, squares: torch.Tensor) -> None:
+        """Remember what `squares` is to return, while gradients are what they are."""
+        if self._known is not None:
+            gradient = self._known.gradient
+            self._known = _Known(gradient, gradient.flat._version, squares)
+
     def _squares(self, parts: list[torch.Tensor], gradient: Gradient | None) -> torch.Tensor:
-        if gradient is not None and self._fills(gradient):
-            return sum_squares(gradient.flat)
-        sums = [sum_squares(each) for each in parts if each.numel()]
+        sums = [sum_squares(each) for each in self._to_sum(parts, gradient)]
+        if len(sums) == 1:
+            return sums[0]
         zero = torch.zeros((), dtype=torch.float64, device=self.home.main.device)
         return torch.stack(sums).sum() if sums else zero
+
+    def _to_sum(self, parts: list[torch.Tensor], gradient: Gradient | None) -> list[torch.Tensor]:
+        if gradient is not None and self._fills(gradient):
+            return [gradient.flat]
+        return [each for each in parts if each.numel()]
 
     def _fills(self, gradient: Gradient) -> bool:
         """Whether its buffer has the layout of the main shard: all that is in it are the gradients,
@@ -328,15 +410,15 @@ class FlatState:
             return None
         if self.steps._version != self._steps_version:
             self._read_steps()
-        table, keys = self._table_for(gradient)
-        pairs = tuple((group, self._first + lag + 1) for group, lag in keys)
+        ranges = self._table_for(gradient)
+        pairs = tuple((group, self._first + lag + 1) for group, lag in ranges.pairs)
         factors = _NONE if factor is None else factor.to(self.home.main.device)
         states, scales = self._states()
         tensors = StepTensors(
             *(self.home.main.detach(), gradient.flat, states, scales, _NONE, self.edges),
-            *(table, rows_of(pairs), factors),
+            *(ranges.table, rows_of(pairs), factors),
         )
-        return Step(gradient, tensors, grad_scale, seed)
+        return Step(gradient, tensors, ranges.cut, grad_scale, seed)
 
     def _gradient(self, wanted: Container[nn.Parameter] | None) -> Gradient | None:
         """The gradients of its parameters, of those only if they are given, in one buffer; None:
@@ -359,15 +441,13 @@ class FlatState:
         the rank after has."""
         return _NONE
 
-    def launch(self, step: Step) -> None:
-        """Take the step. Not collective; `edges` has what is the largest on all ranks."""
-        self._call(step, step_reference.WITH_ENDS)
-
-    def _call(self, step: Step, phase: int) -> None:
-        flat_step_(self._kind, step.tensors, step.grad_scale, step.seed, phase)
+    @property
+    def phase(self) -> int:
+        """That of `flat_step_` in which a step is taken."""
+        return step_reference.WITH_ENDS
 
     def note_taken(self, step: Step) -> None:
-        """To be called after `launch`."""
+        """To be called after `call_step`."""
         self._count(step.gradient.numbers)
 
     def _count(self, numbers: list[int] | None) -> None:
@@ -394,7 +474,9 @@ class FlatState:
             if held.parameter.numel():
                 table += self._ranges(held, number, offset, row)
         ranges = torch.tensor(table, dtype=torch.int64).view(-1, step_reference.COLUMNS)
-        made = ranges.to(self.home.main.device), tuple(row_of)
+        cut = ranges[ranges[:, step_reference.EDGE] >= 0]
+        device = self.home.main.device
+        made = _Ranges(ranges.to(device), cut.to(device), tuple(row_of))
         if numbers is None:
             self._usual = offsets, made
         return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,13 +12,27 @@ from torch import nn
 from layerzero.ops import step_reference
 from layerzero.optim.edges import cuts_of
 from layerzero.optim.flat_homes import Held, Home
-from layerzero.optim.flat_state import FlatState, Rows, Step
+from layerzero.optim.flat_state import FlatState, Step, call_step
 
 _BLOCK = step_reference.QUANT_NUMEL
 
 
+def measure(taken: Sequence[tuple[FlatState, Step]]) -> None:
+    """Write, before steps are taken, the largest magnitudes in this rank's parts of blocks of which
+    other ranks have a part, into the `edges` of 8-bit states. Not collective."""
+    cuts = []
+    for flat, step in taken:
+        if len(step.cut):
+            tensors = step.tensors._replace(table=step.cut, copy=torch.empty(0))
+            cuts.append((flat, step._replace(tensors=tensors)))
+    call_step(cuts, step_reference.MEASURE)
+    for flat, step in cuts:
+        if isinstance(flat, QuantState):
+            flat.measure_unused(step.tensors)
+
+
 class QuantState(FlatState):
-    """A step has two halves: `begin` measures blocks of which other ranks have a part, `finish`
+    """A step has two halves: `measure` those blocks of which other ranks have a part, `call_step`
     uses the scales that ranks have agreed on."""
 
     def __init__(self, kind: int, home: Home, keys: Sequence[str], shows_step: bool) -> None:
@@ -61,39 +75,19 @@ class QuantState(FlatState):
                 part = slice(place, place + each.parameter.numel())
                 index = torch.arange(each.start, each.start + each.parameter.numel())
                 own = scales[(block + index // _BLOCK - each.start // _BLOCK).to(scales.device)]
-                is_signed = step_reference.is_signed(self._kind, i)
+                is_signed = step_reference.is_signed(self.kind, i)
                 wide[part] = step_reference.dequantize(codes[part], own, is_signed)
         self._show(self._wide, {})
 
-    def begin(
-        self,
-        rows_of: Rows,
-        factor: torch.Tensor | None,
-        grad_scale: float,
-        seed: int,
-        wanted: Container[nn.Parameter] | None,
-    ) -> Step | None:
-        """As that of `FlatState`; `edges` then has the largest magnitudes in this rank's parts of
-        blocks of which other ranks have a part."""
-        step = super().begin(rows_of, factor, grad_scale, seed, wanted)
-        if step is not None:
-            table = step.tensors.table
-            cut = table[table[:, step_reference.EDGE] >= 0]
-            if len(cut):
-                tensors = step.tensors._replace(table=cut, copy=torch.empty(0))
-                self._call(step._replace(tensors=tensors), step_reference.MEASURE)
-                if self._wide is not None:
-                    self._measure_unused(tensors, self._wide)
-        return step
-
-    def _measure_unused(self, cut: step_reference.StepTensors, wide: list[torch.Tensor]) -> None:
-        """Write the magnitudes of states that the step of these ranges leaves alone."""
+    def measure_unused(self, cut: step_reference.StepTensors) -> None:
+        """Write the magnitudes of float32 states that the step of these ranges leaves alone."""
+        wide = self._wide
+        if wide is None:
+            return
         options = cut.rows.tolist()
         for row in cut.table.tolist():
             place = row[step_reference.STATE]
-            used = step_reference.num_states(
-                self._kind, options[row[step_reference.ROW]], len(wide)
-            )
+            used = step_reference.num_states(self.kind, options[row[step_reference.ROW]], len(wide))
             for i in range(used, len(wide)):
                 part = wide[i][place : place + row[step_reference.NUMEL]]
                 self._edges[row[step_reference.EDGE], i] = step_reference.largest(part)
@@ -101,12 +95,14 @@ class QuantState(FlatState):
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return (self.tensors, self._scales) if self._wide is None else (self._wide, [])
 
-    def launch(self, step: Step) -> None:
-        if self._wide is None:
-            self._call(step, step_reference.WITH_ENDS)
-        else:
-            self._call(step, step_reference.WITHOUT_ENDS)
+    @property
+    def phase(self) -> int:
+        return step_reference.WITH_ENDS if self._wide is None else step_reference.WITHOUT_ENDS
+
+    def note_taken(self, step: Step) -> None:
+        if self._wide is not None:
             self._narrow(step, self._wide)
+        super().note_taken(step)
 
     def _narrow(self, step: Step, wide: list[torch.Tensor]) -> None:
         """Round float32 states to 8 bits after a step, as a step from 8 bits does."""
@@ -117,7 +113,7 @@ class QuantState(FlatState):
             own = options[row[step_reference.ROW]]
             # Also of states that the step does not use (momentum is 0), which stay what they are.
             values = [each[part] for each in wide]
-            given = self._kind, values, self.tensors, self._scales, self._edges, row
+            given = self.kind, values, self.tensors, self._scales, self._edges, row
             step_reference.store_states(*given, int(own[step_reference.STEP]), step.seed)
         self._wide = None
         stepped = step.gradient.numbers

@@ -15,6 +15,7 @@ import layerzero
 import layerzero.optim.flat_state as flat_state
 from layerzero import MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
 from layerzero.optim import SGD, AdamW
+from layerzero.step.chunk_squares import ChunkSquares
 from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_within
 from tests.harness.compare import assert_norm_of_gradients, zero3
 from tests.harness.models import Block, Mlp
@@ -239,3 +240,35 @@ def test_gradients_written_through_data_have_their_own_norm() -> None:
     for steps in run_ranks(2, _written_through_data):
         for norm, expected in steps:
             assert norm == pytest.approx(expected, rel=torch.finfo(torch.float32).eps)
+
+
+def _summed_at_once(patch: pytest.MonkeyPatch) -> None:
+    calls = [0]
+
+    def counted(*args: Any, real: Any = torch._foreach_norm, **options: Any) -> Any:
+        calls[0] += 1
+        return real(*args, **options)
+
+    patch.setattr(torch, "_foreach_norm", counted)
+    patch.setattr(flat_state.FlatState, "_is_on_device", True)
+    patch.setattr(ChunkSquares, "of", lambda *_: None)  # A device takes no sum on the way.
+    model, optimizer = _watched()
+    calls[0] = 0
+    with _passes() as passes:
+        forward_backward(model, _batch(0))
+        optimizer.clip_grad_norm_(1.0)
+    # Of all gradients, and of what this rank's come to.
+    assert not passes and calls == [2]
+    optimizer.clip_grad_norm_(1.0)
+    assert calls == [3], "the squares are known"
+    _edits()
+    _hooks_and_halves()
+
+
+def _as_on_a_device() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        _summed_at_once(patch)
+
+
+def test_a_device_sums_the_squares_of_all_flat_parameters_in_one_call() -> None:
+    run_ranks(2, _as_on_a_device)

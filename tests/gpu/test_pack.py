@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from layerzero.ops import Segments, ordered_sum_, pack_, reference
+from layerzero.ops import Segments, flat_step_, ordered_sum_, pack_, reference, step_reference
+from layerzero.ops.step_reference import StepTensors
 from tests.ops.truth import DTYPES, assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -340,3 +341,72 @@ def test_a_large_layer_packs_at_the_bandwidth_of_a_copy(
     copy_ms = median_ms(lambda: to_bytes.copy_(from_bytes))
     pack_ms = median_ms(lambda: raw_pack(out, srcs, table))
     assert copy_ms >= 0.9 * pack_ms, f"copy {copy_ms:.3f} ms, pack {pack_ms:.3f} ms"
+
+
+STATES = {step_reference.ADAMW: 3, step_reference.SGD: 1, step_reference.LION: 1}
+
+
+def random_step(kind: int, dtype: torch.dtype, state: torch.dtype, aligned: bool) -> StepTensors:
+    """A flat parameter of a few ranges, on the CPU; aligned: as layouts make them."""
+    table: list[list[int]] = []
+    main = grad = place = blocks = 0
+    for numel in (1, 255, 20_000, 31, 4096, 70_003):
+        index = random.randrange(2000)
+        if aligned:
+            main, grad, place, index = (-(-x // 64) * 64 for x in (main, grad, place, index))
+        table.append([main, grad, place, numel, len(table) % 2, index, numel, blocks, -1])
+        blocks += (index + numel - 1) // 256 - index // 256 + 1
+        main, grad, place = main + numel, grad + numel, place + numel
+    # Two states in odd cases: such a step of AdamW has kernels of its own.
+    count = STATES[kind] - (aligned and kind == step_reference.ADAMW)
+    full = torch.float64 if dtype == torch.float64 else torch.float32
+    states = [torch.zeros(place, dtype=state if full != torch.float64 else full)] * count
+    scales = [torch.zeros(blocks)] * count if states[0].dtype == torch.uint8 else []
+    row = [0.999, 0.1, 0.9, 0.1, -1e-2, 0.7, 1e-8, 1 / 0.7, 1.0, 0.0, 1.0]
+    amsgrad = [*row[:8], -1.0, float(count == 3), 5.0]
+    return StepTensors(
+        *(torch.randn(main).to(dtype), torch.randn(grad).to(dtype)),
+        *([each.clone() for each in states], [each.clone() for each in scales]),
+        *(torch.zeros(main, dtype=torch.bfloat16), torch.empty(0)),
+        *(torch.tensor(table), torch.tensor([row, amsgrad], dtype=torch.float64)),
+        torch.tensor([0.5]),
+    )
+
+
+def on_device(step: StepTensors, device: torch.device) -> StepTensors:
+    states, scales = ([x.to(device) for x in each] for each in (step.states, step.scales))
+    moved = StepTensors(*(x.to(device) for x in step[:2]), states, scales, *step[4:])
+    others = {name: getattr(step, name).to(device) for name in ("copy", "edges", "table", "factor")}
+    return moved._replace(**others)
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps_have_the_bits_of_the_reference(
+    cuda: torch.device, dtype: torch.dtype, state: torch.dtype
+) -> None:
+    for kind in STATES:
+        for aligned in (True, False):
+            wanted = [random_step(kind, dtype, state, aligned) for _ in range(3)]
+            ours = [on_device(step, cuda) for step in wanted]
+            for _ in range(3):
+                flat_step_(kind, ours, 2.0, 7)
+                step_reference.flat_step_(
+                    kind, *step_reference.join_steps(wanted), 2.0, 7, step_reference.WITH_ENDS
+                )
+            for step, other in zip(ours, wanted, strict=True):
+                written = [step.main, step.copy, *step.states, *step.scales]
+                truth = [other.main, other.copy, *other.states, *other.scales]
+                for got, want in zip(written, truth, strict=True):
+                    assert_same_bits(got.cpu(), want)
+
+
+def test_a_step_does_not_wait_for_the_device(cuda: torch.device) -> None:
+    step = random_step(step_reference.ADAMW, torch.float32, torch.uint8, True)
+    ours = on_device(step, cuda)
+    flat_step_(step_reference.ADAMW, [ours])
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    flat_step_(step_reference.ADAMW, [ours])
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()

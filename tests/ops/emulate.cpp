@@ -335,8 +335,8 @@ void check_pack(const Layout& layout, double scale, int64_t out_skew, Windows wi
 }
 
 double random_scale() {
-  const int64_t kind = below(3);
-  return kind == 0 ? 1.0 : kind == 1 ? 0.125 : 1.0 / 3;
+  constexpr double kScales[] = {1.0, 0.125, 1.0 / 3, -0.5};  // -0.5: of a zero it makes -0
+  return kScales[below(4)];
 }
 
 template <int kFrom, int kTo>

@@ -20,8 +20,13 @@ OUTER_ONES = ("80", "100")
 ELEMENT_SIZES = {0: 4, 1: 2, 2: 2, 3: 8}  # by layerzero_dtype
 NUM_PAIRS = len(ELEMENT_SIZES) ** 2
 NUM_WINDOWS = 2
-MAX_REGISTERS = {"11pack_kernel": 64, "18ordered_sum_kernel": 64, "11step_kernel": 128}
-"""128: two blocks of a step on a multiprocessor, which its loads of many elements at once fill."""
+# AdamW of float32 and bfloat16, SGD and Lion of float32, each with states in three dtypes; and two
+# that look everything up, for float32 and float64.
+NUM_OWN_STEPS = 4 * 3
+NUM_STEPS = NUM_OWN_STEPS + 2
+MAX_REGISTERS = {"11pack_kernel": 64, "18ordered_sum_kernel": 64}
+"""Of a step's: 80, three blocks on a multiprocessor, which its loads of many elements at once fill;
+128 and 255 where it looks everything up."""
 
 INVALID_VALUE = 1  # cudaErrorInvalidValue
 FLOAT32, UNKNOWN_DTYPE = 0, 4
@@ -71,7 +76,7 @@ def check_resources(said: str, archs: tuple[str, ...]) -> None:
     # Two threads of nvcc may mix their lines, so each kind of line is counted by itself.
     kernels = re.findall(r"Compiling entry function '(\S+)' for 'sm_(\d+)'", said)
     counts = {"11pack_kernel": NUM_PAIRS * NUM_WINDOWS, "18ordered_sum_kernel": NUM_PAIRS}
-    counts["11step_kernel"] = 2  # float32 and float64
+    counts["11step_kernel"] = NUM_STEPS
     for arch in archs:
         names = [name for name, of in kernels if of == arch]
         found = {kernel: sum(kernel in name for name in names) for kernel in counts}
@@ -82,7 +87,8 @@ def check_resources(said: str, archs: tuple[str, ...]) -> None:
     registers = sorted(int(count) for count in re.findall(r"Used (\d+) registers", said))
     assert len(frames) == len(registers) == len(kernels)
     assert set(frames) == {("0", "0", "0")}
-    limits = [MAX_REGISTERS[of] for of in counts for name, _ in kernels if of in name]
+    limits = [MAX_REGISTERS[of] for of in MAX_REGISTERS for name, _ in kernels if of in name]
+    limits += [*([80] * NUM_OWN_STEPS), 128, 255] * len(archs)
     assert all(map(le, registers, sorted(limits)))
 
 
@@ -98,6 +104,42 @@ def check_wide_accesses(ptx: str) -> None:
         if size_to >= size_from:
             assert re.search("st" + wide, match[0])
         assert not re.search(r"\b(ld|st)\.(local|v[24]|[bfu]\d)", match[0])
+
+
+def check_machine_code(nvcc: str, library: Path) -> None:
+    """A step's own kernels move 16 bytes a lane where an element takes 4, and keep no stack; so do
+    those of the other ops, on their wider side."""
+    found = disassembler(nvcc)
+    if found is None:
+        return  # What ptxas reported is checked all the same.
+    sass = subprocess.run([found, "-sass", str(library)], capture_output=True, text=True).stdout
+    kernels = re.findall(r"Function : (\S+)(.*?)(?=Function : |\Z)", sass, re.DOTALL)
+    own = 0
+    for name, code in kernels:
+        wide = {
+            access: len(re.findall(rf"\b{access}\.E\S*\.128\b", code)) for access in ("LDG", "STG")
+        }
+        assert not re.search(r"\b(LDL|STL)\b", code), f"{name} has a stack"
+        step = re.search(r"step_kernel\S*IfLi(\d)ELi(\d)ELi(\d)E", name)
+        if step is not None:
+            # Main (and copies) in float32 and the gradient; float32 states as well.
+            kind, form, dtype = map(int, step.groups())
+            states = (2 if kind == 0 else 1) if form == 0 else 0
+            parts = (1 if dtype == 0 else 0) + states
+            loads = parts + (dtype == 0)
+            assert wide["LDG"] >= 2 * loads and wide["STG"] >= 2 * parts, (name, wide)
+            own += 1
+        for sizes in re.findall(r"_kernelILi(\d)ELi(\d)E", name):
+            size_from, size_to = (ELEMENT_SIZES[int(dtype)] for dtype in sizes)
+            assert size_from < size_to or wide["LDG"] >= 4, (name, wide)
+            assert size_to < size_from or wide["STG"], (name, wide)
+    assert own and own % NUM_OWN_STEPS == 0
+
+
+def disassembler(nvcc: str) -> str | None:
+    """cuobjdump, beside nvcc or on the path."""
+    folder = str(Path(nvcc).resolve().parent)
+    return shutil.which("cuobjdump", path=folder) or shutil.which("cuobjdump")
 
 
 def check_library(path: Path) -> None:
@@ -128,10 +170,12 @@ def check_library(path: Path) -> None:
         )
 
     def step(numel=0, num_ranges=0) -> int:
-        # Without ranges nothing is read or written. Of `StepCall`: 12 pointers, then two numbers.
-        given = (ctypes.c_int64 * 24)(*[0] * 12, numel, num_ranges)
+        # Without ranges nothing is read or written. Of `StepInput`: 11 pointers and two numbers,
+        # then its rows and how many.
         rows = (ctypes.c_double * 11)()
-        return library.layerzero_cuda_step(given, rows, ctypes.c_int64(1), None)
+        address = ctypes.cast(rows, ctypes.c_void_p).value
+        inputs = (ctypes.c_int64 * 15)(*[0] * 11, numel, num_ranges, address, 1)
+        return library.layerzero_cuda_step((ctypes.c_int64 * 8)(), inputs, ctypes.c_int64(1), None)
 
     assert step() == step(numel=1 << 20) == 0
     assert step(numel=1 << 50, num_ranges=1) == INVALID_VALUE
@@ -177,4 +221,5 @@ def test_kernels_compile_without_spills_for_all_architectures_and_load(
         for arch in archs:
             for kernel in ("pack", "ordered_sum"):
                 check_wide_accesses((folder / f"{kernel}.compute_{arch}.ptx").read_text())
+        check_machine_code(nvcc, library)
         check_library(library)

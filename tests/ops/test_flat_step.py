@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ TABLE = [
     [1010, 1012, 1004, 30, 1, 1000, 99, 6, -1],
     [1100, 1100, 1034, 1899, 1, (1 << 32) - 512, 123456789, 9, -1],
 ]
+
+
+def call_step(implementation: str, kind: int, *given: Any) -> None:
+    """A step of one flat parameter, given as `StepTensors` has it."""
+    count = len(R.StepTensors._fields)
+    joined = R.join_steps([R.StepTensors(*given[:count])])
+    call(implementation, "flat_step_", kind, *joined, *given[count:])
 
 
 def adamw_row(
@@ -76,9 +84,9 @@ def run_steps(
         given = (kind, main, grad, states, scales, copy, edges)
         rest = (rows_of(kind, step), factors, grad_scale, 3)
         if is_quant:
-            call(implementation, "flat_step_", *given, table[:1], *rest, R.MEASURE)
+            call_step(implementation, *given, table[:1], *rest, R.MEASURE)
             edges *= 2  # As if another rank had more.
-        call(implementation, "flat_step_", *given, table, *rest, R.WITH_ENDS)
+        call_step(implementation, *given, table, *rest, R.WITH_ENDS)
     return [main, *states, *scales, copy, edges]
 
 
@@ -97,6 +105,40 @@ def test_the_kernel_has_the_bits_of_the_reference(implementation: str) -> None:
             got = run_steps(implementation, kind, dtype, state, copy, factor, scale)
             for ours, theirs in zip(got, wanted, strict=True):
                 assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementation: str) -> None:
+    def made() -> list[R.StepTensors]:
+        torch.manual_seed(0)
+        steps = []
+        for i, dtype in enumerate([torch.float32, torch.uint8, torch.bfloat16, torch.float32]):
+            states = [torch.zeros(NUMEL, dtype=dtype) for _ in range(3)]
+            scales = [torch.zeros(40) for _ in states]
+            copy = EMPTY if i == 3 else torch.zeros(NUMEL, dtype=torch.bfloat16)
+            # A row of its own, two, or those of the one before.
+            rows = rows_of(R.ADAMW, 1 + i // 2)
+            table = torch.tensor(TABLE[1:])[: i + 1]
+            tensors = (torch.randn(NUMEL), torch.randn(NUMEL + 10), states, scales, copy)
+            steps.append(R.StepTensors(*tensors, torch.zeros(0), table, rows, torch.tensor([0.5])))
+        return steps
+
+    together, apart = made(), made()
+    joined = R.join_steps(together)
+    call(implementation, "flat_step_", R.ADAMW, *joined, 1.0, 3, R.WITH_ENDS)
+    for step in apart:
+        call_step(implementation, R.ADAMW, *step, 1.0, 3, R.WITH_ENDS)
+    for ours, theirs in zip(together, apart, strict=True):
+        written, wanted = ([s.main, s.copy, *s.states, *s.scales] for s in (ours, theirs))
+        for got, want in zip(written, wanted, strict=True):
+            assert_same_bits(got, want)
+    assert not torch.equal(together[3].main, made()[3].main)
+    lists = [*joined]
+    for place in range(8):
+        shorter = [*lists[:place], lists[place][1:], *lists[place + 1 :]]
+        with pytest.raises(ValueError, match="flat_step_"):
+            call(implementation, "flat_step_", R.ADAMW, *shorter, 1.0, 3, R.WITH_ENDS)
+    call(implementation, "flat_step_", R.ADAMW, *[[]] * 8, EMPTY, 1.0, 3, R.WITH_ENDS)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -122,8 +164,8 @@ def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: 
             row = adamw_row(1e-2, beta1, 0.99, 0.1, step, amsgrad, sign)
             rows = torch.tensor([row], dtype=torch.float64)
             none = (EMPTY, EMPTY, table, rows, EMPTY)
-            call(
-                implementation, "flat_step_",
+            call_step(
+                implementation,
                 R.ADAMW, ours, grad, states, [], *none, 1.0, 0, R.WITH_ENDS,
             )  # fmt: skip
         assert_same_bits(ours, theirs.detach())
@@ -143,7 +185,7 @@ def test_measuring_writes_the_magnitudes_and_nothing_else(
     table = torch.tensor([[0, 0, 0, 9, 0, 0, 0, 0, 0]])
     before = [each.clone() for each in (main, states[0], copy)]
     given = (R.LION, main, grad, states, scales, copy, edges, table, rows_of(R.LION, 1)[:1])
-    call(implementation, "flat_step_", *given, EMPTY, 1.0, 0, R.MEASURE)
+    call_step(implementation, *given, EMPTY, 1.0, 0, R.MEASURE)
     for now, then in zip((main, states[0], copy), before, strict=True):
         assert_same_bits(now, then)
     value = R.dequantize(states[0], torch.ones(9), True) if scales else states[0].float()
@@ -165,7 +207,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str
         states = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
         scales = [torch.zeros(500) for _ in states] if dtype == torch.uint8 else []
         given = (R.ADAMW, main, grad, states, scales, copy, EMPTY, table, rows, EMPTY)
-        call(implementation, "flat_step_", *given, 1.0, 0, R.WITH_ENDS)
+        call_step(implementation, *given, 1.0, 0, R.WITH_ENDS)
         return [main, copy, *states, *scales, sum_squares(grad).reshape(1)]
 
     try:
@@ -251,22 +293,26 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(implementation:
         arguments = [*good]
         arguments[place] = value
         with pytest.raises(ValueError, match="flat_step_"):
-            call(implementation, "flat_step_", *arguments)
+            call_step(implementation, *arguments)
     momentum = [R.SGD, main, grad, [], [], EMPTY, EMPTY, table, rows_of(R.SGD, 2), *good[9:]]
     with pytest.raises(ValueError, match="row 0 needs 1 states, got 0"):
-        call(implementation, "flat_step_", *momentum)
+        call_step(implementation, *momentum)
     assert torch.equal(main, torch.ones(10)) and not states[0].any()
-    call(implementation, "flat_step_", *good)
+    call_step(implementation, *good)
     assert not torch.equal(main, torch.ones(10))
 
 
 def test_the_ops_pass_opcheck() -> None:
     rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 1, False, 1.0)], dtype=torch.float64)
     table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0, -1]])
-    arguments = (
-        *(R.ADAMW, torch.ones(10), torch.ones(10), [torch.zeros(10), torch.zeros(10)], []),
-        *(EMPTY, EMPTY, table, rows, EMPTY, 1.0, 0, R.WITH_ENDS),
+    tensors = R.StepTensors(
+        *(torch.ones(10), torch.ones(10), [torch.zeros(10), torch.zeros(10)], []),
+        *(EMPTY, torch.empty(0), table, rows, EMPTY),
     )
+    joined = R.join_steps(
+        [tensors, tensors._replace(main=torch.ones(10), states=[torch.ones(10)] * 2)]
+    )
+    arguments = (R.ADAMW, *joined, 1.0, 0, R.WITH_ENDS)
     torch.library.opcheck(torch.ops.layerzero.flat_step_.default, arguments)
     squares = (torch.zeros(1, dtype=torch.float64), torch.ones(5))
     torch.library.opcheck(torch.ops.layerzero.sum_squares_.default, squares)
