@@ -21,12 +21,10 @@ VISIBLE = {
     "without_waiting_for_gathers": "default",
     "without_the_event_of_weights": "bfloat16",
     "without_a_new_event_of_weights": "bfloat16",
-    "without_the_cast_waiting": "bfloat16",
     "without_the_unshard_stream_waiting": "default",
     "without_compute_waiting_for_unsharded_parameters": "default",
     "without_compute_waiting_for_reductions": "default",
     "without_waiting_before_frees": "default",
-    "without_the_event_of_the_cast": "bfloat16",
     "without_the_event_of_collected_gradients": "default",
 }
 """Waits whose absence changes a value, and a setting that has them. Others of missing_waits.py
