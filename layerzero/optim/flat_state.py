@@ -14,7 +14,7 @@ memory made here. What is elsewhere, for whatever reason, is found again or copi
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -73,24 +73,21 @@ class _Known(NamedTuple):
 def squares_of(flats: Sequence[FlatState]) -> list[torch.Tensor]:
     """The sums of squares of the gradients of each, float64 scalars.
 
-    Those on a device are summed in one call, which reads each gradient once; `vector_norm` would
-    copy it to float64 first.
+    On a device one call reads each gradient once; `vector_norm` would copy it to float64 first.
     """
-    by_device: dict[torch.device, list[tuple[FlatState, list[torch.Tensor]]]] = {}
-    for flat in flats:
-        if tensors := flat.unsummed():
-            by_device.setdefault(tensors[0].device, []).append((flat, tensors))
-    found: dict[int, torch.Tensor] = {}
-    for members in by_device.values():
-        tensors = [each.detach() for _, own in members for each in own]
+    unsummed = [flat.unsummed() for flat in flats]
+    tensors = [each for own in unsummed for each in own]
+    if any(map(_is_on_device, tensors)):
         norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
-        squares, at = torch.stack(norms).square(), 0
-        for flat, own in members:
-            part = squares[at] if len(own) == 1 else squares[at : at + len(own)].sum()
-            found[id(flat)] = part
-            flat.note_squares(part)
-            at += len(own)
-    return [found[id(flat)] if id(flat) in found else flat.squares() for flat in flats]
+        sums = iter(torch._foreach_mul(norms, norms))
+    else:
+        sums = iter([sum_squares(each) for each in tensors])
+    of_each = zip(flats, unsummed, strict=True)
+    return [flat.squares([*islice(sums, len(own))]) for flat, own in of_each]
+
+
+def _is_on_device(x: torch.Tensor) -> bool:
+    return x.device.type != "cpu"
 
 
 def call_step(taken: Sequence[tuple[FlatState, Step]], phase: int | None = None) -> None:
@@ -286,14 +283,14 @@ class FlatState:
         if gradient is None or gradient.base is None or self._was_taken(gradient):
             return
         squares = None
-        if reduced is not None:
-            squares = reduced.of(gradient.base) if self._fills(gradient) else None
-            if squares is None and not self._is_on_device:
-                squares = self._squares(parts, gradient)
+        if reduced is not None and self._fills(gradient):
+            squares = reduced.of(gradient.base)
         if self._usual is not None and self._usual[0] == gradient.offsets:
             # The same object: the step then finds it so without a look at each number.
             gradient = gradient._replace(offsets=self._usual[0])
         self._known = _Known(gradient, gradient.flat._version, squares)
+        if reduced is not None and not _is_on_device(gradient.flat):
+            squares_of([self])
 
     def _note_taken(self, gradient: torch.Tensor | None) -> None:
         self._known = None  # Another one may be there now, or what is there be put elsewhere.
@@ -308,57 +305,30 @@ class FlatState:
         self._taken = {key: each for key, each in self._taken.items() if not each.expired()}
         return gradient.flat.untyped_storage()._cdata in self._taken
 
-    @property
-    def _is_on_device(self) -> bool:
-        return self.home.main.device.type != "cpu"
-
     def unsummed(self) -> list[torch.Tensor]:
-        """Its gradients on a device, in as few tensors as hold them; without elements, or where the
-        sum of their squares is known: none."""
-        if not self._is_on_device:
-            return []
-        known = self._known
-        if (
-            known is not None
-            and known.version == known.gradient.flat._version
-            and known.squares is not None
-        ):
-            return []
-        if known is not None:
-            return self._to_sum(known.gradient.parts, known.gradient)
-        numbers, parts = self._collect()
-        return self._to_sum(parts, find_buffer(numbers, parts, self.home.main.dtype))
-
-    def squares(self) -> torch.Tensor:
-        """The sum of squares of the gradients, a float64 scalar."""
+        """The gradients, in as few tensors as hold them; none where their squares are known."""
         known = self._known
         if known is None:
             numbers, parts = self._collect()
-            return self._squares(parts, find_buffer(numbers, parts, self.home.main.dtype))
-        version = known.gradient.flat._version
-        if known.squares is not None and known.version == version:
-            return known.squares
-        squares = self._squares(known.gradient.parts, known.gradient)
-        self.note_squares(squares)
-        return squares
-
-    def note_squares(self, squares: torch.Tensor) -> None:
-        """Remember what `squares` is to return, while gradients are what they are."""
-        if self._known is not None:
-            gradient = self._known.gradient
-            self._known = _Known(gradient, gradient.flat._version, squares)
-
-    def _squares(self, parts: list[torch.Tensor], gradient: Gradient | None) -> torch.Tensor:
-        sums = [sum_squares(each) for each in self._to_sum(parts, gradient)]
-        if len(sums) == 1:
-            return sums[0]
-        zero = torch.zeros((), dtype=torch.float64, device=self.home.main.device)
-        return torch.stack(sums).sum() if sums else zero
-
-    def _to_sum(self, parts: list[torch.Tensor], gradient: Gradient | None) -> list[torch.Tensor]:
+            gradient = find_buffer(numbers, parts, self.home.main.dtype)
+        elif known.squares is not None and known.version == known.gradient.flat._version:
+            return []
+        else:
+            gradient, parts = known.gradient, known.gradient.parts
         if gradient is not None and self._fills(gradient):
             return [gradient.flat]
-        return [each for each in parts if each.numel()]
+        return [each.detach() for each in parts if each.numel()]
+
+    def squares(self, sums: list[torch.Tensor]) -> torch.Tensor:
+        """The sum of squares of the gradients; `sums`: of each that `unsummed` returned."""
+        known = self._known
+        if known is not None and known.squares is not None and not sums:
+            return known.squares
+        zero = torch.zeros((), dtype=torch.float64, device=self.home.main.device)
+        squares = sums[0] if len(sums) == 1 else torch.stack(sums).sum() if sums else zero
+        if known is not None:
+            self._known = _Known(known.gradient, known.gradient.flat._version, squares)
+        return squares
 
     def _fills(self, gradient: Gradient) -> bool:
         """Whether its buffer has the layout of the main shard: all that is in it are the gradients,
