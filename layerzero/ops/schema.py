@@ -65,8 +65,8 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
     "crc32(Tensor data, int value=0) -> int": (reference.crc32, None),
     "copy_crc32_(Tensor(a!) out, Tensor data) -> int": (reference.copy_crc32_, None),
 }
-"""By schema: the kernel of every backend without its own, and what a fake tensor runs; None: what
-it returns depends on the data."""
+"""The kernel of every backend without its own, and what a fake tensor runs (None: what the op
+returns depends on the data), by schema."""
 
 for _schema, (_kernel, _fake) in _OPS.items():
     _name = _schema.partition("(")[0]

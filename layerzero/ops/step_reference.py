@@ -62,8 +62,7 @@ class StepTensors(NamedTuple):
 
 
 def join_steps(steps: Sequence[StepTensors]) -> tuple[Any, ...]:
-    """Tensors of steps with one factor, as the schema has them: a list of each, of all flat
-    parameters one after the other."""
+    """The tensors of steps that share `factor`, in the lists that the schema has."""
     main, grad, states, scales, *others, factors = map(list, zip(*steps, strict=True))
     return main, grad, [*chain(*states)], [*chain(*scales)], *others, factors[0]
 

@@ -1,9 +1,8 @@
 """FlatState: what a flat optimizer keeps for the parameters of one flat parameter, and its step.
 
-    main shard    | a     | b            | c   |    a step is one call of `flat_step_` for all flat
-    gradient      | a     | b            | c   |    parameters, with a range for each parameter that
-    states        | a     |    | c   |              has a gradient; parameters of other optimizers
-                                                    have no state
+    main shard    | a     | b            | c   |   a step is one call of `flat_step_` for all, with
+    gradient      | a     | b            | c   |   a range for each parameter that has a gradient;
+    states        | a     |    | c   |             parameters of other optimizers have no state
 
 Where gradients lie is noted when they are delivered, and stays known until somebody touches a
 `.grad` (optim/data_watch.py). Where parameters lie each step looks at, by passes in C over lists
@@ -38,15 +37,9 @@ _NONE = torch.empty(0)
 Pairs = tuple[tuple[int, int], ...]
 Rows = Callable[[Pairs], torch.Tensor]
 """Returns `rows` of `flat_step_` for these (group, step number)."""
-
-
-class _Ranges(NamedTuple):
-    table: torch.Tensor
-    """`table` of `flat_step_`."""
-    cut: torch.Tensor
-    """Its rows that have an edge."""
-    pairs: Pairs
-    """The (group, steps more than the least) of each row that it uses."""
+_Ranges = tuple[torch.Tensor, torch.Tensor, Pairs]
+"""`table` of `flat_step_`, its rows that have an edge, and the (group, steps more than the least)
+of each row that it uses."""
 
 
 class Step(NamedTuple):
@@ -75,35 +68,32 @@ def squares_of(flats: Sequence[FlatState]) -> list[torch.Tensor]:
 
     On a device one call reads each gradient once; `vector_norm` would copy it to float64 first.
     """
-    unsummed = [flat.unsummed() for flat in flats]
-    tensors = [each for own in unsummed for each in own]
+    parts = [flat.unsummed() for flat in flats]
+    tensors = [each for own in parts for each in own]
     if any(map(_is_on_device, tensors)):
         norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
         sums = iter(torch._foreach_mul(norms, norms))
     else:
         sums = iter([sum_squares(each) for each in tensors])
-    of_each = zip(flats, unsummed, strict=True)
-    return [flat.squares([*islice(sums, len(own))]) for flat, own in of_each]
+    return [flat.squares([*islice(sums, len(p))]) for flat, p in zip(flats, parts, strict=True)]
 
 
 def _is_on_device(x: torch.Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def call_step(taken: Sequence[tuple[FlatState, Step]], phase: int | None = None) -> None:
-    """Take steps, those on one device in one call. Not collective; `edges` have what is the largest
-    on all ranks.
-
-    Args:
-        phase: that of `flat_step_`; None: of each flat state its own.
-    """
+def take_steps(taken: list[tuple[FlatState, Step]]) -> None:
+    """Take steps, those on one device in one call, and empty the list. Not collective; `edges` have
+    what is the largest on all ranks."""
     calls: dict[tuple[torch.device, int], list[Step]] = {}
     for flat, step in taken:
-        key = step.tensors.main.device, flat.phase if phase is None else phase
-        calls.setdefault(key, []).append(step)
-    for (_, own), steps in calls.items():
+        calls.setdefault((step.tensors.main.device, flat.phase), []).append(step)
+    for (_, phase), steps in calls.items():
         tensors = [step.tensors for step in steps]
-        flat_step_(taken[0][0].kind, tensors, steps[0].grad_scale, steps[0].seed, own)
+        flat_step_(taken[0][0].kind, tensors, steps[0].grad_scale, steps[0].seed, phase)
+    for flat, step in taken:
+        flat.note_taken(step)
+    taken.clear()
 
 
 class FlatState:
@@ -380,15 +370,15 @@ class FlatState:
             return None
         if self.steps._version != self._steps_version:
             self._read_steps()
-        ranges = self._table_for(gradient)
-        pairs = tuple((group, self._first + lag + 1) for group, lag in ranges.pairs)
+        table, cut, keys = self._table_for(gradient)
+        pairs = tuple((group, self._first + lag + 1) for group, lag in keys)
         factors = _NONE if factor is None else factor.to(self.home.main.device)
         states, scales = self._states()
         tensors = StepTensors(
             *(self.home.main.detach(), gradient.flat, states, scales, _NONE, self.edges),
-            *(ranges.table, rows_of(pairs), factors),
+            *(table, rows_of(pairs), factors),
         )
-        return Step(gradient, tensors, ranges.cut, grad_scale, seed)
+        return Step(gradient, tensors, cut, grad_scale, seed)
 
     def _gradient(self, wanted: Container[nn.Parameter] | None) -> Gradient | None:
         """The gradients of its parameters, of those only if they are given, in one buffer; None:
@@ -417,7 +407,7 @@ class FlatState:
         return step_reference.WITH_ENDS
 
     def note_taken(self, step: Step) -> None:
-        """To be called after `call_step`."""
+        """The call of `flat_step_` is made."""
         self._count(step.gradient.numbers)
 
     def _count(self, numbers: list[int] | None) -> None:
@@ -446,7 +436,7 @@ class FlatState:
         ranges = torch.tensor(table, dtype=torch.int64).view(-1, step_reference.COLUMNS)
         cut = ranges[ranges[:, step_reference.EDGE] >= 0]
         device = self.home.main.device
-        made = _Ranges(ranges.to(device), cut.to(device), tuple(row_of))
+        made = ranges.to(device), cut.to(device), tuple(row_of)
         if numbers is None:
             self._usual = offsets, made
         return made
