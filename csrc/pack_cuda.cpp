@@ -7,8 +7,6 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
-
 #include "cuda/launch.h"
 #include "cuda/step_body.h"
 #include "ops.h"
@@ -152,19 +150,7 @@ void flat_step_cuda(StableIValue* stack, uint64_t, uint64_t) {
       call.copy_dtype = job.copy_dtype;
       has_copy = true;
     }
-    StepInput input{};
-    input.flat.main = job.main;
-    input.flat.grad = job.grad;
-    std::copy_n(job.states, kMaxStates, input.flat.states);
-    std::copy_n(job.scales, kMaxStates, input.flat.scales);
-    input.flat.copy = job.copy;
-    input.flat.edges = job.edges;
-    input.flat.table = job.table;
-    input.flat.main_numel = flat.main.numel;
-    input.flat.num_ranges = job.num_ranges;
-    input.rows = job.rows;
-    input.num_rows = flat.num_rows;
-    inputs.push_back(input);
+    inputs.push_back({job, job.rows, flat.num_rows});
   }
   launch();
 }

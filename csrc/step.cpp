@@ -19,14 +19,14 @@ constexpr int64_t kMinPerThread = 16384;
 int64_t cut(const StepJob& job, const int64_t* range, int64_t position) {
   const int64_t offset = position - range[kMain];
   if (offset <= 0) return 0;
-  const int64_t phase = job.form == kFullState ? 0 : range[kIndex] % kQuantNumel;
+  const int64_t phase = job.form == kFullForm ? 0 : range[kIndex] % kQuantNumel;
   const int64_t up = (offset + phase + kQuantNumel - 1) / kQuantNumel * kQuantNumel;
   return std::min(up - phase, range[kNumel]);
 }
 
 void step_run(const StepJob& job, const int64_t* range, int64_t first, int64_t last) {
   const int64_t chunk = kStepChunk;
-  const int64_t phase = job.form == kFullState ? 0 : range[kIndex] % chunk;
+  const int64_t phase = job.form == kFullForm ? 0 : range[kIndex] % chunk;
   const StepChunk run = step_kernels().chunk;
   while (first < last) {
     const int64_t next = std::min(last, ((first + phase) / chunk + 1) * chunk - phase);
@@ -41,7 +41,7 @@ void check_ranges(const StepFlatArguments& flat) {
   for (int64_t i = 0; i < job.num_ranges; ++i) {
     const int64_t* const range = job.table + i * kStepColumns;
     const int64_t numel = range[kNumel];
-    if (numel < 0 || range[kMain] < end || numel > flat.main.numel - range[kMain] ||
+    if (numel < 0 || range[kMain] < end || numel > job.main_numel - range[kMain] ||
         range[kGrad] < 0 || numel > flat.grad_numel - range[kGrad] || range[kIndex] < 0 ||
         range[kState] < 0 || (job.num_states > 0 && numel > flat.state_numel - range[kState]) ||
         range[kRow] < 0 || range[kRow] >= flat.num_rows || range[kBlock] < 0)
@@ -52,7 +52,7 @@ void check_ranges(const StepFlatArguments& flat) {
     const int64_t first_block = range[kIndex] / kQuantNumel;
     const int64_t blocks =
         numel == 0 ? 0 : (range[kIndex] + numel - 1) / kQuantNumel - first_block + 1;
-    if (job.form == kQuantState)
+    if (job.form == kQuantForm)
       for (int s = 0; s < job.num_states; ++s)
         if (blocks > flat.scale_numels[s] - range[kBlock])
           refuse("flat_step_: range ", i, " needs scales up to ", range[kBlock] + blocks,
@@ -66,7 +66,7 @@ void check_ranges(const StepFlatArguments& flat) {
   }
 }
 
-void step_flat(const StepJob& job, int64_t main_numel) {
+void step_flat(const StepJob& job) {
   if (job.mode == kMeasure) {
     for (int64_t i = 0; i < job.num_ranges; ++i) {
       const int64_t* const range = job.table + i * kStepColumns;
@@ -74,19 +74,10 @@ void step_flat(const StepJob& job, int64_t main_numel) {
     }
     return;
   }
-  parallel_units(main_numel, kStepChunk, kMinPerThread, &job,
+  parallel_units(job.main_numel, kStepChunk, kMinPerThread, &job,
                  [](const void* context, int64_t begin, int64_t end) {
                    const StepJob& own = *static_cast<const StepJob*>(context);
-                   int64_t low = 0;  // the first range that ends after `begin`
-                   int64_t high = own.num_ranges;
-                   while (low < high) {
-                     const int64_t middle = (low + high) / 2;
-                     const int64_t* const range = own.table + middle * kStepColumns;
-                     if (range[kMain] + range[kNumel] <= begin)
-                       low = middle + 1;
-                     else
-                       high = middle;
-                   }
+                   int64_t low = first_range(own, begin);
                    for (; low < own.num_ranges; ++low) {
                      const int64_t* const range = own.table + low * kStepColumns;
                      if (range[kMain] >= end) break;
@@ -101,10 +92,10 @@ void flat_step_cpu(StableIValue* stack, uint64_t, uint64_t) {
   StepArguments arguments(stack);
   for (const StepFlatArguments& flat : arguments.flats) check_ranges(flat);
   for (StepFlatArguments& flat : arguments.flats) {
-    if (flat.main.numel == 0 || flat.job.num_ranges == 0) continue;
+    if (flat.job.main_numel == 0 || flat.job.num_ranges == 0) continue;
     if (arguments.factor != nullptr) flat.job.factor = *arguments.factor;
     flat.job.kernels = &kernels();
-    step_flat(flat.job, flat.main.numel);
+    step_flat(flat.job);
   }
 }
 

@@ -8,22 +8,12 @@
 
 namespace layerzero {
 
-enum StateForm { kFullState, kBfloatState, kQuantState };
-
-struct StepJob {
+struct StepJob : StepFlat {
   int kind;
-  StateForm form;
+  StepForm form;
   layerzero_dtype dtype;       // of main and grad
   layerzero_dtype copy_dtype;  // of copy
-  char* main;
-  const char* grad;
-  char* states[3];
-  float* scales[3];
   int num_states;
-  char* copy;    // null: none
-  float* edges;  // [E, num_states]
-  const int64_t* table;
-  int64_t num_ranges;
   const double* rows;
   float factor;
   float grad_scale;

@@ -30,12 +30,12 @@ void expect_dtype(const Handle& tensor, int32_t scalar_type, const char* what, c
     refuse(kOp, ": ", what, " must be ", name, ", got scalar type ", scalar_type_of(tensor));
 }
 
-StateForm form_of(const Handle& state, layerzero_dtype main) {
+StepForm form_of(const Handle& state, layerzero_dtype main) {
   const int32_t scalar_type = scalar_type_of(state);
   if (scalar_type == (main == LZ_FLOAT64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32()))
-    return kFullState;
-  if (main != LZ_FLOAT64 && scalar_type == aoti_torch_dtype_bfloat16()) return kBfloatState;
-  if (main != LZ_FLOAT64 && scalar_type == aoti_torch_dtype_uint8()) return kQuantState;
+    return kFullForm;
+  if (main != LZ_FLOAT64 && scalar_type == aoti_torch_dtype_bfloat16()) return kBfloatForm;
+  if (main != LZ_FLOAT64 && scalar_type == aoti_torch_dtype_uint8()) return kQuantForm;
   refuse(kOp, ": states must be float32 (float64 for float64), bfloat16 or uint8, got scalar type ",
          scalar_type);
 }
@@ -92,6 +92,7 @@ StepFlatArguments StepArguments::flat_of(size_t i, const StepJob& shared) const 
   const Device device = flat.main.device;
   job.dtype = flat.main.dtype;
   job.main = static_cast<char*>(flat.main.data);
+  job.main_numel = flat.main.numel;
   if (dtype_of(grad.tensors[i], kOp, "grad", -1) != job.dtype)
     refuse(kOp, ": grad must be ", name_of(job.dtype), ", as main is");
   flat.grad_numel = numel_of(grad.tensors[i]);
@@ -99,20 +100,20 @@ StepFlatArguments StepArguments::flat_of(size_t i, const StepJob& shared) const 
 
   for (size_t s = 0; s < num_states; ++s) {
     const Handle& state = states.tensors[i * num_states + s];
-    const StateForm form = form_of(state, job.dtype);
+    const StepForm form = form_of(state, job.dtype);
     if (s > 0 && form != job.form) refuse(kOp, ": states must have one dtype");
     job.form = form;
     const int64_t numel = numel_of(state);
     if (s > 0 && numel != flat.state_numel)
       refuse(kOp, ": state ", s, " has ", numel, " elements, state 0 has ", flat.state_numel);
     flat.state_numel = numel;
-    const int64_t itemsize = form == kQuantState       ? 1
-                             : form == kBfloatState    ? 2
+    const int64_t itemsize = form == kQuantForm        ? 1
+                             : form == kBfloatForm     ? 2
                              : job.dtype == LZ_FLOAT64 ? 8
                                                        : 4;
     job.states[s] = static_cast<char*>(memory(state, "a state", device, itemsize));
   }
-  if (job.form == kQuantState) {
+  if (job.form == kQuantForm) {
     if (scales.tensors.empty()) refuse(kOp, ": got 0 scales for ", num_states, " states");
     for (size_t s = 0; s < num_states; ++s) {
       const Handle& own = scales.tensors[i * num_states + s];

@@ -36,6 +36,37 @@ enum StepColumn { kMain, kGrad, kState, kNumel, kRow, kIndex, kKey, kBlock, kEdg
 enum RowColumn { kRowSign = 8, kRowFlag = 9, kRowStep = 10, kRowColumns = 11 };
 
 constexpr int64_t kQuantNumel = 256;  // elements that share a scale
+constexpr int kMaxStates = 3;
+
+enum StepForm { kFullForm, kBfloatForm, kQuantForm };
+
+// What a step of one flat parameter reads and writes.
+struct StepFlat {
+  char* main;
+  const char* grad;
+  char* states[kMaxStates];
+  float* scales[kMaxStates];
+  char* copy;    // null: none
+  float* edges;  // [E, states]
+  const int64_t* table;
+  int64_t main_numel;
+  int64_t num_ranges;
+};
+
+// The first range that ends after `position` of main.
+LZ_MATH int64_t first_range(const StepFlat& flat, int64_t position) {
+  int64_t low = 0;
+  int64_t high = flat.num_ranges;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    const int64_t* const range = flat.table + middle * kStepColumns;
+    if (range[kMain] + range[kNumel] <= position)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
 
 template <class To, class From>
 LZ_MATH To step_bits(From from) {

@@ -24,12 +24,9 @@ constexpr int kSegmentNumel = 256;
 constexpr int kWindowNumel = 4 * kSegmentNumel;
 constexpr int kLaneNumel = kSegmentNumel / kWarpThreads;
 constexpr int kStepGroup = 4;
-constexpr int kMaxStates = 3;
 constexpr int kRowWindow = 32;   // rows that one launch carries in its parameters
 constexpr int kFlatWindow = 32;  // and flat parameters
 constexpr int kAny = -1;
-
-enum StepForm { kFullForm, kBfloatForm, kQuantForm };
 
 // What all flat parameters of a launch share.
 struct StepCall {
@@ -42,18 +39,6 @@ struct StepCall {
   int copy_dtype;
   int num_states;
   int phase;
-};
-
-struct StepFlat {
-  char* main;
-  const char* grad;
-  char* states[kMaxStates];
-  float* scales[kMaxStates];
-  char* copy;  // null: none
-  float* edges;
-  const int64_t* table;
-  int64_t main_numel;
-  int64_t num_ranges;
 };
 
 // A flat parameter, and its rows on the host.
@@ -95,6 +80,7 @@ inline int launch_steps(const StepCall& call, const StepInput* inputs, int64_t c
   params.call = call;
   params.num_entries = params.num_rows = 0;
   int64_t blocks = 0;
+  const StepInput* last = nullptr;  // the one before, of this launch
   const auto flush = [&] {
     const int error = params.num_entries == 0 ? 0 : launch(params, blocks);
     params.num_entries = params.num_rows = 0;
@@ -109,8 +95,8 @@ inline int launch_steps(const StepCall& call, const StepInput* inputs, int64_t c
       const int64_t left = input.num_rows - begin;
       const int num_rows = static_cast<int>(left < kRowWindow ? left : kRowWindow);
       // Flat parameters of one optimizer mostly share their rows.
-      bool shares = params.num_entries > 0 && input.num_rows <= kRowWindow &&
-                    input.rows == inputs[i - 1].rows && inputs[i - 1].num_rows == input.num_rows;
+      bool shares = last != nullptr && input.num_rows <= kRowWindow && input.rows == last->rows &&
+                    input.num_rows == last->num_rows;
       if (params.num_entries == kFlatWindow || blocks + more > INT32_MAX ||
           (!shares && params.num_rows + num_rows > kRowWindow)) {
         if (const int error = flush()) return error;
@@ -126,6 +112,7 @@ inline int launch_steps(const StepCall& call, const StepInput* inputs, int64_t c
         to.step = static_cast<int64_t>(row[kRowStep]);
       }
       blocks += more;
+      last = &input;
       params.entries[params.num_entries++] = {input.flat, begin, num_rows, at, blocks};
     }
   }
@@ -512,21 +499,6 @@ LZ_BODY void finish_lane(const StepCall& call, const StepFlat& flat,
     else
       store(std::false_type());
   }
-}
-
-// The first range that ends after `position`.
-LZ_BODY int64_t first_range(const StepFlat& flat, int64_t position) {
-  int64_t low = 0;
-  int64_t high = flat.num_ranges;
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    const int64_t* const range = flat.table + middle * kStepColumns;
-    if (range[kMain] + range[kNumel] <= position)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
 }
 
 // Calls `visit(flat, segment, options)` for every segment that begins in the window of a warp, and

@@ -62,10 +62,11 @@ def test_every_thread_of_the_kernels_stays_in_bounds_and_is_right(tmp_path: Path
 def test_every_lane_of_a_step_stays_in_bounds_and_is_right(tmp_path: Path) -> None:
     done = emulate(SOURCES, tmp_path, STEP_PROGRAM)
     assert done.returncode == 0, done.stdout + done.stderr
-    counts = re.search(r"emulated (\d+) launches, checked (\d+) elements", done.stdout)
+    counts = re.search(r"(\d+) launches, checked (\d+) elements, (\d+) segments", done.stdout)
     assert counts, done.stdout
     assert int(counts[1]) > 100
     assert int(counts[2]) > 1_000_000
+    assert int(counts[3]) > 1000, "few segments in wide accesses"
 
 
 @pytest.mark.slow
