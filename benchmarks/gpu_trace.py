@@ -24,8 +24,8 @@ STEP = "bench_step"
 MIN_HIDDEN = 0.9
 """Of the time of gathers, the least part that must run beside kernels of the compute stream."""
 MAX_GAP_US = 50.0
-OWN_KERNELS = 2
-"""The engine's launches for each unit and step: the cast of the shard, the packing of gradients."""
+OWN_KERNELS = 1
+"""The engine's own kernels for each unit and step: the packing of gradients."""
 _AT_ONCE_US = 5.0
 """Between a work's cause on another stream and the work, at most, apart from launching it."""
 
