@@ -19,11 +19,6 @@ def is_first_rank() -> bool:
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
-def was_issued(key: str) -> bool:
-    """Whether this process has given this warning, or left it to the first rank."""
-    return key in _issued
-
-
 def warn_once(key: str, message: str, *, is_first: bool | None = None, stacklevel: int = 2) -> None:
     """Warn on one rank, and only the first time in this process.
 

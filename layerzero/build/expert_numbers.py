@@ -17,9 +17,6 @@ from layerzero.build.wrap import UnitPlan
 from layerzero.flat.expert_names import Numbers, name_members
 from layerzero.flat.groups import resolve_process_groups
 
-ExpertNumbers = Mapping[int, int] | Group
-"""A mapping from local to global expert numbers; or the group or mesh of the expert axis."""
-
 
 class ExpertLists:
     """Modules, such as ModuleLists, whose members are experts with local numbers."""

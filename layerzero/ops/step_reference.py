@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,32 +62,28 @@ class StepTensors(NamedTuple):
 
 
 def join_steps(steps: Sequence[StepTensors]) -> tuple[Any, ...]:
-    """Tensors of steps with one factor, as the schema has them: a list of each, of all flat
-    parameters one after the other."""
+    """The tensors of steps that share `factor`, in the lists that the schema has."""
     main, grad, states, scales, *others, factors = map(list, zip(*steps, strict=True))
     return main, grad, [*chain(*states)], [*chain(*scales)], *others, factors[0]
 
 
 def split_steps(given: Sequence[Any]) -> tuple[list[StepTensors], Sequence[Any]]:
-    """What `join_steps` joined, and what follows it in the schema.
+    """The steps that `join_steps` joined, and what follows them in the schema.
 
     Raises:
         ValueError: the lists do not fit together.
     """
-    main, grad, states, scales, copy, edges, table, rows, factor, *rest = given
-    count = len(main)
-    if any(len(each) != count for each in (grad, copy, edges, table, rows)) or (
-        count and (len(states) % count or len(scales) not in (0, len(states)))
-    ):
-        raise ValueError(
-            f"flat_step_: expected lists for {count} flat parameters, got {len(states)} states, "
-            f"{len(scales)} scales, and {[*map(len, (grad, copy, edges, table, rows))]} others"
-        )
-    size = len(states) // count if count else 0
-    parts = [slice(i * size, (i + 1) * size) for i in range(count)]
-    of_each = map(states.__getitem__, parts), map(scales.__getitem__, parts)
-    own = zip(main, grad, *of_each, copy, edges, table, rows, repeat(factor, count), strict=True)
-    return [StepTensors(*each) for each in own], rest
+    main, grad, states, scales, *others, factor = given[: len(StepTensors._fields)]
+    count = max(len(main), 1)
+    size = len(states) // count
+    if len(states) % count or len(scales) not in (0, len(states)):
+        raise ValueError(f"flat_step_: {count} main, {len(states)} states, {len(scales)} scales")
+    parts = [slice(i * size, (i + 1) * size) for i in range(len(main))]
+    lists = main, grad, [states[part] for part in parts], [scales[part] for part in parts], *others
+    if {*map(len, lists)} != {len(main)}:
+        raise ValueError(f"flat_step_: lists of {[*map(len, lists)]} tensors")
+    steps = [StepTensors._make((*each, factor)) for each in zip(*lists, strict=True)]
+    return steps, given[len(StepTensors._fields) :]
 
 
 def flat_step_(kind: int, *arguments: Any) -> None:

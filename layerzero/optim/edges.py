@@ -109,15 +109,12 @@ class EdgeExchange:
         Returns:
             Whether any rank does not.
         """
-        members = [(p, e) for h, e in edges if (p := self._places.get(id(h))) is not None]
-        own = torch.zeros(self._size + 1, _STATES, device=root.device)
         # A few calls for all: the host's time should not grow with the number of flat parameters.
-        if members:
-            count = members[0][1].shape[1]
-            of_place = dict(members)
-            none = torch.zeros_like(members[0][1])
-            given = torch.stack([of_place.get(place, none) for place in range(len(self._places))])
-            own[:-1, :count] = given.view(-1, count)
+        given = {self._places[id(h)]: own for h, own in edges if id(h) in self._places}
+        none = torch.zeros_like(next(iter(given.values()), torch.zeros(2, _STATES)))
+        count = none.shape[1]
+        own = torch.zeros(self._size + 1, _STATES, device=root.device)
+        own[:-1, :count] = torch.cat([given.get(i, none) for i in range(len(self._places))])
         own = own.view(-1)[: self._numel]
         if stops:
             own[-1] = 1.0
@@ -126,16 +123,14 @@ class EdgeExchange:
         # As integers: the order is that of the magnitudes, with NaN above all.
         bits = table[:, :-1].reshape(-1, _STATES).contiguous().view(torch.int32)
         if self._targets.device != bits.device:
-            self._targets, self._sources = (
-                each.to(bits.device) for each in (self._targets, self._sources)
-            )
+            self._targets = self._targets.to(bits.device)
+            self._sources = self._sources.to(bits.device)
         largest = torch.zeros(self._size, _STATES, dtype=torch.int32, device=bits.device)
         index = self._targets.unsqueeze(1).expand(-1, _STATES)
         largest.scatter_reduce_(0, index, bits[self._sources], "amax")
-        if members:
-            agreed = largest.view(torch.float32)[:, :count].reshape(-1, 2, count).unbind()
-            values = [values for _, values in members]
-            torch._foreach_copy_(values, [agreed[place] for place, _ in members])
+        agreed = largest.view(torch.float32)[:, :count].split(2)
+        if given:
+            torch._foreach_copy_([*given.values()], [agreed[place] for place in given])
         return anyone
 
 

@@ -59,10 +59,9 @@ class FlatNorm:
         """Whether a gradient on this rank is infinite or NaN: a float32 scalar, 1 or 0."""
         found: list[torch.Tensor] = []
         for flat, squares in zip(flats, squares_of(flats), strict=True):
-            is_wide = flat.home.main.dtype == torch.float64
-            # The square of a finite number may be infinite.
-            use_largest = is_wide and not squares.isfinite()
-            found.append(flat.largest() if use_largest else squares)
+            if flat.home.main.dtype == torch.float64 and not squares.isfinite():
+                squares = flat.largest()  # The square of a finite number may be infinite.
+            found.append(squares)
         device = torch.device("cpu") if root is None else root.device
         self.watch(root, sums=True)
         if not found:

@@ -18,7 +18,7 @@ from layerzero.optim.edges import EdgeExchange, make_exchanges
 from layerzero.optim.flat_checks import check_loaded, check_options, check_parameters
 from layerzero.optim.flat_homes import homes_of
 from layerzero.optim.flat_norm import FlatNorm
-from layerzero.optim.flat_state import FlatState, Pairs, Step, call_step
+from layerzero.optim.flat_state import FlatState, Pairs, Step, take_steps
 from layerzero.optim.in_backward import wanted_of, whole_groups
 from layerzero.optim.quant_state import QuantState, measure
 from layerzero.optim.scale import scale_of_gradients
@@ -199,26 +199,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         taken: list[tuple[FlatState, Step]] = []
         for flat in () if stops else flats:
             step = flat.begin(rows, factor, scale, self._seed, wanted)
-            if step is None:
-                continue
-            taken.append((flat, step))
-            if step.gradient.is_copy and not self.needs_all_ranks:
-                self._take(taken)  # Not later: the copies of all would take memory.
+            if step is not None:
+                taken.append((flat, step))
+                if step.gradient.is_copy and not self.needs_all_ranks:
+                    take_steps(taken)  # Not later: the copies of all would take memory.
         if self.needs_all_ranks:
             measure(taken)
             if self._agree(flats, wanted, stops):
-                taken = []
-        self._take(taken)
+                taken.clear()
+        take_steps(taken)
         self._show()
         self._norm.watch(root, sums=False)
         return loss
-
-    def _take(self, steps: list[tuple[FlatState, Step]]) -> None:
-        """Take these steps, and empty the list."""
-        call_step(steps)
-        for flat, step in steps:
-            flat.note_taken(step)
-        steps.clear()
 
     def _agree(
         self,

@@ -1,9 +1,8 @@
 """FlatState: what a flat optimizer keeps for the parameters of one flat parameter, and its step.
 
-    main shard    | a     | b            | c   |    a step is one call of `flat_step_` for all flat
-    gradient      | a     | b            | c   |    parameters, with a range for each parameter that
-    states        | a     |    | c   |              has a gradient; parameters of other optimizers
-                                                    have no state
+    main shard    | a     | b            | c   |   a step is one call of `flat_step_` for all, with
+    gradient      | a     | b            | c   |   a range for each parameter that has a gradient;
+    states        | a     |    | c   |             parameters of other optimizers have no state
 
 Where gradients lie is noted when they are delivered, and stays known until somebody touches a
 `.grad` (optim/data_watch.py). Where parameters lie each step looks at, by passes in C over lists
@@ -14,7 +13,7 @@ memory made here. What is elsewhere, for whatever reason, is found again or copi
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -38,15 +37,9 @@ _NONE = torch.empty(0)
 Pairs = tuple[tuple[int, int], ...]
 Rows = Callable[[Pairs], torch.Tensor]
 """Returns `rows` of `flat_step_` for these (group, step number)."""
-
-
-class _Ranges(NamedTuple):
-    table: torch.Tensor
-    """`table` of `flat_step_`."""
-    cut: torch.Tensor
-    """Its rows that have an edge."""
-    pairs: Pairs
-    """The (group, steps more than the least) of each row that it uses."""
+_Ranges = tuple[torch.Tensor, torch.Tensor, Pairs]
+"""`table` of `flat_step_`, its rows that have an edge, and the (group, steps more than the least)
+of each row that it uses."""
 
 
 class Step(NamedTuple):
@@ -73,40 +66,34 @@ class _Known(NamedTuple):
 def squares_of(flats: Sequence[FlatState]) -> list[torch.Tensor]:
     """The sums of squares of the gradients of each, float64 scalars.
 
-    Those on a device are summed in one call, which reads each gradient once; `vector_norm` would
-    copy it to float64 first.
+    On a device one call reads each gradient once; `vector_norm` would copy it to float64 first.
     """
-    by_device: dict[torch.device, list[tuple[FlatState, list[torch.Tensor]]]] = {}
-    for flat in flats:
-        if tensors := flat.unsummed():
-            by_device.setdefault(tensors[0].device, []).append((flat, tensors))
-    found: dict[int, torch.Tensor] = {}
-    for members in by_device.values():
-        tensors = [each.detach() for _, own in members for each in own]
+    parts = [flat.unsummed() for flat in flats]
+    tensors = [each for own in parts for each in own]
+    if any(map(_is_on_device, tensors)):
         norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
-        squares, at = torch.stack(norms).square(), 0
-        for flat, own in members:
-            part = squares[at] if len(own) == 1 else squares[at : at + len(own)].sum()
-            found[id(flat)] = part
-            flat.note_squares(part)
-            at += len(own)
-    return [found[id(flat)] if id(flat) in found else flat.squares() for flat in flats]
+        sums = iter(torch._foreach_mul(norms, norms))
+    else:
+        sums = iter([sum_squares(each) for each in tensors])
+    return [flat.squares([*islice(sums, len(p))]) for flat, p in zip(flats, parts, strict=True)]
 
 
-def call_step(taken: Sequence[tuple[FlatState, Step]], phase: int | None = None) -> None:
-    """Take steps, those on one device in one call. Not collective; `edges` have what is the largest
-    on all ranks.
+def _is_on_device(x: torch.Tensor) -> bool:
+    return x.device.type != "cpu"
 
-    Args:
-        phase: that of `flat_step_`; None: of each flat state its own.
-    """
+
+def take_steps(taken: list[tuple[FlatState, Step]]) -> None:
+    """Take steps, those on one device in one call, and empty the list. Not collective; `edges` have
+    what is the largest on all ranks."""
     calls: dict[tuple[torch.device, int], list[Step]] = {}
     for flat, step in taken:
-        key = step.tensors.main.device, flat.phase if phase is None else phase
-        calls.setdefault(key, []).append(step)
-    for (_, own), steps in calls.items():
+        calls.setdefault((step.tensors.main.device, flat.phase), []).append(step)
+    for (_, phase), steps in calls.items():
         tensors = [step.tensors for step in steps]
-        flat_step_(taken[0][0].kind, tensors, steps[0].grad_scale, steps[0].seed, own)
+        flat_step_(taken[0][0].kind, tensors, steps[0].grad_scale, steps[0].seed, phase)
+    for flat, step in taken:
+        flat.note_taken(step)
+    taken.clear()
 
 
 class FlatState:
@@ -286,14 +273,14 @@ class FlatState:
         if gradient is None or gradient.base is None or self._was_taken(gradient):
             return
         squares = None
-        if reduced is not None:
-            squares = reduced.of(gradient.base) if self._fills(gradient) else None
-            if squares is None and not self._is_on_device:
-                squares = self._squares(parts, gradient)
+        if reduced is not None and self._fills(gradient):
+            squares = reduced.of(gradient.base)
         if self._usual is not None and self._usual[0] == gradient.offsets:
             # The same object: the step then finds it so without a look at each number.
             gradient = gradient._replace(offsets=self._usual[0])
         self._known = _Known(gradient, gradient.flat._version, squares)
+        if reduced is not None and not _is_on_device(gradient.flat):
+            squares_of([self])
 
     def _note_taken(self, gradient: torch.Tensor | None) -> None:
         self._known = None  # Another one may be there now, or what is there be put elsewhere.
@@ -308,57 +295,30 @@ class FlatState:
         self._taken = {key: each for key, each in self._taken.items() if not each.expired()}
         return gradient.flat.untyped_storage()._cdata in self._taken
 
-    @property
-    def _is_on_device(self) -> bool:
-        return self.home.main.device.type != "cpu"
-
     def unsummed(self) -> list[torch.Tensor]:
-        """Its gradients on a device, in as few tensors as hold them; without elements, or where the
-        sum of their squares is known: none."""
-        if not self._is_on_device:
-            return []
-        known = self._known
-        if (
-            known is not None
-            and known.version == known.gradient.flat._version
-            and known.squares is not None
-        ):
-            return []
-        if known is not None:
-            return self._to_sum(known.gradient.parts, known.gradient)
-        numbers, parts = self._collect()
-        return self._to_sum(parts, find_buffer(numbers, parts, self.home.main.dtype))
-
-    def squares(self) -> torch.Tensor:
-        """The sum of squares of the gradients, a float64 scalar."""
+        """The gradients, in as few tensors as hold them; none where their squares are known."""
         known = self._known
         if known is None:
             numbers, parts = self._collect()
-            return self._squares(parts, find_buffer(numbers, parts, self.home.main.dtype))
-        version = known.gradient.flat._version
-        if known.squares is not None and known.version == version:
-            return known.squares
-        squares = self._squares(known.gradient.parts, known.gradient)
-        self.note_squares(squares)
-        return squares
-
-    def note_squares(self, squares: torch.Tensor) -> None:
-        """Remember what `squares` is to return, while gradients are what they are."""
-        if self._known is not None:
-            gradient = self._known.gradient
-            self._known = _Known(gradient, gradient.flat._version, squares)
-
-    def _squares(self, parts: list[torch.Tensor], gradient: Gradient | None) -> torch.Tensor:
-        sums = [sum_squares(each) for each in self._to_sum(parts, gradient)]
-        if len(sums) == 1:
-            return sums[0]
-        zero = torch.zeros((), dtype=torch.float64, device=self.home.main.device)
-        return torch.stack(sums).sum() if sums else zero
-
-    def _to_sum(self, parts: list[torch.Tensor], gradient: Gradient | None) -> list[torch.Tensor]:
+            gradient = find_buffer(numbers, parts, self.home.main.dtype)
+        elif known.squares is not None and known.version == known.gradient.flat._version:
+            return []
+        else:
+            gradient, parts = known.gradient, known.gradient.parts
         if gradient is not None and self._fills(gradient):
             return [gradient.flat]
-        return [each for each in parts if each.numel()]
+        return [each.detach() for each in parts if each.numel()]
+
+    def squares(self, sums: list[torch.Tensor]) -> torch.Tensor:
+        """The sum of squares of the gradients; `sums`: of each that `unsummed` returned."""
+        known = self._known
+        if known is not None and known.squares is not None and not sums:
+            return known.squares
+        zero = torch.zeros((), dtype=torch.float64, device=self.home.main.device)
+        squares = sums[0] if len(sums) == 1 else torch.stack(sums).sum() if sums else zero
+        if known is not None:
+            self._known = _Known(known.gradient, known.gradient.flat._version, squares)
+        return squares
 
     def _fills(self, gradient: Gradient) -> bool:
         """Whether its buffer has the layout of the main shard: all that is in it are the gradients,
@@ -410,15 +370,15 @@ class FlatState:
             return None
         if self.steps._version != self._steps_version:
             self._read_steps()
-        ranges = self._table_for(gradient)
-        pairs = tuple((group, self._first + lag + 1) for group, lag in ranges.pairs)
+        table, cut, keys = self._table_for(gradient)
+        pairs = tuple((group, self._first + lag + 1) for group, lag in keys)
         factors = _NONE if factor is None else factor.to(self.home.main.device)
         states, scales = self._states()
         tensors = StepTensors(
             *(self.home.main.detach(), gradient.flat, states, scales, _NONE, self.edges),
-            *(ranges.table, rows_of(pairs), factors),
+            *(table, rows_of(pairs), factors),
         )
-        return Step(gradient, tensors, ranges.cut, grad_scale, seed)
+        return Step(gradient, tensors, cut, grad_scale, seed)
 
     def _gradient(self, wanted: Container[nn.Parameter] | None) -> Gradient | None:
         """The gradients of its parameters, of those only if they are given, in one buffer; None:
@@ -447,7 +407,7 @@ class FlatState:
         return step_reference.WITH_ENDS
 
     def note_taken(self, step: Step) -> None:
-        """To be called after `call_step`."""
+        """The call of `flat_step_` is made."""
         self._count(step.gradient.numbers)
 
     def _count(self, numbers: list[int] | None) -> None:
@@ -476,7 +436,7 @@ class FlatState:
         ranges = torch.tensor(table, dtype=torch.int64).view(-1, step_reference.COLUMNS)
         cut = ranges[ranges[:, step_reference.EDGE] >= 0]
         device = self.home.main.device
-        made = _Ranges(ranges.to(device), cut.to(device), tuple(row_of))
+        made = ranges.to(device), cut.to(device), tuple(row_of)
         if numbers is None:
             self._usual = offsets, made
         return made

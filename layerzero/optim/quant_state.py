@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.ops import step_reference
+from layerzero.ops import flat_step_, step_reference
 from layerzero.optim.edges import cuts_of
 from layerzero.optim.flat_homes import Held, Home
-from layerzero.optim.flat_state import FlatState, Step, call_step
+from layerzero.optim.flat_state import FlatState, Step
 
 _BLOCK = step_reference.QUANT_NUMEL
 
@@ -20,19 +20,17 @@ _BLOCK = step_reference.QUANT_NUMEL
 def measure(taken: Sequence[tuple[FlatState, Step]]) -> None:
     """Write, before steps are taken, the largest magnitudes in this rank's parts of blocks of which
     other ranks have a part, into the `edges` of 8-bit states. Not collective."""
-    cuts = []
-    for flat, step in taken:
-        if len(step.cut):
-            tensors = step.tensors._replace(table=step.cut, copy=torch.empty(0))
-            cuts.append((flat, step._replace(tensors=tensors)))
-    call_step(cuts, step_reference.MEASURE)
-    for flat, step in cuts:
+    cuts = [(flat, step) for flat, step in taken if len(step.cut)]
+    tensors = [step.tensors._replace(table=step.cut, copy=torch.empty(0)) for _, step in cuts]
+    if cuts:
+        flat_step_(cuts[0][0].kind, tensors, cuts[0][1].grad_scale, 0, step_reference.MEASURE)
+    for (flat, _), cut in zip(cuts, tensors, strict=True):
         if isinstance(flat, QuantState):
-            flat.measure_unused(step.tensors)
+            flat.measure_unused(cut)
 
 
 class QuantState(FlatState):
-    """A step has two halves: `measure` those blocks of which other ranks have a part, `call_step`
+    """A step has two halves: `measure` those blocks of which other ranks have a part, `take_steps`
     uses the scales that ranks have agreed on."""
 
     def __init__(self, kind: int, home: Home, keys: Sequence[str], shows_step: bool) -> None:

@@ -78,7 +78,6 @@ class Recorder:
         self._reducing: int | None = None
         """Index of the reduction that is about to start; None while the last ones are awaited."""
         self._running: dict[tuple[Phase, str], tuple[Any, int | None]] = {}
-        self._pass_begin: Any = None
         self._steps: dict[int, int] = {}
         self._parameters = {id(p) for unit in root.units for p in unit.sharded_params}
         self._stop = threading.Event()

@@ -22,7 +22,6 @@ from layerzero.optim.whole_tensor.inner import Group, Inner, options_of
 _STEPS = 3
 _SIZES = ((4, 6), (5, 3))
 _MOST_OPERATIONS = 3000
-_Optimize = Callable[[list[nn.Parameter]], None]
 
 
 def steps_bucket_by_bucket(
