@@ -1,14 +1,13 @@
 """What do a step, a clip and zero_grad cost: layerzero.optim.AdamW beside torch's optimizers?
 
 Torch's foreach and fused AdamW run on the same sharded parameters and on `fully_shard`'s DTensors,
-as rank 0 of a fake group of 8. Compute is in bfloat16, so a step is followed by the cast of the
-weights for the next forward: `layerzero.optim.AdamW` has written it already. Its gradient norm is
-summed inside backward, where gradients are summed over ranks: "norm" is what it adds to the sum of
-the parts of 2 ranks, and there are ratios without and with it. "norm alone" is a pass of its own,
-for backends that sum themselves. Two questions:
+as rank 0 of a fake group of 8. The gradient norm of `layerzero.optim.AdamW` is summed inside
+backward, where gradients are summed over ranks: "norm" is what it adds to the sum of the parts of 2
+ranks, and there are ratios without and with it. "norm alone" is a pass of its own, for backends
+that sum themselves. Two questions:
 
     bandwidth   --numel elements a rank, in units of the first of --counts parameters: the time of
-                clip + step + cast, and the bytes moved
+                clip + step, and the bytes moved
     host        units so small that only the host's work counts: process time and Python calls
 
 Ratios are of interleaved rounds.
@@ -46,10 +45,10 @@ from layerzero.optim import AdamW
 from layerzero.step.chunk_squares import ChunkSquares
 
 WORLD_SIZE = 8
-PARTS = ("sum", "sum and norm", "norm alone", "clip", "step", "cast", "zero_grad")
+PARTS = ("sum", "sum and norm", "norm alone", "clip", "step", "zero_grad")
 HOST = ("norm alone", "clip", "step", "zero_grad")
-SHOWN = ("norm", "norm alone", "clip", "step", "cast", "zero_grad")
-TIMED = ("clip", "step", "cast")
+SHOWN = ("norm", "norm alone", "clip", "step", "zero_grad")
+TIMED = ("clip", "step")
 BASE = "pieces, fused"
 
 
@@ -102,9 +101,9 @@ def main() -> None:
 
 
 def _bytes() -> dict[str, float]:
-    """Counted: what clip, step and cast read and write of memory for each element."""
-    # The norm reads the gradient, the clip reads and writes it; the cast reads main, writes bf16.
-    torchs = 4 + 8 + (16 + 12) + (4 + 2)
+    """Counted: what clip and step read and write of memory for each element."""
+    # The norm reads the gradient, the clip reads and writes it.
+    torchs = 4 + 8 + (16 + 12)
     # The sum over ranks takes the norm along; the pass reads main, gradient and states.
     ours = {name: sum(step_nbytes(name)) for name in STATE_NBYTES}
     return {"torch": torchs, **ours}
@@ -169,7 +168,6 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
             "norm alone": norm,
             "clip": lambda: optimizer.clip_grad_norm_(1.0),
             "step": optimizer.step,
-            "cast": lambda: _cast(handles),
             "zero_grad": optimizer.zero_grad,
         },
         deliver,
@@ -181,12 +179,10 @@ def _on_pieces(units: int, count: int, per_rank: int, options: dict[str, bool]) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
     _backward(model)
     optimizer.step()
-    handles = _handles(model)
     return Contender(
         {
             "clip": lambda: model.clip_grad_norm_(1.0),
             "step": optimizer.step,
-            "cast": lambda: _cast(handles),
             "zero_grad": optimizer.zero_grad,
         },
         _keeping_gradients(model),
@@ -202,13 +198,10 @@ def _on_dtensors(units: int, count: int, per_rank: int, options: dict[str, bool]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
     _backward(model)
     optimizer.step()
-    locals_of: list[Any] = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[operator]
-    buffers = [torch.empty_like(each, dtype=torch.bfloat16) for each in locals_of]
     return Contender(
         {
             "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
             "step": optimizer.step,
-            "cast": lambda: torch._foreach_copy_(buffers, locals_of),
             "zero_grad": optimizer.zero_grad,
         },
         _keeping_gradients(model),
@@ -244,12 +237,6 @@ def _handles(model: ZeRO3) -> list[Any]:
     return [handle for unit in model._root_state.units for handle in unit.handles]
 
 
-def _cast(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.mark_stale()
-        handle.write_compute_slice()
-
-
 def _bandwidth(args: argparse.Namespace, count: int, per_rank: int) -> dict[str, Any]:
     # Of one thread: other processes and waiting do not count.
     clock = time.thread_time if args.threads == 1 else time.perf_counter
@@ -279,7 +266,7 @@ def _bandwidth(args: argparse.Namespace, count: int, per_rank: int) -> dict[str,
         both = zip(times[name]["sum"][1:], times[name]["sum and norm"][1:], strict=True)
         norms = [with_norm - alone for alone, with_norm in both]
         result[name] = {
-            "clip_step_cast_ms": Spread.of(values).as_dict(),
+            "clip_step_ms": Spread.of(values).as_dict(),
             "parts_ms": {**parts, "norm": Spread.of(norms).median},
             "over_fused_on_pieces": ratio(values, totals[BASE]).as_dict(),
             "with_norm_over_fused_on_pieces": ratio(
@@ -341,10 +328,10 @@ def _calls(function: Callable[[], Any]) -> int:
 
 def _show(title: str, result: dict[str, Any], parts: tuple[str, ...]) -> None:
     print(title)
-    header = ["", *parts, "clip + step + cast", "over fused on pieces", "with norm", "calls"]
+    header = ["", *parts, "clip + step", "over fused on pieces", "with norm", "calls"]
     rows = []
     for name, own in result.items():
-        total = own.get("clip_step_cast_ms", {}).get("median")
+        total = own.get("clip_step_ms", {}).get("median")
         calls = own.get("python_calls", {}).get("step")
         rows.append(
             [

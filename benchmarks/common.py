@@ -138,11 +138,11 @@ STATE_NBYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
 """Of an element of a state, by the names of `layerzero.optim`; 8 bits: with its part of a scale."""
 
 
-def step_nbytes(state: str, copy_nbytes: int = 2) -> tuple[float, float]:
+def step_nbytes(state: str) -> tuple[float, float]:
     """Bytes of an element that one AdamW step of a float32 parameter must read and write: the
-    parameter, the gradient (read), two states, and the copy in the compute dtype (written)."""
+    parameter, the gradient (read) and two states."""
     states = 2 * STATE_NBYTES[state]
-    return 4 + 4 + states, 4 + states + copy_nbytes
+    return 4 + 4 + states, 4 + states
 
 
 def environment() -> dict[str, Any]:

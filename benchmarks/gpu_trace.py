@@ -24,8 +24,9 @@ STEP = "bench_step"
 MIN_HIDDEN = 0.9
 """Of the time of gathers, the least part that must run beside kernels of the compute stream."""
 MAX_GAP_US = 50.0
-OWN_KERNELS = 2
-"""The engine's launches for each unit and step: the cast of the shard, the packing of gradients."""
+OWN_KERNELS = 1
+"""The engine's kernels for each unit and step, besides a cast for each gather: the packing of
+gradients."""
 _AT_ONCE_US = 5.0
 """Between a work's cause on another stream and the work, at most, apart from launching it."""
 
@@ -284,12 +285,14 @@ def _order(step: Step) -> list[Failure]:
 
 def _own_kernels(step: Step, expected: int) -> list[Failure]:
     counted = Counter(work.unit for work in step.works if work.is_own_kernel)
-    units = {work.unit for work in step.works if work.is_gather}
-    wrong = {unit: counted[unit] for unit in sorted(units) if counted[unit] != expected}
+    casts = Counter(work.unit for work in step.works if work.is_gather)
+    wrong = [unit for unit in sorted(casts) if counted[unit] != casts[unit] + expected]
     if not wrong:
         return []
-    unit, count = next(iter(wrong.items()))
-    text = f"{count} own kernels for {unit}, expected {expected} ({len(wrong)} units differ)"
+    text = (
+        f"{counted[wrong[0]]} own kernels for {wrong[0]}, expected "
+        f"{casts[wrong[0]] + expected} ({len(wrong)} units differ)"
+    )
     return [Failure("own kernels", text)]
 
 

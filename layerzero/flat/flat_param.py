@@ -255,7 +255,6 @@ class FlatParam:
         if not placement.owns_compute_shard and placement.outer_group is not None:
             place = placement.outer_group.rank * own
         self.compute_slice = self.compute_shard[place : place + own]
-        self._whole_shard = Segments.concatenate([own])
 
     @property
     def compute_numel(self) -> int:
@@ -343,10 +342,11 @@ class FlatParam:
         Runs on the current stream; does not block the host unless offloaded memory is not pinned.
         """
         source = self.main_shard
-        if self.params_on is not None:
+        if self.params_on is not None and source.dtype != self.full.dtype:
+            # Uploaded first: torch would cast on the host.
             source = torch.empty_like(source, device=self.full.device)
             source.copy_(self.main_shard, non_blocking=True)
-        pack_(self.compute_slice, [source], self._whole_shard)
+        self.compute_slice.copy_(source, non_blocking=True)
 
     def reset_sharded_params(self, unit: str) -> bool:
         """Take over values that a user assigned to `parameter.data`; True if any.

@@ -354,7 +354,7 @@ WITH_HOST: list[Row] = [
     ),
     (
         without.staging_shards_on_compute,
-        "parameters",
+        "bfloat16 parameters",
         plain_steps,
         Free("staged main shard", COMPUTE, CAST),
     ),

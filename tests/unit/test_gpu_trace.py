@@ -21,6 +21,7 @@ from benchmarks.gpu_trace import (
 
 COMPUTE, PRE, UNSHARD, REDUCE = 7, 13, 17, 21
 MATMUL, PACK, COPY = "ampere_gemm", "void pack_kernel<float>", "Memcpy DtoD (Device -> Device)"
+CAST = "vectorized_elementwise_kernel"
 ROOT = "the root unit"
 
 
@@ -62,9 +63,8 @@ class Trace:
         return self.events
 
 
-def gather(trace: Trace, unit: str, at: float, stream: int = UNSHARD, cast: bool = True) -> None:
-    works = [(PACK, PRE, at - 5, at - 1)] if cast else []
-    trace.within("unshard", unit, *works, (COPY, stream, at, at + 50))
+def gather(trace: Trace, unit: str, at: float, stream: int = UNSHARD) -> None:
+    trace.within("unshard", unit, (CAST, stream, at - 5, at - 1), (COPY, stream, at, at + 50))
 
 
 def reduction(trace: Trace, unit: str, at: float) -> None:
@@ -75,7 +75,7 @@ def good_step(
     order: str = "pre",
     gather_stream: int = UNSHARD,
     pause: float = 0.0,
-    casts: int = 1,
+    packs: int = 1,
     exposed: bool = False,
     sync: str = "",
 ) -> list[dict[str, Any]]:
@@ -90,17 +90,17 @@ def good_step(
         trace.call(sync)
     trace.work(MATMUL, COMPUTE, 500, 800)
     trace.work(MATMUL, COMPUTE, 800, 900)
-    gather(trace, "2", 810, cast=False)
+    gather(trace, "2", 810)
     if order == "pre":
-        gather(trace, "1", 910, cast=False)
+        gather(trace, "1", 910)
     trace.work(MATMUL, COMPUTE, 900, 1300)
     reduction(trace, "2", 1300)
     if order == "on demand":
-        gather(trace, "1", 1310, cast=False)
+        gather(trace, "1", 1310)
     trace.work(MATMUL, COMPUTE, 1304 + pause, 1700 + pause)
     for unit in ("1", ROOT) if order != "reversed" else (ROOT, "1"):
         reduction(trace, unit, 1700 + pause)
-    for _ in range(casts - 1):
+    for _ in range(packs - 1):
         trace.within("reduce", "1", (PACK, COMPUTE, 1720 + pause, 1722 + pause))
     trace.work(MATMUL, COMPUTE, 1750 + pause, 1800 + pause)
     return trace.ended()
@@ -143,9 +143,9 @@ DEFECTS: dict[str, tuple[Callable[[], list[dict[str, Any]]], str, str]] = {
     "no reduction": (no_reductions, "order", "no reduction"),
     "no gather": (no_gathers, "gathers", "no gather"),
     "one kernel too many": (
-        lambda: good_step(casts=2),
+        lambda: good_step(packs=2),
         "own kernels",
-        "3 own kernels for 1, expected 2 (1 units differ)",
+        "4 own kernels for 1, expected 3 (1 units differ)",
     ),
     "compute waits at a border": (
         lambda: good_step(pause=80.0),
@@ -229,7 +229,7 @@ def test_calls_that_do_not_wait_are_not_reported() -> None:
 
 def test_a_gap_in_the_middle_of_a_unit_is_not_of_the_engine() -> None:
     trace = Trace()
-    gather(trace, "1", 20, cast=False)
+    gather(trace, "1", 20)
     trace.work(MATMUL, COMPUTE, 10, 100)
     trace.work(MATMUL, COMPUTE, 300, 400)
     (step,) = read_steps(trace.ended())
