@@ -116,39 +116,25 @@ void flat_step_cuda(StableIValue* stack, uint64_t, uint64_t) {
   if (arguments.flats.empty()) return;
   const StepFlatArguments& first = arguments.flats[0];
   const Device device = first.main.device;
-  StepCall call{arguments.factor,
-                first.job.seed,
-                first.job.grad_scale,
-                first.job.kind,
-                first.job.form,
-                first.job.dtype,
-                0,
-                first.job.num_states,
-                first.job.mode};
+  StepCall call{arguments.factor, first.job.seed,  first.job.grad_scale, first.job.kind,
+                first.job.form,   first.job.dtype, first.job.num_states, first.job.mode};
   std::vector<StepInput> inputs;
-  bool has_copy = false;
   const DeviceGuard guard(device.index);
   const auto launch = [&] {
     check_launch(layerzero_cuda_step(&call, inputs.data(), static_cast<int64_t>(inputs.size()),
                                      current_stream(device.index)),
                  "flat_step_");
     inputs.clear();
-    has_copy = false;
   };
   for (const StepFlatArguments& flat : arguments.flats) {
     const StepJob& job = flat.job;
     check_is_cuda(flat.main, "flat_step_");
     if (!(flat.main.device == device))
       refuse("flat_step_: main is on ", name_of(device), " and on ", name_of(flat.main.device));
-    if (job.form != call.form || job.dtype != call.dtype ||
-        (has_copy && job.copy != nullptr && job.copy_dtype != call.copy_dtype)) {
+    if (job.form != call.form || job.dtype != call.dtype) {
       launch();
       call.form = job.form;
       call.dtype = job.dtype;
-    }
-    if (job.copy != nullptr) {
-      call.copy_dtype = job.copy_dtype;
-      has_copy = true;
     }
     inputs.push_back({job, job.rows, flat.num_rows});
   }

@@ -1,7 +1,7 @@
 // flat_step_ on the CPU: one optimizer step of a flat parameter, in one pass over its memory.
 //
-// Bytes moved for AdamW with float32 states and a bfloat16 copy: 16 read (parameter, gradient, two
-// states) and 14 written (parameter, states, copy) an element; 12 and 10 with bfloat16 states, 10
+// Bytes moved for AdamW with float32 states: 16 read (parameter, gradient, two states) and 12
+// written (parameter, states) an element; 12 and 8 with bfloat16 states, 10
 // and 8 with 8-bit ones.
 #include <algorithm>
 

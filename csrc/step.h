@@ -11,8 +11,7 @@ namespace layerzero {
 struct StepJob : StepFlat {
   int kind;
   StepForm form;
-  layerzero_dtype dtype;       // of main and grad
-  layerzero_dtype copy_dtype;  // of copy
+  layerzero_dtype dtype;  // of main and grad
   int num_states;
   const double* rows;
   float factor;

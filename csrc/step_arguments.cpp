@@ -42,7 +42,7 @@ StepForm form_of(const Handle& state, layerzero_dtype main) {
 
 }  // namespace
 
-// (kind, main, grad, states, scales, copy, edges, table, rows, factor, grad_scale, seed, mode), of
+// (kind, main, grad, states, scales, edges, table, rows, factor, grad_scale, seed, mode), of
 // which all tensors but factor are lists with an entry, of states and scales `num_states` entries,
 // for each flat parameter.
 StepArguments::StepArguments(StableIValue* stack)
@@ -50,13 +50,12 @@ StepArguments::StepArguments(StableIValue* stack)
       grad(stack[2]),
       states(stack[3]),
       scales(stack[4]),
-      copy(stack[5]),
-      edges(stack[6]),
-      table(stack[7]),
-      rows(stack[8]),
-      factor_tensor(unbox<AtenTensorHandle>(stack[9])) {
+      edges(stack[5]),
+      table(stack[6]),
+      rows(stack[7]),
+      factor_tensor(unbox<AtenTensorHandle>(stack[8])) {
   const size_t count = main.tensors.size();
-  for (const TensorList* const list : {&grad, &copy, &edges, &table, &rows})
+  for (const TensorList* const list : {&grad, &edges, &table, &rows})
     if (list->tensors.size() != count)
       refuse(kOp, ": got a list of ", list->tensors.size(), " tensors beside ", count, " of main");
   if (count == 0) return;
@@ -73,9 +72,9 @@ StepArguments::StepArguments(StableIValue* stack)
   shared.kind = kind;
   shared.num_states = static_cast<int>(num_states);
   shared.factor = 1.0f;
-  shared.grad_scale = static_cast<float>(unbox<double>(stack[10]));
-  shared.seed = unbox<int64_t>(stack[11]);
-  shared.mode = static_cast<StepMode>(unbox<int64_t>(stack[12]));
+  shared.grad_scale = static_cast<float>(unbox<double>(stack[9]));
+  shared.seed = unbox<int64_t>(stack[10]);
+  shared.mode = static_cast<StepMode>(unbox<int64_t>(stack[11]));
   for (size_t i = 0; i < count; ++i) flats.push_back(flat_of(i, shared));
   if (numel_of(factor_tensor) > 0) {
     expect_dtype(factor_tensor, aoti_torch_dtype_float32(), "factor", "float32");
@@ -123,13 +122,6 @@ StepFlatArguments StepArguments::flat_of(size_t i, const StepJob& shared) const 
     }
   }
 
-  if (numel_of(copy.tensors[i]) > 0) {
-    if (numel_of(copy.tensors[i]) != flat.main.numel)
-      refuse(kOp, ": copy has ", numel_of(copy.tensors[i]), " elements, main has ",
-             flat.main.numel);
-    job.copy_dtype = dtype_of(copy.tensors[i], kOp, "copy", -1);
-    job.copy = static_cast<char*>(memory(copy.tensors[i], "copy", device, size_of(job.copy_dtype)));
-  }
   expect_dtype(edges.tensors[i], aoti_torch_dtype_float32(), "edges", "float32");
   job.edges = static_cast<float*>(memory(edges.tensors[i], "edges", device, 4));
   flat.num_edges = numel_of(edges.tensors[i]);

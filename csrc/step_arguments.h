@@ -21,7 +21,7 @@ struct StepFlatArguments {
 struct StepArguments {
   explicit StepArguments(StableIValue* stack);
 
-  TensorList main, grad, states, scales, copy, edges, table, rows;
+  TensorList main, grad, states, scales, edges, table, rows;
   Handle factor_tensor;
   std::vector<StepFlatArguments> flats;
   const float* factor = nullptr;  // on main's device; null: 1

@@ -24,7 +24,7 @@ enum StepKind { kAdamW = 0, kSgd = 1, kLion = 2 };
 enum StepMode { kStepWithEnds = 0, kStepWithoutEnds = 1, kMeasure = 2 };
 
 // Columns of `table`: int64, one row for each range of elements.
-//   kMain, kGrad, kState  where the range begins in main and copy, in grad, in the states
+//   kMain, kGrad, kState  where the range begins in main, in grad, in the states
 //   kNumel                its elements
 //   kRow                  its row of `rows`
 //   kIndex, kKey          index of its first element in the whole parameter, and which that is
@@ -46,7 +46,6 @@ struct StepFlat {
   const char* grad;
   char* states[kMaxStates];
   float* scales[kMaxStates];
-  char* copy;    // null: none
   float* edges;  // [E, states]
   const int64_t* table;
   int64_t main_numel;

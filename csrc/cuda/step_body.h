@@ -36,7 +36,6 @@ struct StepCall {
   int kind;
   int form;
   int dtype;
-  int copy_dtype;
   int num_states;
   int phase;
 };
@@ -152,7 +151,7 @@ int dispatch_step(const Launch& launch, const StepCall& call, const StepInput* i
                   int64_t count) {
   if (call.dtype == LZ_FLOAT64)
     return launch.template run<StepOf<double, kAny, kAny, kAny>>(call, inputs, count);
-  const bool may_be_own = call.phase == kStepWithEnds && call.copy_dtype != LZ_FLOAT64;
+  const bool may_be_own = call.phase == kStepWithEnds;
   if (may_be_own && call.kind == kAdamW && call.num_states == 2) {
     if (call.dtype == LZ_FLOAT32)
       return dispatch_form<kAdamW, LZ_FLOAT32>(launch, call, inputs, count);
@@ -173,9 +172,8 @@ LZ_BODY void with_format(int dtype, Visit&& visit) {
   if constexpr (kDtype != kAny) {
     visit(Format<kDtype>());
   } else {
-    if constexpr (kWithDouble)
-      if (dtype == LZ_FLOAT64) return visit(Format<LZ_FLOAT64>());
     switch (dtype) {
+      case LZ_FLOAT64: visit(Format<LZ_FLOAT64>()); break;
       case LZ_FLOAT16: visit(Format<LZ_FLOAT16>()); break;
       case LZ_BFLOAT16: visit(Format<LZ_BFLOAT16>()); break;
       default: visit(Format<LZ_FLOAT32>());
@@ -301,8 +299,6 @@ LZ_BODY bool is_wide(const StepCall& call, const StepFlat& flat,
   };
   bool fine =
       is_fine(flat.main, segment.at(kMain), size) && is_fine(flat.grad, segment.at(kGrad), size);
-  if (flat.copy != nullptr)
-    fine = fine && is_fine(flat.copy, segment.at(kMain), dtype_size(call.copy_dtype));
   LZ_UNROLL
   for (int s = 0; s < Of::kStates; ++s)
     if (s < num_states) fine = fine && is_fine(flat.states[s], segment.at(kState), held);
@@ -412,20 +408,9 @@ LZ_BODY void step_elements(const StepCall& call, const StepFlat& flat,
   if (measures) return;
   with_format<Of::kMainDtype>(call.dtype, [&](auto format) {
     using Own = decltype(format);
-    store_lane<typename Own::Bits, kWide>(main, lane, count, [&](int k) {
-      const auto bits = Own::encode(p[k]);
-      p[k] = static_cast<T>(Own::decode(bits));  // What main holds is what is cast.
-      return bits;
-    });
+    store_lane<typename Own::Bits, kWide>(main, lane, count,
+                                          [&](int k) { return Own::encode(p[k]); });
   });
-  if (flat.copy != nullptr) {
-    with_format<kAny, Of::kIsAny>(call.copy_dtype, [&](auto format) {
-      using Own = decltype(format);
-      using Bits = typename Own::Bits;
-      store_lane<Bits, kWide>(flat.copy + segment.at(kMain) * static_cast<int64_t>(sizeof(Bits)),
-                              lane, count, [&](int k) { return Own::encode(p[k]); });
-    });
-  }
   if (form == kQuantForm) return;
   const StepKeys keys = keys_of(call, options.step, segment);
   LZ_UNROLL

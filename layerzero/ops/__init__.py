@@ -232,8 +232,7 @@ def flat_step_(
     one launch for up to 32 of them whose dtypes are the same.
 
     Each gradient is divided by `grad_scale`, multiplied by `factor`, and updates the states and
-    the parameter; the parameter's new value is cast into `copy`. Step_reference.py defines the
-    bits. No autograd; does not block the host.
+    the parameter. Step_reference.py defines the bits. No autograd; does not block the host.
 
     Args:
         kind: `ADAMW`, `SGD` or `LION` of step_reference.py, as the names of columns and phases.
@@ -249,8 +248,6 @@ def flat_step_(
         return
     for tensors in steps:
         _note_written(tensors.main)
-        if tensors.copy.numel():
-            _note_written(tensors.copy)
 
 
 def sum_squares(x: torch.Tensor) -> torch.Tensor:

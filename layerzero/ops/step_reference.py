@@ -1,7 +1,7 @@
 """`flat_step_` and `sum_squares_` in plain torch: their definition, to the bit.
 
 One call is one optimizer step of flat parameters: unscale and clip the gradient, update the
-states, the parameter and its copy in another dtype. `table` has a row for each range of elements
+states and the parameter. `table` has a row for each range of elements
 that share a row of `rows` (a parameter group at a step number). For what the columns mean see
 csrc/step_math.h; the names here are the same.
 
@@ -48,8 +48,6 @@ class StepTensors(NamedTuple):
     """Written; float32 (float64 for float64), bfloat16 or uint8, one dtype for all."""
     scales: Sequence[torch.Tensor]
     """A float32 tensor for each uint8 state, with an entry for each block; written."""
-    copy: torch.Tensor
-    """Cast of main, of its size and any of its dtypes, written; or empty."""
     edges: torch.Tensor
     """Float32 [E, states]: scales of blocks of which this rank has a part. Read, or written in
     phase `MEASURE`, which writes nothing else."""
@@ -130,8 +128,6 @@ def _step(kind: int, tensors: StepTensors, grad_scale: float, seed: int, phase: 
                 edges.view(-1, len(states))[row[EDGE], i] = largest(now[i])
             continue
         main[part] = p.to(main.dtype)
-        if tensors.copy.numel():
-            tensors.copy[part] = main[part].to(tensors.copy.dtype)
         store_states(kind, now, states, scales, edges, row, int(options[STEP]), seed)
 
 
@@ -206,15 +202,15 @@ def ordered_sum_squares_(
 
 def check_flat_step(kind: int, tensors: StepTensors) -> None:
     """Raise ValueError if arguments do not fit together. Does not read tensor contents."""
-    main, grad, copy = tensors.main, tensors.grad, tensors.copy
+    main, grad = tensors.main, tensors.grad
     states, scales, table, rows = tensors.states, tensors.scales, tensors.table, tensors.rows
     if main.dtype not in DTYPES or grad.dtype != main.dtype:
         raise ValueError(
             f"flat_step_: main and grad must be of one dtype, {DTYPES}, got {main.dtype} and "
             f"{grad.dtype}"
         )
-    if not (main.is_contiguous() and grad.is_contiguous() and copy.is_contiguous()):
-        raise ValueError("flat_step_: main, grad and copy must be contiguous")
+    if not (main.is_contiguous() and grad.is_contiguous()):
+        raise ValueError("flat_step_: main and grad must be contiguous")
     least, most = {ADAMW: (2, 3), SGD: (0, 1), LION: (1, 1)}.get(kind, (1, 0))
     if not least <= len(states) <= most:
         raise ValueError(f"flat_step_: kind {kind} does not take {len(states)} states")
@@ -230,8 +226,6 @@ def check_flat_step(kind: int, tensors: StepTensors) -> None:
             )
     if states and states[0].dtype == torch.uint8 and len(scales) != len(states):
         raise ValueError(f"flat_step_: got {len(scales)} scales for {len(states)} states")
-    if copy.numel() and (copy.numel() != main.numel() or copy.dtype not in DTYPES):
-        raise ValueError(f"flat_step_: copy must have main's {main.numel()} elements")
     if table.dtype != torch.int64 or table.numel() % COLUMNS:
         raise ValueError(f"flat_step_: table must be int64 [R, {COLUMNS}]")
     if rows.dtype != torch.float64 or rows.numel() % ROW_COLUMNS:

@@ -375,7 +375,7 @@ class FlatState:
         factors = _NONE if factor is None else factor.to(self.home.main.device)
         states, scales = self._states()
         tensors = StepTensors(
-            *(self.home.main.detach(), gradient.flat, states, scales, _NONE, self.edges),
+            *(self.home.main.detach(), gradient.flat, states, scales, self.edges),
             *(table, rows_of(pairs), factors),
         )
         return Step(gradient, tensors, cut, grad_scale, seed)

@@ -21,7 +21,7 @@ def measure(taken: Sequence[tuple[FlatState, Step]]) -> None:
     """Write, before steps are taken, the largest magnitudes in this rank's parts of blocks of which
     other ranks have a part, into the `edges` of 8-bit states. Not collective."""
     cuts = [(flat, step) for flat, step in taken if len(step.cut)]
-    tensors = [step.tensors._replace(table=step.cut, copy=torch.empty(0)) for _, step in cuts]
+    tensors = [step.tensors._replace(table=step.cut) for _, step in cuts]
     if cuts:
         flat_step_(cuts[0][0].kind, tensors, cuts[0][1].grad_scale, 0, step_reference.MEASURE)
     for (flat, _), cut in zip(cuts, tensors, strict=True):
