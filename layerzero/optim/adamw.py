@@ -16,8 +16,8 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` for the parameters of one ZeRO3 module, in one pass over memory.
 
     It has torch's arguments, groups and state dict; in float32 on the CPU its bits are those of
-    `torch.optim.AdamW(fused=True)` on the same sharded parameters. It also writes the cast weights
-    of the next forward, unscales (`GradScaler`), and clips (`clip_grad_norm_`).
+    `torch.optim.AdamW(fused=True)` on the same sharded parameters. It also
+    unscales (`GradScaler`) and clips (`clip_grad_norm_`).
 
     Args:
         params: parameters of one ZeRO3 module, or groups of them.
