@@ -277,7 +277,7 @@ def bench_steps(on_cpu: bool, out: Path, link: str) -> list[Step]:
         part(30, "ceilings"),
         part(60, "step", "--size", "1b", *worlds, *cells, "--seconds", "2.5"),
         part(40, "host", "--cells", "1x1280", "1x6400", "--seconds", "3"),
-        part(45, "memory", "--size", "1b", "--worlds", "4", "8", "--cells", "1x1024"),
+        part(45, "memory", "--size", "1b", "--world", "4", "8", "--cells", "1x1024"),
         part(40, "trace", "--trace", str(out / "gpu_trace.json.gz")),
         part(70, "step", "--size", "8b/4", *worlds, *cells, "--seconds", "4"),
         part(35, "optimizer", "--cells", "1x512"),
