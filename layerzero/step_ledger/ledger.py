@@ -31,10 +31,10 @@ class Ledger:
     RuntimeError. All ranks' records are in it, on the clock of the first rank.
 
     On the CPU every figure is measured by the host: a wait is time that the host spent in it. On a
-    device with streams, events on the lanes and on the compute stream are timed, and no GPU has run
-    this: not measured there are how long a collective waited inside the backend for another of its
-    group (it is taken from when that one ended), kernels that run slower beside a collective, and
-    what the host does between two events.
+    device with streams, events on the lanes and on the compute stream are timed. Not measured there
+    are how long a collective waited inside the backend for another of its group (it is taken from
+    when that one ended), kernels that run slower beside a collective, and what the host does
+    between two events.
     """
 
     _merged: Merged | None = None
