@@ -100,10 +100,10 @@ def join_units(
     default_units = plan.nesting + 1 + max(forward_depth, 1)
     return parts.make_root(
         units,
-        plan.device,
-        forward_depth,
-        given.prefetch.backward,
-        GatherBudget.parse(limit, default_units=default_units),
+        device=plan.device,
+        forward_depth=forward_depth,
+        backward_prefetch=given.prefetch.backward,
+        budget=GatherBudget.parse(limit, default_units=default_units),
         budget_is_default=limit is True,
         reduction=given.reduction,
         tensor_parallel_groups=topology.tensor_parallel_groups,

@@ -19,7 +19,6 @@ from layerzero.build.materialize import Materializer, Place
 from layerzero.build.plan import WrapPlan
 from layerzero.build.topology import Topology
 from layerzero.comm.streams import Streams
-from layerzero.config import BackwardPrefetch, ReductionPolicy
 from layerzero.flat.groups import ShardGroup
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.memory_plan.budget import PlannedLearner
@@ -128,63 +127,6 @@ class _WithoutValues(Materializer):
                         self._allocate(Place(tensors, name))
 
 
-class _PlannedRoot(RootState):
-    """Counts memory by what it is for, and notes which unit is at work."""
-
-    def __init__(
-        self,
-        *arguments: Any,
-        count: StorageCount,
-        pace: Pace,
-        on_accelerator: bool,
-        **named: Any,
-    ) -> None:
-        self._pace = pace
-        self._storages = count
-        self._on_accelerator = on_accelerator
-        if named["make_context"] is not RuntimeContext:
-            named["make_context"] = functools.partial(
-                PlannedVerifiedContext, count=count, on_accelerator=on_accelerator
-            )
-        super().__init__(*arguments, **named)
-
-    def _make_streams(self, finishing_thread: bool) -> Streams:
-        of_reductions = functools.partial(self._storages.of_kind, "reduction buffers")
-        return PlannedStreams(
-            self.device, finishing_thread, self._pace, of_reductions, self._on_accelerator
-        )
-
-    def _make_operations(self, groups: list[ShardGroup]) -> Operations:
-        return PlannedOperations(self.device, groups)
-
-    def _make_scheduler(
-        self,
-        forward_depth: int,
-        backward_prefetch: BackwardPrefetch | None,
-        budget_is_default: bool,
-    ) -> _PlannedScheduler:
-        scheduler = _PlannedScheduler(
-            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
-        )
-        scheduler.count_in(self._storages)
-        return scheduler
-
-    def _make_reducer(self, policy: ReductionPolicy) -> _CountedReducer:
-        reducer = _CountedReducer(self.context, self.units, policy)
-        reducer.count_in(self._storages)
-        return reducer
-
-    def begin_call(self, unit: Unit) -> ForwardCall:
-        if not self.context.in_backward:
-            self._storages.now_at(name_of(unit), "forward")
-        return super().begin_call(unit)
-
-    def end_call(self, call: ForwardCall, outputs: object) -> None:
-        super().end_call(call, outputs)
-        if not self.context.in_backward:
-            self._storages.now_at(ROOT, "forward")
-
-
 class _PlannedScheduler(UnshardScheduler):
     """Notes which units are used, and whose backward begins."""
 
@@ -220,6 +162,53 @@ class _CountedReducer(GradientReducer):
         return lambda: [(reduction, reduction.present) for reduction in reductions]
 
 
+class _PlannedRoot(RootState):
+    """Counts memory by what it is for, and notes which unit is at work."""
+
+    scheduler: _PlannedScheduler
+    reducer: _CountedReducer
+    _scheduler_class = _PlannedScheduler
+    _reducer_class = _CountedReducer
+
+    def __init__(
+        self,
+        *arguments: Any,
+        count: StorageCount,
+        pace: Pace,
+        on_accelerator: bool,
+        **named: Any,
+    ) -> None:
+        self._pace = pace
+        self._storages = count
+        self._on_accelerator = on_accelerator
+        if named["make_context"] is not RuntimeContext:
+            named["make_context"] = functools.partial(
+                PlannedVerifiedContext, count=count, on_accelerator=on_accelerator
+            )
+        super().__init__(*arguments, **named)
+        self.scheduler.count_in(count)
+        self.reducer.count_in(count)
+
+    def _make_streams(self, finishing_thread: bool) -> Streams:
+        of_reductions = functools.partial(self._storages.of_kind, "reduction buffers")
+        return PlannedStreams(
+            self.device, finishing_thread, self._pace, of_reductions, self._on_accelerator
+        )
+
+    def _make_operations(self, groups: list[ShardGroup]) -> Operations:
+        return PlannedOperations(self.device, groups)
+
+    def begin_call(self, unit: Unit) -> ForwardCall:
+        if not self.context.in_backward:
+            self._storages.now_at(name_of(unit), "forward")
+        return super().begin_call(unit)
+
+    def end_call(self, call: ForwardCall, outputs: object) -> None:
+        super().end_call(call, outputs)
+        if not self.context.in_backward:
+            self._storages.now_at(ROOT, "forward")
+
+
 class _PlannedOptionalScheduler(_PlannedScheduler, OptionalScheduler):
     """With optional units."""
 
@@ -233,16 +222,8 @@ class _PlannedOptionalRoot(_PlannedRoot, OptionalRoot):
 
     scheduler: _PlannedOptionalScheduler
     reducer: _PlannedOptional
-
-    def _make_scheduler(self, *arguments: Any, **named: Any) -> _PlannedOptionalScheduler:
-        scheduler = _PlannedOptionalScheduler(self.context, self.units, *arguments, **named)
-        scheduler.count_in(self._storages)
-        return scheduler
-
-    def _make_reducer(self, policy: ReductionPolicy) -> _PlannedOptional:
-        reducer = _PlannedOptional(self.context, self.units, policy)
-        reducer.count_in(self._storages)
-        return reducer
+    _scheduler_class = _PlannedOptionalScheduler
+    _reducer_class = _PlannedOptional
 
     def _make_exchange(self) -> Exchange:
         return PlannedExchange(next(h.placement for u in self.units for h in u.handles).rank)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from layerzero.build.regions import OptionalRegions
-from layerzero.config import BackwardPrefetch, ReductionPolicy
 from layerzero.optional.agreement import Agreement
 from layerzero.optional.creation_times import CreationTimes
 from layerzero.optional.exchange import Exchange
@@ -30,6 +29,8 @@ class OptionalRoot(RootState):
 
     scheduler: OptionalScheduler
     reducer: OptionalReducer
+    _scheduler_class = OptionalScheduler
+    _reducer_class = OptionalReducer
 
     def __init__(
         self, units: Sequence[Unit], *args: Any, regions: OptionalRegions, **kwargs: Any
@@ -72,19 +73,6 @@ class OptionalRoot(RootState):
         scheduler.join(agreement, optional, regions.is_reused, reducer.how, reducer.presence)
         reducer.join(agreement, regions, scheduler.before_reduction, scheduler.free_after_reduction)
         return agreement
-
-    def _make_scheduler(
-        self,
-        forward_depth: int,
-        backward_prefetch: BackwardPrefetch | None,
-        budget_is_default: bool,
-    ) -> OptionalScheduler:
-        return OptionalScheduler(
-            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
-        )
-
-    def _make_reducer(self, policy: ReductionPolicy) -> OptionalReducer:
-        return OptionalReducer(self.context, self.units, policy)
 
     @remembers_failure
     def begin_call(self, unit: Unit) -> ForwardCall:

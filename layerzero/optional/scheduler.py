@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -56,15 +57,9 @@ class AgreedOrder(tuple[int, ...]):
 class OptionalScheduler(UnshardScheduler):
     """An `UnshardScheduler` for a model with optional units."""
 
-    def __init__(
-        self,
-        context: RuntimeContext,
-        units: Sequence[Unit],
-        forward_depth: int,
-        backward_prefetch: BackwardPrefetch | None,
-        budget_is_default: bool,
-    ) -> None:
-        super().__init__(context, units, forward_depth, backward_prefetch, budget_is_default)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes the arguments of `UnshardScheduler`."""
+        super().__init__(*args, **kwargs)
         self.set_up()
 
     def set_up(self) -> None:

@@ -75,6 +75,8 @@ class RootState:
     """Whether a call of the root unit moves its inputs to the model's device."""
     wrapper_ref: Callable[[], nn.Module | None]
     """Weak reference to the wrapper around the outermost module."""
+    _scheduler_class: type[UnshardScheduler] = UnshardScheduler
+    _reducer_class: type[GradientReducer] = GradientReducer
 
     def __init__(
         self,
@@ -109,8 +111,10 @@ class RootState:
             tensor_parallel_groups,
             owner=weakref.ref(self),
         )
-        self.scheduler = self._make_scheduler(forward_depth, backward_prefetch, budget_is_default)
-        self.reducer = self._make_reducer(reduction)
+        self.scheduler = self._scheduler_class(
+            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
+        )
+        self.reducer = self._reducer_class(self.context, self.units, reduction)
         self._casts = CastCache(device)
         self.cast_watch = CastWatch(self.units, device)
         self._clock = 0
@@ -135,19 +139,6 @@ class RootState:
 
     def _make_operations(self, groups: list[ShardGroup]) -> Operations:
         return Operations(self.device, self.streams, groups)
-
-    def _make_scheduler(
-        self,
-        forward_depth: int,
-        backward_prefetch: BackwardPrefetch | None,
-        budget_is_default: bool,
-    ) -> UnshardScheduler:
-        return UnshardScheduler(
-            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
-        )
-
-    def _make_reducer(self, policy: ReductionPolicy) -> GradientReducer:
-        return GradientReducer(self.context, self.units, policy)
 
     def _join_units(self) -> None:
         placements: dict[Placement, Placement] = {}

@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 53_055,
-    "flat": 2_648,
-    "step": 5_615,
+    "": 52_980,
+    "flat": 2_636,
+    "step": 5_605,
     "comm": 1_521,
     "watch": 1_117,
-    "build": 3_802,
+    "build": 3_799,
     "guards": 700,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
