@@ -20,13 +20,16 @@ _BLOCK = step_reference.QUANT_NUMEL
 def measure(taken: Sequence[tuple[FlatState, Step]]) -> None:
     """Write, before steps are taken, the largest magnitudes in this rank's parts of blocks of which
     other ranks have a part, into the `edges` of 8-bit states. Not collective."""
-    cuts = [(flat, step) for flat, step in taken if len(step.cut)]
-    tensors = [step.tensors._replace(table=step.cut) for _, step in cuts]
-    if cuts:
+    calls: dict[tuple[torch.device, int], list[tuple[FlatState, Step]]] = {}
+    for flat, step in taken:
+        if len(step.cut):  # In two phases: float32 states, which a load has left, have no scales.
+            calls.setdefault((step.tensors.main.device, flat.phase), []).append((flat, step))
+    for cuts in calls.values():
+        tensors = [step.tensors._replace(table=step.cut) for _, step in cuts]
         flat_step_(cuts[0][0].kind, tensors, cuts[0][1].grad_scale, 0, step_reference.MEASURE)
-    for (flat, _), cut in zip(cuts, tensors, strict=True):
-        if isinstance(flat, QuantState):
-            flat.measure_unused(cut)
+        for (flat, _), cut in zip(cuts, tensors, strict=True):
+            if isinstance(flat, QuantState):
+                flat.measure_unused(cut)
 
 
 class QuantState(FlatState):
