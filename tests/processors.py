@@ -50,7 +50,12 @@ WIDE = {
 }
 SHORT = {"all old": OLD, "all wide": WIDE}
 """For `make test`: the two ends, all libraries at once."""
-SHORT_FILES = "distributed: grads clip"
+SHORT_TESTS = (
+    "grads.py::test_every_toy_model_trains_on_any_number_of_ranks[3]",
+    "grads.py::test_adamw_state_belongs_to_the_right_elements[2]",
+    "clip.py::test_the_norm_is_that_of_the_whole_gradient[1]",
+)
+"""Every model, steps that magnify a rounding, norms of every kind."""
 _NUMERIC = re.compile(r"tests\.harness\.(checks|compare|reference|optional_runs|twin_machine)\b")
 _INTEL = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
 _BITS = """

@@ -146,7 +146,8 @@ def _load_all(root: str, written_by: int, expected: list[Values]) -> None:
     ("written_by", "read_by"),
     [
         *((1, [4]), (3, [2])),
-        *(pytest.param(size, [4], marks=pytest.mark.slow) for size in (2, 3)),
+        pytest.param(2, [4], marks=pytest.mark.slow),
+        pytest.param(3, [4], marks=pytest.mark.soak),
         pytest.param(4, [1, 2, 3, 4], marks=pytest.mark.slow),
     ],
 )

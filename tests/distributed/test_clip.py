@@ -62,7 +62,7 @@ def _clip_by_each() -> None:
             raise AssertionError(f"norm {norm_type}: {error}") from error
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_norm_is_that_of_the_whole_gradient(world_size: int) -> None:
     run_ranks(world_size, _clip_by_each)
 

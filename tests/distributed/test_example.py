@@ -252,7 +252,7 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
     ("program", "engine", "ranks", "layout"),
     [
         ("lm_launcher.py", "layerzero", 2, "2 units"),
-        ("lm_launcher.py", "fully_shard", 2, "2 units"),
+        ("train_lm.py", "fully_shard", 1, "2 units"),
         ("train_lm.py", "ddp", 1, "a whole copy"),
     ],
 )

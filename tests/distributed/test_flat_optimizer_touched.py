@@ -180,23 +180,22 @@ def _touch_all(clips: bool, accumulates: bool) -> None:
             _same(ours, theirs, what)
 
 
-def _touch(every_use: bool) -> None:
-    for clips in (False, True) if every_use else (True,):
-        for accumulates in (False, True):
-            _touch_all(clips, accumulates)
+def _touch(clips: bool) -> None:
+    for accumulates in (False, True):
+        _touch_all(clips, accumulates)
 
 
 @needs_fma
 @pytest.mark.parametrize(
-    ("world_size", "every_use"),
+    ("world_size", "clips"),
     [
-        (2, False),
-        pytest.param(1, True, marks=(pytest.mark.slow, pytest.mark.soak)),
-        pytest.param(2, True, marks=pytest.mark.slow),
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        *(pytest.param(1, clips, marks=pytest.mark.soak) for clips in (False, True)),
     ],
 )
-def test_whatever_is_done_between_counts(world_size: int, every_use: bool) -> None:
-    run_ranks(world_size, _touch, every_use)
+def test_whatever_is_done_between_counts(world_size: int, clips: bool) -> None:
+    run_ranks(world_size, _touch, clips)
 
 
 def _look_at_nothing() -> None:

@@ -54,7 +54,7 @@ def test_two_ranks_train_bitwise_like_one_process(optimizer: str) -> None:
     run_ranks(2, _train, list(CASES), optimizer)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_every_toy_model_trains_on_any_number_of_ranks(world_size: int) -> None:
     # Momentum of the first step is in the second.
     run_ranks(world_size, _train, list(CASES), "sgd_momentum", 2)

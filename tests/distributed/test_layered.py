@@ -466,11 +466,11 @@ def _never_stale(mode: str, zero3_size: int, low: bool) -> None:
     [
         pytest.param(True, [("zero1", 2), ("shard", 2)], id="bfloat16"),
         pytest.param(
-            *(True, [("zero1", 1), ("replicate", 2)]), marks=pytest.mark.slow, id="bfloat16, others"
+            *(True, [("zero1", 1), ("replicate", 2)]), marks=pytest.mark.soak, id="bfloat16, others"
         ),
-        pytest.param(False, [("zero1", 2), ("shard", 2)], marks=pytest.mark.slow, id="float32"),
+        pytest.param(False, [("zero1", 2), ("shard", 2)], marks=pytest.mark.soak, id="float32"),
         pytest.param(
-            *(False, [("zero1", 1), ("replicate", 2)]), marks=pytest.mark.soak, id="float32, others"
+            *(False, [("zero1", 1), ("replicate", 2)]), marks=pytest.mark.slow, id="float32, others"
         ),
     ],
 )

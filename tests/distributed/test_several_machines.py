@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -103,29 +104,61 @@ def test_two_agents_train_as_one_agent_with_two_ranks(tmp_path: Path) -> None:
     assert two == one
 
 
-def _train_without_ray(flags: list[str], folder: Path) -> None:
-    """What Ray's workers do, on ranks that it did not start."""
-    sys.path.insert(0, str(EXAMPLES))
+RESUMED = ["--workers", "2", "--steps", "6", "--checkpoint-every", "2", "--fail-at", "5"]
+
+
+def _ray_worker(config: dict[str, Any]) -> None:
+    """What Ray calls on each worker, on a rank that it did not start."""
     ray = MagicMock()
     ray.train.torch.get_device.return_value = torch.device("cpu")
     sys.modules |= {"ray": ray, "ray.train": ray.train, "ray.train.torch": ray.train.torch}
     import train_ray
 
-    train_ray.train_worker(vars(train_ray.parse([*flags, "--storage", str(folder)])))
+    train_ray.train_worker(config)
 
 
-@pytest.mark.slow
-def test_two_ray_workers_resume_after_a_failure(tmp_path: Path) -> None:
+def _uninterrupted(folder: Path) -> dict[str, Any]:
+    """Metrics of a run that no failure stops."""
+    folder.mkdir()
+    config = {"steps": 6, "checkpoint_every": 2, "fail_at": None, "storage": str(folder)}
+    run_ranks(2, _ray_worker, config)
+    metrics: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
+    assert metrics["step"] == 6 and metrics["resumed_from"] == 0
+    return metrics
+
+
+@pytest.mark.slow  # Ray takes seconds to import.
+def test_a_worker_of_ray_resumes_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but Ray's own processes."""
     pytest.importorskip("ray.train")
-    flags = ["--workers", "2", "--steps", "6", "--checkpoint-every", "2"]
-    script, storage = str(EXAMPLES / "train_ray.py"), ["--storage", str(tmp_path)]
-    _finish([_start(script, *flags, "--fail-at", "5", *storage)], timeout=300)
-    uninterrupted = tmp_path / "uninterrupted"
-    uninterrupted.mkdir()
-    run_ranks(2, _train_without_ray, flags, uninterrupted)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import train_ray
 
-    resumed, expected = (
-        json.loads((folder / "metrics.json").read_text()) for folder in (tmp_path, uninterrupted)
-    )
-    assert resumed == {**expected, "resumed_from": 4}
-    assert expected["step"] == 6 and expected["resumed_from"] == 0
+    class Trainer(train_ray.TorchTrainer):
+        def __init__(self, worker: Any, *, train_loop_config: dict[str, Any], **given: Any) -> None:
+            super().__init__(worker, train_loop_config=train_loop_config, **given)
+            self.config = train_loop_config
+
+        def fit(self) -> None:  # type: ignore[override]
+            with pytest.raises(AssertionError, match="asked to fail at step 5"):
+                run_ranks(2, _ray_worker, self.config)
+            run_ranks(2, _ray_worker, self.config)
+
+    monkeypatch.setattr(train_ray, "TorchTrainer", Trainer)
+    resumed = train_ray.run(train_ray.parse([*RESUMED, "--storage", str(tmp_path)]))
+    assert resumed == {**_uninterrupted(tmp_path / "uninterrupted"), "resumed_from": 4}
+
+
+@pytest.mark.soak
+def test_two_ray_workers_resume_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dozen processes of Ray's load torch. Every day runs the test above."""
+    pytest.importorskip("ray.train")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    script = str(EXAMPLES / "train_ray.py")
+    _finish([_start(script, *RESUMED, "--storage", str(tmp_path))], timeout=300)
+    resumed = json.loads((tmp_path / "metrics.json").read_text())
+    assert resumed == {**_uninterrupted(tmp_path / "uninterrupted"), "resumed_from": 4}

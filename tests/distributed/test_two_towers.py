@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -20,31 +20,30 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_two_towers.p
 SMALL = ["--steps", "12", "--batch", "4"]
 
 
-def _run(*command: str) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=100, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def _program(picture: Path | None) -> None:
+    """As torchrun starts it, and then on this rank alone."""
+    sys.path.insert(0, str(EXAMPLE.parent))
+    import train_two_towers as example
 
-
-def _losses(output: str) -> list[float]:
-    return json.loads(output.splitlines()[-1])["losses"]  # type: ignore[no-any-return]
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with mock.patch.object(dist, "init_process_group"):  # There is one.
+        example.main([*SMALL, *(["--plot", str(picture)] if picture else [])])
+    example.main([*SMALL, "--single", "--ranks", size])
 
 
 @pytest.mark.slow
-def test_two_towers_train_like_one_process(tmp_path: Path) -> None:
-    picture = tmp_path / "losses.png"
-    example = [str(EXAMPLE), *SMALL]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_two_towers_train_like_one_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     draws = importlib.util.find_spec("matplotlib") is not None
-    plot = ["--plot", str(picture)] if draws else []
-    sharded = _losses(_run(*launcher, "--", *example, *plot))
-    single = _losses(_run(*example, "--single", "--ranks", "2"))
+    picture = tmp_path / "losses.png" if draws else None
+    run_ranks(2, _program, picture)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    sharded, *single = (json.loads(line)["losses"] for line in lines)
     assert len(sharded) == 12
-    assert sharded == single
-    assert picture.exists() == draws
+    assert single == [sharded, sharded]
+    assert picture is None or picture.exists()
 
 
 def _on_these_ranks() -> tuple[list[float], list[float]]:

@@ -14,8 +14,8 @@ import pytest
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "cuda"
 ARCHITECTURES = ("80", "90", "100")
-OUTER_ONES = ("80", "100")
-"""The oldest and the newest; each takes 7 s. An install for the CPU compiles what is between."""
+ONE_OF_THEM = ("100",)
+"""Each takes 7 s. An install for the CPU compiles for another."""
 
 ELEMENT_SIZES = {0: 4, 1: 2, 2: 2, 3: 8}  # by layerzero_dtype
 NUM_PAIRS = len(ELEMENT_SIZES) ** 2
@@ -215,11 +215,13 @@ def test_kernels_compile_without_spills_for_all_architectures_and_load(
     # pytest keeps its own for a while and the intermediate files are 45 MB.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        archs = ARCHITECTURES if in_full else OUTER_ONES
+        archs = ARCHITECTURES if in_full else ONE_OF_THEM
         library, said = compile_and_link(nvcc, folder, archs)
         check_resources(said, archs)
-        for arch in archs:
-            for kernel in ("pack", "ordered_sum"):
-                check_wide_accesses((folder / f"{kernel}.compute_{arch}.ptx").read_text())
+        for kernel in ("pack", "ordered_sum"):
+            codes = list(folder.glob(f"{kernel}*.ptx"))
+            assert len(codes) == len(archs)
+            for code in codes:
+                check_wide_accesses(code.read_text())
         check_machine_code(nvcc, library)
         check_library(library)

@@ -86,7 +86,9 @@ def test_all_ops_run_clean_and_a_write_out_of_bounds_is_found(tmp_path: Path) ->
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     shutil.copy(ROOT / ".pytest.ini", tmp_path)
     build(tmp_path)
-    done = run_op_tests(tmp_path, *(f"tests/ops/test_{name}.py" for name in OPS))
+    files = (f"tests/ops/test_{name}.py" for name in OPS)
+    # These call no kernel, or only register it.
+    done = run_op_tests(tmp_path, *files, "-k", "not (reference or compiled or opcheck)")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None and int(passed[1]) > 300, done.stdout[-1000:]

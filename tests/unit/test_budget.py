@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 52_980,
+    "": 52_983,
     "flat": 2_636,
     "step": 5_605,
     "comm": 1_521,
