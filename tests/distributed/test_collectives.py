@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.config import GatherBudget
 from layerzero.step.states import ShardState
-from tests.harness.internals import inner_units, root_state
+from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import (
@@ -224,25 +224,6 @@ def _cast() -> None:
 
 def test_gathers_travel_in_the_compute_dtype() -> None:
     run_ranks(2, _cast)
-
-
-def _deleted() -> None:
-    import gc
-    import weakref
-
-    gc.disable()
-    try:
-        model = wrapped()
-        model(batch()).sum().backward()
-        shards = [weakref.ref(h.main_shard) for unit in inner_units(model) for h in unit.handles]
-        del model
-        assert not any(shard() is not None for shard in shards)
-    finally:
-        gc.enable()
-
-
-def test_deleting_a_model_frees_its_memory_at_once() -> None:
-    run_ranks(2, _deleted)
 
 
 def _states() -> None:

@@ -130,6 +130,9 @@ def test_a_bad_prefetch_policy_is_refused_when_it_is_made(kind, pattern, options
         (ValueError, "ReductionPolicy.reduce: expected one of", {"reduce": "max"}),
         (ValueError, "ReductionPolicy.accumulation: expected one of", {"accumulation": True}),
         (TypeError, "ReductionPolicy.deterministic: expected True or", {"deterministic": 1}),
+        (TypeError, "ReductionPolicy.separate_groups: expected True or", {"separate_groups": 1}),
+        (TypeError, "ReductionPolicy.in_flight: expected a size such as", {"in_flight": 2}),
+        (ValueError, "ReductionPolicy.in_flight: expected a size such as", {"in_flight": "much"}),
     ],
 )
 def test_a_bad_reduction_policy_is_refused_when_it_is_made(kind, pattern, options) -> None:

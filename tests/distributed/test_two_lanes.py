@@ -409,19 +409,6 @@ def test_a_unit_reduced_again_waits_for_its_own_reduction() -> None:
 # Refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "pattern", "options"),
-    [
-        (TypeError, "ReductionPolicy.separate_groups: expected True or", {"separate_groups": 1}),
-        (TypeError, "ReductionPolicy.in_flight: expected a size such as", {"in_flight": 2}),
-        (ValueError, "ReductionPolicy.in_flight: expected a size such as", {"in_flight": "much"}),
-    ],
-)
-def test_a_bad_policy_is_refused_when_it_is_made(kind, pattern, options) -> None:
-    with pytest.raises(kind, match=pattern):
-        ReductionPolicy(**options)
-
-
 def _differing() -> None:
     policy = ReductionPolicy(separate_groups=dist.get_rank() == 1)
     with pytest.raises(

@@ -182,7 +182,8 @@ def imported() -> list[str]:
         "before = {name.split('.')[0] for name in sys.modules}\n"
         "import layerzero\n"
         "after = {name.split('.')[0] for name in sys.modules}\n"
-        "def loaded(): return any(m.startswith('layerzero.checkpoint') for m in sys.modules)\n"
+        "asked_for = ('layerzero.checkpoint', 'layerzero.memory_plan')\n"
+        "def loaded(): return any(m.startswith(asked_for) for m in sys.modules)\n"
         "print(loaded(), layerzero.checkpoint.save.__name__, loaded())\n"
         "print(*sorted(after - before - set(sys.stdlib_module_names)))"
     )
@@ -192,7 +193,7 @@ def test_importing_layerzero_loads_nothing_but_torch_and_numpy(imported: list[st
     assert imported[3:] == ["layerzero"]
 
 
-def test_importing_layerzero_loads_no_checkpoints_until_they_are_asked_for(
+def test_importing_layerzero_loads_no_checkpoints_or_plans_until_they_are_asked_for(
     imported: list[str],
 ) -> None:
     assert imported[:3] == ["False", "save", "True"]
