@@ -119,14 +119,10 @@ def _compare(arguments: Sequence[str]) -> list[str]:
     wrong = []
     for index, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
         where = f"{' '.join(arguments)}: step {index}:"
-        if ours.succeeded != theirs.succeeded:
-            wrong.append(f"{where} step made {ours.succeeded}, expected {theirs.succeeded}")
-        if ours.num_zeros != theirs.num_zeros:
-            wrong.append(f"{where} {ours.num_zeros} zeros, expected {theirs.num_zeros}")
-        if ours.loss != theirs.loss:
-            wrong.append(f"{where} loss {ours.loss!r}, expected {theirs.loss!r}")
-        if ours.grad_norm != (theirs.grad_norm and of_floats(theirs.grad_norm)):
-            wrong.append(f"{where} norm {ours.grad_norm!r}, expected {theirs.grad_norm!r}")
+        for name in ("succeeded", "num_zeros", "loss", "grad_norm"):
+            one, other = getattr(ours, name), getattr(theirs, name)
+            if one != (of_floats(other) if name == "grad_norm" and other else other):
+                wrong.append(f"{where} {name} {one!r}, expected {other!r}")
     return wrong
 
 
