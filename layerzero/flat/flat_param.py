@@ -18,7 +18,9 @@ Note [Views outlive storage]
     tensor whose storage is resized between zero bytes and its full size. Autograd saves the views,
     not the bytes; once the storage is filled again for the backward pass, they show the values.
     Each leaf is made through `.data`, and so has a version counter of its own: writing the gathered
-    values does not look like an in-place change of a tensor that autograd saved.
+    values does not look like an in-place change of a tensor that autograd saved. Where the gathered
+    values are others than before, `note_gathered` makes it look so: a graph made with the former
+    ones, going backward, gets torch's own error.
 
 Note [One rank is whole]
     In a shard group of one rank the full buffer is the compute shard. It is freed when a step ends,
@@ -27,8 +29,9 @@ Note [One rank is whole]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -50,6 +53,8 @@ from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, split_of
 from layerzero.flat.views import Slot
 from layerzero.ops import Segments, pack_
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 @dataclass
@@ -97,14 +102,18 @@ class FlatParam:
     """Whether the compute shard is memory of its own, which stays for a step."""
     casts_in_place: bool
     """Whether the compute shard is this rank's place in the full buffer."""
+    left_versions: list[int]
+    """Versions of the unsharded parameters as far as the engine has written them."""
     compute_shard: torch.Tensor
     """[compute_numel] in the compute dtype; with `has_compute_shard`, valid unless `is_stale`."""
     post_forward_shard: torch.Tensor | None
     """[padded numel / size of the placement's `post_forward_group`] in the compute dtype: this
     rank's part of the full buffer, kept in forward so that backward gathers over that group."""
     gradients: GradientBuffer
-    version: int
-    """Version of the main shard that was gathered last; -1: none, or it has to be again."""
+    counted: list[torch.Tensor]
+    """The main shard and the sharded parameters, each with a version counter of its own."""
+    noted_versions: list[int]
+    """`versions` when the event was recorded for which gathers wait (`weights_written`)."""
 
     def __init__(
         self,
@@ -135,10 +144,8 @@ class FlatParam:
             alignment=alignment_of(device.type, min(dtype.itemsize, compute_dtype.itemsize)),
             slices=placement.owned_slices,
         )
-        self.version = -1
-        self._apart: list[nn.Parameter] = []
-        """Sharded parameters whose `.data` was assigned, here or by a user: they count their own
-        versions, and writes into them leave the main shard's as it is."""
+        self._is_gathered = False
+        """Whether what was gathered last is still to be used, unless `versions` have changed."""
         self.was_assigned = False
         """Whether `.data` of a sharded parameter was ever assigned."""
         self.post_forward_shard = None
@@ -152,6 +159,8 @@ class FlatParam:
         self.sharded_params = [
             self._make_sharded(original, index) for index, original in enumerate(originals)
         ]
+        self.counted = [self.main_shard, *self.sharded_params]
+        self.noted_versions = self._gathered_versions = self.versions
         self._expect()
         self._empty = [parameter for parameter in self.sharded_params if not parameter.numel()]
         self.is_whole = placement.shard_group.size == 1
@@ -202,9 +211,9 @@ class FlatParam:
         if kept is not None and is_same and lies_alike:
             sharded = kept  # An optimizer may hold it, with state of this range.
             sharded.data = part
-            self._apart.append(sharded)
         else:
-            sharded = nn.Parameter(part, requires_grad=original.parameter.requires_grad)
+            # Through `.data`, so that it counts its own versions: see `note_gathered`.
+            sharded = nn.Parameter(part.data, requires_grad=original.parameter.requires_grad)
         copy_attributes(original.parameter, sharded)
         set_info(sharded, ParameterInfo(original.fqn, shape, (start, stop), split))
         set_sharded_param(original.parameter, sharded)
@@ -232,6 +241,8 @@ class FlatParam:
             copy_attributes(original.parameter, unsharded)
             set_sharded_param(unsharded, self.sharded_params[index])
             self.unsharded_params.append(unsharded)
+        self.left_versions = [*map(version_of, self.unsharded_params)]
+        self._required_grad = [sharded.requires_grad for sharded in self.sharded_params]
 
     def view_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """View of parameter `index` in a buffer laid out like `full`; for a DTensor, a DTensor."""
@@ -285,23 +296,41 @@ class FlatParam:
     def free_compute_shard(self) -> None:
         """Free it, because the optimizer is about to make it stale; for `has_compute_shard`."""
         self.compute_shard.untyped_storage().resize_(0)
-        self.version = -1
+        self._is_gathered = False
 
     @property
-    def main_version(self) -> int:
-        """Grows with each write into the main shard that torch counts.
+    def versions(self) -> list[int]:
+        """torch's counts of writes into the main shard, and into each sharded parameter.
 
-        torch's version counter does not see writes through `.data`; see `mark_stale`.
+        They do not count writes through `.data`; see `mark_stale`.
         """
-        version = self.main_shard._version
-        if self._apart:
-            version += sum(parameter._version for parameter in self._apart)
-        return version
+        return [*map(version_of, self.counted)]
 
     @property
     def is_stale(self) -> bool:
         """Whether the main shard was written since it was gathered."""
-        return self.version != self.main_version
+        return not self._is_gathered or self._gathered_versions != [*map(version_of, self.counted)]
+
+    def has_gathered(self, versions: list[int]) -> bool:
+        """Whether the main shard was last gathered at these `versions`."""
+        return self._is_gathered and versions == self._gathered_versions
+
+    def note_gathered(self, now: list[int]) -> None:
+        """The main shard is being gathered, at these `versions`: it counts as a write into the
+        unsharded parameters whose sharded ones were written since it was the last time."""
+        before, self._gathered_versions = self._gathered_versions, now
+        self._is_gathered = True
+        written = []
+        triples = zip(self.unsharded_params, before[1:], now[1:], strict=True)
+        for unsharded, version_before, version in triples:
+            if version != version_before or now[0] != before[0]:
+                written.append(unsharded)
+        torch.autograd.graph.increment_version(written)
+        self.left_versions = [*map(version_of, self.unsharded_params)]
+
+    def leave(self, versions: list[int]) -> None:
+        """Take these versions of the unsharded parameters for the engine's."""
+        self.left_versions = versions
 
     def mark_stale(self) -> None:
         """Let the next gather read the main shard.
@@ -310,7 +339,7 @@ class FlatParam:
         """
         self.post_forward_shard = None
         if self.has_compute_shard:
-            self.version = -1
+            self._is_gathered = False
 
     def rename(self, prefix: str) -> None:
         """Put `prefix` before every name, because the model became part of another."""
@@ -397,10 +426,11 @@ class FlatParam:
             for (_, start, stop, offset), parameter in zip(
                 self._shard_ranges, self.sharded_params, strict=True
             ):
-                own = self.main_shard[offset : offset + stop - start]
+                # Through `.data`: assigning counts as no write, as in torch.
+                own = self.main_shard.data[offset : offset + stop - start]
                 own.copy_(values.get(id(parameter), own))
                 _put(parameter, own)
-        self._apart = [*self.sharded_params]
+        self._is_gathered = False
         self.was_assigned = True
         self._expect()
 
@@ -434,14 +464,15 @@ class FlatParam:
     def _kind(self) -> tuple[torch.dtype, torch.device]:
         return self.main_shard.dtype, self.main_shard.device
 
-    def update_requires_grad(self) -> bool:
-        """Copy `requires_grad` from sharded to unsharded parameters; True if any changed."""
-        changed = False
-        for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
+    def follow_requires_grad(self) -> None:
+        """Where `requires_grad` of a sharded or an unsharded parameter was changed, change the
+        other's."""
+        for index, before in enumerate(self._required_grad):
+            sharded, unsharded = self.sharded_params[index], self.unsharded_params[index]
             if sharded.requires_grad != unsharded.requires_grad:
-                unsharded.requires_grad_(sharded.requires_grad)
-                changed = True
-        return changed
+                sharded.requires_grad_(not before)
+                unsharded.requires_grad_(not before)
+            self._required_grad[index] = sharded.requires_grad
 
     def trainable(self) -> list[int]:
         """Indices of the parameters that require grad now."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -108,21 +108,26 @@ class GradientBuffer:
         self.pair: PairInput | None = None
         self._may_pair = False
         self._earlier = _NOTHING
+        self.shown: dict[int, Any] = {}
+        """The tensors that stand for sums of parameters in `.grad`; see step/placeholders.py."""
         self._pending: list[list[torch.Tensor]] = []
         """Gradients to add to the sum once the pass is complete."""
         self.set_trainable(range(len(shapes)))
 
     def set_trainable(self, indices: Sequence[int]) -> None:
-        """Lay the buffer out for the parameters that require grad now.
+        """Lay the buffer out for these parameters. Between passes.
+
+        Sums of earlier micro-batches move; `indices` then contain those that they are of.
 
         Raises:
-            RuntimeError: gradients of the former set are not reduced yet.
+            RuntimeError: such sums are on the host.
         """
-        if self.is_waiting:
+        if self.host_sum is not None:
             raise RuntimeError(
-                "parameters were frozen or unfrozen while unreduced gradients of no_sync exist: "
-                "change requires_grad between optimizer steps, not inside an accumulation"
+                "parameters were unfrozen while gradients of no_sync wait on the host: change "
+                "requires_grad between optimizer steps, not inside an accumulation"
             )
+        former, waiting = self.__dict__.get("layout"), self._earlier
         self.layout = GradientLayout.build(self._layout, indices)
         self._source = {index: place for place, index in enumerate(self.layout.trainable)}
         self._split_sources = [
@@ -141,9 +146,46 @@ class GradientBuffer:
             ((self._source[p.param], p.start, p.offset, p.numel) for p in self.layout.segments),
             self.layout.numel,
         )
+        self._runs: dict[int, list[ShardRange]] = {}
+        for run in self.layout.segments:
+            self._runs.setdefault(run.param, []).append(run)
         self._whole = Segments.concatenate([self.layout.numel])
         self._plan_pair()
         self._split_sizes, self._split_indices = self._plan_split()
+        if former is not None:
+            self._move_sums(former, waiting)
+
+    def _move_sums(self, former: GradientLayout, waiting: _Earlier) -> None:
+        """Move the sums of earlier micro-batches from the former layout to this one."""
+        area, shard_sum = waiting.area, waiting.shard_sum
+        if area is not None:
+            self._sum.allocate()
+            self._move(area.tensor, former, self._sum.tensor.zero_())
+            area.free()
+            area = self._sum
+        if shard_sum is not None:
+            num_pieces = former.numel // shard_sum.numel()
+            self.shard_sum = shard_sum.new_zeros(self.layout.numel // num_pieces)
+            self._move(shard_sum, former, self.shard_sum)
+            shard_sum = self.shard_sum
+        self._earlier = waiting._replace(area=area, shard_sum=shard_sum)
+
+    def _move(self, source: torch.Tensor, former: GradientLayout, target: torch.Tensor) -> None:
+        """Copy what both have of each gradient; they lie in the whole buffers of two layouts."""
+        source_begin = self._begin_of(source, former)
+        target_begin = self._begin_of(target, self.layout)
+        for param, start, stop, offset in former.segments:
+            for new in self._runs.get(param, ()):
+                # From an element's number in the gradient to its place in either.
+                to_source = offset - start - source_begin
+                to_target = new.offset - new.start - target_begin
+                first = max(start, new.start, -to_source, -to_target)
+                last = min(
+                    *(stop, new.stop, source.numel() - to_source, target.numel() - to_target)
+                )
+                if first < last:
+                    values = source[first + to_source : last + to_source]
+                    target[first + to_target : last + to_target].copy_(values)
 
     def keep_own_chunk_apart(self) -> None:
         """Pack for `reduce_with_peer`, if chunks are large; only between two ranks on gloo."""
@@ -353,6 +395,46 @@ class GradientBuffer:
         self.holds_sum, self._local = before.holds_sum, dict(before.local)
         self.shard_sum, self.host_sum = before.shard_sum, before.host_sum
         self.present = set(before.present)
+
+    def waiting(self, index: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(start in the flattened gradient, flat view) of each part of what waits of a parameter.
+        Between passes."""
+        if index in self._local:
+            yield 0, self._local[index].view(-1)
+        flats = [self._sum.tensor] if self.holds_sum and self._placement.num_ranks > 1 else []
+        flats += [each for each in (self.shard_sum, self.host_sum) if each is not None]
+        for flat in flats:
+            begin = self._begin_of(flat, self.layout)
+            for _, start, stop, offset in self._runs.get(index, ()):
+                first = max(offset, begin)
+                last = min(offset + stop - start, begin + flat.numel())
+                if first < last:
+                    yield start + first - offset, flat[first - begin : last - begin]
+
+    def _begin_of(self, flat: torch.Tensor, layout: GradientLayout) -> int:
+        """Offset in the whole buffer of a sum: all of it, or the chunk that a first hop leaves,
+        which has those of one or more main shards in their order."""
+        num_pieces = layout.numel // flat.numel()
+        piece = self._placement.main_shard_index * num_pieces // layout.num_chunks
+        return piece * flat.numel() if num_pieces > 1 else 0
+
+    def add_waiting_to(self, own: torch.Tensor, index: int) -> None:
+        """Add this rank's part of what waits of a parameter to `own`, its shard's gradient."""
+        info = get_info(self._sharded_params[index])
+        assert info is not None, "sharded parameters have ParameterInfo"
+        for start, part in self.waiting(index):
+            first, last = max(start, info.range[0]), min(start + part.numel(), info.range[1])
+            if first < last:
+                target = own[first - info.range[0] : last - info.range[0]]
+                target.add_(part[first - start : last - start].to(own.device))
+
+    def drop_waiting(self, index: int) -> None:
+        """Drop what waits of a parameter. Between passes."""
+        for _, part in self.waiting(index):
+            part.zero_()
+        self._local.pop(index, None)
+        self.present.discard(index)
+        self.keep()
 
     def forget(self) -> None:
         """Drop all gradients, those of earlier micro-batches included."""

@@ -16,6 +16,10 @@ from torch import nn
 
 grad_of: Callable[[nn.Parameter], torch.Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
 """`parameter.grad`, past what watches it (optim/data_watch.py)."""
+set_grad: Callable[[nn.Parameter, torch.Tensor | None], None] = vars(torch._C.TensorBase)[
+    "grad"
+].__set__
+"""Sets `parameter.grad`, past what watches it."""
 
 
 def stepped_by_torch() -> Container[nn.Parameter]:

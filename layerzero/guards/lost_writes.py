@@ -22,6 +22,7 @@ from operator import attrgetter, is_
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from layerzero.flat.flat_param import version_of
 from layerzero.guards.equal_draws import EqualDraws
 from layerzero.notices import outside, warn_once
 from layerzero.step.context import RuntimeContext
@@ -30,7 +31,6 @@ from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit
 
 _grad_of = attrgetter("grad")
-_version_of = attrgetter("_version")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,14 +43,7 @@ class LostWrites(Extension):
         self._unsharded_params = [
             unsharded for unit in units for h in unit.handles for unsharded in h.unsharded_params
         ]
-        copies = [h for unit in units for h in unit.handles if not _is_main_memory(h)]
-        self._copies = [
-            (fqn, unsharded)
-            for h in copies
-            for fqn, unsharded in zip(h.fqns, h.unsharded_params, strict=True)
-        ]
-        self._tensors = [unsharded for _, unsharded in self._copies]
-        self._versions = [*map(_version_of, self._tensors)]
+        self._copies = [h for unit in units for h in unit.handles if not _is_main_memory(h)]
 
     def before_forward(self) -> None:
         """Check before a forward of the model, outside backward.
@@ -87,11 +80,12 @@ class LostWrites(Extension):
                 "summon_full_params()"
             )
         names: list[str] = []
-        versions = [*map(_version_of, self._tensors)]
-        if versions != self._versions:
-            pairs = zip(self._copies, self._versions, versions, strict=True)
-            names = [fqn for (fqn, _), before, after in pairs if before != after]
-            self._versions = versions
+        for handle in self._copies:
+            versions = [*map(version_of, handle.unsharded_params)]
+            if versions != handle.left_versions:
+                triples = zip(handle.fqns, handle.left_versions, versions, strict=True)
+                names += [fqn for fqn, before, now in triples if before != now]
+                handle.leave(versions)
         return _written_into(names) if names else None
 
 

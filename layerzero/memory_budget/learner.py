@@ -71,7 +71,7 @@ class Learner:
         self._steps: list[Timeline] = []
         self._num_steps = 0
         self._saw_micro_batches = False
-        self._versions: list[int] = []
+        self._versions: list[list[int]] = []
         self._refusal = ""
         self._slack = _checksums(root)
         self._refuse_without_steps(root)
@@ -368,8 +368,8 @@ def _decides_sums(root: RootState) -> bool:
     return root.reducer.may_decide_sums
 
 
-def _versions(root: RootState) -> list[int]:
-    return [handle.main_version for unit in root.units for handle in unit.handles]
+def _versions(root: RootState) -> list[list[int]]:
+    return [handle.versions for unit in root.units for handle in unit.handles]
 
 
 def _held_by_engine(root: RootState) -> Iterator[torch.Tensor]:

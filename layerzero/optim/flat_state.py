@@ -375,7 +375,7 @@ class FlatState:
         factors = _NONE if factor is None else factor.to(self.home.main.device)
         states, scales = self._states()
         tensors = StepTensors(
-            *(self.home.main.detach(), gradient.flat, states, scales, self.edges),
+            *(self.home.main.data, gradient.flat, states, scales, self.edges),
             *(table, rows_of(pairs), factors),
         )
         return Step(gradient, tensors, cut, grad_scale, seed)
@@ -408,7 +408,10 @@ class FlatState:
 
     def note_taken(self, step: Step) -> None:
         """The call of `flat_step_` is made."""
-        self._count(step.gradient.numbers)
+        numbers = step.gradient.numbers
+        written = self._params if numbers is None else [self._params[i] for i in numbers]
+        torch.autograd.graph.increment_version(written)
+        self._count(numbers)
 
     def _count(self, numbers: list[int] | None) -> None:
         """Add 1 to the step numbers of these members; None: of all."""

@@ -166,7 +166,9 @@ class ZeRO3PipelineStage(PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide the gradients, which are complete, by the number of micro-batches."""
+        """Divide the gradients by the number of micro-batches, once they are complete."""
+        if not self._root.reducer.requires_sync:
+            return  # They wait, and are divided with those of the step that reduces them.
         if grad_scale_factor != 1 and self._root.reducer.uses_up_gradients:
             raise RuntimeError(
                 f"stage {self.stage_index}: the schedule scales gradients after the backward, but "

@@ -98,6 +98,9 @@ class Backward:
         is_recorded = False
         if not self._passes:
             self._reducer.begin_backward()
+            for unit in self._units:
+                # Since the forward, parameters may have been frozen and thawed for another one.
+                unit.follow_requires_grad()
             # If a pass is open, `torch.autograd.grad` runs inside a forward: its visits belong to
             # the forward's order.
             is_recorded = not self._scheduler.recorder.is_recording
@@ -132,7 +135,7 @@ class Backward:
         def show_sharded(_: object) -> None:
             backward = backward_ref()
             if backward is not None and backward._is_abandoned:
-                backward._reducer.note_failure()  # `zero_grad` may come before the next pass.
+                backward._reducer.show()  # `zero_grad` may come before the next pass.
                 for unit in backward._units:
                     unit.show_sharded()
 

@@ -9,13 +9,9 @@ import torch
 from torch import nn
 
 from layerzero.flat.gradients import Gradient
-from layerzero.flat.parameter_hooks import accumulate_with_hooks, grad_of
+from layerzero.flat.parameter_hooks import accumulate_with_hooks, grad_of, set_grad
 
 _logger = logging.getLogger(__name__)
-
-
-_set_grad = vars(torch._C.TensorBase)["grad"].__set__
-"""Sets `parameter.grad` without a call of watchers (optim/data_watch.py)."""
 
 
 def note_steps(error: BaseException, units: Sequence[str]) -> None:
@@ -64,14 +60,14 @@ class Delivery:
         self._written = []
         cleared, self._cleared = self._cleared, []
         for parameter in cleared:
-            parameter.grad = None  # Not `_set_grad`: watchers are called.
+            parameter.grad = None  # Not `set_grad`: watchers are called.
 
     def _write(self) -> None:
         plain, self.plain = self.plain, []
         with torch.no_grad():
             for parameter, gradient in plain:
                 if (before := grad_of(parameter)) is None:
-                    _set_grad(parameter, gradient)
+                    set_grad(parameter, gradient)
                 else:
                     before.add_(gradient)
 
@@ -79,7 +75,7 @@ class Delivery:
         """Return `.grad` to what it was, unless `commit` was called."""
         self.plain, self._cleared = [], []
         for parameter, before, copied in reversed(self._written):
-            _set_grad(parameter, before)
+            set_grad(parameter, before)
             if before is not None and copied is not None:
                 with torch.no_grad():
                     before.copy_(copied)

@@ -16,7 +16,7 @@ import torch
 
 from layerzero.comm.pending import Operation
 from layerzero.comm.streams import Event, Waitable
-from layerzero.flat.flat_param import FlatParam
+from layerzero.flat.flat_param import FlatParam, version_of
 from layerzero.flat.groups import ShardGroup
 from layerzero.step.context import RuntimeContext
 
@@ -41,13 +41,19 @@ class FlatParamHandle(FlatParam):
         """
         # A gather from the main shard waits for the optimizer's writes. A compute shard that is not
         # stale was written by an earlier call, and the unshard stream has waited for that write.
-        written: Event = None if self.has_compute_shard else context.weights_written
         synced: Waitable | None = None
-        if self.is_stale:
+        versions = [*map(version_of, self.counted)]
+        is_stale = not self.has_gathered(versions)
+        if is_stale:
             self.post_forward_shard = None
+            if versions != self.noted_versions:
+                context.note_weights()  # Written inside this forward: a momentum encoder.
+                self.noted_versions = versions
+        written: Event = None if self.has_compute_shard else context.weights_written
+        if is_stale:
             if self.has_compute_shard:
                 written, synced = self._sync_compute_shard(context, unit)
-            self.version = self.main_version
+            self.note_gathered(versions)
         if self.is_whole:
             # The full buffer is the compute shard: nothing is left to gather.
             if synced is not None:

@@ -196,8 +196,12 @@ def _call(
     root.end_call(call, outputs)
     if type(outputs) in _LAZY:
         return _step_by_step(unit, outputs, casts)
-    if torch.is_grad_enabled():
-        _watch_gradients(outputs, call)
+    for tensor in find_tensors(outputs):
+        if tensor.requires_grad:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(_on_output_gradient(call))
+            elif unit.owns(tensor):
+                root.keep_returned(unit)
     return outputs
 
 
@@ -255,15 +259,18 @@ def _call_uncompiled(
     return _call(unit, method, args, kwargs, casts)
 
 
-def _watch_gradients(outputs: Any, call: ForwardCall) -> None:
-    """Call `on_output_gradient` when the gradient of any output arrives."""
+def _on_output_gradient(call: ForwardCall) -> Callable[[torch.Tensor], None]:
+    """Hook for the outputs that the call made.
+
+    Not for leaves, which it only handed on: no node of the call lies behind them, they may live
+    on, and their gradients come as soon as they are complete, not in the order of Note [When a unit
+    is done in backward].
+    """
 
     def on_output_gradient(_: torch.Tensor) -> None:
         root_of(call.unit).backward.on_output_gradient(call)
 
-    for tensor in find_tensors(outputs):
-        if tensor.requires_grad:
-            tensor.register_hook(on_output_gradient)
+    return on_output_gradient
 
 
 def run_in_float32(module: nn.Module) -> None:

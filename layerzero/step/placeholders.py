@@ -1,27 +1,131 @@
-"""Placeholders: zeros in `.grad`, by which the engine detects that a program gives up a step.
+"""Placeholders: `.grad` while the engine keeps something of a step: sums, or that it is left out.
 
-After a pass that failed, the sums of earlier micro-batches stay, so that the pass can be run again;
-after a step that `on_nonfinite="skip"` leaves out, later backwards of the same step are dropped,
-too. Both end when the program clears its gradients. torch has no hook for that; but the
-placeholder is then gone (`zero_grad()`, `.grad = None`), or was written (`set_to_none=False`).
+Gradients of micro-batches that are not reduced yet (`no_sync`) are no tensors of the shape of a
+shard. A `WaitingGradient` stands for them, so that a program may scale or clear what it has
+accumulated, as in torch. After a step that `on_nonfinite="skip"` leaves out, zeros stand there:
+later backwards of that step are dropped, too, until the program clears its gradients.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from layerzero.comm.streams import Streams
+from layerzero.flat.gradients import GradientBuffer
+from layerzero.flat.parameter_hooks import grad_of, set_grad
+
+_aten = torch.ops.aten
+_VERBS: dict[Any, str] = {_aten.zero_.default: "zero_", _aten._foreach_zero_.default: "zero_"}
+"""Writes that act on a whole sum alike, whatever part of it a rank shows."""
+for _verb in ("mul_", "div_"):
+    _one, _each = getattr(_aten, _verb), getattr(_aten, f"_foreach_{_verb}")
+    for _write in (_one.Tensor, _one.Scalar, _each.Scalar, _each.ScalarList, _each.Tensor):
+        _VERBS[_write] = _verb
+
+
+class WaitingGradient(torch.Tensor):
+    """A parameter's sum of earlier micro-batches, not reduced yet, as its `.grad`; has no memory.
+
+    Reading gives this rank's part of what this rank added up (with `accumulation="sharded"`, of
+    what the first hop summed). Multiplying and dividing by a number, and zeroing, act on all that
+    waits. Other writes raise a RuntimeError. On a device, sums on the host block the host.
+    """
+
+    @staticmethod
+    def __new__(
+        cls, gradients: GradientBuffer, index: int, shard: torch.Tensor, streams: Streams
+    ) -> WaitingGradient:
+        own: WaitingGradient = torch.Tensor._make_wrapper_subclass(
+            cls, shard.shape, dtype=shard.dtype, device=shard.device
+        )
+        return own
+
+    def __init__(
+        self, gradients: GradientBuffer, index: int, shard: torch.Tensor, streams: Streams
+    ) -> None:
+        """`index`: of the parameter, whose shard is `shard`."""
+        self._before: torch.Tensor | None = None
+        self._index = index
+        self._streams = streams
+        self._gradients_ref = weakref.ref(gradients)
+
+    def stand_before(self, reduced: torch.Tensor | None) -> None:
+        """The `.grad` of before: reduced gradients, to which the sum will be added."""
+        self._before = reduced
+
+    def _sums(self) -> list[torch.Tensor]:
+        """Flat views of all that waits, in any order."""
+        gradients = self._gradients_ref()
+        if gradients is None:
+            return []
+        if gradients.host_sum is not None:
+            self._streams.wait_on_host(self._streams.record_compute_event())
+        before = [] if self._before is None else [self._before]
+        return [*before, *(part for _, part in gradients.waiting(self._index))]
+
+    def _read(self) -> torch.Tensor:
+        value = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        gradients = self._gradients_ref()
+        if gradients is not None:
+            self._sums()  # Which waits for them.
+            gradients.add_waiting_to(value, self._index)
+        return value if self._before is None else value.add_(self._before)
+
+    def drop(self) -> None:
+        """The program has cleared or replaced it: the parameter has no gradient so far."""
+        gradients = self._gradients_ref()
+        if gradients is not None:
+            self._sums()
+            gradients.drop_waiting(self._index)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _aten.detach.default:
+            return args[0]
+        if not func._schema.is_mutable or not any(_waits(each) for each in _written(func, args)):
+            args, kwargs = tree_map_only(cls, cls._read, (args, kwargs or {}))
+            return func(*args, **kwargs)
+        targets, *factor = args
+        several = isinstance(targets, (list, tuple))
+        factors = factor[0] if factor and isinstance(factor[0], (list, tuple)) else None
+        is_number = factor and isinstance(factor[0], torch.Tensor) and factor[0].numel() != 1
+        if func not in _VERBS or is_number:
+            raise RuntimeError(
+                f"{func}: .grad stands for gradients of no_sync, which are not reduced yet: "
+                "multiply it by a number or clear it, and write it otherwise after the backward "
+                "that reduces"
+            )
+        for place, target in enumerate(targets if several else [targets]):
+            numbers = factor if factors is None else [factors[place]]
+            for total in target._sums() if isinstance(target, cls) else [target]:
+                here = [x.to(total.device) if isinstance(x, torch.Tensor) else x for x in numbers]
+                getattr(total, _VERBS[func])(*here)
+        return None if several else targets
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The arguments that an operation writes."""
+    pairs = zip(func._schema.arguments, args, strict=False)
+    return [x for a, x in pairs if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _waits(written: Any) -> bool:
+    several = written if isinstance(written, (list, tuple)) else [written]
+    return any(isinstance(each, WaitingGradient) for each in several)
 
 
 class _Placed(NamedTuple):
     parameter: nn.Parameter
-    grad: torch.Tensor
-    is_ours: bool
-    """False for a gradient that was there already."""
-    version: int | None
-    """Version at which the placeholder was put; None: writes into it mean nothing."""
+    shown: torch.Tensor
+    before: torch.Tensor | None
 
 
 class Placeholders:
@@ -30,39 +134,37 @@ class Placeholders:
     def __init__(self) -> None:
         self._placed: list[_Placed] = []
 
-    def put(self, parameters: Iterable[nn.Parameter], watch_writes: bool) -> None:
-        """Put one into each `.grad` that is None. Does nothing while some are placed.
-
-        Args:
-            watch_writes: a write means that the step is given up. Not where the program clips or
-                unscales gradients next.
-        """
-        if self._placed:
-            return
+    def put_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Put zeros where `.grad` is None, and watch the others."""
         for parameter in parameters:
-            is_ours = parameter.grad is None
-            if is_ours:
-                parameter.grad = torch.zeros_like(parameter)
-            assert parameter.grad is not None, "set above"
-            version = parameter.grad._version if is_ours and watch_writes else None
-            self._placed.append(_Placed(parameter, parameter.grad, is_ours, version))
+            before = grad_of(parameter)
+            self._put(parameter, torch.zeros_like(parameter) if before is None else before)
+
+    def put(self, waiting: Iterable[tuple[nn.Parameter, WaitingGradient]]) -> None:
+        for parameter, shown in waiting:
+            shown.stand_before(grad_of(parameter))
+            self._put(parameter, shown)
+
+    def _put(self, parameter: nn.Parameter, shown: torch.Tensor) -> None:
+        self._placed.append(_Placed(parameter, shown, grad_of(parameter)))
+        set_grad(parameter, shown)
 
     @property
     def are_placed(self) -> bool:
         return bool(self._placed)
 
-    @property
-    def are_cleared(self) -> bool:
-        """Whether the program has cleared gradients since they were put."""
-        return any(
-            parameter.grad is not grad or (version is not None and grad._version != version)
-            for parameter, grad, _, version in self._placed
-        )
+    def are_cleared(self, all_of_them: bool) -> bool:
+        """Whether the program has cleared one, or all, since they were put."""
+        cleared = (grad_of(parameter) is not shown for parameter, shown, _ in self._placed)
+        return bool(self._placed) and (all if all_of_them else any)(cleared)
 
     def take(self) -> bool:
-        """Remove them, so that `.grad` is what the program expects; returns whether any was."""
+        """Remove them, so that `.grad` is what the program expects, and drop the sums of those that
+        it has cleared; returns whether there were any."""
         placed, self._placed = self._placed, []
-        for parameter, grad, is_ours, _ in placed:
-            if is_ours and parameter.grad is grad:
-                parameter.grad = None
+        for parameter, shown, before in placed:
+            if grad_of(parameter) is shown:
+                set_grad(parameter, before)
+            elif isinstance(shown, WaitingGradient):
+                shown.drop()
         return bool(placed)

@@ -25,7 +25,8 @@ from layerzero.flat.parameter_hooks import stepped_by_torch
 from layerzero.step.accumulation import AccumulationCosts, choose_sharded
 from layerzero.step.context import RuntimeContext
 from layerzero.step.deliver import Delivery, note_steps
-from layerzero.step.placeholders import Placeholders
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.placeholders import Placeholders, WaitingGradient
 from layerzero.step.reduction import Reduction, reduce_unit
 from layerzero.step.unit import Unit
 
@@ -136,7 +137,7 @@ class GradientReducer:
     def begin_backward(self) -> None:
         """A backward pass of the whole model begins; "auto" decides where gradients accumulate."""
         self.give_up_if_cleared()
-        self._placeholders.take()
+        self.hide()
         # Only for the first micro-batch: the later ones must add up in the same place.
         if not self._is_auto or self.requires_sync or self.adds_up:
             return
@@ -254,39 +255,56 @@ class GradientReducer:
 
     @property
     def keeps_step(self) -> bool:
-        """Whether the step is left out, or earlier micro-batches wait for one that failed."""
+        """Whether the step is left out, or earlier micro-batches wait."""
         return self.is_skipping or self._placeholders.are_placed or self._hid_placeholders
 
-    def note_failure(self) -> None:
-        """A pass has failed. The sums of earlier micro-batches stay."""
-        if self.adds_up:
-            self._put_placeholders(watch_writes=True)
+    def show(self) -> None:
+        """Show in `.grad` what is kept of the step: also of one that failed, which may go on."""
+        if self._placeholders.are_placed:
+            return
+        handles = [handle for unit in self._units for handle in unit.handles]
+        if self.is_skipping:
+            sharded = (p for handle in handles for p in handle.sharded_params if p.requires_grad)
+            self._placeholders.put_zeros(sharded)
+        elif self.adds_up:
+            self._placeholders.put(
+                (handle.sharded_params[index], self._waiting_gradient(handle, index))
+                for handle in handles
+                for index in handle.gradients.layout.trainable
+            )
 
-    def _put_placeholders(self, watch_writes: bool) -> None:
-        handles = [handle for unit in self._units if unit.is_trainable for handle in unit.handles]
-        params = (p for handle in handles for p in handle.sharded_params if p.requires_grad)
-        self._placeholders.put(params, watch_writes)
+    def _waiting_gradient(self, handle: FlatParamHandle, index: int) -> WaitingGradient:
+        sharded, shown = handle.sharded_params[index], handle.gradients.shown
+        if index not in shown:
+            streams = self._context.streams
+            shown[index] = WaitingGradient(handle.gradients, index, sharded.detach(), streams)
+        waiting: WaitingGradient = shown[index]
+        return waiting
+
+    def hide(self) -> bool:
+        """Have `.grad` be what was reduced; returns whether it showed what is kept."""
+        return self._placeholders.take()
 
     def give_up_if_cleared(self) -> None:
-        if self._placeholders.are_cleared:
+        if self._placeholders.are_cleared(all_of_them=not self.is_skipping):
             self.give_up()
 
     def give_up(self) -> None:
         """The program begins another step: drop what is kept of this one."""
-        self._placeholders.take()
+        self.hide()
         self._hid_placeholders = False
         self.stop_skipping()
         self.forget_sums()
 
     def before_step(self) -> None:
-        """An optimizer steps, and must not take placeholders for gradients."""
+        """An optimizer steps, and must not take what is kept for gradients."""
         self.give_up_if_cleared()
-        self._hid_placeholders = self._placeholders.take()
+        self._hid_placeholders = self.hide()
 
     def after_step(self) -> None:
         self.stop_skipping()
         self._hid_placeholders = False
-        self.note_failure()
+        self.show()
 
     def stop_skipping(self) -> None:
         self.is_skipping = self._skips_next = False
@@ -355,8 +373,7 @@ class GradientReducer:
         self.num_waiting += num_micro_batches
         if self.requires_sync:
             self._end_accumulation()
-        if self.is_skipping:
-            self._put_placeholders(watch_writes=False)
+        self.show()
 
     def _keep_sums(self) -> None:
         """See Note [A pass adds only when it is complete] in gradients.py."""

@@ -260,6 +260,14 @@ class RootState:
             unit.show_unsharded()
 
     @remembers_failure
+    def keep_returned(self, unit: Unit) -> None:
+        """A call of `unit` returned one of its parameters: keep it as if unsharded explicitly."""
+        unit.unshard()
+        unit.hold(_EXPLICIT)
+        unit.watch_gradients(self._gradient_hook(unit))
+        unit.wait_for_unshard()
+
+    @remembers_failure
     def pregather(self, units: Sequence[Unit], waits: bool) -> None:
         """Implements `layerzero.pregather`."""
         self.check_between_steps(
@@ -448,6 +456,7 @@ class RootState:
         self.reducer.give_up_if_cleared()
         if not self.reducer.adds_up:
             return
+        self.reducer.hide()
         syncs = self.reducer.requires_sync
         self.reducer.set_requires_sync(True)
         try:
@@ -493,7 +502,7 @@ class RootState:
         # that had been posted.
         self.streams.wait_until_idle()
         self.operations.wait_until_idle()
-        self.reducer.note_failure()
+        self.reducer.show()
         for unit in self.units:
             unit.reset()
             unit.forget_starts_after(self._start)

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from layerzero.config import BackwardPrefetch, GatherBudget
+from layerzero.flat.flat_param import version_of
 from layerzero.step.context import RuntimeContext
 from layerzero.step.exec_order import ExecOrderRecorder, Order
 from layerzero.step.states import Hold, ShardState, TrainingState
@@ -126,6 +127,8 @@ class UnshardScheduler:
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
         """A forward of the model begins with `unit`. For the flag see `mark_stale`."""
         for other in self._units:
+            for handle in other.handles:
+                handle.noted_versions = [*map(version_of, handle.counted)]
             if other.state is ShardState.SHARDED:
                 # A hold left from the last step must not keep the unit in this one.
                 other.end_hold(_OF_A_STEP)
@@ -309,6 +312,11 @@ class UnshardScheduler:
             # Its use begins again; `free_after_forward` or `free_in_backward` decides again.
             self._last = None
             unit.end_hold(_LAST)
+        if not in_backward and unit.state is not ShardState.SHARDED:
+            for handle in unit.handles:
+                if handle.is_stale:  # Written inside this forward, after it was gathered.
+                    unit.reshard()
+                    break
         # GATHERING counts as a visit: a correct prefetch must not drop the unit from the order.
         if unit.state is not ShardState.UNSHARDED:
             self.recorder.visit(unit.index)

@@ -35,6 +35,14 @@ class _Summoned:
 
     handle: FlatParamHandle
     parameters: list[nn.Parameter] | None
+    """The parameters that are shown now; the user may replace those of `made`."""
+    made: tuple[nn.Parameter, ...] = ()
+
+    def was_written(self, index: int) -> bool:
+        """Whether the user wrote a full parameter, or assigned another; not through `.data`."""
+        assert self.parameters is not None
+        now = self.parameters[index]
+        return now is not self.made[index] or now._version > 0
 
 
 @contextmanager
@@ -44,6 +52,7 @@ def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
     root.structure.check("summon_full_params")
     root.before_call("summon_full_params")
     summoned: list[_Summoned] = []
+    root.reducer.hide()
     for unit in units:
         unit.reshard()
         unit.set_training_state(TrainingState.SUMMON_FULL_PARAMS)
@@ -75,6 +84,7 @@ def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
             with torch.no_grad():
                 for entry in summoned:
                     _write_back(root, entry, options)
+        root.reducer.show()
         if finished:
             _refuse_hooks(summoned)
 
@@ -180,12 +190,13 @@ def _gather(
     grads = None if full_grad is None else _views(handle, full_grad, options)
     parameters = []
     for index, sharded in enumerate(handle.sharded_params):
-        parameter = nn.Parameter(values[index], requires_grad=sharded.requires_grad)
+        # Through `.data`, so that it counts its own versions; see `was_written`.
+        parameter = nn.Parameter(values[index].data, requires_grad=sharded.requires_grad)
         copy_attributes(handle.unsharded_params[index], parameter)
         if grads is not None and has_grad[index]:
             parameter.grad = grads[index]
         parameters.append(parameter)
-    return _Summoned(handle, parameters)
+    return _Summoned(handle, parameters, tuple(parameters))
 
 
 def _views(
@@ -238,7 +249,10 @@ def _show(unit: Unit, made: list[_Summoned]) -> None:
 
 
 def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
+    # Values go back through `.data`, and count as written only where the user wrote: between a
+    # forward and its backward a summon may read.
     handle = entry.handle
+    handle.mark_stale()
     if options.rank0_only:
         _send_from_first(root, entry, options)
         return
@@ -250,7 +264,9 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
         strict=True,
     ):
         value = _flat_of(handle, owned.param, parameter)
-        sharded.copy_(value[owned.start : owned.stop])
+        sharded.data.copy_(value[owned.start : owned.stop])
+        if entry.was_written(owned.param):
+            torch.autograd.graph.increment_version(sharded)
         if options.with_grads:
             grad = parameter.grad
             full = None if grad is None else _flat_of(handle, owned.param, grad)
@@ -276,7 +292,7 @@ def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) 
         if entry.parameters is not None:
             full.copy_(_flat_of(handle, index, entry.parameters[index]))
         _broadcast(root, full, handle, "summon writeback", name)
-        sharded.copy_(full[ranges[index].start : ranges[index].stop])
+        sharded.data.copy_(full[ranges[index].start : ranges[index].stop])
         if options.with_grads:
             _send_gradient_from_first(root, entry, index, ranges[index])
 

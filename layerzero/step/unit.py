@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from layerzero.step.saved_casts import SavedCast
 from layerzero.step.states import Hold, ShardState, TrainingState, check_transition, names_of
 
 _UNIT = "_layerzero_unit"
+_requires_grad_of = attrgetter("requires_grad")
 _OF_THE_MODEL = int(Hold.MICRO_BATCHES | Hold.DOUBLE_BACKWARD)
 """Holds that are set on all units at once, and survive a reshard and the next gather."""
 
@@ -131,6 +133,14 @@ class Unit:
         ]
         self._holds = 0
         self._is_watched = False
+        self._keeps_layout = False
+        """Whether gradients are laid out for parameters that do not require grad any more."""
+        self._both = [
+            parameter
+            for handle in handles
+            for parameter in (*handle.sharded_params, *handle.unsharded_params)
+        ]
+        self._required_grad = [*map(_requires_grad_of, self._both)]
         for handle, group in zip(handles, originals, strict=True):
             for original, sharded, full in zip(
                 group, handle.sharded_params, handle.unsharded_params, strict=True
@@ -166,6 +176,10 @@ class Unit:
     def sharded_params(self) -> list[nn.Parameter]:
         """This rank's sharded parameters of the unit, as `parameters()` returns them."""
         return [sharded_param for handle in self.handles for sharded_param in handle.sharded_params]
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one of its unsharded parameters."""
+        return any(each is tensor for h in self.handles for each in h.unsharded_params)
 
     @property
     def num_parameters(self) -> int:
@@ -305,9 +319,9 @@ class Unit:
             # between forward and backward. A loop, because this runs in every backward.
             for handle in self.handles:
                 may_be_assigned = may_be_assigned or handle.was_assigned
-        # A list, not a generator, which would stop at the first True.
-        if may_be_assigned and any([h.reset_sharded_params(self.label) for h in self.handles]):
-            context.note_weights()
+        for handle in self.handles if may_be_assigned else ():
+            if handle.reset_sharded_params(self.label):
+                context.note_weights()
         self._set_shard_state(ShardState.GATHERING)
         context.limiter.acquire(self.nbytes)
         with context.profile("unshard", self.label):
@@ -381,16 +395,16 @@ class Unit:
         """Make module attributes the unsharded parameters (valid after `wait_for_unshard`)."""
         if self.shows_unsharded:
             return
-        # The user may have changed `requires_grad`. A list, not a generator, which would stop at
-        # the first True: all handles must be called.
-        if not self.context.in_backward and any([h.update_requires_grad() for h in self.handles]):
-            self._follow_trainable()
+        if not self.context.in_backward:
+            self.follow_requires_grad()
         self.views.show_unsharded(self.label)
         self.shows_unsharded = True
 
     def show_sharded(self) -> None:
         """Make module attributes this rank's sharded parameters."""
         if self.shows_unsharded:
+            if not self.context.in_backward:
+                self.follow_requires_grad()  # A forward may freeze what it used.
             replaced = self.views.hide_unsharded()
             if replaced:
                 self.context.note_replaced(replaced)
@@ -398,14 +412,30 @@ class Unit:
 
     # Gradients ------------------------------------------------------------------------------
 
-    def _follow_trainable(self) -> None:
-        """Lay out the gradient buffers for the parameters that require grad now."""
+    def follow_requires_grad(self) -> None:
+        """Follow the user's changes of `requires_grad`. Not while gradients are reduced."""
+        required = [*map(_requires_grad_of, self._both)]
+        if required == self._required_grad and not self._keeps_layout:
+            return
         for handle in self.handles:
-            trainable = handle.trainable()
-            if tuple(trainable) != handle.gradients.layout.trainable:
-                handle.gradients.set_trainable(trainable)
-        self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)
+            handle.follow_requires_grad()
+        self._required_grad = [*map(_requires_grad_of, self._both)]
+        self._follow_trainable()
+
+    def _follow_trainable(self) -> None:
+        """Lay out the gradient buffers for the parameters that require grad now, and for those that
+        earlier micro-batches of the step have gradients of."""
         root: Any = self.context.owner() if self.has_joined else None
+        adds_up = root is not None and root.reducer.adds_up
+        self._keeps_layout = False
+        for handle in self.handles:
+            trainable, former = set(handle.trainable()), handle.gradients.layout.trainable
+            if adds_up and not trainable.issuperset(former):
+                trainable.update(former)
+                self._keeps_layout = True
+            if len(trainable) != len(former) or not trainable.issuperset(former):
+                handle.gradients.set_trainable(sorted(trainable))
+        self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)
         for trainable_changed in () if root is None else root.extensions.trainable_changed:
             trainable_changed(self)
 

@@ -57,10 +57,10 @@ class Resting:
         """By id of the flat parameter, once watched."""
 
     def version_of(self, tensor: torch.Tensor) -> int:
-        """Of a main shard, that of its pieces as well: after `rewrap` they count their own."""
+        """Of a main shard, those of its pieces as well, which count their own."""
         handle = self._of_shard.get(id(tensor))
         is_shard = handle is not None and handle.main_shard is tensor
-        return handle.main_version if handle is not None and is_shard else tensor._version
+        return sum(handle.versions) if handle is not None and is_shard else tensor._version
 
     def checksum_of(self, tensor: torch.Tensor) -> int | None:
         """The checksum that `tensor` must have; None: it is not known."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3
+from layerzero.step.placeholders import WaitingGradient
+from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import (
     Shared,
     assert_same_gradients,
@@ -537,17 +540,99 @@ def test_a_failed_micro_batch_leaves_the_sums_of_earlier_ones(accumulation: str)
     run_ranks(2, _fails_amid, accumulation)
 
 
-def _freezes_amid() -> None:
-    model = _linears(accumulation="sharded")
+def _grads(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _assigns(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def _some_to_none(model: nn.Module) -> None:
+    model.blocks[1].zero_grad()
+    model.head.weight.grad = None
+
+
+_ACTIONS: dict[str, Callable[[nn.Module], object]] = {
+    "zero_grad": lambda model: model.zero_grad(),
+    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(),
+    "to zero": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(False),
+    "some to None": _some_to_none,
+    "one to zero": lambda model: model.stem.weight.grad.zero_(),
+    "mul_": lambda model: [grad.mul_(0.5) for grad in _grads(model)],
+    "div_": lambda model: [grad.div_(torch.tensor(4.0)) for grad in _grads(model)],
+    "foreach": lambda model: torch._foreach_mul_(_grads(model), torch.tensor(0.25)),
+    "list": lambda model: torch._foreach_div_(_grads(model), [2.0] * len(_grads(model))),
+    "data": lambda model: [grad.data.mul_(2.0) for grad in _grads(model)],
+    "assigns": _assigns,
+}
+"""What programs do to gradients amid an accumulation; all exact in binary."""
+
+
+def _acts_amid(options: dict[str, Any], micro: int) -> None:
+    """A micro-batch comes before the action, and `micro` after it, of which the last reduces."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for name, action in _ACTIONS.items():
+        for begins_reduced in (False, True):
+            model, plain, terms = zero3(Mlp, Block, **options), seeded(Mlp), Terms()
+            steps = batches_of(CASES["mlp"], world_size, steps=micro + 2)
+            if begins_reduced:
+                forward_backward(model, steps[-1][rank])
+                backward_of_all_ranks(plain, steps[-1], terms=terms)
+            for number in range(micro + 1):
+                with nullcontext() if number == micro else model.no_sync():
+                    forward_backward(model, steps[number][rank])
+                backward_of_all_ranks(plain, steps[number], terms=terms)
+                if number == 0:
+                    action(model)
+                    action(plain)
+            what = f"{name}, {options}, {begins_reduced}: gradient of"
+            assert_same_gradients(model, plain, terms, what)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "micro"),
+    [
+        (1, {}, 1),
+        (2, {"accumulation": "unsharded"}, 1),
+        (2, {"accumulation": "sharded"}, 2),
+        pytest.param(2, {"zero3_size": 1}, 2, marks=pytest.mark.slow),
+        (4, {"accumulation": "sharded", "zero3_size": 2}, 1),
+        pytest.param(4, {"zero3_size": 2, "outer": "replicate"}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_program_acts_on_what_it_has_accumulated(
+    world_size: int, options: dict[str, Any], micro: int
+) -> None:
+    run_ranks(world_size, _acts_amid, options, micro)
+
+
+def _reads_amid() -> None:
+    model, alone = zero3(Mlp, Block), seeded(Mlp)
+    step = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)[0]
     with model.no_sync():
-        forward_backward(model, torch.randn(2, 64))
-    next(model.parameters()).requires_grad_(False)
-    with pytest.raises(RuntimeError, match="while unreduced gradients of no_sync exist"):
-        forward_backward(model, torch.randn(2, 64))
+        forward_backward(model, step[dist.get_rank()])
+    forward_backward(alone, step[dist.get_rank()])
+    for (name, parameter), own in zip(model.named_parameters(), alone.parameters(), strict=True):
+        start, stop = parameter.layerzero.range
+        assert_bitwise(parameter.grad.clone(), own.grad.view(-1)[start:stop], name)
+        assert_bitwise(parameter.grad.abs().sum(), own.grad.view(-1)[start:stop].abs().sum(), name)
+        with pytest.raises(RuntimeError, match="gradients of no_sync"):
+            parameter.grad.add_(1.0)
+        with pytest.raises(RuntimeError, match="gradients of no_sync"):
+            parameter.grad.mul_(torch.ones(2))
+    before = full_parameters(model)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()  # Nothing is reduced: no gradient.
+    with model.summon_full_params(with_grads=True):
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert_same_parameters(full_parameters(model), before)
+    model.reduce_gradients()
+    assert not any(isinstance(p.grad, WaitingGradient) for p in model.parameters())
 
 
-def test_freezing_between_micro_batches_is_refused() -> None:
-    run_ranks(2, _freezes_amid)
+def test_what_waits_can_be_read_and_is_no_gradient_for_an_optimizer() -> None:
+    run_ranks(2, _reads_amid)
 
 
 def _scales() -> None:

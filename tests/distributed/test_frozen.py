@@ -1,11 +1,13 @@
 """Frozen parameters cost nothing, and what is frozen may change between steps."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import get_model_state_dict
@@ -21,6 +23,7 @@ from tests.harness.models import CASES, WIDTH, Block, FrozenParts, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
+    Terms,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
@@ -253,6 +256,106 @@ def _frozen_amid_accumulation() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_freezing_amid_an_accumulation_keeps_what_was_added_before(world_size: int) -> None:
     run_ranks(world_size, _frozen_amid_accumulation)
+
+
+def _other_pass_between(model: nn.Module, batch: Tensor, *, frozen: str) -> Tensor:
+    """As DPO with adapters and GANs do: parameters are frozen for a forward without gradients
+    between a forward and its backward."""
+    parameters = [p for name, p in model.named_parameters() if name.startswith(frozen)]
+    output = model(batch)
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    with torch.no_grad():
+        other = model(batch)
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    loss = (output - other.cos()).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+class _Checkpointed(Mlp):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            if self.how == "plain" or not torch.is_grad_enabled():
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
+        return self.head(x)
+
+
+def _frozen_in_between() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    for how in ("plain", "reentrant", "nonreentrant"):
+        for frozen in ("", "blocks.0", "blocks.1.up.weight"):
+            model = zero3(lambda how=how: _Checkpointed(how), Block)
+            run = partial(_other_pass_between, frozen=frozen)
+            assert_trains_alike(model, seeded(lambda how=how: _Checkpointed(how)), batches, run=run)
+
+
+def test_a_forward_with_other_flags_may_run_before_the_backward() -> None:
+    run_ranks(2, _frozen_in_between)
+
+
+class _FreezesItself(Mlp):
+    """Freezes a block inside a forward, where it is unsharded, and thaws it in the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_forward_hook(self._switch)
+
+    @staticmethod
+    def _switch(block: nn.Module, *_: object) -> None:
+        block.requires_grad_(not block.up.weight.requires_grad)
+
+
+def _two_forwards(model: nn.Module, batch: Tensor) -> Tensor:
+    losses = [model(batch).square().mean() for _ in range(2)]
+    torch.stack(losses).sum().backward()
+    return losses[0].detach()
+
+
+def _freezes_itself() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    model = zero3(_FreezesItself, Block)
+    assert_trains_alike(model, seeded(_FreezesItself), batches, run=_two_forwards)
+
+
+def test_a_forward_may_freeze_its_own_parameters() -> None:
+    run_ranks(2, _freezes_itself)
+
+
+def _flags_change_amid_accumulation(zero3_size: int | None) -> None:
+    """Each micro-batch trains other parameters, in one unit and over units."""
+    sets = [("",), ("blocks.0", "head"), ("blocks.1.up",), ("blocks.0.down", "stem", "blocks.1")]
+    for accumulation in ("sharded", "unsharded"):
+        model = zero3(Mlp, Block, accumulation=accumulation, zero3_size=zero3_size)
+        plain, terms = seeded(Mlp), Terms()
+        for step in range(2):
+            for each in (model, plain):
+                each.zero_grad()
+            micro = batches_of(CASES["mlp"], dist.get_world_size(), steps=4, seed=step)
+            for number, (prefixes, batch) in enumerate(zip(sets, micro, strict=True)):
+                for each in (model, plain):
+                    for name, parameter in each.named_parameters():
+                        parameter.requires_grad_(name.startswith(prefixes))
+                last = number == len(sets) - 1
+                with contextlib.nullcontext() if last else model.no_sync():
+                    forward_backward(model, batch[dist.get_rank()])
+                backward_of_all_ranks(plain, batch, terms=terms)
+            assert_same_gradients(model, plain, terms, f"{accumulation}, step {step}: gradient of")
+
+
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, None), (2, None), (4, 2)])
+def test_each_micro_batch_may_train_other_parameters(
+    world_size: int, zero3_size: int | None
+) -> None:
+    run_ranks(world_size, _flags_change_amid_accumulation, zero3_size)
 
 
 class _Float8(nn.Module):

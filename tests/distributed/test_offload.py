@@ -153,6 +153,23 @@ def test_main_shards_gradients_and_optimizer_state_are_on_the_host() -> None:
     run_ranks(2, _what_is_where)
 
 
+def _unfreezes_amid() -> None:
+    with simulated_device():
+        model = sharded(CASES["mlp"], offload=OffloadPolicy(grads=True))
+        batch = torch.randn(2, WIDTH)
+        for frozen in ("stem", "head"):  # Freezing more while sums wait is right.
+            getattr(model, frozen).requires_grad_(False)
+            with model.no_sync():
+                forward_backward(model, batch)
+        model.stem.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="gradients of no_sync wait on the host"):
+            forward_backward(model, batch)
+
+
+def test_unfreezing_while_sums_wait_on_the_host_is_refused() -> None:
+    run_ranks(2, _unfreezes_amid)
+
+
 def _storages_resized_to_their_size() -> None:
     resize, resized = torch.UntypedStorage.resize_, []
 

@@ -166,6 +166,75 @@ def test_a_unit_may_return_its_input() -> None:
     run_ranks(2, _pass_through)
 
 
+class _TwoInputs(nn.Module):
+    """Its inner layer is created after the unit that handed `other` on, and runs back later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)) + other)
+
+
+class _Hands(nn.Module):
+    """Returns something beside its result that it did not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.layer.bias if other is None else other
+
+
+class _HandsLeaves(nn.Module):
+    """A leaf that requires grad leaves a unit: the root's parameter, one that is not sharded, one
+    made of a frozen result (as `enable_input_require_grads` does), the unit's own, or the batch."""
+
+    def __init__(self, leaf: str) -> None:
+        super().__init__()
+        self.leaf = leaf
+        self.latent = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.apart = nn.Linear(WIDTH, 1).requires_grad_(False)
+        self.first, self.second = _Hands(), _TwoInputs()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.leaf == "frozen":
+            self.first.requires_grad_(False)
+            x, _ = self.first(x, x)
+            return self.second(x.requires_grad_(True), x.detach())
+        others = {
+            "latent": self.latent,
+            "ignored": self.apart.weight[0].detach().requires_grad_(True),
+            "own": None,
+            "batch": x.detach().requires_grad_(True),
+        }
+        h, other = self.first(x, others[self.leaf])
+        self.seen.append(other)
+        return self.second(h, other)
+
+
+_LEAVES = ["latent", "ignored", "frozen", "own", "batch"]
+
+
+def _trains_with_leaves() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    for leaf in _LEAVES:
+        for options in ({}, {"reshard_after_forward": False}):
+            model = zero3(lambda leaf=leaf: _HandsLeaves(leaf), _Hands, _TwoInputs, **options)
+            plain = seeded(lambda leaf=leaf: _HandsLeaves(leaf))
+            assert_trains_alike(model, plain, batches)
+            assert not any(each._backward_hooks for each in model.seen), leaf
+            with torch.no_grad():
+                assert_bitwise(model(batches[0][0]), plain(batches[0][0]), f"{leaf}: evaluation")
+
+
+def test_a_unit_may_return_a_leaf() -> None:
+    run_ranks(2, _trains_with_leaves)
+
+
 class _Keywords(nn.Module):
     """Tensors come in by keyword and inside structures."""
 

@@ -1,4 +1,8 @@
-"""Weights that are swapped through `.data` for a while, as averages are for an evaluation."""
+"""Weights that are written or swapped where a step does not expect it.
+
+Swapped through `.data` for a while, as averages are for an evaluation; written inside a forward, as
+momentum encoders do; written between a forward and its backward.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from torch.func import functional_call
 from layerzero import MixedPrecision, ZeRO3
 from layerzero.optim import AdamW
 from tests.harness.checks import HAS_FMA, assert_bitwise
-from tests.harness.compare import zero3
+from tests.harness.compare import assert_same_values, zero3
 from tests.harness.models import CASES, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import batches_of, full_parameters, seeded
@@ -115,3 +119,106 @@ def _all_modes() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_weights_that_are_swapped_for_an_evaluation_come_back(world_size: int) -> None:
     run_ranks(world_size, _all_modes)
+
+
+class _Momentum(nn.Module):
+    """MoCo, BYOL: the forward moves one half towards the other, before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = Block(), Block()
+        self.target.load_state_dict(self.online.state_dict())
+        self.target.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        online = self.online(x)
+        with torch.no_grad():
+            before = self.target(x)
+            for own, other in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                own.mul_(0.5).add_(other, alpha=0.5)
+            after = self.target(x)
+        return online - after + before
+
+
+def _moves_in_forward() -> None:
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]  # Of all ranks, so that one process follows.
+    for options in (
+        {},
+        {"forward_prefetch": False},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": "compute_shard", "zero3_size": 1},
+        {"zero3_size": 1, "outer": "replicate"},
+    ):
+        model, plain = zero3(_Momentum, Block, **options), seeded(_Momentum)
+        for each in (model, plain):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for _ in range(4):
+                each(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_values(model, plain, f"{options}: parameter")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_may_write_weights_before_it_uses_them(world_size: int) -> None:
+    run_ranks(world_size, _moves_in_forward)
+
+
+class _TwoHeads(nn.Module):
+    """Both heads are parameters of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.actor(x).square().mean(), self.critic(x).square().mean()
+
+
+def _steps_between_two_backwards(
+    model: nn.Module, build: Callable[..., torch.optim.Optimizer], batch: torch.Tensor
+) -> None:
+    actor, critic = build(model.actor.parameters()), build(model.critic.parameters())
+    for _ in range(3):
+        one, other = model(batch)
+        one.backward()
+        actor.step()
+        actor.zero_grad()
+        other.backward()
+        critic.step()
+        critic.zero_grad()
+
+
+def _old_graphs() -> None:
+    builds: list[Callable[..., torch.optim.Optimizer]] = [
+        partial(torch.optim.SGD, lr=0.1),
+        partial(AdamW, lr=0.1),
+    ]
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    for build in builds:
+        for options in ({}, {"zero3_size": 1}):
+            # Of weights that the step wrote: torch's error, on all ranks.
+            model = zero3(Mlp, Block, **options)
+            optimizer = build(model.parameters())
+            one, other = (model(batch + shift).square().mean() for shift in (0, 1))
+            with model.summon_full_params():
+                pass  # Which writes nothing.
+            one.backward()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                other.backward()
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            # Of other weights in the same unit: right.
+            ours, plain = zero3(_TwoHeads, **options), seeded(_TwoHeads)
+            _steps_between_two_backwards(ours, build, batch)
+            plain_build = builds[0] if build is builds[0] else partial(torch.optim.AdamW, lr=0.1)
+            _steps_between_two_backwards(plain, plain_build, batch)
+            if build is builds[0]:
+                assert_same_values(ours, plain)
+
+
+def test_a_graph_made_before_its_weights_were_written_is_refused_as_in_torch() -> None:
+    run_ranks(2, _old_graphs)

@@ -107,15 +107,15 @@ def fqn_of(parameter: nn.Parameter) -> str:
     return info.fqn
 
 
-def contents_of(member: Member, root: RootState) -> tuple[int, int]:
-    """Changes whenever the member's flat parameter is written: its version, on CPU a checksum.
+def contents_of(member: Member, root: RootState) -> tuple[list[int], int]:
+    """Changes whenever the member's flat parameter is written: its versions, on CPU a checksum.
 
     Writes through `.data` change no version; on a device a checksum would block the host.
     """
-    shard = member.handle.main_shard.detach()
+    shard, versions = member.handle.main_shard.detach(), member.handle.versions
     if root.streams.are_apart or member.party.size == 1:
-        return shard._version, 0
-    return shard._version, zlib.crc32(shard.view(torch.uint8).numpy().data)
+        return versions, 0
+    return versions, zlib.crc32(shard.view(torch.uint8).numpy().data)
 
 
 def own(

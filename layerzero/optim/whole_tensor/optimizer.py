@@ -104,7 +104,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._cost: Cost = _numel if cost is None else cost
         self._members: dict[nn.Parameter, Member] = {}
         self._parties: dict[Placement, Party] = {}
-        self._contents: dict[FlatParamHandle, tuple[int, int]] = {}
+        self._contents: dict[FlatParamHandle, tuple[list[int], int]] = {}
         self._buckets: dict[tuple[int, ...], list[stepping.PartyBucket]] = {}
         self._inner: Inner | None = None
         self._is_bucketed = True
