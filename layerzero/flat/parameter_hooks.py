@@ -41,6 +41,21 @@ def kind_of_hooks(parameter: nn.Parameter) -> str | None:
     return "_apply_optimizer_in_backward" if parameter in stepped_by_torch() else None
 
 
+def refuse_gradients(original: nn.Parameter, fqn: str) -> None:
+    """Raise in a backward that gives the parameter of before wrapping a gradient, which would train
+    nothing."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"backward computed a gradient of {fqn!r} as it was before wrapping: a list, a closure "
+            "or another module still holds the former parameter, which is not trained any more; in "
+            "forward, read it from its module (self.weight)"
+        )
+
+    if original.requires_grad:
+        original.register_post_accumulate_grad_hook(refuse)
+
+
 def accumulator_of(parameter: nn.Parameter) -> Any:
     """Autograd's node that adds to `.grad` of a parameter that requires grad.
 

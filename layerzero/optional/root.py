@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from layerzero.optional.reducer import OptionalReducer
 from layerzero.optional.scheduler import OptionalScheduler
 from layerzero.step.calls import ForwardCall
 from layerzero.step.operations import remembers_failure
-from layerzero.step.root import RootState, root_of
-from layerzero.step.tensors import find_tensors
+from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 
@@ -94,8 +93,6 @@ class OptionalRoot(RootState):
     def end_call(self, call: ForwardCall, outputs: object) -> None:
         if call.unit.is_optional and not self.context.in_backward:
             self.scheduler.note_call(call, outputs)
-        if torch.is_grad_enabled():
-            self._watch_before_calls_inside(call, outputs)
         try:
             if self._call_depth == 1 and not self.context.in_backward:
                 self.scheduler.settle_forward()
@@ -104,28 +101,6 @@ class OptionalRoot(RootState):
             # Another rank raised: see `Agreement.report`.
             self.abort(error)
             raise
-
-    def _watch_before_calls_inside(self, call: ForwardCall, outputs: object) -> None:
-        """Have the backward of `call` begin before that of calls which returned the same tensors.
-
-        Where a rank enters no optional module a unit may return what a unit inside it returned, or
-        its own input. Hooks of one tensor run in order of registration, so on that rank the unit
-        would come last, and on the others, where it returns another tensor, first.
-        """
-        for tensor in find_tensors(outputs):
-            hooks = tensor._backward_hooks
-            if hooks and tensor.requires_grad:
-                earlier = dict(hooks)
-                hooks.clear()
-                tensor.register_hook(self._output_hook(call))
-                hooks.update(earlier)
-
-    @staticmethod
-    def _output_hook(call: ForwardCall) -> Callable[[torch.Tensor], None]:
-        def on_output_gradient(_: torch.Tensor) -> None:
-            root_of(call.unit).backward.on_output_gradient(call)
-
-        return on_output_gradient
 
     def abort(self, error: BaseException | None = None) -> None:
         """Also raises on ranks that wait in the agreement, unless they raise at the same place."""

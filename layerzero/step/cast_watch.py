@@ -113,12 +113,13 @@ class CastWatch:
             self._fresh[is_view] = sys.getrefcount(cast)
             return True
         unsharded, unit = owner
-        known = unit.saved_casts.get(id(cast))
-        if known is not None and known.is_of(cast):
+        key = cast.untyped_storage()._cdata
+        known = unit.saved_casts.get(key)
+        if known is not None and known.is_alive():
             return True
         if sys.getrefcount(cast) <= self._fresh.get(is_view, 0):
             # Otherwise the user's code holds it, and may read it while the unit is sharded.
-            unit.saved_casts[id(cast)] = SavedCast(cast, unsharded)
+            unit.saved_casts[key] = SavedCast(cast, unsharded)
         return True
 
 

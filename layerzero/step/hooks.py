@@ -199,7 +199,7 @@ def _call(
     for tensor in find_tensors(outputs):
         if tensor.requires_grad:
             if tensor.grad_fn is not None:
-                tensor.register_hook(_on_output_gradient(call))
+                _watch_gradient(tensor, call)
             elif unit.owns(tensor):
                 root.keep_returned(unit)
     return outputs
@@ -259,18 +259,37 @@ def _call_uncompiled(
     return _call(unit, method, args, kwargs, casts)
 
 
-def _on_output_gradient(call: ForwardCall) -> Callable[[torch.Tensor], None]:
-    """Hook for the outputs that the call made.
+_CALLS = "layerzero calls"
+"""Key in a node's `metadata`: the calls that returned what the node made."""
 
-    Not for leaves, which it only handed on: no node of the call lies behind them, they may live
-    on, and their gradients come as soon as they are complete, not in the order of Note [When a unit
-    is done in backward].
+
+def _watch_gradient(output: torch.Tensor, call: ForwardCall) -> None:
+    """Have the backward of `call` begin before the node runs that made an output.
+
+    Not for leaves, which the call only handed on: no node of the call lies behind them, they may
+    live on, and their gradients come as soon as they are complete, not in the order of Note [When a
+    unit is done in backward].
     """
+    # On nodes, not on the tensor: the caller may write into it. Where that is a view, the node that
+    # made it then leaves the graph, and that of its base stays.
+    nodes = [output.grad_fn]
+    if output._is_view() and output._base is not None:
+        nodes.append(output._base.grad_fn)
+    for node in nodes:
+        if node is not None:
+            metadata: Any = node.metadata  # A property; torch's types have it as a method.
+            calls = metadata.get(_CALLS)
+            if calls is None:
+                calls = metadata[_CALLS] = []
+                node.register_prehook(functools.partial(_begin_backward, calls))
+            calls.append(call)
 
-    def on_output_gradient(_: torch.Tensor) -> None:
+
+def _begin_backward(calls: list[ForwardCall], _: object) -> None:
+    # A unit that returned what one inside it returned, or its own input, comes first, as it does
+    # where it returned another tensor, perhaps on another rank.
+    for call in reversed(calls):
         root_of(call.unit).backward.on_output_gradient(call)
-
-    return on_output_gradient
 
 
 def run_in_float32(module: nn.Module) -> None:

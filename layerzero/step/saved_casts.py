@@ -3,43 +3,53 @@
 A matrix product under torch.autocast saves the low-precision cast of its weight until backward.
 By the end of a forward, the casts of all units would add up to a copy of the model. So the storage
 of a cast is freed with its unit, and filled with the same bits when the unit is gathered again. The
-tensor object stays in autocast's cache and in the graph, as unsharded parameters do (Note
-[Views outlive storage]). cast_watch.py finds the casts.
+tensors over it stay in autocast's cache and in the graph, as unsharded parameters do (Note [Views
+outlive storage]): the cast itself, or what a checkpoint detached from it. cast_watch.py finds them.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils.weak import TensorWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class SavedCast:
-    """A cast of one unsharded parameter, referenced weakly."""
+    """A cast of one unsharded parameter; refers to its storage weakly."""
 
     def __init__(self, cast: torch.Tensor, source: nn.Parameter) -> None:
-        self._ref = TensorWeakRef(cast)
+        self._ref = StorageWeakRef(cast.untyped_storage())
         self._source = source
         self._nbytes = cast.untyped_storage().nbytes()
+        self._view = cast.dtype, cast.size(), cast.stride()
 
-    def is_of(self, cast: torch.Tensor) -> bool:
-        return self._ref() is cast
+    @property
+    def _storage(self) -> torch.UntypedStorage | None:
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+            self._ref.cdata
+        )
+        return storage
+
+    def is_alive(self) -> bool:
+        return not self._ref.expired()
 
     def free(self) -> None:
-        cast = self._ref()
-        if cast is not None:
-            cast.untyped_storage().resize_(0)
+        storage = self._storage
+        if storage is not None:
+            storage.resize_(0)
 
     def fill(self) -> bool:
         """Make the cast again from the unsharded parameter. False: the cast is gone."""
-        cast = self._ref()
-        if cast is None:
+        storage = self._storage
+        if storage is None:
             return False
-        if not cast.untyped_storage().nbytes():
-            cast.untyped_storage().resize_(self._nbytes)
-            # Through `.data`: otherwise autograd would count it as a change of a saved tensor.
+        if not storage.nbytes():
+            storage.resize_(self._nbytes)
+            dtype, size, stride = self._view
+            # Another tensor: otherwise autograd would count it as a change of a saved one.
             with torch.no_grad(), torch.inference_mode(False):
-                cast.data.copy_(self._source)
+                over = torch.empty(0, dtype=dtype, device=storage.device)
+                over.set_(storage, 0, size, stride).copy_(self._source)
         return True
 
 

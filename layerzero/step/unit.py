@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from layerzero.config import MixedPrecision, ReshardAfterForward
 from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.parameter_hooks import refuse_gradients
 from layerzero.flat.unset_values import AwaitedBuffer
 from layerzero.flat.views import ParameterViews
 from layerzero.step import saved_casts
@@ -71,7 +72,7 @@ class Unit:
     open_starts: set[int]
     """Start times of forward calls with gradients whose backward has not begun."""
     saved_casts: dict[int, SavedCast]
-    """Casts of its unsharded parameters that autograd saved under autocast, by id of the cast."""
+    """Casts of its unsharded parameters that autograd saved under autocast, by storage."""
     forward_prefetch: list[Unit] | None
     """Units that the user set to gather when its forward begins; None: the recorder's."""
     backward_prefetch: list[Unit] | None
@@ -146,6 +147,7 @@ class Unit:
                 group, handle.sharded_params, handle.unsharded_params, strict=True
             ):
                 self.views.add(original.fqn, original.slots, sharded, full)
+                refuse_gradients(original.parameter, original.fqn)
         self.views.show_sharded()
         self._follow_trainable()
 

@@ -324,6 +324,18 @@ def _compare_recomputation() -> None:
                     zero3(build, Block, TiedBlock), seeded(build), _batches(), run=reentrant(run)
                 )
 
+        def whole(model: nn.Module, x: Tensor, use_reentrant: bool = use_reentrant) -> Tensor:
+            with autocast():
+                loss = loss_of(checkpoint(model, x, use_reentrant=use_reentrant))
+            loss.backward()
+            return loss.detach()
+
+        for model in (Mlp, Inside):
+            with _named(f"{use_reentrant=}, all of {model.__name__}"):
+                assert_trains_alike(
+                    zero3(model, Block), seeded(model), _batches(), run=reentrant(whole)
+                )
+
 
 def test_recomputation_in_an_autocast_is_bitwise_plain_torch() -> None:
     run_ranks(2, _compare_recomputation)

@@ -242,6 +242,35 @@ def test_an_optimizer_built_before_wrapping_trains_the_wrapped_model() -> None:
     run_ranks(2, _optimizer_goes_on)
 
 
+class _KeepsItsOwn(nn.Module):
+    """A parameter that the forward reads from a list, as DARTS does, or from a closure."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        scale = self.scale
+        self.kept = {"list": [scale], "closure": lambda: scale}[how]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.kept[0] if isinstance(self.kept, list) else self.kept()
+        return self.layer(x) * scale
+
+
+def _uses_what_was_before() -> None:
+    for how in ("list", "closure"):
+        model = ZeRO3(_KeepsItsOwn(how), auto_wrap_policy={nn.Linear})
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+        for _ in range(2):  # Each time, and nothing is left behind.
+            with pytest.raises(RuntimeError, match=r"gradient of 'scale' as it was before wrap"):
+                loss_of(model(torch.ones(2, WIDTH))).backward()
+            assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_gradient_for_a_parameter_of_before_wrapping_is_refused() -> None:
+    run_ranks(2, _uses_what_was_before)
+
+
 def _others() -> None:
     with pytest.raises(ValueError, match="expected a ZeRO3 module, got Mlp"):
         units(Mlp())

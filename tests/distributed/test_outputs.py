@@ -1,6 +1,7 @@
 """What a unit returns reaches the caller as it is, and gradients find their way back through it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,6 +165,46 @@ def _pass_through() -> None:
 
 def test_a_unit_may_return_its_input() -> None:
     run_ranks(2, _pass_through)
+
+
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "squeeze": lambda y: y[None].squeeze(0),
+    "part": lambda y: torch.cat([y, y], 1)[:, :WIDTH],
+    "transpose": lambda y: (y.t() * 1.0).t(),
+    "base": lambda y: y * 1.0,
+}
+
+
+class _Views(nn.Module):
+    """A unit returns a view, and its caller writes into that, all of it or a part."""
+
+    def __init__(self, kind: str, writes_part: bool) -> None:
+        super().__init__()
+        self.kind, self.writes_part = kind, writes_part
+        self.first, self.second = Block(), Block()
+        self.first.register_forward_hook(lambda m, args, output: _VIEWS[kind](output))
+        self.second.register_forward_hook(lambda m, args, output: _VIEWS[kind](output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.first(x), self.second(x)
+        if self.writes_part:
+            y[:, :3] += z[:, :3]
+        else:
+            y += z
+        return y
+
+
+def _writes_into_views() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    for kind in _VIEWS:
+        for part in (False, True):
+            model = zero3(lambda kind=kind, part=part: _Views(kind, part), Block)
+            plain = seeded(lambda kind=kind, part=part: _Views(kind, part))
+            assert_trains_alike(model, plain, batches)
+
+
+def test_the_caller_may_write_into_a_view_that_a_unit_returned() -> None:
+    run_ranks(2, _writes_into_views)
 
 
 class _TwoInputs(nn.Module):
