@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -228,7 +229,7 @@ class GatherBudget:
                 raise ValueError(f"{name}: expected at least 1 unit, got {value}")
             return cls(max_units=value)
         if isinstance(value, str):
-            return cls(max_nbytes=parse_nbytes(value))
+            return cls(max_nbytes=parse_nbytes(value, name))
         raise TypeError(
             f"{name}: expected bool, int (units) or str such as '2GB' (bytes), got {value!r}"
         )
@@ -248,17 +249,23 @@ _NBYTES_FACTORS = {
 }
 
 
-def parse_nbytes(text: str, name: str = "") -> int:
-    """Parse a string such as "512MB" or "1.5 GiB" to bytes. Raises ValueError if it is no size.
+def parse_nbytes(value: float | str, name: str, least: int = 1) -> int:
+    """Parse a number of bytes, or a string such as "512MB" or "1.5 GiB".
 
     Args:
         name: of the argument, for the message.
+        least: smallest number of bytes that is accepted.
+
+    Raises:
+        ValueError: it is neither, or less than `least`.
     """
-    match = _NBYTES_PATTERN.fullmatch(text)
-    nbytes = int(float(match[1]) * _NBYTES_FACTORS[match[2].lower()]) if match else 0
-    if nbytes < 1:
-        prefix = f"{name}: " if name else ""
-        raise ValueError(f"{prefix}expected a size such as '512MB' or '2GiB', got {text!r}")
+    match = _NBYTES_PATTERN.fullmatch(value) if isinstance(value, str) else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if match is None and not (is_number and math.isfinite(value)):
+        raise ValueError(f"{name}: expected a size such as '512MB' or '2GiB', got {value!r}")
+    nbytes = int(float(match[1]) * _NBYTES_FACTORS[match[2].lower()] if match else value)
+    if nbytes < least:
+        raise ValueError(f"{name}: expected at least {least} B, got {value!r}")
     return nbytes
 
 

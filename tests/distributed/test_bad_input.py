@@ -33,7 +33,7 @@ def _arguments() -> None:
     refuses(TypeError, "backward_prefetch: expected a BackwardPrefetch", backward_prefetch="pre")
     refuses(ValueError, "forward_prefetch: expected a bool or a depth", forward_prefetch=-1)
     refuses(ValueError, "at least 1 unit, got 0", limit_all_gathers=0)
-    refuses(ValueError, "expected a size such as", limit_all_gathers="many")
+    refuses(ValueError, "limit_all_gathers: expected a size such", limit_all_gathers="2 potatoes")
     refuses(ValueError, "gradient_reduction: expected 'mean' or 'sum'", gradient_reduction="avg")
     refuses(ValueError, "outer: expected", outer="zero2")
     refuses(ValueError, "accumulation: expected", accumulation="host")
