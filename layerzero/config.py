@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, get_args
 
 import torch
@@ -259,14 +259,14 @@ def parse_nbytes(value: float | str, name: str, least: int = 1) -> int:
     Raises:
         ValueError: it is neither, or less than `least`.
     """
-    match = _NBYTES_PATTERN.fullmatch(value) if isinstance(value, str) else None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if match is None and not (is_number and math.isfinite(value)):
+    number = value
+    if isinstance(value, str) and (match := _NBYTES_PATTERN.fullmatch(value)):
+        number = float(match[1]) * _NBYTES_FACTORS[match[2].lower()]
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not isfinite(number):
         raise ValueError(f"{name}: expected a size such as '512MB' or '2GiB', got {value!r}")
-    nbytes = int(float(match[1]) * _NBYTES_FACTORS[match[2].lower()] if match else value)
-    if nbytes < least:
+    if number < least:
         raise ValueError(f"{name}: expected at least {least} B, got {value!r}")
-    return nbytes
+    return int(number)
 
 
 def prefetch_depth(value: bool | int, name: str) -> int:
