@@ -13,6 +13,8 @@ import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.step import graph_modes
@@ -49,16 +51,27 @@ def wrap_before(module: Mlp, counter: Any) -> None:
         module.blocks[index] = torch.compile(block, backend=counter, fullgraph=True)
 
 
+def checkpoint_before(module: Mlp, counter: Any) -> None:
+    for index, block in enumerate(module.blocks):
+        module.blocks[index] = checkpoint_wrapper(block)
+        module.blocks[index].compile(backend=counter)
+
+
+def checkpoint_and_wrap_before(module: Mlp, counter: Any) -> None:
+    for index, block in enumerate(module.blocks):
+        module.blocks[index] = torch.compile(checkpoint_wrapper(block), backend=counter)
+
+
 def are_blocks(module: nn.Module, fqn: str) -> bool:
     return fqn.startswith("blocks.") and fqn.count(".") == 1
 
 
-def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, **options: Any) -> None:
+def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, policy: Any) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     module = seeded(deep)
     if prepare is not None:
         prepare(module, counter)
-    model = ZeRO3(module, auto_wrap_policy=are_blocks, **options)
+    model = ZeRO3(module, auto_wrap_policy=policy)
     if prepare is None:
         compile_before(model.module, counter)
     counts = []
@@ -71,8 +84,8 @@ def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, **options: Any) -
         return loss.detach()
 
     reference = seeded(deep)
-    if prepare is wrap_before:
-        wrap_before(reference, "eager")  # for the names: the user's own wrapping is in them
+    if prepare is not None:
+        prepare(reference, "eager")  # for the names: the user's own wrapping is in them
     assert_trains_alike(model, reference, batches(), run=run)
     # All blocks are one graph: their parameters are its inputs.
     assert counts == [1] * len(counts), counts
@@ -84,10 +97,19 @@ def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, **options: Any) -
 
 
 @pytest.mark.parametrize(
-    "prepare", [compile_before, wrap_before, None], ids=["before", "wrapped", "after"]
+    ("prepare", "policy"),
+    [
+        (compile_before, {Block}),
+        (wrap_before, are_blocks),
+        (wrap_before, {Block}),
+        (checkpoint_before, ModuleWrapPolicy({Block})),
+        (checkpoint_and_wrap_before, {Block}),
+        (None, are_blocks),
+    ],
+    ids=["before", "wrapped, by name", "wrapped", "checkpoint", "wrapped checkpoint", "after"],
 )
-def test_compiled_units_train_alike_and_are_compiled_once(prepare) -> None:
-    run_ranks(2, _compiled_once, prepare, timeout=90)
+def test_compiled_units_train_alike_and_are_compiled_once(prepare, policy) -> None:
+    run_ranks(2, _compiled_once, prepare, policy, timeout=90)
 
 
 class Nested(nn.Module):
