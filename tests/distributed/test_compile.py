@@ -260,16 +260,47 @@ def test_modes_with_cuda_graphs_are_refused() -> None:
     run_ranks(1, _graph_modes)
 
 
-def _compiled_from_outside() -> None:
+def _around_a_model() -> nn.Module:
+    return torch.compile(ZeRO3(Mlp(2), auto_wrap_policy={Block}), backend="eager")
+
+
+def _around_a_root() -> nn.Module:
+    return ZeRO3(torch.compile(Mlp(2), backend="eager"), auto_wrap_policy={Block})
+
+
+def _around_a_unit() -> nn.Module:
     model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
-    batch = torch.ones(1, WIDTH)
+    model.module.blocks[1] = torch.compile(model.module.blocks[1], backend="eager")
+    return model
+
+
+def _compiled_units() -> nn.Module:
+    module = Mlp(2)
+    wrap_before(module, "eager")
+    model = ZeRO3(module, auto_wrap_policy={Block})
+    model.compile(backend="eager")
+    return torch.compile(model, backend="eager")
+
+
+def _compiled_from_outside(build: Callable[[], nn.Module], unit: str | None) -> None:
+    model = build()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            torch.compile(model, backend="eager")(batch)
+            model(torch.ones(1, WIDTH))
     told = [str(each.message) for each in caught if "compiles nothing" in str(each.message)]
-    assert len(told) == (dist.get_rank() == 0)
+    assert len(told) == (unit is not None and dist.get_rank() == 0), told
+    assert all(f"torch.compile around {unit} compiles nothing" in text for text in told), told
 
 
-def test_a_compiled_wrapper_says_that_it_compiles_nothing() -> None:
-    run_ranks(2, _compiled_from_outside)
+@pytest.mark.parametrize(
+    ("build", "unit"),
+    [
+        (_around_a_model, "the root unit"),
+        (_around_a_root, "blocks.0"),
+        (_around_a_unit, "blocks.1"),
+        (_compiled_units, None),
+    ],
+)
+def test_compilation_around_a_unit_says_that_it_compiles_nothing_there(build, unit) -> None:
+    run_ranks(2, _compiled_from_outside, build, unit)
