@@ -222,7 +222,7 @@ class _Walk:
     def _choice(self, module: nn.Module, fqn: str) -> tuple[nn.Module | None, Mapping[str, Any]]:
         """Which of `module` and the modules that it wraps the policy chooses, and its arguments.
 
-        Ends at a module that is used elsewhere, too: a wrapper that is its unit would not run there.
+        Ends at a module that is used elsewhere, too: there, its wrapper would not run.
         """
         for each in and_wrapped(module):
             is_elsewhere = each is not module and self._num_places[id(each)] > 1

@@ -18,7 +18,7 @@ def clean_name(name: str) -> str:
 
 
 def and_wrapped(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and, if it is a wrapper, the modules inside that have its name; outermost first."""
+    """The module and, if it is a wrapper, the modules that it wraps; outermost first."""
     yield module
     for name, child in module._modules.items():
         if name in WRAPPER_NAMES and child is not None:
