@@ -13,13 +13,21 @@ import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from layerzero import MixedPrecision, ZeRO3, units
+from layerzero.checkpoint import get_model_state_dict, set_model_state_dict
+from layerzero.flat.names import and_wrapped
 from layerzero.step import graph_modes
-from tests.harness.checks import assert_bitwise
-from tests.harness.compare import assert_same_values, assert_trains_alike
+from layerzero.step.root import root_of
+from layerzero.step.unit import get_unit
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.compare import assert_same_values, assert_trains_alike, zero3
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
@@ -110,6 +118,83 @@ def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, policy: Any) -> N
 )
 def test_compiled_units_train_alike_and_are_compiled_once(prepare, policy) -> None:
     run_ranks(2, _compiled_once, prepare, policy, timeout=90)
+
+
+def _compile(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+def _recompute(module: nn.Module) -> nn.Module:
+    return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.REENTRANT)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compiled": _compile,
+    "recomputed": checkpoint_wrapper,
+    "recomputed, reentrant": _recompute,
+    "on the host": offload_wrapper,
+    "compiled, recomputed": lambda module: checkpoint_wrapper(_compile(module)),
+}
+
+
+def _wrappers() -> None:
+    """Policies look at the module inside wrappers; its names are those without them."""
+    for name, wrap in WRAPPERS.items():
+        module, plain = seeded(Mlp), seeded(Mlp)
+        for model in (module, plain):
+            model.blocks = nn.ModuleList(map(wrap, model.blocks))
+        blocks = [*module.blocks]
+        asked = []
+        model = ZeRO3(
+            module,
+            auto_wrap_policy={Block},
+            reshard_after_forward=lambda part, fqn, asked=asked: asked.append(part) or True,
+        )
+        assert asked == [module, *(list(and_wrapped(block))[-1] for block in blocks)], name
+        assert [unit.module for unit in root_of(get_unit(module)).units] == [module, *blocks], name
+        if "reentrant" not in name:  # Its first block would get no input that requires grad.
+            assert_trains_alike(model, plain, batches(2))
+        assert list(model.state_dict()) == list(plain.state_dict()), name
+        full = get_model_state_dict(model, full=True)
+        assert full.keys() == Mlp().state_dict().keys(), name
+        for load in (set_model_state_dict, nn.Module.load_state_dict):
+            plain = seeded(Mlp, 1)
+            plain.blocks = nn.ModuleList(map(wrap, plain.blocks))
+            other = ZeRO3(plain, auto_wrap_policy={Block})
+            load(other, full if load is set_model_state_dict else model.state_dict())
+            assert_same_parameters(get_model_state_dict(other, full=True), full, what=name)
+
+
+def test_a_policy_looks_through_wrappers_and_names_stay_clean() -> None:
+    run_ranks(2, _wrappers, timeout=90)
+
+
+def _in_two_wrappers() -> None:
+    def build() -> nn.Module:
+        block = Block()
+        return nn.Sequential(checkpoint_wrapper(block), checkpoint_wrapper(block), block)
+
+    model = zero3(build, Block)
+    assert [unit.fqn for unit in units(model)] == ["", "0"]
+    assert_trains_alike(model, seeded(build), batches(2))
+
+
+def test_a_module_in_two_wrappers_is_the_unit_of_both() -> None:
+    run_ranks(2, _in_two_wrappers)
+
+
+def _kept_in_float32() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, keep_float32=(nn.LayerNorm,))
+    outputs = []
+    for norm in (nn.LayerNorm(WIDTH), checkpoint_wrapper(nn.LayerNorm(WIDTH))):
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm)
+        ZeRO3(module, auto_wrap_policy={nn.LayerNorm}, mixed_precision=precision)
+        outputs.append(module[1](batches()[0][0]))
+    assert_bitwise(*outputs)
+
+
+def test_inputs_of_a_wrapped_norm_that_stays_float32_are_not_cast() -> None:
+    run_ranks(1, _kept_in_float32)
 
 
 class Nested(nn.Module):
