@@ -52,17 +52,14 @@ def _memory_of(root: nn.Module, sharded: Collection[int]) -> Iterator[_Held]:
         if get_info(parameter) is not None or foreign_class(parameter) is not None:
             continue
         local = local_of(parameter)
-        # A fake tensor's storage is on the meta device, too.
-        if local.layout is torch.strided and local.numel() and not _is_meta(local):
+        if local.layout is not torch.strided or not local.numel():
+            continue
+        if local.untyped_storage().device.type != "meta":  # That of a fake tensor is, too.
             last = sum((n - 1) * step for n, step in zip(local.shape, local.stride(), strict=True))
             start = local.data_ptr()
             stop = start + (last + 1) * local.itemsize
             is_ignored = id(parameter) not in sharded
             yield _Held(str(local.device), start, stop, clean_name(name), local, is_ignored)
-
-
-def _is_meta(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().device.type == "meta"
 
 
 def _check(around: list[_Held]) -> None:

@@ -187,7 +187,7 @@ class _Walk:
         """Visit a module and those inside it.
 
         Args:
-            may_choose: False inside a wrapper for which the policy was asked about this module.
+            may_choose: False inside a wrapper whose choice covers this module.
         """
         if id(module) in self._ignored:
             return
