@@ -6,6 +6,7 @@ import enum
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, get_args
 
 import torch
@@ -228,7 +229,7 @@ class GatherBudget:
                 raise ValueError(f"{name}: expected at least 1 unit, got {value}")
             return cls(max_units=value)
         if isinstance(value, str):
-            return cls(max_nbytes=parse_nbytes(value))
+            return cls(max_nbytes=parse_nbytes(value, name))
         raise TypeError(
             f"{name}: expected bool, int (units) or str such as '2GB' (bytes), got {value!r}"
         )
@@ -248,18 +249,24 @@ _NBYTES_FACTORS = {
 }
 
 
-def parse_nbytes(text: str, name: str = "") -> int:
-    """Parse a string such as "512MB" or "1.5 GiB" to bytes. Raises ValueError if it is no size.
+def parse_nbytes(value: float | str, name: str, least: int = 1) -> int:
+    """Parse a number of bytes, or a string such as "512MB" or "1.5 GiB".
 
     Args:
         name: of the argument, for the message.
+        least: smallest number of bytes that is accepted.
+
+    Raises:
+        ValueError: it is neither, or less than `least`.
     """
-    match = _NBYTES_PATTERN.fullmatch(text)
-    nbytes = int(float(match[1]) * _NBYTES_FACTORS[match[2].lower()]) if match else 0
-    if nbytes < 1:
-        prefix = f"{name}: " if name else ""
-        raise ValueError(f"{prefix}expected a size such as '512MB' or '2GiB', got {text!r}")
-    return nbytes
+    number = value
+    if isinstance(value, str) and (match := _NBYTES_PATTERN.fullmatch(value)):
+        number = float(match[1]) * _NBYTES_FACTORS[match[2].lower()]
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not isfinite(number):
+        raise ValueError(f"{name}: expected a size such as '512MB' or '2GiB', got {value!r}")
+    if number < least:
+        raise ValueError(f"{name}: expected at least {least} B, got {value!r}")
+    return int(number)
 
 
 def prefetch_depth(value: bool | int, name: str) -> int:

@@ -80,7 +80,8 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             `gradient_reduction`, `offload`, and for experts `process_group` and `expert_numbers`,
             see docs/reference/parallelism.md), or with a `hook_module`, whose calls unshard the
             unit as well. Or a policy of `torch.distributed.fsdp.wrap`, which chooses the same
-            modules as in FSDP. None: units are the nested ZeRO3 modules, or only the root.
+            modules as in FSDP. The unit of a module inside `torch.compile` or `checkpoint_wrapper`
+            is the wrapper. None: units are the nested ZeRO3 modules, or only the root.
         zero3_size: number of ranks in a shard group: neighbours, in rank order, in `process_group`;
             the same on every rank. None: all of them.
         outer: use of the ranks beyond the shard group: "zero1" splits the optimizer state over them

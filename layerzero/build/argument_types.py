@@ -220,9 +220,7 @@ def check_memory_budget(value: object, reshards: object, prefetch_is_default: bo
         raise TypeError(
             f"memory_budget: expected a size such as '40GB', bytes (an int) or None, got {value!r}"
         )
-    nbytes = parse_nbytes(value, "memory_budget") if isinstance(value, str) else value
-    if nbytes < 1:
-        raise ValueError(f"memory_budget: expected at least 1 byte, got {nbytes}")
+    nbytes = parse_nbytes(value, "memory_budget")
     if reshards is not True or not prefetch_is_default:
         raise ValueError(
             "memory_budget: chooses what stays full and what is prefetched; leave out "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from layerzero.config import GatherBudget, MixedPrecision
 from layerzero.flat.flat_param import OriginalParameter
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.host_memory import HostMemory
+from layerzero.flat.names import and_wrapped
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
 from layerzero.notices import outside, warn_once
@@ -217,6 +218,9 @@ class _UnitBuilder:
             for (_, compute_dtype, _), originals in kinds.items()
         ]
         is_mean = arguments.gradient_reduction == "mean"
+        *wrappers, inside = and_wrapped(plan.module)
+        if wrappers and mixed_precision.keeps_float32(inside):
+            mixed_precision = replace(mixed_precision, cast_forward_inputs=False)
         unit = Unit(
             plan.fqn,
             plan.module,

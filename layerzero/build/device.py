@@ -167,6 +167,13 @@ def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> 
             "own operations; expected a plain nn.Parameter or a DTensor: convert it (dequantize a "
             "quantized one), or add it to ignored_parameters, which stay whole on every rank"
         )
+    if any(isinstance(slot.module, torch.jit.ScriptModule) for slot in original.slots):
+        raise ValueError(
+            f"{where} is in a scripted or traced module, whose code reads parameters where Python "
+            "cannot replace them; use the Python module that was scripted, and compile() instead "
+            "of torch.jit, or, if nothing in it is trained, add the scripted module to "
+            "ignored_modules, which stay whole on every rank"
+        )
     if parameter.layout is not torch.strided:
         raise ValueError(f"{where} has layout {parameter.layout}; expected a dense parameter")
     hooks_from = kind_of_hooks(parameter)

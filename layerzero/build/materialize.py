@@ -41,7 +41,8 @@ class Place:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        return self.tensors.get(self.name)
+        # The dicts of a scripted module have no `get`.
+        return self.tensors[self.name] if self.name in self.tensors else None  # noqa: SIM401
 
 
 class Materializer:

@@ -16,6 +16,7 @@ from layerzero.build.dtensor_mesh import tensor_parallel_mesh
 from layerzero.build.expert_numbers import ExpertLists
 from layerzero.build.experts import AnyGroup, find_experts, ranks_of
 from layerzero.build.optional import OptionalModules, find_optional
+from layerzero.build.shared_memory import refuse_shared_memory
 from layerzero.build.unit_arguments import UnitArguments, effective_offload
 from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.config import MixedPrecision
@@ -87,6 +88,7 @@ def plan_wrapping(
     )
     mesh = tensor_parallel_mesh(dense, real)
     device = resolve_device(given.device, units, given.group, mesh)
+    refuse_shared_memory(module, {id(o.parameter) for unit in units for o in unit.originals})
     check_compiled(((visit.fqn, visit.module) for visit in visits), device)
     return WrapPlan(
         units=units,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -236,9 +236,10 @@ def classes_of(policy: Any) -> tuple[type[nn.Module], ...]:
     if isinstance(policy, type):
         return (policy,)
     listed = getattr(policy, "_module_classes", None)
-    if listed is None and callable(policy):
-        listed = getattr(policy, "keywords", {}).get("transformer_layer_cls", ())
-    return tuple(policy if listed is None and policy is not None else listed or ())
+    if listed is None:
+        keywords = getattr(policy, "keywords", {})
+        listed = policy if isinstance(policy, Iterable) else keywords.get("transformer_layer_cls")
+    return tuple(listed or ())
 
 
 def _is_torchs(value: object, name: str) -> bool:

@@ -52,7 +52,7 @@ class UnitArguments:
             mine = self._overridden(to_unit_arguments(plan.arguments, plan.module), device)
             reshard = mine.reshard_after_forward
             if callable(reshard):
-                chosen = reshard(plan.module, plan.fqn)
+                chosen = reshard(plan.chosen, plan.fqn)
                 mine = replace(mine, reshard_after_forward=check_reshard_after_forward(chosen))
         except (TypeError, ValueError) as error:
             raise type(error)(f"{plan.label}: {error}") from None

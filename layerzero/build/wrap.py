@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +12,7 @@ from torch import nn
 
 from layerzero.build.torch_arguments import run_torch_policy
 from layerzero.flat.flat_param import OriginalParameter
-from layerzero.flat.names import WRAPPER_NAMES
+from layerzero.flat.names import WRAPPER_NAMES, and_wrapped
 from layerzero.flat.parameter_info import get_info, sharded_param_of
 from layerzero.flat.views import Slot
 from layerzero.step.unit import Unit, get_unit
@@ -94,6 +95,8 @@ class UnitPlan:
 
     fqn: str
     module: nn.Module
+    chosen: nn.Module
+    """The module that the policy chose: `module`, or one that `module` is a wrapper around."""
     parent: UnitPlan | None
     existing: Unit | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -133,12 +136,15 @@ def plan_units(
     A parameter belongs to the innermost unit that contains all its uses: one shared by two units
     goes to the nearest unit around both.
 
+    The unit of a module in wrappers (torch.compile, `checkpoint_wrapper`) is the outermost of them,
+    so that the compiled code or the checkpoint runs inside calls of the unit.
+
     Raises:
         ValueError: a parameter is shared between an already wrapped module and another one.
     """
     ignored_modules, ignored_parameters = tuple(ignored_modules), tuple(ignored_parameters)
     choose = make_chooser(policy, root, ignored_modules, ignored_parameters)
-    walk = _Walk(choose, ignored_modules, ignored_parameters)
+    walk = _Walk(root, choose, ignored_modules, ignored_parameters)
     walk.visit(root, "", None)
     _refuse_shared_with_wrapped(walk.plans, walk.owners.values())
     for original, users in walk.owners.values():
@@ -160,6 +166,7 @@ class _Walk:
 
     def __init__(
         self,
+        root: nn.Module,
         choose: Callable[[nn.Module, str], Choice],
         ignored_modules: Iterable[nn.Module],
         ignored_parameters: Iterable[nn.Parameter],
@@ -171,14 +178,16 @@ class _Walk:
         self._ignored = {id(module) for top in ignored_modules for module in top.modules()}
         self._ignored_parameters = {id(parameter) for parameter in ignored_parameters}
         self._seen: dict[int, UnitPlan] = {}
+        children = (child for part in root.modules() for child in part._modules.values())
+        self._num_places = Counter(map(id, children))
 
     def visit(
-        self, module: nn.Module, fqn: str, parent: UnitPlan | None, is_inside_unit: bool = False
+        self, module: nn.Module, fqn: str, parent: UnitPlan | None, may_choose: bool = True
     ) -> None:
         """Visit a module and those inside it.
 
         Args:
-            is_inside_unit: it is wrapped in a module of the same name that is a unit already.
+            may_choose: False inside a wrapper whose choice covers this module.
         """
         if id(module) in self._ignored:
             return
@@ -188,12 +197,12 @@ class _Walk:
         existing = get_unit(module)
         plan = parent
         # The root is always a unit, with the arguments of `ZeRO3`; an existing unit keeps its own.
-        may_choose = parent is not None and existing is None and not is_inside_unit
-        choice = may_choose and self._choose(module, fqn)
-        # An empty mapping is falsy, but makes the module a unit.
-        if parent is None or existing is not None or choice or isinstance(choice, Mapping):
-            arguments = choice if isinstance(choice, Mapping) else {}
-            plan = UnitPlan(fqn, module, parent, existing, arguments)
+        chosen: nn.Module | None = module
+        arguments: Mapping[str, Any] = {}
+        if parent is not None and existing is None:
+            chosen, arguments = self._choice(module, fqn) if may_choose else (None, {})
+        if chosen is not None:
+            plan = UnitPlan(fqn, module, chosen, parent, existing, arguments)
             self.plans.append(plan)
         assert plan is not None
         self._seen[id(module)] = plan
@@ -205,9 +214,25 @@ class _Walk:
             if child is None:
                 continue
             if name in WRAPPER_NAMES:
-                self.visit(child, fqn, plan, is_inside_unit or plan.module is module)
+                is_unit = plan.fqn == fqn
+                self.visit(child, fqn, plan, not is_unit and self._num_places[id(child)] > 1)
             else:
                 self.visit(child, f"{fqn}.{name}" if fqn else name, plan)
+
+    def _choice(self, module: nn.Module, fqn: str) -> tuple[nn.Module | None, Mapping[str, Any]]:
+        """Which of `module` and the modules that it wraps the policy chooses, and its arguments.
+
+        Ends at a module that is used elsewhere, too: there, its wrapper would not run.
+        """
+        for each in and_wrapped(module):
+            is_elsewhere = each is not module and self._num_places[id(each)] > 1
+            if is_elsewhere or id(each) in self._ignored or get_unit(each) is not None:
+                break
+            choice = self._choose(each, fqn)
+            # An empty mapping is falsy, but makes the module a unit.
+            if choice or isinstance(choice, Mapping):
+                return each, choice if isinstance(choice, Mapping) else {}
+        return None, {}
 
     def _visit_parameter(
         self, parameter: nn.Parameter, slot: Slot, fqn: str, plan: UnitPlan

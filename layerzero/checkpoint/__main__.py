@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _nbytes(text: str) -> int:
     try:
-        return parse_nbytes(text)
+        return parse_nbytes(text, "SIZE")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -102,7 +102,7 @@ def save(
         raise ValueError(f"keep: expected at least 1 checkpoint or None, got {keep}")
     if step is not None and (not isinstance(step, int) or step < 0):
         raise ValueError(f"step: expected an int of 0 or more, or None, got {step!r}")
-    max_file_nbytes = parse_nbytes(max_file_size)
+    max_file_nbytes = parse_nbytes(max_file_size, "max_file_size")
     check_progress(progress)
     optimizers = check_optimizers(optimizer, "save")
     schedulers = check_schedulers(scheduler, "save")

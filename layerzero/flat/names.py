@@ -1,6 +1,10 @@
-"""Removes what wrappers add to the names of modules and parameters."""
+"""Looks through wrappers: at the modules inside them, and past what they add to names."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
 
 WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Attribute under which torch.compile's and activation checkpointing's wrappers hold the module."""
@@ -11,3 +15,11 @@ def clean_name(name: str) -> str:
     if WRAPPER_NAMES.isdisjoint(parts := name.split(".")):
         return name
     return ".".join(part for part in parts if part not in WRAPPER_NAMES)
+
+
+def and_wrapped(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and, if it is a wrapper, the modules that it wraps; outermost first."""
+    yield module
+    for name, child in module._modules.items():
+        if name in WRAPPER_NAMES and child is not None:
+            yield from and_wrapped(child)

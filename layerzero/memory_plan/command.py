@@ -187,7 +187,7 @@ def _memory(options: argparse.Namespace) -> int:
     here = current_accelerator()
     if here is not None and options.device in (None, here.type):
         return int(torch.get_device_module(here).get_device_properties(here).total_memory)
-    return parse_nbytes("80GB")
+    return 80 * 10**9
 
 
 def _optimizer(text: str) -> str | float:

@@ -106,7 +106,7 @@ class _Members:
         }
         self._named = [
             (clean_name(name), self._at_rest(parameter))
-            for name, parameter in model.named_parameters(remove_duplicate=False)
+            for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False)
         ]
 
     def _at_rest(self, parameter: nn.Parameter) -> nn.Parameter:

@@ -31,7 +31,7 @@ class Names:
             for shown, sharded in zip(handle.unsharded_params, handle.sharded_params, strict=True)
         }
         names: dict[int, tuple[nn.Parameter, list[str]]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
             parameter = self._sharded_params.get(id(parameter), parameter)
             names.setdefault(id(parameter), (parameter, []))[1].append(name_among_all(model, name))
         for parameter, found in names.values():

@@ -88,10 +88,13 @@ def _names_to_load(model: nn.Module) -> dict[str, str]:
     of the wrapper expects: paths in the module tree."""
     places: dict[int, list[str]] = {}
     tensors = itertools.chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+        nn.Module.named_parameters(model, remove_duplicate=False),
+        nn.Module.named_buffers(model, remove_duplicate=False),
     )
     for name, tensor in tensors:
-        places.setdefault(id(tensor), []).append(global_name(model, name))
+        # `checkpoint_wrapper` adds its part to the names of entries itself, in a hook.
+        path = global_name(model, name).replace("_checkpoint_wrapped_module.", "")
+        places.setdefault(id(tensor), []).append(path)
     found = {}
     for name, value in model.state_dict(keep_vars=True).items():
         own = places.get(id(value))

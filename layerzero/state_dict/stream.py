@@ -84,9 +84,7 @@ def stream_full(
         ValueError: a bad argument.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    nbytes = parse_nbytes(bucket_bytes) if isinstance(bucket_bytes, str) else int(bucket_bytes)
-    if nbytes < 1:
-        raise ValueError(f"bucket_bytes: expected at least 1, got {bucket_bytes!r}")
+    nbytes = parse_nbytes(bucket_bytes, "bucket_bytes")
     root_state_of(model, "stream_full", is_collective=True)
     return _stream_model(model, nbytes, dtype, only)
 

@@ -39,6 +39,11 @@ def check_compiled(modules: Iterable[tuple[str, nn.Module]], device: torch.devic
             _refuse(name or "the root unit", _records_graphs(module))
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` was compiled in place, or is what `torch.compile` returned."""
+    return module._compiled_call_impl is not None or "dynamo_ctx" in module.__dict__
+
+
 def _has_graphs(device: torch.device) -> bool:
     return device.type != "cpu"  # There the modes are without effect.
 

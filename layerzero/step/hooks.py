@@ -20,9 +20,10 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from layerzero.flat.names import and_wrapped
 from layerzero.notices import warn_once
 from layerzero.step.calls import ForwardCall
-from layerzero.step.graph_modes import check_compile
+from layerzero.step.graph_modes import check_compile, is_compiled
 from layerzero.step.root import root_of
 from layerzero.step.states import TrainingState
 from layerzero.step.tensors import cast_floating, find_tensors, move
@@ -250,11 +251,12 @@ def _step_by_step(unit: Unit, lazy: Any, casts: bool) -> Generator[Any, Any, Any
 def _call_uncompiled(
     unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
 ) -> Any:
-    if unit.module._compiled_call_impl is None and root_of(unit).units[0] is unit:
+    if not any(map(is_compiled, and_wrapped(unit.module))):
         warn_once(
             "torch.compile around",
-            "torch.compile of a sharded model, or of a module around it, compiles nothing inside "
-            "the sharded model; call its compile() method, which compiles each unit",
+            f"torch.compile around {unit.label} compiles nothing inside that unit, whose call ends "
+            "the graph; compile() of the sharded model compiles each unit, and compile() of a "
+            "unit's module that one",
         )
     return _call(unit, method, args, kwargs, casts)
 

@@ -57,7 +57,7 @@ class GradientReducer:
     ) -> None:
         """`units` is the root's list."""
         accumulation, in_flight = policy.accumulation, policy.in_flight
-        self._max_in_flight_nbytes = 0 if in_flight is None else parse_nbytes(in_flight)
+        self._max_in_flight_nbytes = parse_nbytes(in_flight or 0, "in_flight", least=0)
         self._context = context
         self._units = units
         self.requires_sync = True

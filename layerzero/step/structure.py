@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 
+import torch
 from torch import nn
 
 from layerzero.flat.names import clean_name
@@ -187,7 +188,9 @@ class Structure:
         yield fqn, module
         for name, child in module._modules.items():
             inner = clean_name(f"{fqn}.{name}" if fqn else name)
-            if child is not None and not self._is_ignored(child, inner):
+            # Scripted modules, which have no sharded parameter, lack the dicts of others.
+            is_scripted = isinstance(child, torch.jit.ScriptModule)
+            if child is not None and not is_scripted and not self._is_ignored(child, inner):
                 yield from self._visit(child, inner, seen)
 
     def _is_ignored(self, module: nn.Module, name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
@@ -19,6 +19,7 @@ from layerzero.checkpoint import ParameterShard
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import run_ranks
+from tests.harness.reference import forward_backward
 
 
 def refuses(error: type[Exception], pattern: str, module: nn.Module | None = None, **options):
@@ -33,7 +34,7 @@ def _arguments() -> None:
     refuses(TypeError, "backward_prefetch: expected a BackwardPrefetch", backward_prefetch="pre")
     refuses(ValueError, "forward_prefetch: expected a bool or a depth", forward_prefetch=-1)
     refuses(ValueError, "at least 1 unit, got 0", limit_all_gathers=0)
-    refuses(ValueError, "expected a size such as", limit_all_gathers="many")
+    refuses(ValueError, "limit_all_gathers: expected a size such", limit_all_gathers="2 potatoes")
     refuses(ValueError, "gradient_reduction: expected 'mean' or 'sum'", gradient_reduction="avg")
     refuses(ValueError, "outer: expected", outer="zero2")
     refuses(ValueError, "accumulation: expected", accumulation="host")
@@ -120,6 +121,98 @@ def _integers() -> None:
 
 def test_an_integer_parameter_that_requires_grad_is_refused_and_a_frozen_one_is_kept() -> None:
     run_ranks(2, _integers)
+
+
+MATRIX = torch.arange(64.0).view(8, 8)
+SHARED: dict[str, tuple[Tensor, Tensor]] = {
+    "the same": (MATRIX, MATRIX),
+    "transposed": (MATRIX, MATRIX.t()),
+    "a part": (MATRIX, MATRIX[2:3, 4:6]),
+    "columns": (MATRIX[:, :5], MATRIX[:, 4:]),
+    "one element": (MATRIX[0, :1].expand(8), MATRIX[:, 0]),
+    "a buffer of numpy": (torch.from_numpy(MATRIX.numpy()), MATRIX),
+}
+APART: dict[str, tuple[Tensor, ...]] = {
+    "rows": tuple(MATRIX),
+    "columns": MATRIX.chunk(4, dim=1),
+    "every other column": (MATRIX[:, ::2], MATRIX[:, 1::2]),
+    "no elements": (MATRIX[:0], MATRIX[:0], MATRIX),
+    "no memory": (torch.empty(3, device="meta"), torch.empty(3, device="meta")),
+}
+
+
+def _with(*tensors: Tensor) -> nn.Module:
+    """An Mlp with parameters over the memory of `tensors`; all but the first are frozen."""
+    module = Mlp()
+    for index, tensor in enumerate(tensors):
+        setattr(module, f"over_{index}", nn.Parameter(tensor, requires_grad=not index))
+    return module
+
+
+def _shared_memory() -> None:
+    for tensors in SHARED.values():
+        for ignored in ((), ("over_0",), ("over_1",)):
+            module = _with(*tensors)
+            before = dict(module.named_parameters())
+            refuses(
+                ValueError,
+                r"'over_[01]' and 'over_[01]' are two Parameters over the same memory.*tied",
+                module,
+                ignored_parameters=[before[name] for name in ignored],
+            )
+            assert dict(module.named_parameters()).items() == before.items(), "nothing was changed"
+        module = _with(*tensors)
+        ZeRO3(module, ignored_parameters=[module.over_0.requires_grad_(False), module.over_1])
+    for tensors in APART.values():
+        ZeRO3(_with(*tensors), param_init_fn="later")
+    ZeRO3(nn.LSTM(4, 4, 2))
+    late = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
+    late[1].weight.data = late[0].weight.data
+    is_shared = dist.get_rank() == 0
+    said = "" if is_shared else "rank 0 refused the module or an argument of ZeRO3: ValueError: "
+    refuses(ValueError, f"{said}parameters '0.weight' and '1.weight'", late if is_shared else Mlp())
+
+
+def test_two_parameters_over_one_memory_are_refused() -> None:
+    run_ranks(2, _shared_memory)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.scale
+
+
+COMPILERS = [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 8))]
+
+
+def _scripted() -> None:
+    for to_script in COMPILERS:
+        part = to_script(nn.Linear(8, 8))
+        where = r"parameter '1\.weight' is in a scripted or traced module.*ignored_modules"
+        refuses(ValueError, where, nn.Sequential(nn.Linear(8, 8), part))
+
+        def build(to_script: Any = to_script) -> nn.Module:
+            torch.manual_seed(0)
+            frozen = to_script(nn.Linear(8, 8).requires_grad_(False))
+            return nn.Sequential(nn.Linear(8, 8), to_script(_Scaled()), frozen, nn.Linear(8, 3))
+
+        module = build()
+        model = ZeRO3(module, auto_wrap_policy={nn.Linear}, ignored_modules=[module[2]])
+        reference, batch = build(), torch.randn(2, 8)
+        for _ in range(3):  # TorchScript runs other code from the third call on.
+            expected, loss = forward_backward(reference, batch), forward_backward(model, batch)
+            torch.testing.assert_close(loss, expected)
+        with model.summon_full_params(with_grads=True):
+            for own, plain in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(own.grad, plain.grad)
+
+
+def test_a_scripted_module_is_refused_if_it_has_parameters_to_shard() -> None:
+    run_ranks(2, _scripted)
 
 
 def _twice() -> None:

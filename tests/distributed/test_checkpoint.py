@@ -706,7 +706,7 @@ def _refusals(root: str) -> None:
     refused("some ranks passed an optimizer and", optimizer=optimizer if rank else None)
     refused("keep: expected at least 1", keep=0)
     refused("step: expected an int", step=-1)
-    refused("a size such as", max_file_size="many")
+    refused("max_file_size: expected a size such as", max_file_size="many")
     refused("progress: expected", progress=3)
     blocked = Path(root) / "file"
     if rank == 0:

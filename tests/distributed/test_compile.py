@@ -13,11 +13,21 @@ import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from layerzero import MixedPrecision, ZeRO3, units
+from layerzero.checkpoint import get_model_state_dict, set_model_state_dict
+from layerzero.flat.names import and_wrapped
 from layerzero.step import graph_modes
-from tests.harness.checks import assert_bitwise
-from tests.harness.compare import assert_same_values, assert_trains_alike
+from layerzero.step.root import root_of
+from layerzero.step.unit import get_unit
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.compare import assert_same_values, assert_trains_alike, zero3
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
@@ -49,16 +59,27 @@ def wrap_before(module: Mlp, counter: Any) -> None:
         module.blocks[index] = torch.compile(block, backend=counter, fullgraph=True)
 
 
+def checkpoint_before(module: Mlp, counter: Any) -> None:
+    for index, block in enumerate(module.blocks):
+        module.blocks[index] = checkpoint_wrapper(block)
+        module.blocks[index].compile(backend=counter)
+
+
+def checkpoint_and_wrap_before(module: Mlp, counter: Any) -> None:
+    for index, block in enumerate(module.blocks):
+        module.blocks[index] = torch.compile(checkpoint_wrapper(block), backend=counter)
+
+
 def are_blocks(module: nn.Module, fqn: str) -> bool:
     return fqn.startswith("blocks.") and fqn.count(".") == 1
 
 
-def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, **options: Any) -> None:
+def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, policy: Any) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     module = seeded(deep)
     if prepare is not None:
         prepare(module, counter)
-    model = ZeRO3(module, auto_wrap_policy=are_blocks, **options)
+    model = ZeRO3(module, auto_wrap_policy=policy)
     if prepare is None:
         compile_before(model.module, counter)
     counts = []
@@ -71,8 +92,8 @@ def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, **options: Any) -
         return loss.detach()
 
     reference = seeded(deep)
-    if prepare is wrap_before:
-        wrap_before(reference, "eager")  # for the names: the user's own wrapping is in them
+    if prepare is not None:
+        prepare(reference, "eager")  # for the names: the user's own wrapping is in them
     assert_trains_alike(model, reference, batches(), run=run)
     # All blocks are one graph: their parameters are its inputs.
     assert counts == [1] * len(counts), counts
@@ -84,10 +105,96 @@ def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, **options: Any) -
 
 
 @pytest.mark.parametrize(
-    "prepare", [compile_before, wrap_before, None], ids=["before", "wrapped", "after"]
+    ("prepare", "policy"),
+    [
+        (compile_before, {Block}),
+        (wrap_before, are_blocks),
+        (wrap_before, {Block}),
+        (checkpoint_before, ModuleWrapPolicy({Block})),
+        (checkpoint_and_wrap_before, {Block}),
+        (None, are_blocks),
+    ],
+    ids=["before", "wrapped, by name", "wrapped", "checkpoint", "wrapped checkpoint", "after"],
 )
-def test_compiled_units_train_alike_and_are_compiled_once(prepare) -> None:
-    run_ranks(2, _compiled_once, prepare, timeout=90)
+def test_compiled_units_train_alike_and_are_compiled_once(prepare, policy) -> None:
+    run_ranks(2, _compiled_once, prepare, policy, timeout=90)
+
+
+def _compile(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+def _recompute(module: nn.Module) -> nn.Module:
+    return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.REENTRANT)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compiled": _compile,
+    "recomputed": checkpoint_wrapper,
+    "recomputed, reentrant": _recompute,
+    "on the host": offload_wrapper,
+    "compiled, recomputed": lambda module: checkpoint_wrapper(_compile(module)),
+}
+
+
+def _wrappers() -> None:
+    """Policies look at the module inside wrappers; its names are those without them."""
+    for name, wrap in WRAPPERS.items():
+        module, plain = seeded(Mlp), seeded(Mlp)
+        for model in (module, plain):
+            model.blocks = nn.ModuleList(map(wrap, model.blocks))
+        blocks = [*module.blocks]
+        asked = []
+        model = ZeRO3(
+            module,
+            auto_wrap_policy={Block},
+            reshard_after_forward=lambda part, fqn, asked=asked: asked.append(part) or True,
+        )
+        assert asked == [module, *(list(and_wrapped(block))[-1] for block in blocks)], name
+        assert [unit.module for unit in root_of(get_unit(module)).units] == [module, *blocks], name
+        if "reentrant" not in name:  # Its first block would get no input that requires grad.
+            assert_trains_alike(model, plain, batches(2))
+        assert list(model.state_dict()) == list(plain.state_dict()), name
+        full = get_model_state_dict(model, full=True)
+        assert full.keys() == Mlp().state_dict().keys(), name
+        for load in (set_model_state_dict, nn.Module.load_state_dict):
+            plain = seeded(Mlp, 1)
+            plain.blocks = nn.ModuleList(map(wrap, plain.blocks))
+            other = ZeRO3(plain, auto_wrap_policy={Block})
+            load(other, full if load is set_model_state_dict else model.state_dict())
+            assert_same_parameters(get_model_state_dict(other, full=True), full, what=name)
+
+
+def test_a_policy_looks_through_wrappers_and_names_stay_clean() -> None:
+    run_ranks(2, _wrappers, timeout=90)
+
+
+def _in_two_wrappers() -> None:
+    def build() -> nn.Module:
+        block = Block()
+        return nn.Sequential(checkpoint_wrapper(block), checkpoint_wrapper(block), block)
+
+    model = zero3(build, Block)
+    assert [unit.fqn for unit in units(model)] == ["", "0"]
+    assert_trains_alike(model, seeded(build), batches(2))
+
+
+def test_a_module_in_two_wrappers_is_the_unit_of_both() -> None:
+    run_ranks(2, _in_two_wrappers)
+
+
+def _kept_in_float32() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, keep_float32=(nn.LayerNorm,))
+    outputs = []
+    for norm in (nn.LayerNorm(WIDTH), checkpoint_wrapper(nn.LayerNorm(WIDTH))):
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm)
+        ZeRO3(module, auto_wrap_policy={nn.LayerNorm}, mixed_precision=precision)
+        outputs.append(module[1](batches()[0][0]))
+    assert_bitwise(*outputs)
+
+
+def test_inputs_of_a_wrapped_norm_that_stays_float32_are_not_cast() -> None:
+    run_ranks(1, _kept_in_float32)
 
 
 class Nested(nn.Module):
@@ -238,16 +345,47 @@ def test_modes_with_cuda_graphs_are_refused() -> None:
     run_ranks(1, _graph_modes)
 
 
-def _compiled_from_outside() -> None:
+def _around_a_model() -> nn.Module:
+    return torch.compile(ZeRO3(Mlp(2), auto_wrap_policy={Block}), backend="eager")
+
+
+def _around_a_root() -> nn.Module:
+    return ZeRO3(torch.compile(Mlp(2), backend="eager"), auto_wrap_policy={Block})
+
+
+def _around_a_unit() -> nn.Module:
     model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
-    batch = torch.ones(1, WIDTH)
+    model.module.blocks[1] = torch.compile(model.module.blocks[1], backend="eager")
+    return model
+
+
+def _compiled_units() -> nn.Module:
+    module = Mlp(2)
+    wrap_before(module, "eager")
+    model = ZeRO3(module, auto_wrap_policy={Block})
+    model.compile(backend="eager")
+    return torch.compile(model, backend="eager")
+
+
+def _compiled_from_outside(build: Callable[[], nn.Module], unit: str | None) -> None:
+    model = build()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            torch.compile(model, backend="eager")(batch)
+            model(torch.ones(1, WIDTH))
     told = [str(each.message) for each in caught if "compiles nothing" in str(each.message)]
-    assert len(told) == (dist.get_rank() == 0)
+    assert len(told) == (unit is not None and dist.get_rank() == 0), told
+    assert all(f"torch.compile around {unit} compiles nothing" in text for text in told), told
 
 
-def test_a_compiled_wrapper_says_that_it_compiles_nothing() -> None:
-    run_ranks(2, _compiled_from_outside)
+@pytest.mark.parametrize(
+    ("build", "unit"),
+    [
+        (_around_a_model, "the root unit"),
+        (_around_a_root, "blocks.0"),
+        (_around_a_unit, "blocks.1"),
+        (_compiled_units, None),
+    ],
+)
+def test_compilation_around_a_unit_says_that_it_compiles_nothing_there(build, unit) -> None:
+    run_ranks(2, _compiled_from_outside, build, unit)

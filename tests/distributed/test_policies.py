@@ -117,6 +117,7 @@ def test_what_is_said_twice_is_refused() -> None:
         (TypeError, "PrefetchPolicy.backward: expected a BackwardPrefetch", {"backward": "pre"}),
         (ValueError, "PrefetchPolicy.limit: expected at least 1 unit", {"limit": 0}),
         (TypeError, "PrefetchPolicy.limit: expected bool, int", {"limit": 1.5}),
+        (ValueError, "PrefetchPolicy.limit: expected a size such as", {"limit": "much"}),
     ],
 )
 def test_a_bad_prefetch_policy_is_refused_when_it_is_made(kind, pattern, options) -> None:

@@ -28,6 +28,7 @@ from layerzero.checkpoint import (
     set_optimizer_state_dict,
     stream_full,
 )
+from layerzero.optim import decay_groups
 from layerzero.state_dict import stream
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.internals import inner_units
@@ -103,9 +104,14 @@ class Renamed(nn.Module):
     def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
         return self.module.load_state_dict(state_dict, *args, **options)
 
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return self.module.named_parameters(prefix, recurse)
+
 
 def _names_of_its_own() -> None:
     model, optimizer = _wrapped(Renamed)
+    grouped = {id(p) for group in decay_groups(model) for p in group["params"]}
+    assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
     _train(model, optimizer)
     expected = {name.removeprefix("module."): value for name, value in _full(model).items()}
     full = get_model_state_dict(model, full=True)

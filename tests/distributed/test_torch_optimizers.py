@@ -125,6 +125,32 @@ def _everything() -> None:
     _refused()
 
 
+def _hooked_and_compiled() -> None:
+    """Hooks of a step run and may read shards; a compiled step does what the step does."""
+    case = CASES["mlp"]
+    trained = []
+    for is_hooked, is_compiled in ((False, False), (True, False), (False, True)):
+        model = sharded(case)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        seen: list[str] = []
+        if is_hooked:
+            optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("pre"))
+            optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("post"))
+        step = torch.compile(optimizer.step, backend="eager") if is_compiled else optimizer.step
+        for batch in batches_of(case, 2, STEPS):
+            forward_backward(model, batch[torch.distributed.get_rank()])
+            step()
+            optimizer.zero_grad()
+        assert seen == ["pre", "post"] * STEPS * is_hooked
+        trained.append(full_parameters(model))
+    for other in trained[1:]:
+        torch.testing.assert_close(other, trained[0])
+
+
+def test_a_step_may_have_hooks_and_be_compiled() -> None:
+    run_ranks(2, _hooked_and_compiled, timeout=90)
+
+
 def test_every_class_is_in_the_table() -> None:
     assert _table().keys() == _classes().keys()
 

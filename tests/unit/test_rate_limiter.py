@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 from layerzero.config import GatherBudget, parse_nbytes
@@ -13,13 +16,22 @@ from layerzero.step.rate_limiter import RateLimiter
     [("1B", 1), ("512MB", 512_000_000), ("1.5 GiB", 3 << 29), ("2gb", 2 * 10**9), ("3KiB", 3072)],
 )
 def test_sizes_are_read(text: str, nbytes: int) -> None:
-    assert parse_nbytes(text) == nbytes
+    assert parse_nbytes(text, "size") == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "12", "-1MB", "0MB", "1 parsec"])
-def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a size"):
-        parse_nbytes(text)
+@pytest.mark.parametrize(
+    "value", ["", "GB", "12", "-1MB", "1 parsec", None, True, math.inf, math.nan, [1]]
+)
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"size: expected a size such as '512MB' or '2GiB', got "):
+        parse_nbytes(value, "size")
+
+
+def test_numbers_of_bytes_are_read_and_have_a_least() -> None:
+    assert [parse_nbytes(value, "size", least=12) for value in (12, 64e6)] == [12, 64_000_000]
+    for value in (11, "0MB", -1):
+        with pytest.raises(ValueError, match=f"size: expected at least 12 B, got {value!r}"):
+            parse_nbytes(value, "size", least=12)
 
 
 @pytest.mark.parametrize(

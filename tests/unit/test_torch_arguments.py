@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, units
 from layerzero.build.torch_arguments import (
     to_backward_prefetch,
     to_offload,
@@ -102,6 +102,12 @@ def test_a_policy_of_torch_chooses_what_it_chooses_for_fsdp1(policy: Any) -> Non
         first = next(root.children())
         for ignored in (set(), set(first.modules())):
             assert _by_us(root, policy, ignored) == _by_torch(root, policy, ignored), build
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "leaves of ours"])
+def test_a_model_is_wrapped_by_a_policy_of_torch(name: str) -> None:
+    wrapped = [unit.fqn for unit in units(ZeRO3(Mlp(), auto_wrap_policy=POLICIES[name]))]
+    assert sorted(wrapped[1:]) == _by_torch(Mlp(), POLICIES[name], set())
 
 
 def test_arguments_that_a_custom_policy_gives_are_ours() -> None:

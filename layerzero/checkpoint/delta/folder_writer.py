@@ -53,13 +53,10 @@ class DeltaWriter:
             raise ValueError(
                 f"DeltaWriter: rank {stream.sender} is not among the senders {list(senders)}"
             )
-        nbytes = parse_nbytes(file_bytes) if isinstance(file_bytes, str) else int(file_bytes)
-        if nbytes < 1:
-            raise ValueError(f"file_bytes: expected at least 1, got {file_bytes!r}")
         self._root = Path(root)
         self._stream = stream
         self._senders = sorted(senders)
-        self._file_nbytes = nbytes
+        self._file_nbytes = parse_nbytes(file_bytes, "file_bytes")
         self._folder = self._root / stream.name
 
     def write(self, step: int) -> int:

@@ -92,14 +92,11 @@ class DeltaStream:
                 f"DeltaStream: dtype {dtype} cannot hold the values of floating-point weights "
                 "without scales; expected float32, float16, bfloat16 or float64"
             )
-        nbytes = parse_nbytes(patch_bytes) if isinstance(patch_bytes, str) else int(patch_bytes)
         widest = _INDEX_NBYTES + torch.complex128.itemsize
-        if nbytes < widest:
-            raise ValueError(f"patch_bytes: expected at least {widest}, got {patch_bytes!r}")
         self._model = model
         self._dtype = dtype
         self._buffers = buffers
-        self._patch_nbytes = nbytes
+        self._patch_nbytes = parse_nbytes(patch_bytes, "patch_bytes", least=widest)
         self._on_host = on_host
         self._chunks = self._make_chunks(self._check("DeltaStream"))
         for chunk in self._chunks:

@@ -74,7 +74,7 @@ def save_pretrained(
         CollectiveError: a rank died or did not take part.
         NotImplementedError: ranks have experts of different names, or adapters of another kind.
     """
-    nbytes = parse_nbytes(max_file_size)
+    nbytes = parse_nbytes(max_file_size, "max_file_size")
     state = root_state_of(model, "save_pretrained")
     refuse_experts(state, "save_pretrained")
     together = checkpoint_group_of(state, None)

@@ -122,10 +122,7 @@ def nbytes_of(bucket_bytes: int | str) -> int:
     Raises:
         ValueError: no number of bytes, or not a positive one.
     """
-    nbytes = parse_nbytes(bucket_bytes) if isinstance(bucket_bytes, str) else int(bucket_bytes)
-    if nbytes < 1:
-        raise ValueError(f"{_NAME}: bucket_bytes: expected at least 1, got {bucket_bytes!r}")
-    return nbytes
+    return parse_nbytes(bucket_bytes, f"{_NAME}: bucket_bytes")
 
 
 def rows_of(given: Given, cost: Cost, options: Mapping[str, Any]) -> list[str]:
