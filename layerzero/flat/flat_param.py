@@ -283,7 +283,20 @@ class FlatParam:
 
     def free_full(self) -> None:
         if not self.is_whole:
+            if not self._storage.resizable():
+                self._leave_storage()
             self._storage.resize_(0)
+
+    def _leave_storage(self) -> None:
+        """`numpy()` of an unsharded parameter has fixed the size of the storage: leave it to what
+        reads it, the graph among them, and take another."""
+        numel, dtype, device = self.full.numel(), self.full.dtype, self.full.device
+        _put(self.full, torch.empty(numel, dtype=dtype, device=device))
+        self._storage = self.full.untyped_storage()
+        for index, unsharded in enumerate(self.unsharded_params):
+            _put(unsharded, self.view_of(self.full.data, index))
+        if self.is_whole or self.casts_in_place:
+            self._make_compute_shard()
 
     def allocate_compute_shard(self) -> None:
         """Allocate it for a step, if it is not; for `has_compute_shard`."""
@@ -295,6 +308,8 @@ class FlatParam:
 
     def free_compute_shard(self) -> None:
         """Free it, because the optimizer is about to make it stale; for `has_compute_shard`."""
+        if self.is_whole and not self._storage.resizable():
+            self._leave_storage()
         self.compute_shard.untyped_storage().resize_(0)
         self._is_gathered = False
 

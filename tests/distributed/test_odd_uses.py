@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -14,12 +16,19 @@ from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, MixedPrecision, ZeRO3, units
 from tests.harness.checks import assert_bitwise
-from tests.harness.compare import assert_same_gradients
+from tests.harness.compare import assert_same_gradients, assert_trains_alike, zero3
 from tests.harness.internals import inner_units
-from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import recorded_operations
-from tests.harness.reference import Terms, backward_of_all_ranks, full_gradients
+from tests.harness.reference import (
+    Terms,
+    backward_of_all_ranks,
+    batches_of,
+    forward_backward,
+    full_gradients,
+    seeded,
+)
 
 
 def wrapped(build: type[nn.Module] = Mlp, **options) -> ZeRO3:
@@ -268,3 +277,83 @@ def _leaves_early() -> None:
 
 def test_a_rank_may_drop_the_model_as_soon_as_its_forward_returned() -> None:
     run_ranks(2, _leaves_early)
+
+
+class OwnHook(Block):
+    """Hooks its own output, and reads its weight in the hook."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient + 0.0 * self.up.weight.sum())
+        return y
+
+
+class EnablesGrad(Block):
+    @torch.enable_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Generates(Block):
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        return (row[None] for row in super().forward(x))
+
+
+class Maps(Block):
+    def forward(self, x: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(x["x"])
+
+
+class ReadsNumbers(Block):
+    """`numpy()` of a weight, which may outlive the forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.up.weight.detach().numpy()
+        return super().forward(x) * float(self.seen[0, 0] == self.up.weight[0, 0])
+
+
+class Top(nn.Module):
+    def __init__(self, build: type[Block]) -> None:
+        super().__init__()
+        self.first, self.second = build(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.first, Maps):
+            return self.second(self.first(MappingProxyType({"x": x})))
+        y = self.first(x)
+        return self.second(torch.cat([*y]) if isinstance(self.first, Generates) else y)
+
+
+def _trains_after_an_evaluation(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model(x)
+    return forward_backward(model, x)
+
+
+def _odd_blocks() -> None:
+    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    for build in (OwnHook, EnablesGrad, Generates, Maps, ReadsNumbers):
+        for options in ({}, {"zero3_size": 1}):
+            model = zero3(lambda build=build: Top(build), Block, **options)
+            plain = seeded(lambda build=build: Top(build))
+            assert_trains_alike(model, plain, steps, run=_trains_after_an_evaluation)
+    # Where the full buffer is a copy in another dtype that lives for a step.
+    losses = []
+    for build in (Block, ReadsNumbers):
+        model = zero3(
+            lambda build=build: Top(build),
+            Block,
+            zero3_size=1,
+            mixed_precision=MixedPrecision(param_dtype=torch.float64),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in steps:
+            losses.append(forward_backward(model, step[dist.get_rank()]))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[:3] == losses[3:]
+
+
+def test_blocks_do_what_torch_allows_with_hooks_modes_and_numbers() -> None:
+    run_ranks(2, _odd_blocks)
