@@ -25,5 +25,6 @@ def install(module: nn.Module, root: RootState) -> None:
     extensions = root.extensions
     extensions.add(Surroundings(module, root.units))
     extensions.add(StrayGradients(root.units))
-    extensions.add(LostWrites(root.context, root.units))
-    extensions.add(FirstForward(extensions, root.units))
+    first = FirstForward(extensions, root.units)
+    extensions.add(LostWrites(root.context, root.units, first))
+    extensions.add(first)

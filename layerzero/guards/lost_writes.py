@@ -37,7 +37,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class LostWrites(Extension):
     """Checks the unsharded parameters of all units of a model before and after each forward."""
 
-    def __init__(self, context: RuntimeContext, units: Sequence[Unit]) -> None:
+    def __init__(self, context: RuntimeContext, units: Sequence[Unit], first: FirstForward) -> None:
+        self._first = first
+        self._unchanged: set[str] = set()
+        """Parameters whose versions grow without a change of their bits: `set_` to themselves."""
         self._context = context
         self._units = units
         self._unsharded_params = [
@@ -86,6 +89,9 @@ class LostWrites(Extension):
                 triples = zip(handle.fqns, handle.left_versions, versions, strict=True)
                 names += [fqn for fqn, before, now in triples if before != now]
                 handle.leave(versions)
+        if names and self._first.is_watching:
+            self._unchanged.update({*names}.difference(self._first.written()))
+        names = [name for name in names if name not in self._unchanged]
         return _written_into(names) if names else None
 
 
@@ -104,6 +110,7 @@ class FirstForward(Extension):
         self._extensions = weakref.proxy(extensions)  # Which hold this object.
         self._units = units
         self._draws = EqualDraws([handle for unit in units for handle in unit.handles])
+        self.is_watching = True
         self._begin()
 
     def _begin(self) -> None:
@@ -112,9 +119,9 @@ class FirstForward(Extension):
         self._pairs: list[tuple[Unit, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def begin_call(self, unit: Unit) -> None:
+        self._before[unit] = _digests(unit)
         if torch.is_grad_enabled() and unit.module.training:
             self._was_training = True
-            self._before[unit] = _digests(unit)
             # Hidden from dispatch modes: selective checkpointing counts operations.
             with _disable_current_modes(), torch.no_grad():
                 for handle in unit.handles:
@@ -126,12 +133,13 @@ class FirstForward(Extension):
             self._pairs.append((unit, before, _digests(unit)))
 
     def after_forward(self) -> RuntimeError | None:
-        if not self._was_training:
-            return None
-        names = self.written()
+        names, was_training = self.written(), self._was_training
         self._begin()
         if names:
             return _written_into(names)
+        if not was_training:
+            return None
+        self.is_watching = False
         self._extensions.remove(self)
         text = self._draws.found()
         if text is not None:

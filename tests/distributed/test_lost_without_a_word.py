@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3, notices
-from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
-from tests.harness.reference import full_gradients
+from tests.harness.reference import batches_of, full_gradients, seeded
 
 
 def wrapped(build: Callable[[], nn.Module] = Mlp, **options) -> ZeRO3:
@@ -77,6 +79,38 @@ def _all_writes() -> None:
 
 def test_a_forward_that_changes_its_parameters_is_refused() -> None:
     run_ranks(2, _all_writes)
+
+
+class _AddsHalf(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + 0.5
+
+
+class _Parametrizes(Block):
+    """As peft does for fused experts: `set_` of the weight to itself is no write."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parametrize.register_parametrization(self.up, "weight", _AddsHalf())
+        try:
+            return super().forward(x)
+        finally:
+            parametrize.remove_parametrizations(self.up, "weight", leave_parametrized=False)
+
+
+def _sets_to_itself() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(_Parametrizes(), Block())
+
+    model, plain = zero3(build, Block), seeded(build)
+    with torch.no_grad():
+        model(batch())
+        plain(batch())
+    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    assert_trains_alike(model, plain, steps)
+
+
+def test_a_parametrization_that_comes_and_goes_in_a_forward_writes_nothing() -> None:
+    run_ranks(2, _sets_to_itself)
 
 
 def _keeps_what_is_whole() -> None:
