@@ -110,6 +110,39 @@ def _trainers_in_turn(folder: str) -> None:
         ZeRO3Trainer(model, arguments(folder), zero3={"forward_prefetch": 3})
 
 
+def _moved(folder: str) -> None:
+    """Moves and casts that change nothing, of a model that a trainer or `shard` made ready."""
+    from layerzero.integrations.transformers import shard
+
+    class Outer(torch.nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+            return self.inner(input_ids=input_ids, labels=labels)
+
+    as_if_launched(True)
+    inside = shard(build("llama"))
+    for each in (inside, inside.module, Outer(inside), Outer(inside.module)):
+        assert each.to("cpu") is each and each.float() is each and each.cpu() is each
+        with pytest.raises(RuntimeError, match=r"embed_tokens.* nothing was converted"):
+            each.bfloat16()
+    around = sharded_trainer(Outer(inside), lambda: arguments(folder))
+    around.train()
+    plain = sharded_trainer(build("llama"), lambda: arguments(folder))
+    plain.train()
+    assert logged(around, "loss") == logged(plain, "loss")
+    # The root's own parameter: the module itself shows it, beside what the trainer remembers.
+    model = build("llama")
+    model.scale = torch.nn.Parameter(torch.ones(3))
+    for _ in range(2):
+        rooted = sharded_trainer(model, lambda: arguments(folder))
+        rooted.train()
+    assert model.float() is model
+    assert_bitwise(weights_of(rooted.sharded_model)["scale"], torch.ones(3), "scale")
+
+
 def _no_device_named(folder: str) -> None:
     from layerzero.integrations.transformers import ZeRO3Trainer
 
@@ -153,6 +186,10 @@ def test_counts_are_whole(tmp_path: Path) -> None:
 
 def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
     run_ranks(2, _trainers_in_turn, str(tmp_path), timeout=120, in_float64=True)
+
+
+def test_a_sharded_model_is_moved_nested_and_given_to_a_second_trainer(tmp_path: Path) -> None:
+    run_ranks(2, _moved, str(tmp_path), timeout=120)
 
 
 def test_what_touches_model_and_loss_is_as_ever(tmp_path: Path) -> None:

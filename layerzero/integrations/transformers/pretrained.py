@@ -67,7 +67,7 @@ class Sharded(NamedTuple):
     """Options that `shard` was called with; None if the model was sharded by other means."""
 
 
-_SHARDED = "_layerzero_sharded"
+_SHARDED = "_layerzero_transformers_wrapper"
 
 
 def sharded_before(module: nn.Module) -> Sharded | None:
