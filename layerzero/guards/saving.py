@@ -8,12 +8,12 @@ written. A model sharded by `layerzero.integrations` has a `save_pretrained` tha
 from __future__ import annotations
 
 import inspect
-import weakref
 from typing import Any
 
 from torch import nn
 
 from layerzero.flat.parameter_info import get_info
+from layerzero.guards.stand_in import StandIn
 
 _METHOD = "save_pretrained"
 
@@ -24,25 +24,17 @@ def guard_saving(module: nn.Module) -> None:
     Inside `summon_full_params` it works as before.
     """
     for name, part in module.named_modules():
-        if callable(getattr(type(part), _METHOD, None)) and _METHOD not in part.__dict__:
-            part.__dict__[_METHOD] = _Guard(part, name)
+        if callable(getattr(type(part), _METHOD, None)):
+            _Saving.put(part, _METHOD, name)
 
 
-class _Guard:
-    """Stands in for `save_pretrained` on one instance; the class keeps its method."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module_ref = weakref.ref(module)
-        self._name = name
-
+class _Saving(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module_ref()
-        assert module is not None, "it is called through the module"
-        own = getattr(type(module), _METHOD)
-        arguments = inspect.signature(own).bind_partial(module, *args, **kwargs).arguments
+        module, own = self.module, self.own
+        arguments = inspect.signature(own).bind_partial(*args, **kwargs).arguments
         is_sharded = any(get_info(parameter) is not None for parameter in module.parameters())
         if not is_sharded or arguments.get("state_dict") is not None:
-            return own(module, *args, **kwargs)
+            return own(*args, **kwargs)
         what, why = (
             type(module).__name__,
             "would write this rank's shards instead of whole parameters",
@@ -59,8 +51,3 @@ class _Guard:
             "pass state_dict=layerzero.checkpoint.get_model_state_dict(model, full=True, "
             "cpu_offload=True)"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
-        module = self._module_ref()
-        assert module is not None, "it is copied with the module"
-        return _Guard(memo.get(id(module), module), self._name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layerzero import ZeRO3, checkpoint
+from layerzero import ZeRO3, checkpoint, rewrap
 from layerzero.optim import attach
 from tests.harness.checks import assert_bitwise, assert_close_in_float64, assert_same_parameters
 from tests.harness.hugging_face import in_default_dtype
@@ -301,3 +302,75 @@ def _automatic(folder: str) -> None:
 
 def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
     run_ranks(2, _automatic, str(tmp_path), timeout=120)
+
+
+# peft ------------------------------------------------------------------------------------------
+
+PROMPT = torch.arange(3, 13).view(1, -1)
+TARGETS = ["q_proj", "k_proj", "down_proj"]
+
+
+def _adapted(config: Any, **changes: Any) -> Any:
+    """A model whose adapters have an effect, the same on every call."""
+    model = importlib.import_module("peft").get_peft_model(build("llama", **changes), config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return in_default_dtype(model).eval()
+
+
+@torch.no_grad()
+def _logits(model: Any) -> Any:
+    return model(input_ids=PROMPT).logits
+
+
+def _merges(folder: str) -> None:
+    import peft
+
+    as_if_launched(True)
+    lora = peft.LoraConfig(r=4, target_modules=TARGETS)
+    for config in (
+        lora,
+        peft.LoraConfig(r=4, target_modules=[*TARGETS, "embed_tokens"], use_dora=True),
+        peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
+        peft.HRAConfig(r=4, target_modules=TARGETS),
+        peft.VBLoRAConfig(r=4, num_vectors=8, vector_length=4, target_modules=["q_proj"]),
+    ):
+        what = type(config).__name__
+        expected = _logits(_adapted(config))
+        layers = {type(build("llama").model.layers[0])}
+        model = ZeRO3(_adapted(config), auto_wrap_policy=layers)
+        before = weights_of(model)
+        model.merge_adapter()
+        merged = weights_of(model)
+        assert any(not torch.equal(merged[name], before[name]) for name in before)
+        assert_close_in_float64(_logits(model), expected, f"{what}, merged")
+        model.unmerge_adapter()
+        assert_close_in_float64(_logits(model), expected, f"{what}, unmerged")
+        with model.summon_full_params():
+            model.merge_adapter()
+        assert_close_in_float64(_logits(model), expected, f"{what}, merged inside")
+        # What a merge changed cannot be taken back inside a forward, whose weights are copies.
+        with model.disable_adapter(), pytest.raises(RuntimeError, match=r"unmerge: .*FORWARD"):
+            _logits(model)
+        assert_close_in_float64(_logits(model), expected, f"{what}, still merged")
+        plain = model.merge_and_unload()
+        with pytest.raises(RuntimeError, match="rewrap"):
+            _logits(plain)
+        rewrap(model)
+        assert_close_in_float64(_logits(plain), expected, f"{what}, unloaded")
+        model = ZeRO3(_adapted(config), auto_wrap_policy=layers)
+        with model.summon_full_params(writeback=False):
+            plain = model.merge_and_unload()
+            plain.save_pretrained(Path(folder, what), is_main_process=dist.get_rank() == 0)
+            assert_close_in_float64(_logits(plain), expected, f"{what}, unloaded inside")
+        dist.barrier()
+        again = in_default_dtype(type(plain).from_pretrained(Path(folder, what))).eval()
+        assert_close_in_float64(_logits(again), expected, f"{what}, saved")
+
+
+def test_adapters_are_merged_into_whole_weights(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run_ranks(2, _merges, str(tmp_path), timeout=120, in_float64=True)
