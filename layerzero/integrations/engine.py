@@ -8,7 +8,8 @@ and the names below; everything else is internal, which `tests/unit/test_imports
                 DTensors; `clean_name`, `WRAPPER_NAMES`: names without what wrappers add
     units       `get_unit`, `root_of`, `ordered_units`, `RootState`, `FlatParamHandle`; their states
                 `ShardState` and `TrainingState`; `WrapPolicy`, `Choice`, `make_chooser`,
-                `has_forward`: which modules become units
+                `has_forward`: which modules become units; `summon`, `SummonOptions`,
+                `units_inside`: full parameters of some units
     ranks       `ShardGroup`, `Placement`, `make_shard_group`, `new_group`,
                 `resolve_process_groups`; `Operation`, `gather_small`, `broadcast_`,
                 `broadcast_from_first`: collectives
@@ -52,7 +53,9 @@ from layerzero.plan.yaml_file import load as load_yaml
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.states import ShardState, TrainingState
+from layerzero.step.summon import SummonOptions, summon
 from layerzero.step.unit import get_unit
+from layerzero.step.unwrap import units_inside
 
 __all__ = [
     "MODULE_OPTIONS",
@@ -68,6 +71,7 @@ __all__ = [
     "RootState",
     "ShardGroup",
     "ShardState",
+    "SummonOptions",
     "TensorParallelSplit",
     "TrainingState",
     "WrapPolicy",
@@ -102,5 +106,7 @@ __all__ = [
     "root_of",
     "split_act_ckpt",
     "split_of",
+    "summon",
+    "units_inside",
     "warn_once",
 ]

@@ -425,6 +425,7 @@ def _streams() -> None:
     name, parameter = next(iter(model.named_parameters()))
     with recorded_operations(model) as operations:
         ((found, value),) = stream_full(model, only={name})
+        assert not list(stream_full(model, only=()))
     assert found == name and value.shape == parameter.layerzero.shape
     unit = next(unit for unit in inner_units(model) if any(name in h.fqns for h in unit.handles))
     assert {operation.unit for operation in operations} <= {h.fqns[0] for h in unit.handles}

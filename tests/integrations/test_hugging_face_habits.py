@@ -374,3 +374,46 @@ def _merges(folder: str) -> None:
 def test_adapters_are_merged_into_whole_weights(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_ranks(2, _merges, str(tmp_path), timeout=120, in_float64=True)
+
+
+def _saves_adapters(folder: str) -> None:
+    import peft
+
+    from layerzero.integrations.transformers import shard
+
+    as_if_launched(True)
+    first = dist.get_rank() == 0
+    prompts = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    vectors = {"num_vectors": 8, "vector_length": 4, "target_modules": ["q_proj"], "r": 4}
+    for name, config in {
+        "prompts": peft.PromptTuningConfig(**prompts),
+        "prefixes": peft.PrefixTuningConfig(**prompts),
+        "encoded": peft.PromptEncoderConfig(**prompts, encoder_hidden_size=10),
+        "projections in every layer": peft.VeraConfig(r=4, target_modules=["q_proj"]),
+        "random": peft.RandLoraConfig(r=4, target_modules=TARGETS),
+        "a bank": peft.VBLoRAConfig(**vectors),
+        "computed": peft.VBLoRAConfig(**vectors, save_only_topk_weights=True),
+        "tied": peft.LoraConfig(
+            r=4, target_modules=TARGETS, modules_to_save=["embed_tokens", "lm_head"]
+        ),
+    }.items():
+        tied = {"tie_word_embeddings": name == "tied"}
+        plain, model = _adapted(config, **tied), shard(_adapted(config, **tied))
+        model.save_pretrained(Path(folder, name))
+        if first:
+            plain.save_pretrained(Path(folder, "plain", name))
+        dist.barrier()
+        file = "adapter_model.safetensors"
+        found, expected = (
+            dict(sorted(safetensors_of(Path(folder, part, name, file)).items()))
+            for part in ("", "plain")
+        )
+        assert_same_parameters(found, expected, what=name)
+        again = peft.PeftModel.from_pretrained(build("llama", **tied), Path(folder, name))
+        if name != "computed":  # Its file has a softmax instead of logits.
+            assert_bitwise(_logits(again), _logits(model), name)
+
+
+def test_adapters_of_every_kind_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run_ranks(2, _saves_adapters, str(tmp_path), timeout=120)
