@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,21 @@ from tests.integrations.test_transformers import (
 )
 
 
+@contextmanager
+def watched(name: str) -> Iterator[list[str]]:
+    """Collects the INFO lines of a logger."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
 def _counts(folder: str) -> None:
     from transformers import TrainerCallback
 
@@ -47,16 +64,8 @@ def _counts(folder: str) -> None:
             seen.update(all=model.num_parameters(), trained=model.num_parameters(True))
 
     ours = sharded_trainer(module, lambda: arguments(folder, max_steps=1), callbacks=[Reads()])
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("transformers.trainer")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    ours.train()
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with watched("transformers.trainer") as lines:
+        ours.train()
     trained = plain.num_parameters(only_trainable=True)
     assert seen == {"all": plain.num_parameters(), "trained": trained}
     assert ours.get_num_trainable_parameters() == trained < plain.num_parameters()
@@ -144,6 +153,37 @@ def _moved(folder: str) -> None:
     assert_bitwise(weights_of(rooted.sharded_model)["scale"], torch.ones(3), "scale")
 
 
+def _low_precision(folder: str) -> None:
+    """A model that is bfloat16, as transformers loads one: float32 main weights with bf16."""
+    from accelerate import Accelerator
+
+    from layerzero.integrations.accelerate import prepare
+
+    def low() -> Any:
+        model = build("qwen2").bfloat16()
+        model.model.layers[0].requires_grad_(False)
+        return model
+
+    with watched("layerzero.integrations.transformers.accelerator") as lines:
+        ours = sharded_trainer(low(), lambda: arguments(folder, bf16=True))
+        assert len(lines) == (1 if dist.get_rank() == 0 else 0), lines
+        ours.train()
+        as_if_launched(True)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        module = low()
+        model, _ = prepare(accelerator, module, torch.optim.AdamW(module.parameters()))
+    for sharded in (ours.sharded_model, model):
+        for name, parameter in sharded.named_parameters():
+            expected = torch.float32 if parameter.requires_grad else torch.bfloat16
+            assert parameter.dtype is expected, name
+    # The same numbers in float32, cast to the same numbers in bfloat16.
+    upcast = sharded_trainer(low().float(), lambda: arguments(folder, bf16=True))
+    upcast.train()
+    assert logged(ours, "loss") == logged(upcast, "loss")
+    pure = sharded_trainer(low(), lambda: arguments(folder))
+    assert {p.dtype for p in pure.sharded_model.parameters()} == {torch.bfloat16}
+
+
 def _no_device_named(folder: str) -> None:
     from layerzero.integrations.transformers import ZeRO3Trainer
 
@@ -191,6 +231,10 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
 
 def test_a_sharded_model_is_moved_nested_and_given_to_a_second_trainer(tmp_path: Path) -> None:
     run_ranks(2, _moved, str(tmp_path), timeout=120)
+
+
+def test_bf16_has_float32_main_weights_whatever_the_models_dtype(tmp_path: Path) -> None:
+    run_ranks(2, _low_precision, str(tmp_path), timeout=120)
 
 
 def test_what_touches_model_and_loss_is_as_ever(tmp_path: Path) -> None:
