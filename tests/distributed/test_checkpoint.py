@@ -702,6 +702,7 @@ def _refusals(root: str) -> None:
             save(arguments.pop("root", root), model, **{"optimizer": optimizer, **arguments})
 
     refused("rank 1: extra: a function cannot be saved", extra=(lambda: 0) if rank else 0)
+    refused("^ranks 0-1: extra: a function cannot be saved[^;]*$", extra=lambda: 0)
     refused("root, step and keep differ between ranks", step=rank)
     refused("some ranks passed an optimizer and", optimizer=optimizer if rank else None)
     refused("keep: expected at least 1", keep=0)
