@@ -455,14 +455,19 @@ def _under_another_name(folder: str) -> None:
 
 
 def _state_dicts_of_their_own(folder: str) -> None:
-    model = _wrapped()
-    matrices = [p for p in model.parameters() if p.layerzero.ndim == 2]
-    for own in (Lookahead(matrices, 0.1), WholeTensorOptimizer(matrices, Lookahead, lr=0.1)):
+    for is_whole in (False, True):
+        model = _wrapped()
+        matrices = [p for p in model.parameters() if p.layerzero.ndim == 2]
+        own = (
+            WholeTensorOptimizer(matrices, Lookahead, lr=0.1)
+            if is_whole
+            else Lookahead(matrices, 0.1)
+        )
         for call in (
-            lambda own=own: save(f"{folder}/own", model, own),
-            lambda own=own: save(f"{folder}/own", model, {"one": own}),
-            lambda own=own: load(f"{folder}/named", model, own),
-            lambda own=own: get_optimizer_state_dict(model, own, full=True),
+            lambda m=model, o=own: save(f"{folder}/own", m, o),
+            lambda m=model, o=own: save(f"{folder}/own", m, {"one": o}),
+            lambda m=model, o=own: load(f"{folder}/own", m, o),
+            lambda m=model, o=own: get_optimizer_state_dict(m, o, full=True),
         ):
             with pytest.raises(ValueError, match=r"of Lookahead to have .* \['base', 'slow'\]"):
                 call()
