@@ -5,7 +5,8 @@ and the names below; everything else is internal, which `tests/unit/test_imports
 
     parameters  `get_info`, `ParameterInfo`: the original of a sharded parameter, and this rank's
                 range of it; `copy_attributes`; `TensorParallelSplit`, `local_of`, `split_of`:
-                DTensors; `clean_name`, `WRAPPER_NAMES`: names without what wrappers add
+                DTensors; `clean_name`, `WRAPPER_NAMES`: names without what wrappers add;
+                `refuse_pieces`: shards that would be saved as if whole
     units       `get_unit`, `root_of`, `ordered_units`, `RootState`, `FlatParamHandle`; their states
                 `ShardState` and `TrainingState`; `WrapPolicy`, `Choice`, `make_chooser`,
                 `has_forward`: which modules become units; `summon`, `SummonOptions`,
@@ -34,6 +35,7 @@ from layerzero.flat.names import WRAPPER_NAMES, clean_name
 from layerzero.flat.parameter_info import ParameterInfo, copy_attributes, get_info
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of, split_of
+from layerzero.guards.saving import refuse_pieces
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.optim import attach
 from layerzero.optim.clip import clip_factor, clip_grad_norm_, clipped
@@ -102,6 +104,7 @@ __all__ = [
     "optional_by_name",
     "ordered_units",
     "read_plan_options",
+    "refuse_pieces",
     "resolve_process_groups",
     "root_of",
     "split_act_ckpt",

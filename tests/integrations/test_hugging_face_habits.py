@@ -263,6 +263,21 @@ def _refuses_to_save_shards(folder: str) -> None:
             save(root / "refused")
     with pytest.raises(RuntimeError, match=r"of 'model' .*summon_full_params"):
         model.module.model.save_pretrained(root / "refused")
+    pieces = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for sharded in (model, shard(build("llama"))):
+        with pytest.raises(RuntimeError, match=r"has a piece of 'model\.embed_tokens\.weight', of"):
+            sharded.save_pretrained(root / "refused", state_dict=pieces)
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build("llama")
+
+        def save_pretrained(self, what: str) -> str:
+            return what
+
+    assert ZeRO3(Own()).save_pretrained("its own") == "its own"
+    assert shard(Own()).save_pretrained("its own") == "its own"
     assert not (root / "refused").exists()
     full = checkpoint.get_model_state_dict(model, full=True, cpu_offload=True)
     model.save_pretrained(root / "given", is_main_process=first, state_dict=full)
