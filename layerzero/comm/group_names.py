@@ -20,7 +20,9 @@ from layerzero.comm.pending import Operation
 from layerzero.flat.groups import ShardGroup
 
 
-def agree_on_group_names(groups: Sequence[ShardGroup], device: torch.device) -> None:
+def agree_on_group_names(
+    groups: Sequence[ShardGroup], device: torch.device, what: str = "the number of process groups"
+) -> None:
     """Give the next group that ranks create the same name on all of them.
 
     Collective over `groups`, in order. A rank whose number is below another's creates
@@ -29,6 +31,7 @@ def agree_on_group_names(groups: Sequence[ShardGroup], device: torch.device) -> 
     Args:
         groups: groups that together connect all ranks: of a grid of ranks, one along each axis.
         device: a device that all their backends serve.
+        what: what the groups are for, which the error names if a rank does not take part.
 
     Raises:
         CollectiveError: a rank did not take part within the timeout.
@@ -36,7 +39,7 @@ def agree_on_group_names(groups: Sequence[ShardGroup], device: torch.device) -> 
     number = torch.tensor([_number_in_names()], device=device)
     for group in groups:
         if group.size > 1:
-            operation = Operation("exchange", "the number of process groups", 0)
+            operation = Operation("exchange", what, 0)
             number = gather_small(number, group, operation).max().view(1)
     for _ in range(int(number) - _number_in_names()):
         new_group([dist.get_rank()], "gloo", description="layerzero: counts only")

@@ -2,20 +2,24 @@
 
 `save_pretrained` (transformers, diffusers, peft) writes a config first and then fails on the
 weights, or writes this rank's shards as if they were all. The guard raises before anything is
-written. A model sharded by `layerzero.integrations` has a `save_pretrained` that works.
+written. A model sharded by `layerzero.integrations` has a `save_pretrained` that works. A class
+that has its own, without one of these libraries, keeps it: it may know of the shards.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from layerzero.flat.parameter_info import get_info
+from layerzero.guards.stand_in import StandIn
 
 _METHOD = "save_pretrained"
+_LIBRARIES = ("transformers", "diffusers", "peft", "huggingface_hub")
 
 
 def guard_saving(module: nn.Module) -> None:
@@ -24,25 +28,38 @@ def guard_saving(module: nn.Module) -> None:
     Inside `summon_full_params` it works as before.
     """
     for name, part in module.named_modules():
-        if callable(getattr(type(part), _METHOD, None)) and _METHOD not in part.__dict__:
-            part.__dict__[_METHOD] = _Guard(part, name)
+        owners = [cls.__module__ for cls in type(part).__mro__ if _METHOD in vars(cls)]
+        if any(owner.partition(".")[0] in _LIBRARIES for owner in owners):
+            _Saving.put(part, _METHOD, name)
 
 
-class _Guard:
-    """Stands in for `save_pretrained` on one instance; the class keeps its method."""
+def refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        RuntimeError: an entry has the name of a sharded parameter, but another shape.
+    """
+    for name, parameter in module.named_parameters():
+        info, given = get_info(parameter), state_dict.get(name)
+        if info is not None and isinstance(given, torch.Tensor) and given.shape != info.shape:
+            raise RuntimeError(
+                f"{type(module).__name__}.{_METHOD}: state_dict has a piece of {name!r}, of shape "
+                f"{tuple(given.shape)} instead of {tuple(info.shape)}; nothing was written. "
+                "Parameters are this rank's shards: pass state_dict=layerzero.checkpoint."
+                "get_model_state_dict(model, full=True, cpu_offload=True), called on every rank"
+            )
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module_ref = weakref.ref(module)
-        self._name = name
 
+class _Saving(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module_ref()
-        assert module is not None, "it is called through the module"
-        own = getattr(type(module), _METHOD)
-        arguments = inspect.signature(own).bind_partial(module, *args, **kwargs).arguments
+        module, own = self.module, self.own
+        # A class may take the state dict among its `**kwargs`.
+        arguments = {**inspect.signature(own).bind_partial(*args, **kwargs).arguments, **kwargs}
         is_sharded = any(get_info(parameter) is not None for parameter in module.parameters())
-        if not is_sharded or arguments.get("state_dict") is not None:
-            return own(module, *args, **kwargs)
+        state_dict = arguments.get("state_dict")
+        if is_sharded and state_dict is not None:
+            refuse_pieces(module, state_dict)
+        if not is_sharded or state_dict is not None:
+            return own(*args, **kwargs)
         what, why = (
             type(module).__name__,
             "would write this rank's shards instead of whole parameters",
@@ -59,8 +76,3 @@ class _Guard:
             "pass state_dict=layerzero.checkpoint.get_model_state_dict(model, full=True, "
             "cpu_offload=True)"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
-        module = self._module_ref()
-        assert module is not None, "it is copied with the module"
-        return _Guard(memo.get(id(module), module), self._name)

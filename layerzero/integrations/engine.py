@@ -5,10 +5,12 @@ and the names below; everything else is internal, which `tests/unit/test_imports
 
     parameters  `get_info`, `ParameterInfo`: the original of a sharded parameter, and this rank's
                 range of it; `copy_attributes`; `TensorParallelSplit`, `local_of`, `split_of`:
-                DTensors; `clean_name`, `WRAPPER_NAMES`: names without what wrappers add
+                DTensors; `clean_name`, `WRAPPER_NAMES`: names without what wrappers add;
+                `refuse_pieces`: shards that would be saved as if whole
     units       `get_unit`, `root_of`, `ordered_units`, `RootState`, `FlatParamHandle`; their states
                 `ShardState` and `TrainingState`; `WrapPolicy`, `Choice`, `make_chooser`,
-                `has_forward`: which modules become units
+                `has_forward`: which modules become units; `summon`, `SummonOptions`,
+                `units_inside`: full parameters of some units
     ranks       `ShardGroup`, `Placement`, `make_shard_group`, `new_group`,
                 `resolve_process_groups`; `Operation`, `gather_small`, `broadcast_`,
                 `broadcast_from_first`: collectives
@@ -33,6 +35,7 @@ from layerzero.flat.names import WRAPPER_NAMES, clean_name
 from layerzero.flat.parameter_info import ParameterInfo, copy_attributes, get_info
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of, split_of
+from layerzero.guards.saving import refuse_pieces
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.optim import attach
 from layerzero.optim.clip import clip_factor, clip_grad_norm_, clipped
@@ -52,7 +55,9 @@ from layerzero.plan.yaml_file import load as load_yaml
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.states import ShardState, TrainingState
+from layerzero.step.summon import SummonOptions, summon
 from layerzero.step.unit import get_unit
+from layerzero.step.unwrap import units_inside
 
 __all__ = [
     "MODULE_OPTIONS",
@@ -68,6 +73,7 @@ __all__ = [
     "RootState",
     "ShardGroup",
     "ShardState",
+    "SummonOptions",
     "TensorParallelSplit",
     "TrainingState",
     "WrapPolicy",
@@ -98,9 +104,12 @@ __all__ = [
     "optional_by_name",
     "ordered_units",
     "read_plan_options",
+    "refuse_pieces",
     "resolve_process_groups",
     "root_of",
     "split_act_ckpt",
     "split_of",
+    "summon",
+    "units_inside",
     "warn_once",
 ]

@@ -34,6 +34,7 @@ _SLOWEST_DISK = 10_000_000
 """Bytes per second; a rank that writes or reads more slowly may exceed the timeout."""
 
 
+_TOGETHER = "the ranks that save or load together"
 _OK, _ERROR = b"+", b"-"
 
 
@@ -121,13 +122,15 @@ class CheckpointGroup:
             own = _ERROR + describe(caught).encode()
         answers = self.gather(what, own, nbytes_moved)
         if any(answer.startswith(_ERROR) for answer in answers):
+            ranks_of: dict[str, list[int]] = {}
             ranks = (0,) if self._group is None else self._group.ranks
-            each = [
-                f"rank {rank}: {answer.removeprefix(_ERROR).decode()}"
-                for rank, answer in zip(ranks, answers, strict=True)
-                if answer.startswith(_ERROR)
-            ]
-            shown = each[:4] + ([f"and {len(each) - 4} more ranks"] if len(each) > 4 else [])
+            for rank, answer in zip(ranks, answers, strict=True):
+                if answer.startswith(_ERROR):
+                    text = answer.removeprefix(_ERROR).decode()
+                    ranks_of.setdefault(text, []).append(rank)
+            each = [f"{_ranks_text(own)}: {text}" for text, own in ranks_of.items()]
+            rest = sum(len(own) for own in [*ranks_of.values()][4:])
+            shown = each[:4] + ([f"and {rest} more ranks"] if rest else [])
             raise CheckpointError("; ".join(shown)) from error
         return [answer.removeprefix(_OK) for answer in answers]
 
@@ -138,6 +141,18 @@ class CheckpointGroup:
     def _operation(self, what: str) -> Operation:
         self._num_operations += 1
         return Operation("exchange", what, self._num_operations)
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 0-2, 5", of ascending ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
 
 
 def describe(error: Exception) -> str:
@@ -183,9 +198,9 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
         if process_group is not None:
             has_device = root.device.type in dist.get_backend_config(process_group)
             device = root.device if has_device else torch.device("cpu")
-            agree_on_group_names([describe_group(process_group, device, None)], device)
+            agree_on_group_names([describe_group(process_group, device, None)], device, _TOGETHER)
         else:
-            agree_on_group_names(_axes_of(placements, root), root.device)
+            agree_on_group_names(_axes_of(placements, root), root.device, _TOGETHER)
         made[key] = CheckpointGroup(_make_group(key, _timeout_of(root, process_group)))
     return made[key]
 

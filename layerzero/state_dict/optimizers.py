@@ -116,7 +116,8 @@ def check_optimizers(optimizer: Any, verb: str) -> dict[str, torch.optim.Optimiz
     """The optimizers of an argument: one, whose name is "", or several by name; {} for None.
 
     Raises:
-        TypeError, ValueError: it is something else; a name cannot be saved.
+        TypeError, ValueError: it is something else; a name cannot be saved; an optimizer has a
+            state dict of its own.
     """
     if optimizer is None:
         return {}
@@ -147,4 +148,15 @@ def _checked(optimizer: Any, what: str) -> torch.optim.Optimizer:
             f"{type(optimizer).__name__}"
         )
     checked: torch.optim.Optimizer = optimizer
+    inside = optimizer_inside(checked)
+    if type(inside).state_dict is not torch.optim.Optimizer.state_dict:
+        keys = set(inside.state_dict())
+        if not isinstance(inside, WholeTensorOptimizer) and keys != {"state", "param_groups"}:
+            raise ValueError(
+                f"{what}: expected state_dict() of {type(inside).__name__} to have 'state' and "
+                f"'param_groups', got {sorted(map(str, keys))}: what else it has belongs to no "
+                "parameter, and could not be split for other ranks. Keep such tensors in "
+                "optimizer.state[parameter]; or pass the optimizer that it wraps, and its numbers "
+                "in extra="
+            )
     return checked

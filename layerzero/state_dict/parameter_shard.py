@@ -116,8 +116,9 @@ class ParameterShard(torch.Tensor):
     def _refuse_bytes(self) -> NoReturn:
         raise RuntimeError(
             f"a sharded tensor of shape {tuple(self.shape)}, of which this rank has elements "
-            f"{self.range}, cannot be written or read as a whole (safetensors' save_file, numpy); "
-            "call full = layerzero.checkpoint.get_model_state_dict(model, full=True, "
+            f"{self.range}, cannot be written or read as a whole (safetensors' save_file, numpy, "
+            "load_state_dict of a plain module); call full = "
+            "layerzero.checkpoint.get_model_state_dict(model, full=True, "
             "cpu_offload=True, rank0_only=True) on every rank, and write full on the first rank; "
             "layerzero.checkpoint.save writes a folder with the weights as safetensors"
         )
@@ -140,6 +141,8 @@ class ParameterShard(torch.Tensor):
             args = (args[0], args[0].part_of(args[1]), *args[2:])
         shards = [each for each in (*args, *kwargs.values()) if isinstance(each, cls)]
         first = shards[0] if shards else None
+        if func is _aten.copy_.default and first is not args[0]:
+            args[1]._refuse_bytes()  # Elements of a shard would be broadcast over a whole tensor.
         if first is None or not all(first.is_of_same_place(other) for other in shards):
             raise NotImplementedError(f"{func}: the operands are shards of different ranges")
         local_args = [each.local if isinstance(each, cls) else each for each in args]

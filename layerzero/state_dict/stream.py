@@ -110,9 +110,10 @@ def _stream_model(
         of_all = source_of_weights(handle, dtype)
         wanted = [i for i in of_all.present if is_wanted(name_of(handle.sharded_params[i]))]
         sources.append(replace(of_all, present=wanted))
-    for source, index, full in stream_sources(sources, nbytes):
-        yield name_of(source.handle.sharded_params[index]), full
-    del full
+    yield from (
+        (name_of(source.handle.sharded_params[index]), full)
+        for source, index, full in stream_sources(sources, nbytes)
+    )
     sharded = {id(p) for handle in names.handles for p in handle.sharded_params}
     for parameter, found in names.parameters:
         if id(parameter) not in sharded and is_wanted(found[0]):

@@ -161,7 +161,8 @@ def _call(
     unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
 ) -> Any:
     for owner in unit.tied_owners:
-        if not owner.shows_unsharded:
+        summoned = owner.training_state is TrainingState.SUMMON_FULL_PARAMS
+        if not (owner.shows_unsharded or summoned):
             # A tied parameter belongs to a unit that was not called: make this its call, too.
             inside = functools.partial(_call, unit, method)
             return _call(owner, inside, (args, kwargs, casts), {}, casts)

@@ -46,11 +46,17 @@ class _Summoned:
 
 
 @contextmanager
-def summon(root: RootState, units: list[Unit], options: SummonOptions) -> Iterator[None]:
-    """Show full parameters of `units`. Collective over their groups, at entry and exit."""
-    _check_idle(root, units)
-    root.structure.check("summon_full_params")
-    root.before_call("summon_full_params")
+def summon(
+    root: RootState, units: list[Unit], options: SummonOptions, what: str = "summon_full_params"
+) -> Iterator[None]:
+    """Show full parameters of `units`. Collective over their groups, at entry and exit.
+
+    Args:
+        what: the user's call, for messages.
+    """
+    _check_idle(root, units, what)
+    root.structure.check(what)
+    root.before_call(what)
     summoned: list[_Summoned] = []
     root.reducer.hide()
     for unit in units:
@@ -102,7 +108,7 @@ def _refuse_hooks(summoned: list[_Summoned]) -> None:
                 )
 
 
-def _check_idle(root: RootState, units: list[Unit]) -> None:
+def _check_idle(root: RootState, units: list[Unit], what: str) -> None:
     root.backward.clear_abandoned()
     busy = root.context.in_backward or any(
         unit.training_state is not TrainingState.IDLE for unit in units
@@ -114,7 +120,7 @@ def _check_idle(root: RootState, units: list[Unit]) -> None:
             if u.training_state is not TrainingState.IDLE
         }
         raise RuntimeError(
-            "summon_full_params: expected a model between steps, but it is inside forward, "
+            f"{what}: expected a model between steps, but it is inside forward, "
             f"backward or another summon_full_params ({states}); leave that first"
         )
 

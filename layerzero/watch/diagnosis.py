@@ -132,11 +132,14 @@ def _table(reports: _Reports, have_diverged: bool) -> str:
             "launcher that serves it may be dead."
         )
     elif len(texts) < len(ranks) and not have_diverged:
-        lines.append("Look at the ranks without a report first.")
+        lines.append(
+            "Look at the ranks without a report first. A rank that is well and elsewhere did not "
+            "make this call: every rank must, also to save or load (no `if rank == 0:`)."
+        )
     elif len(waited_in) > 1 or have_diverged:
         lines.append(
             "The ranks wait in different operations: they took different paths through the model. "
-            "Every rank must call the same units in the same order."
+            "Every rank must call the same units in the same order, and each save and load."
         )
     return "\n".join(lines)
 

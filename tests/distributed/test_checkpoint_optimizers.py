@@ -100,6 +100,16 @@ class Unchecked(torch.optim.SGD):
         return super().step(closure)
 
 
+class Lookahead(torch.optim.SGD):
+    """With slow weights in a list, which only its own state dict has."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": super().state_dict(), "slow": [p.detach() for p in self._params()]}
+
+    def _params(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+
 class Odd(Mlp):
     """With a convolution, a scalar, a parameter without elements, a tied and a frozen one."""
 
@@ -444,7 +454,28 @@ def _under_another_name(folder: str) -> None:
         assert_bitwise(after[name]["momentum_buffer"], state["momentum_buffer"], name)
 
 
+def _state_dicts_of_their_own(folder: str) -> None:
+    for is_whole in (False, True):
+        model = _wrapped()
+        matrices = [p for p in model.parameters() if p.layerzero.ndim == 2]
+        own = (
+            WholeTensorOptimizer(matrices, Lookahead, lr=0.1)
+            if is_whole
+            else Lookahead(matrices, 0.1)
+        )
+        for call in (
+            lambda m=model, o=own: save(f"{folder}/own", m, o),
+            lambda m=model, o=own: save(f"{folder}/own", m, {"one": o}),
+            lambda m=model, o=own: load(f"{folder}/own", m, o),
+            lambda m=model, o=own: get_optimizer_state_dict(m, o, full=True),
+        ):
+            with pytest.raises(ValueError, match=r"of Lookahead to have .* \['base', 'slow'\]"):
+                call()
+    assert not Path(folder, "own").exists()
+
+
 def _everything(folder: str) -> None:
+    _state_dicts_of_their_own(folder)
     _under_another_name(folder)
     _torchs_tools(folder)
     _state_dicts()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import CollectiveError, ZeRO3
+from layerzero import CollectiveError, ZeRO3, checkpoint
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 
@@ -183,6 +183,17 @@ def test_a_rank_that_finished_early_is_named() -> None:
     message = run_ranks(2, _stays_away)[0]
     assert "rank 1: no report" in message
     assert "Look at the ranks without a report first" in message
+
+
+def _saves_alone(folder: str) -> str | None:
+    model = wrapped()
+    return error_of(lambda: checkpoint.save(folder, model)) if dist.get_rank() == 0 else None
+
+
+def test_a_save_on_one_rank_alone_says_that_all_must_call_it(tmp_path: Path) -> None:
+    message = run_ranks(2, _saves_alone, str(tmp_path))[0]
+    assert "exchange of the ranks that save or load together" in message
+    assert "every rank must, also to save or load (no `if rank == 0:`)" in message
 
 
 def _after_a_failure() -> None:

@@ -431,6 +431,7 @@ def _streams() -> None:
     name, parameter = next(iter(model.named_parameters()))
     with recorded_operations(model) as operations:
         ((found, value),) = stream_full(model, only={name})
+        assert not list(stream_full(model, only=()))
     assert found == name and value.shape == parameter.layerzero.shape
     unit = next(unit for unit in inner_units(model) if any(name in h.fqns for h in unit.handles))
     assert {operation.unit for operation in operations} <= {h.fqns[0] for h in unit.handles}
@@ -527,6 +528,12 @@ def _as_a_file(folder: str) -> None:
         "save_file": lambda: safetensors.torch.save_file(model.state_dict(), path / "a"),
         "save_model": lambda: safetensors.torch.save_model(model, str(path / "b")),
         "numpy": lambda: model.state_dict()["stem.weight"].cpu().numpy(),
+        # As from a file that one rank wrote with torch.save.
+        "load": lambda: Mlp().load_state_dict(model.state_dict()),
+        # A shard of one element fits any shape.
+        "copy_": lambda: torch.ones(dist.get_world_size()).copy_(
+            ZeRO3(nn.Linear(1, dist.get_world_size())).state_dict()["bias"]
+        ),
     }
     for name, call in calls.items():
         with pytest.raises(RuntimeError, match=r"get_model_state_dict\(model, full=True"):

@@ -1,6 +1,7 @@
 """A tied parameter stays one parameter: one name, one gradient, which is the sum over its uses."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -138,6 +139,9 @@ def _part_called_directly() -> None:
     batches = [[batch] * dist.get_world_size()] * 2
     assert_trains_alike(model, plain, batches, run=run_last_block)
     assert_trains_alike(model, plain, batches)
+    with model.summon_full_params(writeback=False), torch.no_grad():
+        inside = model.body.blocks[2](batch)
+    assert_bitwise(inside, model.body.blocks[2](batch), "called inside summon_full_params")
 
 
 def test_a_unit_that_borrows_a_weight_can_be_called_directly() -> None:

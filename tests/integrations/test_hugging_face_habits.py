@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layerzero import ZeRO3, checkpoint
+from layerzero import ZeRO3, checkpoint, rewrap
 from layerzero.optim import attach
 from tests.harness.checks import assert_bitwise, assert_close_in_float64, assert_same_parameters
 from tests.harness.hugging_face import in_default_dtype
@@ -32,6 +35,21 @@ from tests.integrations.test_transformers import (
 )
 
 
+@contextmanager
+def watched(name: str) -> Iterator[list[str]]:
+    """Collects the INFO lines of a logger."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
 def _counts(folder: str) -> None:
     from transformers import TrainerCallback
 
@@ -46,16 +64,8 @@ def _counts(folder: str) -> None:
             seen.update(all=model.num_parameters(), trained=model.num_parameters(True))
 
     ours = sharded_trainer(module, lambda: arguments(folder, max_steps=1), callbacks=[Reads()])
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("transformers.trainer")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    ours.train()
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with watched("transformers.trainer") as lines:
+        ours.train()
     trained = plain.num_parameters(only_trainable=True)
     assert seen == {"all": plain.num_parameters(), "trained": trained}
     assert ours.get_num_trainable_parameters() == trained < plain.num_parameters()
@@ -110,6 +120,70 @@ def _trainers_in_turn(folder: str) -> None:
         ZeRO3Trainer(model, arguments(folder), zero3={"forward_prefetch": 3})
 
 
+def _moved(folder: str) -> None:
+    """Moves and casts that change nothing, of a model that a trainer or `shard` made ready."""
+    from layerzero.integrations.transformers import shard
+
+    class Outer(torch.nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+            return self.inner(input_ids=input_ids, labels=labels)
+
+    as_if_launched(True)
+    inside = shard(build("llama"))
+    for each in (inside, inside.module, Outer(inside), Outer(inside.module)):
+        assert each.to("cpu") is each and each.float() is each and each.cpu() is each
+        with pytest.raises(RuntimeError, match=r"embed_tokens.* nothing was converted"):
+            each.bfloat16()
+    around = sharded_trainer(Outer(inside), lambda: arguments(folder))
+    around.train()
+    plain = sharded_trainer(build("llama"), lambda: arguments(folder))
+    plain.train()
+    assert logged(around, "loss") == logged(plain, "loss")
+    # The root's own parameter: the module itself shows it, beside what the trainer remembers.
+    model = build("llama")
+    model.scale = torch.nn.Parameter(torch.ones(3))
+    for _ in range(2):
+        rooted = sharded_trainer(model, lambda: arguments(folder))
+        rooted.train()
+    assert model.float() is model
+    assert_bitwise(weights_of(rooted.sharded_model)["scale"], torch.ones(3), "scale")
+
+
+def _low_precision(folder: str) -> None:
+    """A model that is bfloat16, as transformers loads one: float32 main weights with bf16."""
+    from accelerate import Accelerator
+
+    from layerzero.integrations.accelerate import prepare
+
+    def low() -> Any:
+        model = build("qwen2").bfloat16()
+        model.model.layers[0].requires_grad_(False)
+        return model
+
+    with watched("layerzero.integrations.transformers.accelerator") as lines:
+        ours = sharded_trainer(low(), lambda: arguments(folder, bf16=True))
+        assert len(lines) == (1 if dist.get_rank() == 0 else 0), lines
+        ours.train()
+        as_if_launched(True)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        module = low()
+        model, _ = prepare(accelerator, module, torch.optim.AdamW(module.parameters()))
+    for sharded in (ours.sharded_model, model):
+        for name, parameter in sharded.named_parameters():
+            expected = torch.float32 if parameter.requires_grad else torch.bfloat16
+            assert parameter.dtype is expected, name
+    # The same numbers in float32, cast to the same numbers in bfloat16.
+    upcast = sharded_trainer(low().float(), lambda: arguments(folder, bf16=True))
+    upcast.train()
+    assert logged(ours, "loss") == logged(upcast, "loss")
+    pure = sharded_trainer(low(), lambda: arguments(folder))
+    assert {p.dtype for p in pure.sharded_model.parameters()} == {torch.bfloat16}
+
+
 def _no_device_named(folder: str) -> None:
     from layerzero.integrations.transformers import ZeRO3Trainer
 
@@ -155,6 +229,14 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
     run_ranks(2, _trainers_in_turn, str(tmp_path), timeout=120, in_float64=True)
 
 
+def test_a_sharded_model_is_moved_nested_and_given_to_a_second_trainer(tmp_path: Path) -> None:
+    run_ranks(2, _moved, str(tmp_path), timeout=120)
+
+
+def test_bf16_has_float32_main_weights_whatever_the_models_dtype(tmp_path: Path) -> None:
+    run_ranks(2, _low_precision, str(tmp_path), timeout=120)
+
+
 def test_what_touches_model_and_loss_is_as_ever(tmp_path: Path) -> None:
     run_ranks(2, _habits, str(tmp_path), timeout=120)
 
@@ -181,6 +263,21 @@ def _refuses_to_save_shards(folder: str) -> None:
             save(root / "refused")
     with pytest.raises(RuntimeError, match=r"of 'model' .*summon_full_params"):
         model.module.model.save_pretrained(root / "refused")
+    pieces = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for sharded in (model, shard(build("llama"))):
+        with pytest.raises(RuntimeError, match=r"has a piece of 'model\.embed_tokens\.weight', of"):
+            sharded.save_pretrained(root / "refused", state_dict=pieces)
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build("llama")
+
+        def save_pretrained(self, what: str) -> str:
+            return what
+
+    assert ZeRO3(Own()).save_pretrained("its own") == "its own"
+    assert shard(Own()).save_pretrained("its own") == "its own"
     assert not (root / "refused").exists()
     full = checkpoint.get_model_state_dict(model, full=True, cpu_offload=True)
     model.save_pretrained(root / "given", is_main_process=first, state_dict=full)
@@ -264,3 +361,118 @@ def _automatic(folder: str) -> None:
 
 def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
     run_ranks(2, _automatic, str(tmp_path), timeout=120)
+
+
+# peft ------------------------------------------------------------------------------------------
+
+PROMPT = torch.arange(3, 13).view(1, -1)
+TARGETS = ["q_proj", "k_proj", "down_proj"]
+
+
+def _adapted(config: Any, **changes: Any) -> Any:
+    """A model whose adapters have an effect, the same on every call."""
+    model = importlib.import_module("peft").get_peft_model(build("llama", **changes), config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return in_default_dtype(model).eval()
+
+
+@torch.no_grad()
+def _logits(model: Any) -> Any:
+    return model(input_ids=PROMPT).logits
+
+
+def _merges(folder: str) -> None:
+    import peft
+
+    as_if_launched(True)
+    lora = peft.LoraConfig(r=4, target_modules=TARGETS)
+    for config in (
+        lora,
+        peft.LoraConfig(r=4, target_modules=[*TARGETS, "embed_tokens"], use_dora=True),
+        peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
+        peft.HRAConfig(r=4, target_modules=TARGETS),
+        peft.VBLoRAConfig(r=4, num_vectors=8, vector_length=4, target_modules=["q_proj"]),
+    ):
+        what = type(config).__name__
+        expected = _logits(_adapted(config))
+        layers = {type(build("llama").model.layers[0])}
+        model = ZeRO3(_adapted(config), auto_wrap_policy=layers)
+        before = weights_of(model)
+        model.merge_adapter()
+        merged = weights_of(model)
+        assert any(not torch.equal(merged[name], before[name]) for name in before)
+        assert_close_in_float64(_logits(model), expected, f"{what}, merged")
+        model.unmerge_adapter()
+        assert_close_in_float64(_logits(model), expected, f"{what}, unmerged")
+        with model.summon_full_params():
+            model.merge_adapter()
+        assert_close_in_float64(_logits(model), expected, f"{what}, merged inside")
+        # What a merge changed cannot be taken back inside a forward, whose weights are copies.
+        with model.disable_adapter(), pytest.raises(RuntimeError, match=r"unmerge: .*FORWARD"):
+            _logits(model)
+        assert_close_in_float64(_logits(model), expected, f"{what}, still merged")
+        plain = model.merge_and_unload()
+        with pytest.raises(RuntimeError, match="rewrap"):
+            _logits(plain)
+        rewrap(model)
+        assert_close_in_float64(_logits(plain), expected, f"{what}, unloaded")
+        model = ZeRO3(_adapted(config), auto_wrap_policy=layers)
+        with model.summon_full_params(writeback=False):
+            plain = model.merge_and_unload()
+            plain.save_pretrained(Path(folder, what), is_main_process=dist.get_rank() == 0)
+            assert_close_in_float64(_logits(plain), expected, f"{what}, unloaded inside")
+        dist.barrier()
+        again = in_default_dtype(type(plain).from_pretrained(Path(folder, what))).eval()
+        assert_close_in_float64(_logits(again), expected, f"{what}, saved")
+
+
+def test_adapters_are_merged_into_whole_weights(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run_ranks(2, _merges, str(tmp_path), timeout=120, in_float64=True)
+
+
+def _saves_adapters(folder: str) -> None:
+    import peft
+
+    from layerzero.integrations.transformers import shard
+
+    as_if_launched(True)
+    first = dist.get_rank() == 0
+    prompts = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    vectors = {"num_vectors": 8, "vector_length": 4, "target_modules": ["q_proj"], "r": 4}
+    for name, config in {
+        "prompts": peft.PromptTuningConfig(**prompts),
+        "prefixes": peft.PrefixTuningConfig(**prompts),
+        "encoded": peft.PromptEncoderConfig(**prompts, encoder_hidden_size=10),
+        "projections in every layer": peft.VeraConfig(r=4, target_modules=["q_proj"]),
+        "random": peft.RandLoraConfig(r=4, target_modules=TARGETS),
+        "a bank": peft.VBLoRAConfig(**vectors),
+        "computed": peft.VBLoRAConfig(**vectors, save_only_topk_weights=True),
+        "tied": peft.LoraConfig(
+            r=4, target_modules=TARGETS, modules_to_save=["embed_tokens", "lm_head"]
+        ),
+    }.items():
+        tied = {"tie_word_embeddings": name == "tied"}
+        plain, model = _adapted(config, **tied), shard(_adapted(config, **tied))
+        model.save_pretrained(Path(folder, name))
+        if first:
+            plain.save_pretrained(Path(folder, "plain", name))
+        dist.barrier()
+        file = "adapter_model.safetensors"
+        found, expected = (
+            dict(sorted(safetensors_of(Path(folder, part, name, file)).items()))
+            for part in ("", "plain")
+        )
+        assert_same_parameters(found, expected, what=name)
+        again = peft.PeftModel.from_pretrained(build("llama", **tied), Path(folder, name))
+        if name != "computed":  # Its file has a softmax instead of logits.
+            assert_bitwise(_logits(again), _logits(model), name)
+
+
+def test_adapters_of_every_kind_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run_ranks(2, _saves_adapters, str(tmp_path), timeout=120)

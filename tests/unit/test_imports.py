@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,16 @@ def test_adapters_use_the_public_interface_and_that_for_adapters(imports: Import
         if module.startswith(adapters) and module not in FACES:
             inner = {each for each in imported if not each.startswith(adapters)} - FACES
             assert not inner, f"{module} imports {sorted(inner)}; expected of {sorted(FACES)}"
+
+
+def test_an_attribute_on_a_users_object_belongs_to_one_file() -> None:
+    """Two files that gave one name to different things would read each other's."""
+    owners: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for name in set(re.findall(r'"(_layerzero_\w+)"', path.read_text())):
+            owners.setdefault(name, []).append(module_name(path))
+    assert owners
+    assert not {name: files for name, files in owners.items() if len(files) > 1}
 
 
 def run(code: str) -> list[str]:

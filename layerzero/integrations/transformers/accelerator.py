@@ -7,6 +7,7 @@ sharded model in DistributedDataParallel, or would treat a shard as the full par
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -25,13 +26,14 @@ from torch.utils.data import RandomSampler
 
 from layerzero import MixedPrecision, ZeRO3
 from layerzero.checkpoint import get_model_state_dict, load, save
-from layerzero.integrations.engine import attach, optional_by_name
+from layerzero.integrations.engine import attach, get_info, is_first_rank, optional_by_name
 from layerzero.integrations.transformers.accelerator_folders import (
     after_save,
     folder_to_load,
     folder_to_save,
 )
 
+_logger = logging.getLogger(__name__)
 _OTHER_ENGINES = (
     DistributedType.DEEPSPEED,
     DistributedType.FSDP,
@@ -80,7 +82,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         sharded = model
     else:
         if accelerator.mixed_precision == "bf16":
-            options.setdefault("mixed_precision", BF16)
+            use_bf16(model, options)
         options.setdefault("device", accelerator.device)
         with _handed_over(optimizers, model):
             sharded = _shard(model, options)
@@ -90,6 +92,31 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 """Mixed precision that replaces bfloat16 autocast."""
+
+
+def use_bf16(model: nn.Module, options: dict[str, Any]) -> None:
+    """Set up computing in bfloat16 with float32 main weights, before `model` is sharded.
+
+    Casts trainable parameters of lower precision to float32, as accelerate does for FSDP.
+    transformers loads a model in the dtype of its file, often bfloat16.
+    """
+    options.setdefault("mixed_precision", BF16)
+    low = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and parameter.dtype in (torch.bfloat16, torch.float16)
+        and get_info(parameter) is None
+    ]
+    for _, parameter in low:
+        parameter.data = parameter.data.float()
+    if low and is_first_rank():
+        _logger.info(
+            "bf16: %d trainable parameters (%s, ...) are cast to float32, for main weights and "
+            "optimizer; saved weights are float32, too",
+            len(low),
+            low[0][0],
+        )
 
 
 def _shard(model: nn.Module, options: dict[str, Any]) -> ZeRO3:

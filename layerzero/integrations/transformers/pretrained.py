@@ -25,9 +25,9 @@ from transformers.core_model_loading import (
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import load
-from layerzero.integrations.engine import clean_name, optional_by_name
+from layerzero.integrations.engine import clean_name, optional_by_name, refuse_pieces
 from layerzero.integrations.parameter_counts import num_parameters, trainable_and_all
-from layerzero.integrations.transformers.pretrained_saving import save_pretrained
+from layerzero.integrations.transformers.pretrained_saving import is_peft_model, save_pretrained
 
 Tensors = dict[str, torch.Tensor]
 
@@ -67,7 +67,7 @@ class Sharded(NamedTuple):
     """Options that `shard` was called with; None if the model was sharded by other means."""
 
 
-_SHARDED = "_layerzero_sharded"
+_SHARDED = "_layerzero_transformers_wrapper"
 
 
 def sharded_before(module: nn.Module) -> Sharded | None:
@@ -92,7 +92,7 @@ def make_ready(model: ZeRO3, options: Mapping[str, Any] | None = None) -> None:
             part.__dict__["get_nb_trainable_parameters"] = functools.partial(
                 trainable_and_all, part
             )
-    if hasattr(module, "save_pretrained"):
+    if isinstance(module, PreTrainedModel) or is_peft_model(module):
         module.__dict__["save_pretrained"] = _saving(module, weakref.ref(model))
 
 
@@ -121,6 +121,7 @@ def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
     ) -> None:
         model = sharded()
         if state_dict is not None or model is None:
+            refuse_pieces(module, state_dict or {})
             options |= {"is_main_process": is_main_process, "state_dict": state_dict}
             own(folder, **options)
             return

@@ -14,13 +14,15 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -41,7 +43,13 @@ from layerzero.checkpoint.adapters import (
     write_durably,
 )
 from layerzero.config import parse_nbytes
-from layerzero.integrations.engine import get_info
+from layerzero.integrations.engine import (
+    SummonOptions,
+    get_info,
+    root_of,
+    summon,
+    units_inside,
+)
 
 Tensors = dict[str, torch.Tensor]
 _LINKED = b"linked"
@@ -107,7 +115,8 @@ def save_pretrained(
     try:
         if together.from_first(f"preparation of {path}", writer.prepare) != _LINKED:
             together.exchange(f"the result of writing {path}", write, writer.nbytes)
-        together.from_first(f"commit of {path}", writer.commit)
+        with writer.shown():
+            together.from_first(f"commit of {path}", writer.commit)
     finally:
         writer.discard()
 
@@ -253,6 +262,10 @@ class _FolderWriter:
             return False
         return True
 
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        yield
+
     def put(self, name: str, tensor: torch.Tensor) -> None:
         name = self._plan.names[name]
         if name in self._plan.as_is:
@@ -299,32 +312,75 @@ class _FolderWriter:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
+class _Named(torch.Tensor):
+    """A stand-in, or what was computed from stand-ins."""
+
+    names: frozenset[str]
+    """Names in `stream_full` of the tensors that it stands for, or was computed from."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = super().__torch_function__(  # type: ignore[no-untyped-call]
+            func, types, args, kwargs or {}
+        )
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Named)]
+        for each in tree_leaves(made):
+            if isinstance(each, _Named):
+                each.names = frozenset().union(*(source.names for source in given))
+        return made
+
+
 class _AdapterWriter:
-    """The same for a model of peft: its adapters, which the first rank collects in memory."""
+    """The same for a model of peft: its adapters, which the first rank collects in memory.
+
+    peft takes them from a state dict: first from one of stand-ins, which tells what it reads, then
+    from one in which those are full. It computes prompts with the model itself.
+    """
 
     def __init__(self, folder: Path, model: ZeRO3) -> None:
         self._folder = folder
         module: Any = model.module
         self._module = module
-        stand_ins = {name: tensor for tensor, names in _stand_ins(model) for name in names}
-        first = {name: names[0] for _, names in _stand_ins(model) for name in names}
-        name_of = {id(tensor): name for name, tensor in stand_ins.items()}
-        get_adapters: Any = importlib.import_module("peft").get_peft_model_state_dict
-        adapters = [
-            tensor
-            for adapter in module.peft_config
-            for tensor in get_adapters(module, dict(stand_ins), adapter).values()
-        ]
-        self.wanted = {first[name_of[id(tensor)]] for tensor in adapters if id(tensor) in name_of}
-        self.nbytes = sum(tensor.nbytes for tensor in adapters)
+        self._model = model
         self._held: Tensors = {}
+        self._names: dict[str, tuple[str, ...]] = {}
+        for tensor, names in _stand_ins(model):
+            stand_in = tensor.as_subclass(_Named)
+            stand_in.names = frozenset(names[:1])
+            self._held |= dict.fromkeys(names, stand_in)
+            self._names[names[0]] = names
+        get_adapters: Any = importlib.import_module("peft").get_peft_model_state_dict
+        with self.shown():
+            adapters = [
+                tensor
+                for adapter in module.peft_config
+                for tensor in get_adapters(module, dict(self._held), adapter).values()
+                if isinstance(tensor, _Named)
+            ]
+        self.wanted = frozenset().union(*(tensor.names for tensor in adapters))
+        self.nbytes = sum(tensor.nbytes for tensor in adapters)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the full parameters of what computes prompts. Collective if there are prompts."""
+        has_prompts = self._module.active_peft_config.is_prompt_learning
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if has_prompts and (units := units_inside(self._module.prompt_encoder)):
+                options = SummonOptions(
+                    writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False
+                )
+                stack.enter_context(summon(root_of(units[0]), units, options))
+            yield
 
     def prepare(self) -> bytes:
         self._folder.mkdir(parents=True, exist_ok=True)
         return b""
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        self._held[name] = tensor.to("cpu", copy=True)
+        self._held |= dict.fromkeys(self._names[name], tensor.to("cpu", copy=True))
 
     def commit(self) -> bytes:
         type(self._module).save_pretrained(self._module, self._folder, state_dict=self._held)

@@ -29,13 +29,13 @@ from layerzero.checkpoint import load, save
 from layerzero.integrations.engine import get_unit, is_first_rank
 from layerzero.integrations.parameter_counts import count, is_sharded, num_parameters
 from layerzero.integrations.transformers.accelerator import (
-    BF16,
     adopt,
     check_accelerator,
     check_launched,
     prepare,
     random_states,
     set_random_states,
+    use_bf16,
 )
 from layerzero.integrations.transformers.pretrained import (
     Sharded,
@@ -114,7 +114,7 @@ class ZeRO3Trainer(Trainer):
         else:
             options = {"device": args.device, **self._options}
             if args.bf16:
-                options.setdefault("mixed_precision", BF16)
+                use_bf16(model, options)
             self.sharded_model = shard(model, **options)
         unit = get_unit(self.sharded_model)
         computes = None if unit is None else unit.options.mixed_precision.param_dtype
