@@ -69,20 +69,19 @@ def left_units(module: nn.Module) -> list[Unit]:
     left = []
     for unit in units_inside(module):
         root = root_if_alive(unit)
-        if unit in nested:
-            continue
         if root is not None:
             outermost = root.units[0].module
             if outermost is not module and id(outermost) in inside:
                 continue
-            if root.is_wrapped:
+            if root.is_wrapped and not (unit in nested and outermost is module):
                 raise RuntimeError(
                     f"ZeRO3: this {type(module).__name__} contains {unit.label!r} of a wrapped "
                     f"{type(outermost).__name__}: a module cannot be in two wrapped models. Put "
                     "both into one module and wrap that (each part may still be called by "
                     "itself), or delete the first wrapper before"
                 )
-        left.append(unit)
+        if unit not in nested:
+            left.append(unit)
     return left
 
 

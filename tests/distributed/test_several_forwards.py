@@ -10,8 +10,8 @@ from torch.autograd import Variable
 
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise
-from tests.harness.compare import assert_same_gradients, assert_trains_alike, sharded
-from tests.harness.models import CASES, Case, RepeatedModule, loss_of
+from tests.harness.compare import assert_same_gradients, assert_trains_alike, sharded, zero3
+from tests.harness.models import CASES, WIDTH, Block, Case, RepeatedModule, loss_of
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import (
     RunFn,
@@ -283,3 +283,57 @@ def _two_models() -> None:
 
 def test_two_models_in_one_process_do_not_meet() -> None:
     run_ranks(2, _two_models)
+
+
+class _ActorCritic(nn.Module):
+    """Two heads on one trunk; the program calls the parts, never the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(Block(), Block())
+        self.actor, self.critic = nn.Linear(WIDTH, 3), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("called by parts")
+
+
+def _together(model: nn.Module, x: Tensor) -> Tensor:
+    loss = loss_of(model.actor(model.trunk(x))) + loss_of(model.critic(model.trunk(x)))
+    loss.backward()
+    return loss.detach()
+
+
+def _in_turn_over_one_trunk(model: nn.Module, x: Tensor) -> Tensor:
+    losses = []
+    for head in (model.actor, model.critic):
+        losses.append(loss_of(head(model.trunk(x))))
+        losses[-1].backward()
+    return torch.stack(losses).detach().sum()
+
+
+def _two_heads() -> None:
+    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    for run in (_together, _in_turn_over_one_trunk):
+        model = zero3(_ActorCritic, Block, nn.Linear)
+        # In turn, each backward reduces: sums over ranks come before those over backwards.
+        regrouped = run is _in_turn_over_one_trunk
+        assert_trains_alike(model, seeded(_ActorCritic), steps, run=run, regrouped=regrouped)
+
+
+def test_an_actor_and_a_critic_share_a_trunk_in_one_model() -> None:
+    run_ranks(2, _two_heads)
+
+
+def _shared_by_two_models() -> None:
+    trunk = ZeRO3(Block())
+    first = ZeRO3(nn.Sequential(trunk, nn.Linear(WIDTH, 1)))
+    for again in (nn.Sequential(trunk, Block()), nn.Sequential(trunk.module, Block())):
+        with pytest.raises(RuntimeError, match="a module cannot be in two wrapped models"):
+            ZeRO3(again)
+    loss_of(first(torch.ones(2, WIDTH))).backward()
+    del first
+    ZeRO3(nn.Sequential(trunk, Block()))(torch.ones(2, WIDTH))
+
+
+def test_two_models_over_one_wrapped_part_are_refused() -> None:
+    run_ranks(2, _shared_by_two_models)
