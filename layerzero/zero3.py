@@ -39,6 +39,7 @@ from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.in_backward import StepInBackward
 from layerzero.optional.make_root import make_root
 from layerzero.state_dict import (
+    foreign_methods,
     module_state,
     optimizer_shards,  # noqa: F401  # watches every optimizer
 )
@@ -204,6 +205,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         if arguments.on_nonfinite is not None:
             nonfinite.install(root, arguments.on_nonfinite, self.__dict__["_kept_whole"])
         guards.install(module, root)
+        foreign_methods.install(module)
         argument_warnings.warn(module, arguments, plan, topology.placement)
         log_units(module, root, topology.placement.is_first)
         attach.watch()

@@ -9,8 +9,6 @@ from torch import nn
 
 from layerzero.guards import element_wise as element_wise  # Looks at optimizers from here on.
 from layerzero.guards.lost_writes import FirstForward, LostWrites
-from layerzero.guards.merging import show_whole_to_merging
-from layerzero.guards.saving import guard_saving
 from layerzero.guards.stray_gradients import StrayGradients
 from layerzero.guards.surroundings import Surroundings
 from layerzero.step.root import RootState
@@ -22,8 +20,6 @@ def install(module: nn.Module, root: RootState) -> None:
     Args:
         module: the outermost wrapped module.
     """
-    guard_saving(module)
-    show_whole_to_merging(module)
     extensions = root.extensions
     extensions.add(Surroundings(module, root.units))
     extensions.add(StrayGradients(root.units))

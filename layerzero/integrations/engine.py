@@ -35,7 +35,6 @@ from layerzero.flat.names import WRAPPER_NAMES, clean_name
 from layerzero.flat.parameter_info import ParameterInfo, copy_attributes, get_info
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of, split_of
-from layerzero.guards.saving import refuse_pieces
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.optim import attach
 from layerzero.optim.clip import clip_factor, clip_grad_norm_, clipped
@@ -52,6 +51,7 @@ from layerzero.plan.options import read_options as read_plan_options
 from layerzero.plan.patterns import NamePattern
 from layerzero.plan.resolve import names as list_names
 from layerzero.plan.yaml_file import load as load_yaml
+from layerzero.state_dict.foreign_methods import refuse_pieces
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.states import ShardState, TrainingState

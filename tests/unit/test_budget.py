@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 53_314,
-    "flat": 2_768,
-    "step": 5_830,
-    "comm": 1_521,
-    "watch": 1_117,
-    "build": 3_799,
-    "guards": 700,
+    "": 53_725,
+    "flat": 2_795,
+    "step": 5_847,
+    "comm": 1_524,
+    "watch": 1_120,
+    "build": 3_936,
+    "guards": 645,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 LOADED_FILES = 238
