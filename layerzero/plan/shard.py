@@ -46,7 +46,8 @@ def shard_with_plan(
     nothing. `fully_shard(plan)` shards its parts with `ZeRO3` and returns true, or the `ZeRO3` that
     it made of itself; it also gets `mesh` and `expert_mesh` if it has parameters of these names.
     `set_modules_to_prefetch(plan, num_to_forward_prefetch, num_to_backward_prefetch)` is called
-    after sharding, sets prefetch lists and returns true.
+    after sharding, sets prefetch lists and returns true. A parameter named `fsdp_plan` or `ep_plan`
+    gets the plan, too, and then no number is passed, as MindSpeed-MM calls both methods.
 
     If the shard group has one rank and the plan does not set `outer`, this is plain data
     parallelism, and a log line says so: parameters themselves are cast to `param_dtype`, except
@@ -77,7 +78,7 @@ def shard_with_plan(
     no_units = replace(plan, apply_modules=(), hook_modules=(), ep_plan=())
     if callable(getattr(model, "fully_shard", None)):
         resolve(no_units, model, has_own_units=True).raise_errors()
-    own = _call_optional(model, "fully_shard", plan, mesh=mesh, expert_mesh=expert_mesh)
+    own = _call_optional(model, "fully_shard", [plan], mesh=mesh, expert_mesh=expert_mesh)
     if own:
         resolved = resolve(no_units, model)
     resolved.raise_errors()
@@ -89,9 +90,9 @@ def shard_with_plan(
         _check_optional(root_unit, resolved)
     if plan.pregather:
         root_of(root_unit).scheduler.unshard_all_before_forward()
-    numbers = plan.num_forward, plan.num_backward
+    arguments = [plan, plan.num_forward, plan.num_backward]
     expected = None
-    if not _call_optional(root_unit.module, "set_modules_to_prefetch", plan, *numbers):
+    if not _call_optional(root_unit.module, "set_modules_to_prefetch", arguments):
         expected = expect(plan, root_unit.module, resolved)
         _expect_order(root_unit, expected)
     if _is_first(mesh, root_unit.module) and logger.isEnabledFor(logging.INFO):
@@ -145,17 +146,21 @@ def _expert_arguments(plan: ShardingPlan, expert_mesh: Mesh) -> dict[str, Any]:
     return arguments
 
 
-def _call_optional(model: nn.Module, name: str, *args: Any, **optional: Any) -> Any:
+def _call_optional(model: nn.Module, name: str, arguments: list[Any], **optional: Any) -> Any:
     """Call a method that the model may define; None if it does not.
 
     Args:
+        arguments: positional; the first is the plan. MindSpeed-MM's form of the method has names for
+            the parts of it instead.
         optional: arguments passed only if the method's signature has them.
     """
     method = getattr(model, name, None)
     if not callable(method):
         return None
     accepted = inspect.signature(method).parameters
-    return method(*args, **{key: value for key, value in optional.items() if key in accepted})
+    parts = dict.fromkeys(accepted.keys() & {"fsdp_plan", "ep_plan"}, arguments[0])
+    given = {**parts, **{key: value for key, value in optional.items() if key in accepted}}
+    return method(*([] if parts else arguments), **given)
 
 
 def _shard(

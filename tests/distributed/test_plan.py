@@ -535,7 +535,19 @@ class Knowing(Model):
         return True
 
 
+class AsMindSpeed(Knowing):
+    """The methods as MindSpeed-MM calls them."""
+
+    def fully_shard(self, *, fsdp_plan: ShardingPlan) -> Any:
+        return super().fully_shard(fsdp_plan, init_device_mesh("cpu", (2,)))
+
+    def set_modules_to_prefetch(self, fsdp_plan: ShardingPlan, ep_plan: ShardingPlan) -> bool:
+        assert ep_plan is fsdp_plan
+        return super().set_modules_to_prefetch(fsdp_plan, fsdp_plan.num_forward, 1)
+
+
 def _knowing() -> None:
+    assert fqns(shard_with_plan(seeded(AsMindSpeed), ShardingPlan())) == ["", *LAYERS]
     for answer in (True, "itself", False):
         module = seeded(Knowing)
         module.answer = answer

@@ -45,7 +45,9 @@ class Branches(nn.Module):
 
     def __init__(self, rng: random.Random, depth: int) -> None:
         super().__init__()
-        self.way = rng.choice(["plain", "residual", "sometimes", "twice", "recomputed", "keyword"])
+        self.way = rng.choice(
+            ["plain", "residual", "sometimes", "twice", "recomputed", "keyword", "passes", "writes"]
+        )
         self.linear = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.7)
         self.norm = nn.LayerNorm(WIDTH) if rng.random() < 0.5 else nn.Identity()
         self.inner = _make(rng, depth - 1)
@@ -64,6 +66,12 @@ class Branches(nn.Module):
             return self._once(x)
         if self.way == "sometimes" and not Branches.uses_all:
             return x * 2
+        if self.way == "passes" and not Branches.uses_all:
+            return x  # What another unit returned, or the batch.
+        if self.way == "writes":  # Into a view of what a unit returned.
+            y = self._once(x)[None].squeeze(0)
+            y += x
+            return y
         if self.way == "twice":
             return self._once(self._once(x) * 0.5)
         if self.way == "recomputed":
@@ -273,10 +281,13 @@ class _Run:
         for number in range(num_micro_batches):
             batches = self._batches()
             is_last = number + 1 == num_micro_batches
+            flipped = self._some_names() if self._rng.random() < 0.2 else set()
             with self._model.no_sync() if waits and not is_last else contextlib.nullcontext():
-                _backward(self._model(batches[dist.get_rank()]))
+                _backward(self._forward(self._model, batches[dist.get_rank()], flipped))
             for batch in batches:
-                _backward(self._twin(batch), self._divisor)
+                _backward(self._forward(self._twin, batch, flipped), self._divisor)
+            if not is_last and self._rng.random() < 0.3:
+                self._act_on_gradients()
         if self._clips:
             norm = self._model.clip_grad_norm_(0.5)
             twin_norm = nn.utils.clip_grad_norm_(self._twin.parameters(), 0.5)
@@ -284,6 +295,35 @@ class _Run:
         self._fill_in_unused()
         for optimizer in self._optimizers:
             optimizer.step()
+
+    def _some_names(self) -> set[str]:
+        return {name for name, _ in self._twin.named_parameters() if self._rng.random() < 0.5}
+
+    @staticmethod
+    def _forward(model: nn.Module, batch: torch.Tensor, flipped: set[str]) -> torch.Tensor:
+        """A forward; before its backward another one may run, with other parameters frozen."""
+        output: torch.Tensor = model(batch)
+        if flipped:
+            chosen = [p for name, p in model.named_parameters() if name in flipped]
+            for parameter in chosen:
+                parameter.requires_grad_(not parameter.requires_grad)
+            with torch.no_grad():
+                model(batch)
+            for parameter in chosen:
+                parameter.requires_grad_(not parameter.requires_grad)
+        return output
+
+    def _act_on_gradients(self) -> None:
+        """Between micro-batches: scale what has been accumulated, or clear all or some of it."""
+        way, names = self._rng.choice(["scale", "zero", "some", "all"]), self._some_names()
+        for model in (self._model, self._twin):
+            for name, parameter in model.named_parameters():
+                if way == "some" and name in names:
+                    parameter.grad = None
+                elif way in ("scale", "zero") and parameter.grad is not None:
+                    parameter.grad.mul_(0.5 if way == "scale" else 0.0)
+        if way == "all":
+            self._zero_grad()
 
     # In low precision -----------------------------------------------------------------------
 
