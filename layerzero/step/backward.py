@@ -100,7 +100,7 @@ class Backward:
             self._reducer.begin_backward()
             for unit in self._units:
                 # Since the forward, parameters may have been frozen and thawed for another one.
-                unit.follow_requires_grad()
+                unit.follow_requires_grad(lays_out=True)
             # If a pass is open, `torch.autograd.grad` runs inside a forward: its visits belong to
             # the forward's order.
             is_recorded = not self._scheduler.recorder.is_recording

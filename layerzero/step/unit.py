@@ -134,8 +134,8 @@ class Unit:
         ]
         self._holds = 0
         self._is_watched = False
-        self._keeps_layout = False
-        """Whether gradients are laid out for parameters that do not require grad any more."""
+        self._is_laid_out = True
+        """Whether gradients are laid out for the parameters that require grad, and no others."""
         self._both = [
             parameter
             for handle in handles
@@ -414,27 +414,31 @@ class Unit:
 
     # Gradients ------------------------------------------------------------------------------
 
-    def follow_requires_grad(self) -> None:
-        """Follow the user's changes of `requires_grad`. Not while gradients are reduced."""
-        required = [*map(_requires_grad_of, self._both)]
-        if required == self._required_grad and not self._keeps_layout:
-            return
-        for handle in self.handles:
-            handle.follow_requires_grad()
-        self._required_grad = [*map(_requires_grad_of, self._both)]
-        self._follow_trainable()
+    def follow_requires_grad(self, lays_out: bool = False) -> None:
+        """Follow the user's changes of `requires_grad`.
+
+        Args:
+            lays_out: a backward begins: lay out gradients for what requires grad by now.
+        """
+        if [*map(_requires_grad_of, self._both)] != self._required_grad:
+            for handle in self.handles:
+                handle.follow_requires_grad()
+            self._required_grad = [*map(_requires_grad_of, self._both)]
+            self._is_laid_out = False
+        if lays_out and not self._is_laid_out:
+            self._follow_trainable()
 
     def _follow_trainable(self) -> None:
         """Lay out the gradient buffers for the parameters that require grad now, and for those that
         earlier micro-batches of the step have gradients of."""
         root: Any = self.context.owner() if self.has_joined else None
         adds_up = root is not None and root.reducer.adds_up
-        self._keeps_layout = False
+        self._is_laid_out = True
         for handle in self.handles:
             trainable, former = set(handle.trainable()), handle.gradients.layout.trainable
             if adds_up and not trainable.issuperset(former):
                 trainable.update(former)
-                self._keeps_layout = True
+                self._is_laid_out = False  # Once they are reduced, without those.
             if len(trainable) != len(former) or not trainable.issuperset(former):
                 handle.gradients.set_trainable(sorted(trainable))
         self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)

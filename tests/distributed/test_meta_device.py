@@ -315,3 +315,52 @@ def _half_precision_later() -> None:
 
 def test_missing_values_are_seen_in_half_precision_too() -> None:
     run_ranks(2, _half_precision_later)
+
+
+class Titan(nn.Module):
+    """As torchtitan's models: `init_weights` of the whole draws every value, in its own order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def init_weights(self) -> None:
+        self.table = torch.arange(4.0)
+        for parameter in reversed([*self.parameters()]):
+            nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + self.table.sum()
+
+
+def _in_torchtitans_order() -> None:
+    plain = Titan()
+    torch.manual_seed(0)
+    plain.init_weights()
+    for way in ("function", "summoned"):
+        with torch.device("meta"):
+            module = Titan()
+        if way == "function":
+            torch.manual_seed(0)
+            model = ZeRO3(
+                module,
+                auto_wrap_policy={Block},
+                param_init_fn=lambda m: (m.to_empty(device="cpu"), m.init_weights()),
+            )
+        else:
+            model = ZeRO3(module, auto_wrap_policy={Block}, param_init_fn="later")
+            torch.manual_seed(0)
+            with model.summon_full_params():
+                model.init_weights()
+        assert_same_values(model, plain, way)
+        batch = torch.ones(2, WIDTH)
+        assert_bitwise(model(batch).detach(), plain(batch).detach(), way)
+
+
+def test_both_recipes_for_torchtitans_order_give_the_values_of_one_process() -> None:
+    run_ranks(2, _in_torchtitans_order)
