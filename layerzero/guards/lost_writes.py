@@ -89,7 +89,7 @@ class LostWrites(Extension):
                 triples = zip(handle.fqns, handle.left_versions, versions, strict=True)
                 names += [fqn for fqn, before, now in triples if before != now]
                 handle.leave(versions)
-        if names and self._first.is_watching:
+        if names and self._first.has_sums:
             self._unchanged.update({*names}.difference(self._first.written()))
         names = [name for name in names if name not in self._unchanged]
         return _written_into(names) if names else None
@@ -104,13 +104,14 @@ def _written_into(names: Sequence[str]) -> RuntimeError:
 
 
 class FirstForward(Extension):
-    """Sums the bits of unsharded parameters around each call, until a training forward is clean."""
+    """Sums the bits of unsharded parameters around each call: in the first evaluation, and until a
+    training forward is clean."""
 
     def __init__(self, extensions: Extensions, units: Sequence[Unit]) -> None:
         self._extensions = weakref.proxy(extensions)  # Which hold this object.
         self._units = units
         self._draws = EqualDraws([handle for unit in units for handle in unit.handles])
-        self.is_watching = True
+        self._has_evaluated = False
         self._begin()
 
     def _begin(self) -> None:
@@ -119,8 +120,10 @@ class FirstForward(Extension):
         self._pairs: list[tuple[Unit, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def begin_call(self, unit: Unit) -> None:
-        self._before[unit] = _digests(unit)
-        if torch.is_grad_enabled() and unit.module.training:
+        is_training = torch.is_grad_enabled() and unit.module.training
+        if is_training or not self._has_evaluated:
+            self._before[unit] = _digests(unit)
+        if is_training:
             self._was_training = True
             # Hidden from dispatch modes: selective checkpointing counts operations.
             with _disable_current_modes(), torch.no_grad():
@@ -133,19 +136,26 @@ class FirstForward(Extension):
             self._pairs.append((unit, before, _digests(unit)))
 
     def after_forward(self) -> RuntimeError | None:
-        names, was_training = self.written(), self._was_training
+        if not self._was_training:
+            # Nothing is looked at unless a version has changed: that would block the host.
+            self._has_evaluated = True
+            self._begin()
+            return None
+        names = self.written()
         self._begin()
         if names:
             return _written_into(names)
-        if not was_training:
-            return None
-        self.is_watching = False
         self._extensions.remove(self)
         text = self._draws.found()
         if text is not None:
             is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)
             warn_once(text, text, is_first=is_first, stacklevel=outside())
         return None
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether it has sums of the forward that ends: of training, or the first evaluation."""
+        return bool(self._pairs)
 
     def written(self) -> list[str]:
         """Names of parameters whose bits changed. Blocks the host."""

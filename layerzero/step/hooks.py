@@ -263,7 +263,7 @@ def _call_uncompiled(
 
 
 _CALLS = "layerzero calls"
-"""Key in a node's `metadata`: the calls that returned what the node made."""
+"""Key in a node's `metadata`, with an output's number: the calls that returned what it made."""
 
 
 def _watch_gradient(output: torch.Tensor, call: ForwardCall) -> None:
@@ -273,19 +273,17 @@ def _watch_gradient(output: torch.Tensor, call: ForwardCall) -> None:
     live on, and their gradients come as soon as they are complete, not in the order of Note [When a
     unit is done in backward].
     """
-    # On nodes, not on the tensor: the caller may write into it. Where that is a view, the node that
-    # made it then leaves the graph, and that of its base stays.
-    nodes = [output.grad_fn]
-    if output._is_view() and output._base is not None:
-        nodes.append(output._base.grad_fn)
-    for node in nodes:
+    # The caller may write into a view. The node that made it then leaves the graph, and that of its
+    # base stays; and torch allows no hook on such a tensor after another one.
+    base = output._base if output._is_view() else None
+    for tensor in (output,) if base is None else (output, base):
+        node: Any = tensor.grad_fn  # torch's types have `metadata` as a method.
         if node is not None:
-            metadata: Any = node.metadata  # A property; torch's types have it as a method.
-            calls = metadata.get(_CALLS)
-            if calls is None:
-                calls = metadata[_CALLS] = []
-                node.register_prehook(functools.partial(_begin_backward, calls))
+            calls = node.metadata.setdefault((_CALLS, tensor.output_nr), [])
             calls.append(call)
+            if len(calls) == 1:
+                register = tensor.register_hook if base is None else node.register_prehook
+                register(functools.partial(_begin_backward, calls))
 
 
 def _begin_backward(calls: list[ForwardCall], _: object) -> None:

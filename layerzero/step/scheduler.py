@@ -59,6 +59,8 @@ class UnshardScheduler:
     """Number of units of a recorded order to prefetch in backward."""
     backward_prefetch: BackwardPrefetch | None
     """When to prefetch in backward; None: each unit is gathered when it is needed."""
+    holds_for_graph: bool
+    """Whether units stay unsharded for a graph of a backward (`create_graph`), which reads them."""
     unshards_all_before_forward: bool
     """Whether a forward begins by gathering every unit and ordering compute after all gathers."""
 
@@ -83,7 +85,7 @@ class UnshardScheduler:
         self._budget_is_default = budget_is_default
         self._last: Unit | None = None
         """The unit held as `LAST_OF_FORWARD`."""
-        self._holds_for_graph = False
+        self.holds_for_graph = False
 
     # Orders ---------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class UnshardScheduler:
             stays = other.is_held(_EXPLICIT | _FIRST | _MICRO_BATCHES)
             if not stays or other.is_stale or other.takes_over_data():
                 other.reshard()
-                if self._holds_for_graph:
+                if self.holds_for_graph:
                     # A graph made with create_graph reads it in a later backward, and no hook
                     # would gather it there.
                     other.unshard()
@@ -252,16 +254,10 @@ class UnshardScheduler:
             for handle in kept:
                 handle.free_compute_shard()
 
-    @property
-    def holds_for_graph(self) -> bool:
-        """Whether units stay unsharded for a graph of a backward (`create_graph`), which reads
-        them."""
-        return self._holds_for_graph
-
     def hold_for_graph(self, holds: bool) -> None:
         """Begin or end that hold, on all units. Frees nothing."""
-        if holds != self._holds_for_graph:
-            self._holds_for_graph = holds
+        if holds != self.holds_for_graph:
+            self.holds_for_graph = holds
             for unit in self._units:
                 (unit.hold if holds else unit.end_hold)(_DOUBLE_BACKWARD)
 
@@ -279,7 +275,7 @@ class UnshardScheduler:
     def abort(self) -> None:
         """Return to the state between steps. The caller resets the units themselves."""
         self._last = None
-        self._holds_for_graph = False
+        self.holds_for_graph = False
         self.recorder.abort()
 
     # One unit -------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class _Rare(nn.Module):
         self.layer = nn.Linear(WIDTH, 3)
         bits = torch.arange(56, dtype=torch.uint8) + dist.get_rank()
         self.tables = nn.ParameterList(
-            nn.Parameter(bits.view(dtype), requires_grad=False) for dtype in RARE
+            nn.Parameter(bits.clone().view(dtype), requires_grad=False) for dtype in RARE
         )
         self.register_buffer("counts", bits.view(torch.int16))
 

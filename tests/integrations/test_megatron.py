@@ -28,6 +28,7 @@ import torch.distributed.checkpoint
 from torch import Tensor
 
 from layerzero import MixedPrecision
+from layerzero.step.placeholders import WaitingGradient
 from layerzero.step.states import ShardState
 from tests.harness.checks import of_floats
 from tests.harness.ranks import run_ranks
@@ -332,7 +333,9 @@ class _Surface:
             )
 
     def gradients(self) -> list[torch.Tensor]:
-        return [p.grad.clone() for p in self.chunk.parameters() if p.grad is not None]
+        """Those that are reduced."""
+        grads = [p.grad for p in self.chunk.parameters() if p.grad is not None]
+        return [grad.clone() for grad in grads if not isinstance(grad, WaitingGradient)]
 
 
 def _gradients_of(options: Any) -> None:

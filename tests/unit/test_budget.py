@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 53_725,
+    "": 53_736,
     "flat": 2_795,
     "step": 5_847,
     "comm": 1_524,
