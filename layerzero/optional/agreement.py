@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import (
     Callable,
-    Collection,
     Hashable,
     Iterable,
     Iterator,
@@ -17,7 +16,8 @@ from layerzero.optional.exchange import Exchange
 from layerzero.optional.places import Places
 from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 
-_GO_ON = -1
+GO_ON = -1
+"""Stands for no event, but the next required collective."""
 _RAISED = -2
 _WORD = 62
 """Bits in an integer of an exchange."""
@@ -37,7 +37,6 @@ class Agreement:
     def __init__(
         self,
         exchange: Exchange,
-        units: Collection[int],
         region_of: Mapping[int, str],
         label_of: Callable[[int], str],
         take_part: Callable[[int], None],
@@ -45,14 +44,12 @@ class Agreement:
     ) -> None:
         """
         Args:
-            units: indices of the optional units.
-            region_of: name of each optional unit's region.
+            region_of: index of each optional unit, and the name of its region.
             label_of: a unit's name in messages.
             take_part: takes part in an event that this rank has no use for.
             before_event: called before any event that all agreed on.
         """
         self._exchange = exchange
-        self._units = sorted(units)
         self._region_of = region_of
         self._label_of = label_of
         self._take_part = take_part
@@ -192,7 +189,7 @@ class Agreement:
 
     def exchange_at_end(self) -> None:
         """Exchange until no rank wants anything. Call it after `finish`, on every rank."""
-        while self._meet(_GO_ON):
+        while self._meet(GO_ON):
             self._finish_contract()
 
     def want_at_end(self, event: int) -> None:
@@ -207,7 +204,7 @@ class Agreement:
     def gather(self, bits: Sequence[bool]) -> list[list[bool]]:
         """Every rank's bits, in rank order. Collective; for use between passes."""
         self._bits = lambda: bits
-        self._say(_GO_ON)
+        self._say(GO_ON)
         return self.answers
 
     def end(self, is_final: bool = True) -> None:
@@ -222,10 +219,6 @@ class Agreement:
     def take_back(self) -> None:
         """Forget what the latest pass has taught, unless that is final."""
         self._places.take_back()
-
-    def forget(self) -> None:
-        """Forget what passes have taught. Between passes."""
-        self._places.forget()
 
     def abort(self) -> None:
         """Drop the open pass, if any."""
@@ -272,7 +265,7 @@ class Agreement:
         if self._contract:
             self._finish_contract()
         if self._may_exchange or not self._places.goes_on_with(collective):
-            while self._meet(_GO_ON):
+            while self._meet(GO_ON):
                 self._finish_contract()
 
     def _expect(self) -> None:
@@ -342,13 +335,13 @@ class Agreement:
         return [row[1] for row in self._rows]
 
     def _row(self, wish: int, bits: Sequence[bool]) -> list[int]:
-        return [self._exchange.rank, wish, *_pack(bits)]
+        return [self._exchange.rank, wish, *pack_bits(bits)]
 
     @property
     def answers(self) -> list[list[bool]]:
         """Of the last exchange in the pass, in rank order: the bits that each rank brought."""
         if self._answers is None:
-            self._answers = [_unpack(row[2:], self._num_bits) for row in self._rows]
+            self._answers = [unpack_bits(row[2:], self._num_bits) for row in self._rows]
         return self._answers
 
     def _ask_out_of_place(self, gather: int) -> None:
@@ -362,7 +355,7 @@ class Agreement:
             ) from error
 
 
-def _pack(bits: Sequence[bool]) -> list[int]:
+def pack_bits(bits: Sequence[bool]) -> list[int]:
     words = []
     for start in range(0, len(bits), _WORD):
         word = 0
@@ -373,5 +366,5 @@ def _pack(bits: Sequence[bool]) -> list[int]:
     return words
 
 
-def _unpack(words: Sequence[int], number: int) -> list[bool]:
+def unpack_bits(words: Sequence[int], number: int) -> list[bool]:
     return [bool(words[place // _WORD] >> place % _WORD & 1) for place in range(number)]

@@ -107,7 +107,7 @@ def _train(plan: Plan, clips: float | None = None, active: bool = False, **setti
 
 def _check(model: ZeRO3, plan: Plan, clips: float | None, active: bool) -> None:
     expected = _train_here(plan, clips, active)
-    assert type(model._root_state).__name__ in ("RootState", "OptionalRoot")
+    assert model._root_state.join is None
     for name, parameter in model.named_parameters():
         assert parameter.grad is None, name
     with model.summon_full_params(writeback=False):
@@ -773,13 +773,16 @@ def _under_torchs_join() -> None:
     model, expected = _wrapped(), _model()
     assert isinstance(model, Joinable)
     ours, theirs = _sgd(model), _sgd(expected)
-    plain = type(model._root_state)
+    root = model._root_state
+    parts = [root, root.scheduler, root.reducer, root.backward, root.context]
+    classes = [*map(type, parts)]
     with Join([model], optimizers=[ours]):
         _plain(model, ours)
-    assert type(model._root_state) is plain
+        assert [*map(type, parts)] == classes, "no object changes its class"
+    assert root.join is None and root.scheduler.agreed is None
     with Join([model], enable=False, optimizers=[ours]):
         _step(model, ours, _batch(dist.get_rank(), 7, 0))
-    assert type(model._root_state) is plain
+    assert root.join is None and root.scheduler.agreed is None
     for step in range(max(COUNTS)):
         ranks = [rank for rank, count in enumerate(COUNTS) if step < count]
         _step_of_ranks(expected, theirs, ranks, step)

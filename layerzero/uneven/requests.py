@@ -1,4 +1,4 @@
-"""Wish: what a rank wants to do next; `choose`: the one that all ranks follow. Pure Python."""
+"""Request: what a rank wants to do next; `choose`: the one that all ranks follow. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Kind(enum.IntEnum):
-    """Kinds of wishes; the lowest is chosen first."""
+    """Kinds of requests; the lowest is chosen first."""
 
     RAISED = 0
     """The rank leaves the loop with an error."""
@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
     OUT = 12
     """The rank is out of batches."""
     IN_FORWARD = 13
-    """The rank is in a forward that others have ended; see agreement.py. Never chosen."""
+    """The rank is in a forward that others have ended; see parts.py. Never chosen."""
 
 
 SCALING = (Kind.UNSCALE, Kind.SCALED_STEP, Kind.UPDATE)
@@ -51,8 +51,8 @@ _TEXTS = {
 }
 
 
-class Wish(NamedTuple):
-    """What a rank wants to do next. Ranks with equal wishes do it together."""
+class Request(NamedTuple):
+    """What a rank wants to do next. Ranks with equal requests do it together."""
 
     kind: int
     which: int = 0
@@ -69,7 +69,7 @@ class Wish(NamedTuple):
         return [self.kind, self.which, self.is_training, self.requires_sync, *self.numbers]
 
     @classmethod
-    def from_row(cls, row: Sequence[int]) -> Wish:
+    def from_row(cls, row: Sequence[int]) -> Request:
         kind, which, is_training, requires_sync, first, second = row
         return cls(kind, which, bool(is_training), bool(requires_sync), (first, second))
 
@@ -77,28 +77,28 @@ class Wish(NamedTuple):
         return _TEXTS.get(Kind(self.kind), "nothing")
 
 
-WIDTH = len(Wish(0).to_row())
-RAISED = Wish(Kind.RAISED)
-OUT = Wish(Kind.OUT)
-IN_FORWARD = Wish(Kind.IN_FORWARD)
+WIDTH = len(Request(0).to_row())
+RAISED = Request(Kind.RAISED)
+OUT = Request(Kind.OUT)
+IN_FORWARD = Request(Kind.IN_FORWARD)
 
 
-class Parted(Exception):
+class Different(Exception):
     """Ranks came to different calls."""
 
 
-def choose(wishes: Sequence[Wish]) -> Wish | None:
-    """The wish that all ranks follow; None: all ranks are out of batches.
+def choose(requests: Sequence[Request]) -> Request | None:
+    """The request that all ranks follow; None: all ranks are out of batches.
 
     Raises:
-        Parted: what every rank with batches left must do together is not what all of them want.
+        Different: what every rank with batches left must do together is not what all of them want.
     """
-    running = [wish for wish in wishes if wish.kind != Kind.OUT]
+    running = [request for request in requests if request.kind != Kind.OUT]
     if not running:
         return None
     first = min(running)
-    if first.kind >= Kind.FORWARD and any(wish != first for wish in running):
-        raise Parted
+    if first.kind >= Kind.FORWARD and any(request != first for request in running):
+        raise Different
     return first
 
 
