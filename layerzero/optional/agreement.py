@@ -31,6 +31,8 @@ class Agreement:
 
     is_open: bool
     """Whether a pass runs."""
+    places: Places
+    """What has happened in the open pass, and where it is."""
     needed: frozenset[int]
     """Optional units that may come in the pass."""
 
@@ -54,7 +56,7 @@ class Agreement:
         self._label_of = label_of
         self._take_part = take_part
         self._before_event = before_event
-        self._places = Places()
+        self.places = Places()
         self._contract: deque[int] = deque()
         self._bits: Callable[[], Sequence[bool]] = lambda: ()
         self._rows: list[list[int]] = []
@@ -86,7 +88,7 @@ class Agreement:
         self.abort()
         self.needed = frozenset(needed)
         if self.needed:
-            self._places.begin(kind, self.needed, roam=exchanges)
+            self.places.begin(kind, self.needed, roam=exchanges)
         self._bits = bits
         self._exchanges = exchanges
         self._may_expect = not exchanges
@@ -107,8 +109,8 @@ class Agreement:
         if not self.needed:
             return False
         self.settle(collective)
-        had_events = self._places.has_events
-        self._places.required(collective)
+        had_events = self.places.has_events
+        self.places.required(collective)
         self._may_expect = not self._exchanges
         return had_events
 
@@ -132,15 +134,8 @@ class Agreement:
                 return False
             else:
                 self._ask_out_of_place(event)
-        while (other := self._contract.popleft()) != event:
-            self._pass_over(other)
-        self._begin_event(event)
+        self._come_to(event)
         return True
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a recorded pass began like the open one."""
-        return self._places.is_recorded
 
     def next_gathers(self, depth: int) -> list[int]:
         """Units whose gathers come next on every rank, at most `depth`.
@@ -151,7 +146,7 @@ class Agreement:
         """
         if self._may_expect:
             self._expect()
-        came = self._places.came
+        came = self.places.came
         gathers: list[int] = []
         for event in self._ahead():
             if len(gathers) == depth or event in came:
@@ -162,30 +157,15 @@ class Agreement:
 
     def _ahead(self) -> Iterator[int]:
         yield from list(self._contract)
-        for collective, expected in self._places.ahead():
+        for collective, expected in self.places.ahead():
             yield collective
             if expected and not (self._exchanges or self._may_exchange_where(expected)):
                 yield from self._needed_of(expected)
 
-    @property
-    def last_event(self) -> int | None:
-        """The latest event of the open pass."""
-        return self._places.last_event
-
-    @property
-    def last_required(self) -> int | None:
-        """The latest required collective of the open pass."""
-        return self._places.last_required
-
-    @property
-    def has_events(self) -> bool:
-        """Whether there was any event since then."""
-        return self._places.has_events
-
     def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """The pass ends: settle what others want. Returns what happened: (place, events)."""
         self.settle(None)
-        return self._places.events
+        return self.places.events
 
     def exchange_at_end(self) -> None:
         """Exchange until no rank wants anything. Call it after `finish`, on every rank."""
@@ -197,6 +177,9 @@ class Agreement:
         while event not in self._contract:
             self._finish_contract()
             self._meet(event)
+        self._come_to(event)
+
+    def _come_to(self, event: int) -> None:
         while (other := self._contract.popleft()) != event:
             self._pass_over(other)
         self._begin_event(event)
@@ -211,18 +194,14 @@ class Agreement:
         """The pass has ended: learn from it.
 
         Args:
-            is_final: whether every rank has ended it, or `take_back` may follow.
+            is_final: whether every rank has ended it, or `Places.take_back` may follow.
         """
-        self._places.end(is_final)
+        self.places.end(is_final)
         self.abort()
-
-    def take_back(self) -> None:
-        """Forget what the latest pass has taught, unless that is final."""
-        self._places.take_back()
 
     def abort(self) -> None:
         """Drop the open pass, if any."""
-        self._places.abort()
+        self.places.abort()
         self._contract.clear()
         self._rows, self._num_bits = [], 0
         self._answers = None
@@ -248,10 +227,10 @@ class Agreement:
     @property
     def _may_exchange(self) -> bool:
         """Whether all ranks exchange at this place."""
-        return self._may_exchange_where(self._places.expected)
+        return self._may_exchange_where(self.places.expected)
 
     def _may_exchange_where(self, expected: list[int]) -> bool:
-        if not self._places.is_known:
+        if not self.places.is_known:
             return True
         # Where a gather comes twice (recomputation), how often depends on what a rank ran.
         return bool(expected) and (self._repeats or len(set(expected)) < len(expected))
@@ -264,15 +243,15 @@ class Agreement:
             self._expect()
         if self._contract:
             self._finish_contract()
-        if self._may_exchange or not self._places.goes_on_with(collective):
+        if self._may_exchange or not self.places.goes_on_with(collective):
             while self._meet(GO_ON):
                 self._finish_contract()
 
     def _expect(self) -> None:
         """Where ranks do not exchange, take what came here before as agreed."""
-        if self._may_expect and self._places.is_known:
+        if self._may_expect and self.places.is_known:
             self._may_expect = False
-            self._contract.extend(self._needed_of(self._places.expected))
+            self._contract.extend(self._needed_of(self.places.expected))
 
     def _needed_of(self, expected: list[int]) -> list[int]:
         return [event for event in expected if event // 2 in self.needed]
@@ -286,7 +265,7 @@ class Agreement:
         self._take_part(event)
 
     def _begin_event(self, event: int) -> None:
-        self._places.happened(event)
+        self.places.happened(event)
         self._before_event()
 
     def _meet(self, wish: int) -> bool:
@@ -310,9 +289,9 @@ class Agreement:
     def _candidates(self) -> list[int]:
         """What came here before; of several wishes the first of these is followed. In forward that
         is what came behind the latest event here: a rank that goes on as before need not ask."""
-        expected = list(dict.fromkeys(self._places.expected))
-        last = self._places.last_event
-        if self._exchanges and self._places.has_events and last in expected:
+        expected = list(dict.fromkeys(self.places.expected))
+        last = self.places.last_event
+        if self._exchanges and self.places.has_events and last in expected:
             begin = expected.index(last) + 1
             return expected[begin:] + expected[:begin]
         return expected
@@ -321,7 +300,7 @@ class Agreement:
         """All ranks take part in this event next, and in what followed it."""
         self._contract.append(first)
         # In backward, what came before has come already: nothing more follows from one wish.
-        expected = list(dict.fromkeys(self._places.expected)) if self._exchanges else []
+        expected = list(dict.fromkeys(self.places.expected)) if self._exchanges else []
         begin = expected.index(first) + 1 if first in expected else len(expected)
         for event in expected[begin:]:
             if self._region_of[event // 2] != self._region_of[first // 2]:

@@ -75,18 +75,8 @@ class OptionalUnits(Extension):
             take_part=self._take_part,
             before_event=lambda: self.schedule.before_event(),
         )
-        self.reductions = self._reductions_class(
-            root.reducer,
-            root.context,
-            units,
-            self.agreement,
-            averages_participants=regions.mean == "participants",
-            before=lambda unit: self.schedule.before_reduction(unit),
-            free=lambda unit: self.schedule.free_after_reduction(unit),
-        )
-        self.schedule = self._schedule_class(
-            root.scheduler, root.context, units, regions, self.agreement, self.reductions
-        )
+        self.reductions = self._reductions_class(root, regions, self.agreement)
+        self.schedule = self._schedule_class(root, regions, self.agreement, self.reductions)
         self.schedule.owner = self
 
     def _take_part(self, event: int) -> None:
@@ -97,7 +87,7 @@ class OptionalUnits(Extension):
         """From now on. Between passes."""
         root.extensions.add(self)
         root.scheduler.agree(self.schedule)
-        root.reducer.agree(self.reductions)
+        root.reducer.agreed = self.reductions
         for unit in self._units:
             unit.set_optional(unit.index in self._regions.region_of)
         self.reductions.expect_sums()
@@ -105,7 +95,7 @@ class OptionalUnits(Extension):
     def end(self, root: RootState) -> None:
         root.extensions.remove(self)
         root.scheduler.agree(None)
-        root.reducer.agree(None)
+        root.reducer.agreed = None
         for unit in self._units:
             unit.set_optional(False)
 

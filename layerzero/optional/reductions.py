@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
+from layerzero.build.regions import OptionalRegions
 from layerzero.optional.agreement import Agreement
-from layerzero.step.context import RuntimeContext
-from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
+from layerzero.step.root import RootState
 from layerzero.step.states import TrainingState
 from layerzero.step.unit import Unit
 
@@ -15,32 +15,12 @@ from layerzero.step.unit import Unit
 class AgreedReductions:
     """Decides with other ranks what a reducer reduces, and when."""
 
-    def __init__(
-        self,
-        reducer: GradientReducer,
-        context: RuntimeContext,
-        units: Sequence[Unit],
-        agreement: Agreement,
-        averages_participants: bool,
-        before: Callable[[Unit], None],
-        free: Callable[[Unit], None],
-    ) -> None:
-        """
-        Args:
-            units: the root's list.
-            averages_participants: whether gradients of optional units are means over the ranks that
-                had one.
-            before: called with a unit before all ranks reduce it.
-            free: called with a unit after this rank took part in its reduction.
-        """
-        self._reducer = reducer
-        self._context = context
-        self._units = units
+    def __init__(self, root: RootState, regions: OptionalRegions, agreement: Agreement) -> None:
+        self._reducer, self._scheduler = root.reducer, root.scheduler
+        self._context, self._units = root.context, root.units
         self._agreement = agreement
-        self._placement = next(h.placement for unit in units for h in unit.handles)
-        self.averages_participants = averages_participants
-        self._before = before
-        self._free = free
+        self._placement = next(h.placement for unit in root.units for h in unit.handles)
+        self.averages_participants = regions.mean == "participants"
         self._agreed: Unit | None = None
         """The unit that all ranks have agreed to reduce now."""
         self._late: list[Unit] = []
@@ -76,7 +56,7 @@ class AgreedReductions:
         if not unit.is_optional:
             if self._sends(unit):
                 agreement.required(event)
-                self._before(unit)
+                self._scheduler.agreed.before_reduction(unit)
             return True
         if unit.training_state is not TrainingState.BACKWARD:
             # Not reached by this backward. A delivery reduces it where any rank may need that.
@@ -84,14 +64,14 @@ class AgreedReductions:
         if not self._sends(unit):
             return True
         if agreement.want(event):
-            self._before(unit)
+            self._scheduler.agreed.before_reduction(unit)
             self._reduced.add(unit.index)
             return True
         self._late.append(unit)
         return False
 
     def _reduce(self, unit: Unit) -> None:
-        self._before(unit)
+        self._scheduler.agreed.before_reduction(unit)
         self._reduced.add(unit.index)
         self._agreed = unit
         try:
@@ -102,7 +82,7 @@ class AgreedReductions:
     def take_part(self, unit: Unit) -> None:
         """Take part in a reduction that this rank has no gradients for, or not all of them yet."""
         self._reduce(unit)
-        self._free(unit)
+        self._scheduler.agreed.free_after_reduction(unit)
 
     def before_delivery(self) -> None:
         """Settle what ranks have left to reduce in the pass that ends."""

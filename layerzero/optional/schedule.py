@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable
 from types import FrameType
 from typing import Any
 
 import torch
 
 from layerzero.build.regions import OptionalRegions
-from layerzero.config import BackwardPrefetch, GatherBudget
+from layerzero.config import BackwardPrefetch
 from layerzero.optional.agreement import Agreement
 from layerzero.optional.reductions import AgreedReductions
 from layerzero.step.calls import ForwardCall
 from layerzero.step.context import RuntimeContext
 from layerzero.step.exec_order import ExecOrderRecorder, Order
-from layerzero.step.scheduler import UnshardScheduler
+from layerzero.step.root import RootState
 from layerzero.step.states import Hold, ShardState
 from layerzero.step.tensors import find_tensors
 from layerzero.step.unit import Unit
@@ -64,22 +64,17 @@ class AgreedSchedule(ExecOrderRecorder):
 
     def __init__(
         self,
-        scheduler: UnshardScheduler,
-        context: RuntimeContext,
-        units: Sequence[Unit],
+        root: RootState,
         regions: OptionalRegions,
         agreement: Agreement,
         reductions: AgreedReductions,
     ) -> None:
-        """`units` is the root's list."""
         super().__init__()
         self.agreement = agreement
-        self._scheduler = scheduler
-        self._context = context
-        self._units = units
+        self._scheduler, self._context, self._units = root.scheduler, root.context, root.units
         self._reductions = reductions
-        self._optional = tuple(unit for unit in units if unit.index in regions.region_of)
-        self._required = tuple(unit for unit in units if unit.index not in regions.region_of)
+        self._optional = tuple(u for u in root.units if u.index in regions.region_of)
+        self._required = tuple(u for u in root.units if u.index not in regions.region_of)
         never = (_NEVER,) if regions.is_reused else ()
         self._may_come = frozenset([*never, *(u.index for u in self._optional if u.handles)])
         self._called: set[Unit] = set()
@@ -89,7 +84,7 @@ class AgreedSchedule(ExecOrderRecorder):
         self._events: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self.ahead: set[Unit] = set()
         """Optional units whose gather was started before the agreement has come to it."""
-        self.room = _Room(context, self._required, self.ahead)
+        self.room = _Room(root.context, self._required, self.ahead)
         self._came_to: Unit | None = None
         """The required unit whose gather the pass comes to."""
         self._is_backward = False
@@ -167,7 +162,7 @@ class AgreedSchedule(ExecOrderRecorder):
         what ranks want in the last place."""
         self._is_ending = True
         self._events = self.agreement.finish()
-        self._last_inside = self._scheduler.last if self.agreement.has_events else None
+        self._last_inside = self._scheduler.last if self.agreement.places.has_events else None
 
     def _reached(self) -> list[bool]:
         """For each optional unit, whether this rank's backward may reach it; then whether it may
@@ -182,8 +177,8 @@ class AgreedSchedule(ExecOrderRecorder):
         if last is None or not self._is_ending:
             return False, False
         if last.is_optional:
-            return last in self._called and agreement.last_event == 2 * last.index, False
-        return False, agreement.last_required == 2 * last.index
+            return last in self._called and agreement.places.last_event == 2 * last.index, False
+        return False, agreement.places.last_required == 2 * last.index
 
     def end(self, is_final: bool = True) -> Order:
         if self._is_backward:
@@ -229,7 +224,7 @@ class AgreedSchedule(ExecOrderRecorder):
     def take_back(self) -> bool:
         if not super().take_back():
             return False
-        self.agreement.take_back()
+        self.agreement.places.take_back()
         if self._open and self._open[-1] is self._ended:
             self._open.pop()
         return True
@@ -270,6 +265,7 @@ class AgreedSchedule(ExecOrderRecorder):
     def drop(self) -> None:
         """Drop the open pass, if any."""
         self.agreement.abort()
+        self._reductions.drop()
         self.ahead.clear()
         self._kept, self._last_inside, self._is_ending = None, None, False
 
@@ -321,7 +317,7 @@ class AgreedSchedule(ExecOrderRecorder):
         if is_post and self.agreement.is_open:
             # Between the last optional event here and the unit's reduction.
             self.agreement.settle(2 * unit.index + 1)
-        has_list = unit.backward_prefetch is not None or not self.agreement.is_recorded
+        has_list = unit.backward_prefetch is not None or not self.agreement.places.is_recorded
         if is_post or has_list or not (in_backward and self._is_backward):
             return False
         if self._came_to is unit:
@@ -428,13 +424,6 @@ class _Room:
         self.ahead = ahead
         self._held: dict[Unit, None] = {}
         self._used: Unit | None = None
-
-    @property
-    def budget(self) -> GatherBudget:
-        return self._limiter.budget
-
-    def set_budget(self, budget: GatherBudget) -> None:
-        self._limiter.set_budget(budget)
 
     def look(self) -> None:
         """See what is resident, at a required gather: there it is the same on every rank."""

@@ -88,9 +88,6 @@ class GradientReducer:
         if self.__dict__.get("_in_flight"):
             self._context.before_deletion()
 
-    def agree(self, agreed: Any) -> None:
-        self.agreed = agreed
-
     def set_requires_sync(self, requires_sync: bool) -> None:
         """False: gradients accumulate from now on."""
         self.requires_sync = requires_sync
@@ -415,8 +412,6 @@ class GradientReducer:
         self._skips_next = self.is_skipping
         self._delivery.undo()
         self._context.drop_squares()
-        if self.agreed is not None:
-            self.agreed.drop()
 
     def forget_sums(self) -> None:
         """Drop the sums of earlier micro-batches."""

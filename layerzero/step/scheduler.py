@@ -91,7 +91,6 @@ class UnshardScheduler:
     def agree(self, agreed: Any) -> None:
         """From now on let this recorder decide with other ranks what is gathered; None: stop."""
         self.agreed, self.recorder = agreed, agreed or self._own_recorder
-        self._limiter = self._context.limiter if agreed is None else agreed.room
 
     # Orders ---------------------------------------------------------------------------------
 
@@ -369,13 +368,14 @@ class UnshardScheduler:
             explicit = static
         if explicit is None:
             explicit = [self._units[index] for index in self.recorder.predict(depth)]
+        limiter = self._limiter if self.agreed is None else self.agreed.room
         context = self._context
         behind = in_backward if behind_reductions is None else behind_reductions
         for other in explicit:
             if other.state is ShardState.SHARDED and other.may_prefetch:
                 # The limiter cannot save memory for units held for micro-batches: they all end up
                 # resident. Otherwise stop here: a later unit must not take the room of this one.
-                if not (other.is_held(_MICRO_BATCHES) or self._limiter.admits(other.nbytes)):
+                if not (other.is_held(_MICRO_BATCHES) or limiter.admits(other.nbytes)):
                     with context.profile("budget_full", other.label):  # an empty range, as a mark
                         return
                 with context.profile("prefetch", other.label):

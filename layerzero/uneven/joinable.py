@@ -36,7 +36,12 @@ class JoinableModel(Joinable):
     @abstractmethod
     def _unit(self) -> Unit: ...
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
+    def join_hook(  # type: ignore[override]  # Torch passes on the options of its `Join`.
+        self,
+        *,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        divide_by_initial_world_size: bool = True,
+    ) -> JoinHook:
         """Called by torch's `Join`, inside which ranks may run out of batches. Collective.
 
         Args:
@@ -48,7 +53,21 @@ class JoinableModel(Joinable):
             ValueError, TypeError, NotImplementedError: this model or an argument cannot join.
             RuntimeError: the model is inside another join.
         """
-        return make_hook(self, **kwargs)
+        model_ref = weakref.ref(self)
+
+        def notify() -> Any:
+            return Join.notify_join_context(model_ref())  # type: ignore[arg-type]
+
+        def is_enabled() -> bool:
+            joinable = model_ref()
+            return joinable is not None and _takes_part(joinable)
+
+        _ = self.join_process_group  # Made here, where all ranks come.
+        averages = not divide_by_initial_world_size
+        join = enter(self, [*optimizers], (), averages, notify=notify, is_enabled=is_enabled)
+        hook = _Hook(join)
+        join.state.hook = weakref.ref(hook)
+        return hook
 
     @property
     def join_device(self) -> torch.device:
@@ -85,30 +104,6 @@ class _Hook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         self._join.finish(is_last_joiner)
         self._join.leave()
-
-
-def make_hook(
-    model: JoinableModel,
-    *,
-    optimizers: Iterable[torch.optim.Optimizer] = (),
-    divide_by_initial_world_size: bool = True,
-) -> JoinHook:
-    """See `JoinableModel.join_hook`."""
-    model_ref = weakref.ref(model)
-
-    def notify() -> Any:
-        return Join.notify_join_context(model_ref())  # type: ignore[arg-type]
-
-    def is_enabled() -> bool:
-        joinable = model_ref()
-        return joinable is not None and _takes_part(joinable)
-
-    _ = model.join_process_group  # Made here, where all ranks come.
-    averages_active = not divide_by_initial_world_size
-    join = enter(model, list(optimizers), (), averages_active, notify=notify, is_enabled=is_enabled)
-    hook = _Hook(join)
-    join.state.hook = weakref.ref(hook)
-    return hook
 
 
 def enter(

@@ -143,27 +143,24 @@ class Negotiation:
         notified = None if request == OUT else self._state.notify()
         optimizers = self._state.optimizers
         words = pack_bits([*bits, *[False] * (self._num_bits - len(bits))])
-        row = [self._exchange.rank, *request.to_row(), is_last, event, *words]
+        row = [self._exchange.rank, *map(int, request), is_last, event, *words]
         row += [*optimizers.gradient_states(looks), *optimizers.options()]
-        entries = [self._entry(found, len(words)) for found in self._exchange(row)]
+        states = 3 + WIDTH + len(words)
+        options = states + len(optimizers)
+        entries = [
+            Entry(
+                Request(*row[1 : 1 + WIDTH]),
+                bool(row[1 + WIDTH]),
+                row[2 + WIDTH],
+                unpack_bits(row[3 + WIDTH : states], self._num_bits),
+                row[states:options],
+                row[options:],
+            )
+            for row in self._exchange(row)
+        ]
         if notified is not None:
             notified.wait()
         return entries
-
-    def _entry(self, row: Sequence[int], num_words: int) -> Entry:
-        place = 1 + WIDTH
-        is_last, event = row[place : place + 2]
-        states = place + 2 + num_words
-        options = states + len(self._state.optimizers)
-        return Entry(
-            row[0],
-            Request.from_row(row[1:place]),
-            bool(is_last),
-            event,
-            unpack_bits(row[place + 2 : states], self._num_bits),
-            list(row[states:options]),
-            list(row[options:]),
-        )
 
     def _follow_optimizers(self, entries: list[Entry]) -> None:
         """This rank is out: its options and gradients are as those of ranks that are not."""

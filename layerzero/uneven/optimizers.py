@@ -35,7 +35,7 @@ class JoinedOptimizers:
             if bits != bits_of(number):
                 put(number_of(bits))
 
-    def _numbers(self) -> Iterator[tuple[float, Callable[[float], None]]]:
+    def _numbers(self) -> Iterator[tuple[float, Callable[[float], object]]]:
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 for name in sorted(key for key in group if key != "params"):
@@ -72,11 +72,11 @@ def _state_of(parameters: Sequence[nn.Parameter], looks: bool) -> int:
 
 def _numbers_of(
     group: dict[str, Any], name: str
-) -> Iterator[tuple[float, Callable[[float], None]]]:
+) -> Iterator[tuple[float, Callable[[float], object]]]:
     """The numbers in an option, and a function for each that sets it."""
     value = group[name]
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        yield float(value), lambda number: _fill(value, number)
+        yield float(value), value.fill_
     elif isinstance(value, (bool, int, float)):
         kind = type(value)
         yield float(value), lambda number: group.__setitem__(name, kind(number))
@@ -84,10 +84,6 @@ def _numbers_of(
         for place, each in enumerate(value):
             if isinstance(each, (bool, int, float)):
                 yield float(each), lambda number, place=place: _set_item(group, name, place, number)  # type: ignore[misc]
-
-
-def _fill(value: torch.Tensor, number: float) -> None:
-    value.fill_(number)
 
 
 def _set_item(group: dict[str, Any], name: str, place: int, number: float) -> None:

@@ -9,8 +9,8 @@ exchange in which ranks compare which gradients exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,6 @@ from layerzero.uneven.state import JoinState
 class Entry(NamedTuple):
     """What one rank brings to an exchange."""
 
-    rank: int
     request: Request
     is_last: bool
     """Whether all ranks are out of batches, and this one was among the last."""
@@ -55,21 +54,14 @@ class JoinedAgreement(Agreement):
     exchanges_at_end: Callable[[], bool]
     """Whether the next collective after a backward is `exchange_at_end`."""
 
-    def begin(
-        self,
-        kind: Hashable,
-        needed: Iterable[int],
-        bits: Callable[[], Sequence[bool]],
-        exchanges: bool,
-        repeats: bool = True,
-    ) -> None:
+    def begin(self, *args: Any, **options: Any) -> None:
         # With `repeats`, ranks exchange at the end of every backward: a shadowing rank cannot know
         # what those that run it want.
-        super().begin(kind, needed, bits, exchanges, repeats=True)
-        self._is_forward = exchanges
-        self._follows = exchanges and self._places.is_known
+        super().begin(*args, **{**options, "repeats": True})
+        self._is_forward = self._exchanges
+        self._follows = self._exchanges and self.places.is_known
         if self._follows:
-            self._contract.extend(self._places.expected)
+            self._contract.extend(self.places.expected)
 
     def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         self._expect()
@@ -82,7 +74,7 @@ class JoinedAgreement(Agreement):
             # Asked before each exchange: what all ranks have taken part in decides.
             while self.needed and not self.exchanges_at_end() and self._meet(GO_ON):
                 self._finish_contract()
-        return self._places.events
+        return self.places.events
 
     def end(self, is_final: bool = True) -> None:
         if not self.is_unsettled:
@@ -115,7 +107,7 @@ class JoinedAgreement(Agreement):
 
     def settled(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Every rank has ended the forward: learn from it. Returns what `finish` does."""
-        events = self._places.events
+        events = self.places.events
         self.is_unsettled = False
         self.end()
         return events

@@ -58,26 +58,20 @@ class Request(NamedTuple):
     which: int = 0
     """Of the unit called or clipped, of the forward that backward runs through, of the optimizer in
     the join's list; of a scaler and its optimizer, see `JoinedScalers`."""
-    is_training: bool = False
+    is_training: int = False
     """Of a forward: whether its module is in training mode."""
-    requires_sync: bool = True
+    requires_sync: int = True
     """Of a backward: whether gradients are reduced."""
-    numbers: tuple[int, int] = (0, 0)
-    """`max_norm` and `norm_type`, by `bits_of`; or 1 and a scaler's new scale."""
-
-    def to_row(self) -> list[int]:
-        return [self.kind, self.which, self.is_training, self.requires_sync, *self.numbers]
-
-    @classmethod
-    def from_row(cls, row: Sequence[int]) -> Request:
-        kind, which, is_training, requires_sync, first, second = row
-        return cls(kind, which, bool(is_training), bool(requires_sync), (first, second))
+    first: int = 0
+    """`bits_of(max_norm)`; or whether a scaler has a new scale."""
+    second: int = 0
+    """`bits_of(norm_type)`; or that of the new scale."""
 
     def __str__(self) -> str:
         return _TEXTS.get(Kind(self.kind), "nothing")
 
 
-WIDTH = len(Request(0).to_row())
+WIDTH = len(Request(0))
 RAISED = Request(Kind.RAISED)
 OUT = Request(Kind.OUT)
 IN_FORWARD = Request(Kind.IN_FORWARD)

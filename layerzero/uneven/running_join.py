@@ -237,8 +237,8 @@ class RunningJoin(OptionalUnits):
 
     def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
         """`clip_grad_norm_` begins, of the module of `unit`."""
-        numbers = bits_of(max_norm), bits_of(norm_type)
-        self.come_to(Request(Kind.CLIP, unit.index, numbers=numbers))
+        first, second = bits_of(max_norm), bits_of(norm_type)
+        self.come_to(Request(Kind.CLIP, unit.index, first=first, second=second))
 
     def before_call(self, what: str) -> None:
         """See `RootState.before_call`."""
@@ -281,7 +281,7 @@ class RunningJoin(OptionalUnits):
     def _shadow_forward(self, unit: Unit, request: Request, grad_enabled: bool) -> None:
         root = self._root
         forward_pass = ForwardPass(root.clock)
-        self._note_forward(forward_pass, request.is_training)
+        self._note_forward(forward_pass, bool(request.is_training))
         root.context.note_weights()
         root.scheduler.begin_forward(unit, weights_may_have_changed=not root.reducer.adds_up)
         self.schedule.settle_forward()
@@ -291,7 +291,7 @@ class RunningJoin(OptionalUnits):
     def _shadow_backward(self, request: Request) -> None:
         reducer = self._root.reducer
         before = reducer.requires_sync
-        reducer.set_requires_sync(request.requires_sync)
+        reducer.set_requires_sync(bool(request.requires_sync))
         try:
             forward_pass = self._forwards.get(request.which) or ForwardPass(self._root.clock)
             self._backward.run_without_graph(forward_pass)
@@ -303,5 +303,5 @@ class RunningJoin(OptionalUnits):
         inside = {id(unit) for m in module.modules() if (unit := get_unit(m)) is not None}
         units = [unit for unit in self._units if id(unit) in inside]
         whole = [each for each in module.parameters() if get_info(each) is None]
-        max_norm, norm_type = map(number_of, request.numbers)
+        max_norm, norm_type = number_of(request.first), number_of(request.second)
         clip_grad_norm_(clipped(self._root, units, whole), max_norm, norm_type)

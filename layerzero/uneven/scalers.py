@@ -35,8 +35,8 @@ class JoinedScalers:
         """A call that this rank wants to make next; `optimizer` is its index in the join's list."""
         index = next(i for i, each in enumerate(self.all) if each is scaler)
         which = index * max(len(self._optimizers), 1) + optimizer
-        numbers = (0, 0) if new_scale is None else (1, bits_of(new_scale))
-        return Request(_KINDS[call], which, numbers=numbers)
+        bits = 0 if new_scale is None else bits_of(new_scale)
+        return Request(_KINDS[call], which, first=new_scale is not None, second=bits)
 
     def follow(self, request: Request, device: torch.device) -> None:
         """Make the call that another rank makes."""
@@ -48,5 +48,4 @@ class JoinedScalers:
         elif request.kind == Kind.SCALED_STEP:
             scaler.step(self._optimizers.all[optimizer])
         else:
-            has_number, bits = request.numbers
-            scaler.update(number_of(bits) if has_number else None)
+            scaler.update(number_of(request.second) if request.first else None)

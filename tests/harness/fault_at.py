@@ -95,7 +95,7 @@ def recorded_orders(model: ZeRO3) -> dict[Any, Any]:
         found[kind] = orders.num_passes, orders.last_seen
     if scheduler.agreed is not None:
         found["open"] = [order.key for order in scheduler.agreed._open]
-        for kind, node in scheduler.agreed.agreement._places._known.items():
+        for kind, node in scheduler.agreed.agreement.places._known.items():
             found["places", kind] = {path: each.events for path, each in node.scripts.items()}
     return found
 
