@@ -114,12 +114,15 @@ class Agreement:
         self._may_expect = not self._exchanges
         return had_events
 
-    def want(self, event: int) -> bool:
+    def want(self, event: int, at_end: bool = False) -> bool:
         """This rank wants an optional event now; take part in what comes before it.
 
         At a place where no recorded pass had optional events, this rank alone may know of this one.
         A reduction can wait. For a gather it asks nonetheless: the others answer if they are about
         to leave the recorded path, too; else the ranks have parted, and each raises.
+
+        Args:
+            at_end: whether all ranks call `exchange_at_end` or this.
 
         Returns:
             Whether all ranks take part now; False: the reduction has to wait for the end.
@@ -128,13 +131,15 @@ class Agreement:
             self._expect()
         while event not in self._contract:
             self._finish_contract()
-            if self._may_exchange:
+            if at_end or self._may_exchange:
                 self._meet(event)
             elif event % 2:
                 return False
             else:
                 self._ask_out_of_place(event)
-        self._come_to(event)
+        while (other := self._contract.popleft()) != event:
+            self._pass_over(other)
+        self._begin_event(event)
         return True
 
     def next_gathers(self, depth: int) -> list[int]:
@@ -162,27 +167,14 @@ class Agreement:
             if expected and not (self._exchanges or self._may_exchange_where(expected)):
                 yield from self._needed_of(expected)
 
-    def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The pass ends: settle what others want. Returns what happened: (place, events)."""
+    def finish(self) -> None:
+        """The pass ends: settle what others want."""
         self.settle(None)
-        return self.places.events
 
     def exchange_at_end(self) -> None:
         """Exchange until no rank wants anything. Call it after `finish`, on every rank."""
         while self._meet(GO_ON):
             self._finish_contract()
-
-    def want_at_end(self, event: int) -> None:
-        """Like `want`, where all ranks call `exchange_at_end`."""
-        while event not in self._contract:
-            self._finish_contract()
-            self._meet(event)
-        self._come_to(event)
-
-    def _come_to(self, event: int) -> None:
-        while (other := self._contract.popleft()) != event:
-            self._pass_over(other)
-        self._begin_event(event)
 
     def gather(self, bits: Sequence[bool]) -> list[list[bool]]:
         """Every rank's bits, in rank order. Collective; for use between passes."""
@@ -210,17 +202,12 @@ class Agreement:
         self.is_open = False
         self.needed = frozenset()
 
-    def report(self, error: BaseException) -> bool:
-        """This rank leaves the pass with an error: raise on ranks that exchange here, too.
-
-        Returns whether all ranks exchange here.
-        """
-        if not (self.is_open and self.needed and self._may_exchange):
-            return False
-        self._finish_contract()
-        self._say(_RAISED)
-        self._exchange.texts(f"{type(error).__name__}: {error}".splitlines()[0])
-        return True
+    def report(self, error: BaseException) -> None:
+        """This rank leaves the pass with an error: raise on ranks that exchange here, too."""
+        if self.is_open and self.needed and self._may_exchange:
+            self._finish_contract()
+            self._say(_RAISED)
+            self._exchange.texts(f"{type(error).__name__}: {error}".splitlines()[0])
 
     # One place --------------------------------------------------------------------------------
 
@@ -244,8 +231,7 @@ class Agreement:
         if self._contract:
             self._finish_contract()
         if self._may_exchange or not self.places.goes_on_with(collective):
-            while self._meet(GO_ON):
-                self._finish_contract()
+            self.exchange_at_end()
 
     def _expect(self) -> None:
         """Where ranks do not exchange, take what came here before as agreed."""
@@ -309,12 +295,9 @@ class Agreement:
 
     def _say(self, wish: int) -> list[int]:
         bits = self._bits()
-        self._rows = self._exchange(self._row(wish, bits))
+        self._rows = self._exchange([self._exchange.rank, wish, *pack_bits(bits)])
         self._num_bits, self._answers = len(bits), None
         return [row[1] for row in self._rows]
-
-    def _row(self, wish: int, bits: Sequence[bool]) -> list[int]:
-        return [self._exchange.rank, wish, *pack_bits(bits)]
 
     @property
     def answers(self) -> list[list[bool]]:

@@ -97,7 +97,7 @@ class AgreedReductions:
             if is_reduced or any(self._sends(self._units[i]) for i in needed):
                 for unit in self._late:
                     if unit.index not in self._reduced or self._has_gradients(unit):
-                        agreement.want_at_end(2 * unit.index + 1)
+                        agreement.want(2 * unit.index + 1, at_end=True)
                         self._reduce(unit)
                 agreement.exchange_at_end()
             self._waits_next = set() if self._reducer.requires_sync else self._waiting | needed

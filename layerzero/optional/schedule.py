@@ -161,7 +161,8 @@ class AgreedSchedule(ExecOrderRecorder):
         """The outermost call of a forward is about to end, and its unit is still in use: settle
         what ranks want in the last place."""
         self._is_ending = True
-        self._events = self.agreement.finish()
+        self.agreement.finish()
+        self._events = self.agreement.places.events
         self._last_inside = self._scheduler.last if self.agreement.places.has_events else None
 
     def _reached(self) -> list[bool]:
@@ -202,21 +203,17 @@ class AgreedSchedule(ExecOrderRecorder):
         self._is_ending = False
         order.repeats = len(set(gathers)) < len(gathers) or recomputes
         order.own = frozenset(own if grad_enabled else ())
-        self._note_needed(order, self._events, answers, grad_enabled)
+        self._note_needed(order, answers, grad_enabled)
         self._ended = order
         return order
 
     def _note_needed(
-        self,
-        order: AgreedOrder,
-        events: Hashable,
-        answers: list[list[bool]],
-        grad_enabled: bool,
+        self, order: AgreedOrder, answers: list[list[bool]], grad_enabled: bool
     ) -> None:
         """Note what the backward of a forward needs, by what `_reached` is on every rank."""
         reached = [any(bits) for bits in zip(*answers, strict=True)]
         needed = [u.index for u, bit in zip(self._optional, reached, strict=False) if bit]
-        order.key = events, tuple(sorted(needed))
+        order.key = self._events, tuple(sorted(needed))
         order.needed = frozenset(needed if grad_enabled else ())
         if order.needed:
             self._open.append(order)

@@ -89,7 +89,7 @@ class UnshardScheduler:
         self._holds_for_graph = False
 
     def agree(self, agreed: Any) -> None:
-        """From now on let this recorder decide with other ranks what is gathered; None: stop."""
+        """Let this recorder decide with other ranks what is gathered; None: none does any more."""
         self.agreed, self.recorder = agreed, agreed or self._own_recorder
 
     # Orders ---------------------------------------------------------------------------------

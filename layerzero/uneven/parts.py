@@ -63,7 +63,7 @@ class JoinedAgreement(Agreement):
         if self._follows:
             self._contract.extend(self.places.expected)
 
-    def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def finish(self) -> None:
         self._expect()
         self._finish_contract()
         if self._follows:
@@ -74,7 +74,6 @@ class JoinedAgreement(Agreement):
             # Asked before each exchange: what all ranks have taken part in decides.
             while self.needed and not self.exchanges_at_end() and self._meet(GO_ON):
                 self._finish_contract()
-        return self.places.events
 
     def end(self, is_final: bool = True) -> None:
         if not self.is_unsettled:
@@ -86,10 +85,10 @@ class JoinedAgreement(Agreement):
         self._entries: list[Entry] = []
         self._bring: Bring | None = None
 
-    def report(self, error: BaseException) -> bool:
+    def report(self, error: BaseException) -> None:
         if self.is_open:
             self._expect()  # What the others take part in before they exchange.
-        return super().report(error)
+        super().report(error)
 
     # An unsettled forward -------------------------------------------------------------------------
 
@@ -105,12 +104,10 @@ class JoinedAgreement(Agreement):
             return None
         return self._entries
 
-    def settled(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Every rank has ended the forward: learn from it. Returns what `finish` does."""
-        events = self.places.events
+    def settled(self) -> None:
+        """Every rank has ended the forward: learn from it."""
         self.is_unsettled = False
         self.end()
-        return events
 
     def _say(self, wish: int) -> list[int]:
         if not self._follows:
@@ -153,8 +150,9 @@ class JoinedSchedule(AgreedSchedule):
     def settle_order(self) -> None:
         """Every rank has ended the forward: what `end` could not know of it."""
         order, grad_enabled = self._unsettled
-        answers = self.agreement.answers
-        self._note_needed(order, self.agreement.settled(), answers, grad_enabled)
+        self._events = self.agreement.places.events
+        self._note_needed(order, self.agreement.answers, grad_enabled)
+        self.agreement.settled()
 
 
 class JoinedReductions(AgreedReductions):
