@@ -133,7 +133,8 @@ class AgreedReductions:
     ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
         """As the reducer's, where some of the units are optional."""
         agreed = [each for each in reductions if self._is_agreed(each)]
-        others = self._reducer.exchange_presence([r for r in reductions if not self._is_agreed(r)])
+        rest = [each for each in reductions if not self._is_agreed(each)]
+        others = self._reducer.exchange_presence(rest) if rest else list
         flags = _flags(agreed)
         table = self._agreement.answers
         if not (table and len(table[0]) == len(flags)):

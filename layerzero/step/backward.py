@@ -20,6 +20,7 @@ from layerzero.config import BackwardPrefetch
 from layerzero.step.calls import BackwardPass, ForwardCall, ForwardPass, Sentinel
 from layerzero.step.context import RuntimeContext
 from layerzero.step.exec_order import Order
+from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
@@ -36,6 +37,7 @@ class Backward:
         units: Sequence[Unit],
         scheduler: UnshardScheduler,
         reducer: GradientReducer,
+        extensions: Extensions,
         abort: Callable[[BaseException | None], None],
     ) -> None:
         """
@@ -47,6 +49,7 @@ class Backward:
         self._units = units
         self._scheduler = scheduler
         self._reducer = reducer
+        self._extensions = extensions
         self._abort = abort
         self._passes: list[BackwardPass] = []
         """The running passes, outermost first."""
@@ -97,7 +100,7 @@ class Backward:
                 return backward_pass
         is_recorded = False
         if not self._passes:
-            for before_backward in self._context.extensions.before_backward:
+            for before_backward in self._extensions.before_backward:
                 before_backward(order)
             self._reducer.begin_backward()
             for unit in self._units:

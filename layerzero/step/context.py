@@ -24,7 +24,6 @@ from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
 from layerzero.ops import ordered_sum_, pack_
 from layerzero.step.chunk_squares import ChunkSquares
-from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
 from layerzero.step.rate_limiter import RateLimiter
 
@@ -43,8 +42,6 @@ class RuntimeContext:
     limiter: RateLimiter
     tensor_parallel_groups: tuple[ShardGroup, ...]
     """Groups along the axes of the device mesh of DTensor parameters."""
-    extensions: Extensions
-    """Features of the model; see extension.py."""
     owner: Callable[[], object | None]
     """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
     replaced: list[str]
@@ -74,7 +71,6 @@ class RuntimeContext:
         self.operations = operations
         self.limiter = limiter
         self.tensor_parallel_groups = tuple(tensor_parallel_groups)
-        self.extensions = Extensions()
         self.owner = owner
         self.replaced = []
         self.num_writebacks = 0

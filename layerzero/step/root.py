@@ -61,7 +61,7 @@ class RootState:
 
     units: list[Unit]
     extensions: Extensions
-    """The context's."""
+    """Features of the model; see extension.py."""
     join: Any
     """The join that the model is inside of (`layerzero/uneven`), or None."""
     context: RuntimeContext
@@ -95,6 +95,7 @@ class RootState:
     ) -> None:
         """`make_context`: takes the arguments of `RuntimeContext`."""
         self.units = list(units)
+        self.extensions = Extensions()
         self.structure = Structure(self.units, ignored)
         self.wrapper_ref = lambda: None
         self.device = device
@@ -112,7 +113,6 @@ class RootState:
             tensor_parallel_groups,
             owner=weakref.ref(self),
         )
-        self.extensions = self.context.extensions
         self.join = None
         self.scheduler = self._scheduler_class(
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
@@ -132,6 +132,7 @@ class RootState:
             self.units,
             self.scheduler,
             self.reducer,
+            self.extensions,
             abort=lambda error: None if (method := abort()) is None else method(error),
         )
         self.has_forward_checks = any(unit.awaits_values for unit in self.units)
