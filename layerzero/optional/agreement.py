@@ -35,6 +35,7 @@ class Agreement:
     """What has happened in the open pass, and where it is."""
     needed: frozenset[int]
     """Optional units that may come in the pass."""
+    _bits: Callable[[], Sequence[bool]]
 
     def __init__(
         self,
@@ -58,11 +59,6 @@ class Agreement:
         self._before_event = before_event
         self.places = Places()
         self._contract: deque[int] = deque()
-        self._bits: Callable[[], Sequence[bool]] = lambda: ()
-        self._rows: list[list[int]] = []
-        self._num_bits = 0
-        self._answers: list[list[bool]] | None = None
-        """The exchange whose answer this rank has no use for."""
         self.abort()
 
     # Passes -----------------------------------------------------------------------------------
@@ -195,8 +191,10 @@ class Agreement:
         """Drop the open pass, if any."""
         self.places.abort()
         self._contract.clear()
-        self._rows, self._num_bits = [], 0
-        self._answers = None
+        self._bits = lambda: ()
+        self._rows: list[list[int]] = []
+        self._num_bits = 0
+        self._answers: list[list[bool]] | None = None
         self._may_expect = False
         self._exchanges = self._repeats = True
         self.is_open = False

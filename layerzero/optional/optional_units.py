@@ -63,28 +63,31 @@ class OptionalUnits(Extension):
 
     def __init__(self, root: RootState, regions: OptionalRegions, exchange: Exchange) -> None:
         """The units of `regions` are optional between `begin` and `end`, and no others."""
-        units = self._units = root.units
+        units, scheduler, reducer = root.units, root.scheduler, root.reducer
+        self._units = units
         self._regions = regions
         self._context = root.context
         self._backward = root.backward
         self._times = CreationTimes()
+
+        # Not bound to this object: a cycle would keep the model until a collection.
+        def take_part(event: int) -> None:
+            agreed = reducer.agreed if event % 2 else scheduler.agreed
+            agreed.take_part(units[event // 2])
+
         self.agreement = self._agreement_class(
             exchange,
             regions.region_of,
             label_of=lambda index: units[index].label,
-            take_part=self._take_part,
-            before_event=lambda: self.schedule.before_event(),
+            take_part=take_part,
+            before_event=lambda: scheduler.agreed.before_event(),
         )
         self.reductions = self._reductions_class(root, regions, self.agreement)
         self.schedule = self._schedule_class(root, regions, self.agreement, self.reductions)
-        self.schedule.owner = self
-
-    def _take_part(self, event: int) -> None:
-        unit = self._units[event // 2]
-        (self.reductions.take_part if event % 2 else self.schedule.take_part_in_gather)(unit)
 
     def begin(self, root: RootState) -> None:
         """From now on. Between passes."""
+        root.optional = self
         root.extensions.add(self)
         root.scheduler.agree(self.schedule)
         root.reducer.agreed = self.reductions
@@ -93,6 +96,7 @@ class OptionalUnits(Extension):
         self.reductions.expect_sums()
 
     def end(self, root: RootState) -> None:
+        root.optional = None
         root.extensions.remove(self)
         root.scheduler.agree(None)
         root.reducer.agreed = None

@@ -16,7 +16,6 @@ import sys
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -58,9 +57,6 @@ class AgreedOrder(tuple[int, ...]):
 
 class AgreedSchedule(ExecOrderRecorder):
     """The recorder of a scheduler whose ranks agree on what they gather."""
-
-    owner: Any
-    """The `OptionalUnits` that this is a part of."""
 
     def __init__(
         self,
@@ -353,7 +349,7 @@ class AgreedSchedule(ExecOrderRecorder):
             if other.is_optional:
                 self.ahead.add(other)
 
-    def take_part_in_gather(self, unit: Unit) -> None:
+    def take_part(self, unit: Unit) -> None:
         """Take part in a gather that this rank has no use for now."""
         is_resident = unit.state is not ShardState.SHARDED and unit not in self.ahead
         self.ahead.discard(unit)

@@ -62,6 +62,8 @@ class RootState:
     units: list[Unit]
     extensions: Extensions
     """Features of the model; see extension.py."""
+    optional: Any
+    """The units that a rank may skip (`layerzero/optional`), or None."""
     join: Any
     """The join that the model is inside of (`layerzero/uneven`), or None."""
     context: RuntimeContext
@@ -113,7 +115,7 @@ class RootState:
             tensor_parallel_groups,
             owner=weakref.ref(self),
         )
-        self.join = None
+        self.optional = self.join = None
         self.scheduler = self._scheduler_class(
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
         )

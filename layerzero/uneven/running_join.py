@@ -66,8 +66,7 @@ class RunningJoin(OptionalUnits):
         self._forwards: dict[int, ForwardPass] = {}
         """The latest forwards inside the join, by number."""
         self._negotiation.compare_lists()
-        agreed = root.scheduler.agreed
-        self._before: OptionalUnits | None = None if agreed is None else agreed.owner
+        self._before: OptionalUnits | None = root.optional
         """What it stands in for."""
         if self._before is not None:
             self._before.end(root)
@@ -94,6 +93,7 @@ class RunningJoin(OptionalUnits):
         root.join = None
         self._step_hook.remove()
         self.end(root)
+        del self.agreement.bring_inside, self.agreement.exchanges_at_end  # They close cycles.
         if self._before is not None:
             self._before.begin(root)
         joined.difference_update(self.state.optimizers.all)

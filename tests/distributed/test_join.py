@@ -8,9 +8,11 @@ micro-batches on all ranks.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -928,12 +930,29 @@ def _with_experts() -> ZeRO3:
     return ZeRO3(inner, auto_wrap_policy=policy, timeout=TIMEOUT)
 
 
+def _models_are_freed_at_once() -> None:
+    """No cycle of the join keeps them until a collection."""
+    gc.collect()
+    gc.disable()
+    for joins in (False, True):
+        model = _wrapped()
+        optimizer = _sgd(model)
+        with layerzero.join(model, optimizer) if joins else contextlib.nullcontext():
+            _step(model, optimizer, _batch(0, 0, 0))
+        alive = [weakref.ref(each) for each in (model._root_state, *model.parameters())]
+        optimizer.zero_grad()
+        del model, optimizer
+        assert [reference() for reference in alive] == [None] * len(alive), joins
+    gc.enable()
+
+
 def _torchs_join_and_refusals() -> None:
     _under_torchs_join()
     _optimizers_under_torchs_join()
     _even_batches_have_the_same_bits()
     _means_low_precision()
     _refuses()
+    _models_are_freed_at_once()
 
 
 def test_torchs_join_even_batches_and_refusals() -> None:
