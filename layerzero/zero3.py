@@ -37,7 +37,7 @@ from layerzero.memory_budget import MemoryChoice, learn
 from layerzero.optim import attach, nonfinite, torch_norm
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.in_backward import StepInBackward
-from layerzero.optional.make_root import make_root
+from layerzero.optional.optional_units import make_root
 from layerzero.state_dict import (
     foreign_methods,
     module_state,
@@ -399,7 +399,8 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             NotImplementedError: an ignored parameter is a DTensor with a gradient.
         """
         gradients = gradients_to_clip(self)
-        gradients.root.before_clip(self._unit, max_norm, norm_type)
+        if gradients.root.join is not None:
+            gradients.root.join.before_clip(self._unit, max_norm, norm_type)
         return clip_grad_norm_(gradients, max_norm, norm_type)
 
     def summon_full_params(

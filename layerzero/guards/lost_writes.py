@@ -48,7 +48,7 @@ class LostWrites(Extension):
         ]
         self._copies = [h for unit in units for h in unit.handles if not _is_main_memory(h)]
 
-    def before_forward(self) -> None:
+    def before_forward(self, unit: Unit, forward_pass: object) -> None:
         """Check before a forward of the model, outside backward.
 
         Raises:

@@ -36,7 +36,7 @@ class Surroundings(Extension):
             "_ddp_params_and_buffers_to_ignore", RefusesDistributedDataParallel()
         )
 
-    def before_forward(self) -> None:
+    def before_forward(self, unit: Unit, forward_pass: object) -> None:
         """Refuse a forward inside an engine that manages these parameters; cheap if none does.
 
         Raises:

@@ -98,7 +98,7 @@ class Learner:
         if self._refusal:
             raise RuntimeError(self._refusal)
         root = self._root
-        if root.is_joined:
+        if root.join is not None:
             warn_once(
                 "memory_budget: joined",
                 "memory_budget: it learns outside of layerzero.join only; until then nothing stays "

@@ -30,10 +30,7 @@ from layerzero.memory_plan.transport import (
 )
 from layerzero.memory_plan.verified import PlannedVerifiedContext
 from layerzero.optional.exchange import Exchange
-from layerzero.optional.make_root import make_root
-from layerzero.optional.reducer import OptionalReducer
-from layerzero.optional.root import OptionalRoot
-from layerzero.optional.scheduler import OptionalScheduler
+from layerzero.optional.optional_units import make_root
 from layerzero.state_dict import module_state
 from layerzero.step.calls import ForwardCall
 from layerzero.step.context import RuntimeContext
@@ -70,8 +67,8 @@ class PlannedModel(ZeRO3):
         of: dict[str, Any] = {"count": count, "pace": pace, "on_accelerator": on_accelerator}
         make = functools.partial(
             make_root,
-            plain=functools.partial(_PlannedRoot, **of),
-            optional=functools.partial(_PlannedOptionalRoot, **of),
+            make=functools.partial(_PlannedRoot, **of),
+            make_exchange=_exchange_of,
         )
         parts = Parts(
             make_root=make,
@@ -154,10 +151,10 @@ class _CountedReducer(GradientReducer):
         with count.at(name_of(unit), "reduction"), count.of_kind("reduction buffers"):
             super().reduce(unit)
 
-    def _exchange_presence(
+    def exchange_presence(
         self, reductions: list[Reduction]
     ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
-        started = super()._exchange_presence(reductions)
+        started = super().exchange_presence(reductions)
         del started  # It would read what other ranks have answered.
         return lambda: [(reduction, reduction.present) for reduction in reductions]
 
@@ -209,24 +206,9 @@ class _PlannedRoot(RootState):
             self._storages.now_at(ROOT, "forward")
 
 
-class _PlannedOptionalScheduler(_PlannedScheduler, OptionalScheduler):
-    """With optional units."""
-
-
-class _PlannedOptional(_CountedReducer, OptionalReducer):
-    """With optional units."""
-
-
-class _PlannedOptionalRoot(_PlannedRoot, OptionalRoot):
-    """With optional units; every rank enters those that this one enters."""
-
-    scheduler: _PlannedOptionalScheduler
-    reducer: _PlannedOptional
-    _scheduler_class = _PlannedOptionalScheduler
-    _reducer_class = _PlannedOptional
-
-    def _make_exchange(self) -> Exchange:
-        return PlannedExchange(next(h.placement for u in self.units for h in u.handles).rank)
+def _exchange_of(root: RootState) -> Exchange:
+    """Every rank enters those optional units that this one enters."""
+    return PlannedExchange(next(h.placement for u in root.units for h in u.handles).rank)
 
 
 def name_of(unit: Unit) -> str:

@@ -1,9 +1,9 @@
 """Modules that a rank may skip (`optional_modules`): how ranks stay in step. Off by default.
 
-    make_root.py   the root of a model, with optional units or without
+    optional_units.py   the extension that a model with optional units has; makes its root
     places.py      where in a pass optional units came before; pure Python
     agreement.py   what all ranks do next; one small exchange on the host
-    scheduler.py, reducer.py, root.py   the engine's classes, which ask the agreement first
+    schedule.py, reductions.py   what the scheduler and the reducer consult before collectives
     creation_times.py   which units are done when a recomputation begins; pure Python
 
 Note [How ranks agree]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import (
     Callable,
-    Collection,
     Hashable,
     Iterable,
     Iterator,
@@ -17,7 +16,8 @@ from layerzero.optional.exchange import Exchange
 from layerzero.optional.places import Places
 from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 
-_GO_ON = -1
+GO_ON = -1
+"""Stands for no event, but the next required collective."""
 _RAISED = -2
 _WORD = 62
 """Bits in an integer of an exchange."""
@@ -31,13 +31,15 @@ class Agreement:
 
     is_open: bool
     """Whether a pass runs."""
+    places: Places
+    """What has happened in the open pass, and where it is."""
     needed: frozenset[int]
     """Optional units that may come in the pass."""
+    _bits: Callable[[], Sequence[bool]]
 
     def __init__(
         self,
         exchange: Exchange,
-        units: Collection[int],
         region_of: Mapping[int, str],
         label_of: Callable[[int], str],
         take_part: Callable[[int], None],
@@ -45,25 +47,18 @@ class Agreement:
     ) -> None:
         """
         Args:
-            units: indices of the optional units.
-            region_of: name of each optional unit's region.
+            region_of: index of each optional unit, and the name of its region.
             label_of: a unit's name in messages.
             take_part: takes part in an event that this rank has no use for.
             before_event: called before any event that all agreed on.
         """
         self._exchange = exchange
-        self._units = sorted(units)
         self._region_of = region_of
         self._label_of = label_of
         self._take_part = take_part
         self._before_event = before_event
-        self._places = Places()
+        self.places = Places()
         self._contract: deque[int] = deque()
-        self._bits: Callable[[], Sequence[bool]] = lambda: ()
-        self._rows: list[list[int]] = []
-        self._num_bits = 0
-        self._answers: list[list[bool]] | None = None
-        """The exchange whose answer this rank has no use for."""
         self.abort()
 
     # Passes -----------------------------------------------------------------------------------
@@ -89,7 +84,7 @@ class Agreement:
         self.abort()
         self.needed = frozenset(needed)
         if self.needed:
-            self._places.begin(kind, self.needed, roam=exchanges)
+            self.places.begin(kind, self.needed, roam=exchanges)
         self._bits = bits
         self._exchanges = exchanges
         self._may_expect = not exchanges
@@ -110,17 +105,20 @@ class Agreement:
         if not self.needed:
             return False
         self.settle(collective)
-        had_events = self._places.has_events
-        self._places.required(collective)
+        had_events = self.places.has_events
+        self.places.required(collective)
         self._may_expect = not self._exchanges
         return had_events
 
-    def want(self, event: int) -> bool:
+    def want(self, event: int, at_end: bool = False) -> bool:
         """This rank wants an optional event now; take part in what comes before it.
 
         At a place where no recorded pass had optional events, this rank alone may know of this one.
         A reduction can wait. For a gather it asks nonetheless: the others answer if they are about
         to leave the recorded path, too; else the ranks have parted, and each raises.
+
+        Args:
+            at_end: whether all ranks call `exchange_at_end` or this.
 
         Returns:
             Whether all ranks take part now; False: the reduction has to wait for the end.
@@ -129,7 +127,7 @@ class Agreement:
             self._expect()
         while event not in self._contract:
             self._finish_contract()
-            if self._may_exchange:
+            if at_end or self._may_exchange:
                 self._meet(event)
             elif event % 2:
                 return False
@@ -140,11 +138,6 @@ class Agreement:
         self._begin_event(event)
         return True
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a recorded pass began like the open one."""
-        return self._places.is_recorded
-
     def next_gathers(self, depth: int) -> list[int]:
         """Units whose gathers come next on every rank, at most `depth`.
 
@@ -154,7 +147,7 @@ class Agreement:
         """
         if self._may_expect:
             self._expect()
-        came = self._places.came
+        came = self.places.came
         gathers: list[int] = []
         for event in self._ahead():
             if len(gathers) == depth or event in came:
@@ -165,100 +158,64 @@ class Agreement:
 
     def _ahead(self) -> Iterator[int]:
         yield from list(self._contract)
-        for collective, expected in self._places.ahead():
+        for collective, expected in self.places.ahead():
             yield collective
             if expected and not (self._exchanges or self._may_exchange_where(expected)):
                 yield from self._needed_of(expected)
 
-    @property
-    def last_event(self) -> int | None:
-        """The latest event of the open pass."""
-        return self._places.last_event
-
-    @property
-    def last_required(self) -> int | None:
-        """The latest required collective of the open pass."""
-        return self._places.last_required
-
-    @property
-    def has_events(self) -> bool:
-        """Whether there was any event since then."""
-        return self._places.has_events
-
-    def finish(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The pass ends: settle what others want. Returns what happened: (place, events)."""
+    def finish(self) -> None:
+        """The pass ends: settle what others want."""
         self.settle(None)
-        return self._places.events
 
     def exchange_at_end(self) -> None:
         """Exchange until no rank wants anything. Call it after `finish`, on every rank."""
-        while self._meet(_GO_ON):
+        while self._meet(GO_ON):
             self._finish_contract()
-
-    def want_at_end(self, event: int) -> None:
-        """Like `want`, where all ranks call `exchange_at_end`."""
-        while event not in self._contract:
-            self._finish_contract()
-            self._meet(event)
-        while (other := self._contract.popleft()) != event:
-            self._pass_over(other)
-        self._begin_event(event)
 
     def gather(self, bits: Sequence[bool]) -> list[list[bool]]:
         """Every rank's bits, in rank order. Collective; for use between passes."""
         self._bits = lambda: bits
-        self._say(_GO_ON)
+        self._say(GO_ON)
         return self.answers
 
     def end(self, is_final: bool = True) -> None:
         """The pass has ended: learn from it.
 
         Args:
-            is_final: whether every rank has ended it, or `take_back` may follow.
+            is_final: whether every rank has ended it, or `Places.take_back` may follow.
         """
-        self._places.end(is_final)
+        self.places.end(is_final)
         self.abort()
-
-    def take_back(self) -> None:
-        """Forget what the latest pass has taught, unless that is final."""
-        self._places.take_back()
-
-    def forget(self) -> None:
-        """Forget what passes have taught. Between passes."""
-        self._places.forget()
 
     def abort(self) -> None:
         """Drop the open pass, if any."""
-        self._places.abort()
+        self.places.abort()
         self._contract.clear()
-        self._rows, self._num_bits = [], 0
-        self._answers = None
+        self._bits = lambda: ()
+        self._rows: list[list[int]] = []
+        self._num_bits = 0
+        self._answers: list[list[bool]] | None = None
         self._may_expect = False
         self._exchanges = self._repeats = True
         self.is_open = False
         self.needed = frozenset()
 
-    def report(self, error: BaseException) -> bool:
-        """This rank leaves the pass with an error: raise on ranks that exchange here, too.
-
-        Returns whether all ranks exchange here.
-        """
-        if not (self.is_open and self.needed and self._may_exchange):
-            return False
-        self._finish_contract()
-        self._say(_RAISED)
-        self._exchange.texts(f"{type(error).__name__}: {error}".splitlines()[0])
-        return True
+    def report(self, error: BaseException) -> None:
+        """This rank leaves the pass with an error: raise on ranks that exchange here, too."""
+        if self.is_open and self.needed and self._may_exchange:
+            self._finish_contract()
+            self._say(_RAISED)
+            self._exchange.texts(f"{type(error).__name__}: {error}".splitlines()[0])
 
     # One place --------------------------------------------------------------------------------
 
     @property
     def _may_exchange(self) -> bool:
         """Whether all ranks exchange at this place."""
-        return self._may_exchange_where(self._places.expected)
+        return self._may_exchange_where(self.places.expected)
 
     def _may_exchange_where(self, expected: list[int]) -> bool:
-        if not self._places.is_known:
+        if not self.places.is_known:
             return True
         # Where a gather comes twice (recomputation), how often depends on what a rank ran.
         return bool(expected) and (self._repeats or len(set(expected)) < len(expected))
@@ -271,15 +228,14 @@ class Agreement:
             self._expect()
         if self._contract:
             self._finish_contract()
-        if self._may_exchange or not self._places.goes_on_with(collective):
-            while self._meet(_GO_ON):
-                self._finish_contract()
+        if self._may_exchange or not self.places.goes_on_with(collective):
+            self.exchange_at_end()
 
     def _expect(self) -> None:
         """Where ranks do not exchange, take what came here before as agreed."""
-        if self._may_expect and self._places.is_known:
+        if self._may_expect and self.places.is_known:
             self._may_expect = False
-            self._contract.extend(self._needed_of(self._places.expected))
+            self._contract.extend(self._needed_of(self.places.expected))
 
     def _needed_of(self, expected: list[int]) -> list[int]:
         return [event for event in expected if event // 2 in self.needed]
@@ -293,7 +249,7 @@ class Agreement:
         self._take_part(event)
 
     def _begin_event(self, event: int) -> None:
-        self._places.happened(event)
+        self.places.happened(event)
         self._before_event()
 
     def _meet(self, wish: int) -> bool:
@@ -317,9 +273,9 @@ class Agreement:
     def _candidates(self) -> list[int]:
         """What came here before; of several wishes the first of these is followed. In forward that
         is what came behind the latest event here: a rank that goes on as before need not ask."""
-        expected = list(dict.fromkeys(self._places.expected))
-        last = self._places.last_event
-        if self._exchanges and self._places.has_events and last in expected:
+        expected = list(dict.fromkeys(self.places.expected))
+        last = self.places.last_event
+        if self._exchanges and self.places.has_events and last in expected:
             begin = expected.index(last) + 1
             return expected[begin:] + expected[:begin]
         return expected
@@ -328,7 +284,7 @@ class Agreement:
         """All ranks take part in this event next, and in what followed it."""
         self._contract.append(first)
         # In backward, what came before has come already: nothing more follows from one wish.
-        expected = list(dict.fromkeys(self._places.expected)) if self._exchanges else []
+        expected = list(dict.fromkeys(self.places.expected)) if self._exchanges else []
         begin = expected.index(first) + 1 if first in expected else len(expected)
         for event in expected[begin:]:
             if self._region_of[event // 2] != self._region_of[first // 2]:
@@ -337,18 +293,15 @@ class Agreement:
 
     def _say(self, wish: int) -> list[int]:
         bits = self._bits()
-        self._rows = self._exchange(self._row(wish, bits))
+        self._rows = self._exchange([self._exchange.rank, wish, *pack_bits(bits)])
         self._num_bits, self._answers = len(bits), None
         return [row[1] for row in self._rows]
-
-    def _row(self, wish: int, bits: Sequence[bool]) -> list[int]:
-        return [self._exchange.rank, wish, *_pack(bits)]
 
     @property
     def answers(self) -> list[list[bool]]:
         """Of the last exchange in the pass, in rank order: the bits that each rank brought."""
         if self._answers is None:
-            self._answers = [_unpack(row[2:], self._num_bits) for row in self._rows]
+            self._answers = [unpack_bits(row[2:], self._num_bits) for row in self._rows]
         return self._answers
 
     def _ask_out_of_place(self, gather: int) -> None:
@@ -362,7 +315,7 @@ class Agreement:
             ) from error
 
 
-def _pack(bits: Sequence[bool]) -> list[int]:
+def pack_bits(bits: Sequence[bool]) -> list[int]:
     words = []
     for start in range(0, len(bits), _WORD):
         word = 0
@@ -373,5 +326,5 @@ def _pack(bits: Sequence[bool]) -> list[int]:
     return words
 
 
-def _unpack(words: Sequence[int], number: int) -> list[bool]:
+def unpack_bits(words: Sequence[int], number: int) -> list[bool]:
     return [bool(words[place // _WORD] >> place % _WORD & 1) for place in range(number)]

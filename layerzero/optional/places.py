@@ -236,10 +236,6 @@ class Places:
             self._known[kind] = before
         self._known = {**dropped, **self._known}
 
-    def forget(self) -> None:
-        """Forget everything. Between passes."""
-        self._known, self._before = {}, None
-
     def abort(self) -> None:
         """Drop the open pass, if any."""
         self.is_open, self.place, self.last_event = False, 0, None

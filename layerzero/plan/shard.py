@@ -150,8 +150,8 @@ def _call_optional(model: nn.Module, name: str, arguments: list[Any], **optional
     """Call a method that the model may define; None if it does not.
 
     Args:
-        arguments: positional; the first is the plan. MindSpeed-MM's form of the method has names for
-            the parts of it instead.
+        arguments: positional; the first is the plan. MindSpeed-MM's form of the method has names
+            for the parts of it instead.
         optional: arguments passed only if the method's signature has them.
     """
     method = getattr(model, name, None)

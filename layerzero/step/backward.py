@@ -17,9 +17,10 @@ import torch
 from torch.autograd import Variable
 
 from layerzero.config import BackwardPrefetch
-from layerzero.step.calls import BackwardPass, ForwardCall, Sentinel
+from layerzero.step.calls import BackwardPass, ForwardCall, ForwardPass, Sentinel
 from layerzero.step.context import RuntimeContext
 from layerzero.step.exec_order import Order
+from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
@@ -36,6 +37,7 @@ class Backward:
         units: Sequence[Unit],
         scheduler: UnshardScheduler,
         reducer: GradientReducer,
+        extensions: Extensions,
         abort: Callable[[BaseException | None], None],
     ) -> None:
         """
@@ -47,6 +49,7 @@ class Backward:
         self._units = units
         self._scheduler = scheduler
         self._reducer = reducer
+        self._extensions = extensions
         self._abort = abort
         self._passes: list[BackwardPass] = []
         """The running passes, outermost first."""
@@ -97,6 +100,8 @@ class Backward:
                 return backward_pass
         is_recorded = False
         if not self._passes:
+            for before_backward in self._extensions.before_backward:
+                before_backward(order)
             self._reducer.begin_backward()
             for unit in self._units:
                 # Since the forward, parameters may have been frozen and thawed for another one.
@@ -123,6 +128,16 @@ class Backward:
 
         Variable._execution_engine.queue_callback(final_callback)
         return backward_pass
+
+    def run_without_graph(self, forward_pass: ForwardPass) -> None:
+        """Take part in a backward of other ranks, through a forward of theirs."""
+        ended = BackwardPass(graph_task=-1, makes_graph=False, is_recorded=True)
+        ended.forwards[forward_pass] = None
+        self._reducer.begin_backward()
+        self._scheduler.recorder.begin(("backward", forward_pass.order))
+        self._passes.append(ended)
+        self._context.set_in_backward(True)
+        self._end_backward(ended)
 
     def forget_passes(self) -> None:
         self._passes.clear()

@@ -20,8 +20,21 @@ class Extension:
     `unit` is a `Unit`, which lies above this file.
     """
 
-    def before_forward(self) -> None:
-        """A forward of the model begins, outside of backward; nothing is gathered yet."""
+    def enter_call(self, unit: Any, start: int) -> None:
+        """A call of a unit begins at this time, recomputations included; the unit is sharded."""
+
+    def exit_call(self, call: Any, outputs: object, is_outermost: bool) -> None:
+        """The forward of a `ForwardCall` has returned these outputs, recomputations included."""
+
+    def before_forward(self, unit: Any, forward_pass: Any) -> None:
+        """A forward of the model begins with a call of `unit`, outside of backward; nothing is
+        gathered yet."""
+
+    def before_backward(self, order: tuple[int, ...]) -> None:
+        """A backward of the model begins, through a forward of this order."""
+
+    def before_abort(self, error: BaseException | None) -> None:
+        """The pass is about to be dropped, after an error or an interrupt."""
 
     def begin_call(self, unit: Any) -> None:
         """The outermost call of a unit begins, outside of backward; the unit is unsharded."""
@@ -39,7 +52,11 @@ class Extension:
 class Extensions:
     """The extensions of one model: for each event, the methods to call."""
 
+    enter_call: _Events
+    exit_call: _Events
     before_forward: _Events
+    before_backward: _Events
+    before_abort: _Events
     begin_call: _Events
     end_call: _Events
     after_forward: _Events

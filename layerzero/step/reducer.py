@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,6 +61,8 @@ class GradientReducer:
         self._max_in_flight_nbytes = parse_nbytes(in_flight or 0, "in_flight", least=0)
         self._context = context
         self._units = units
+        self.agreed: Any = None
+        """Decides with other ranks what is reduced (`layerzero/optional`); None: every unit is."""
         self.requires_sync = True
         self.sums_sharded = accumulation == "sharded"
         self._is_auto = self._may_decide = accumulation == "auto"
@@ -168,6 +171,8 @@ class GradientReducer:
         On CPU, blocks the host until earlier reductions are done that must not be in flight beside
         it.
         """
+        if self.agreed is not None and not self.agreed.before_reduction(unit):
+            return
         self._make_room(unit)
         with torch.no_grad(), self._context.profile("reduce", unit.label):
             self._in_flight += reduce_unit(
@@ -213,12 +218,14 @@ class GradientReducer:
         Collective. Blocks the host on CPU, with offloaded parameters, and where this rank misses a
         gradient.
         """
-        last = [*self._undelivered, *(r for r in self._in_flight if not r.is_partial)]
+        if self.agreed is not None:
+            self.agreed.before_delivery()
+        last = self.undelivered()
         if not last:
             self._complete_all()
             return
         with torch.no_grad():
-            presence = self._exchange_presence(last)
+            presence = self.exchange_presence(last)
             self._complete_all()
             arrived = presence()
             self._context.before_delivery()
@@ -233,6 +240,10 @@ class GradientReducer:
             self._delivery.run_hooks(hooked)
         if self.on_delivered is not None:
             self._complete = [*dict.fromkeys(reduction.unit for reduction, _ in arrived), None]
+
+    def undelivered(self) -> list[Reduction]:
+        """Reductions of the pass whose gradients a delivery writes, in order of issue."""
+        return [*self._undelivered, *[r for r in self._in_flight if not r.is_partial]]
 
     def judge_by(self, judge: Judge, parameters: Iterable[nn.Parameter]) -> None:
         """Call `judge` before each delivery.
@@ -374,6 +385,8 @@ class GradientReducer:
         if self.requires_sync:
             self._end_accumulation()
         self.show()
+        if self.agreed is not None:
+            self.agreed.commit()
 
     def _keep_sums(self) -> None:
         """See Note [A pass adds only when it is complete] in gradients.py."""
@@ -407,7 +420,7 @@ class GradientReducer:
                 handle.gradients.forget()
         self.num_waiting = 0
 
-    def _exchange_presence(
+    def exchange_presence(
         self, reductions: list[Reduction]
     ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
         """Start exchanging which parameters had a gradient on any rank.
@@ -419,6 +432,8 @@ class GradientReducer:
         Returns:
             A function that waits, and returns the reductions with the parameters present anywhere.
         """
+        if self.agreed is not None and any(each.unit.is_optional for each in reductions):
+            return self.agreed.exchange_presence(reductions)
         by_placement: dict[int, list[Reduction]] = {}
         for reduction in reductions:
             if reduction.handle.placement.num_ranks > 1:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -62,6 +62,10 @@ class RootState:
     units: list[Unit]
     extensions: Extensions
     """Features of the model; see extension.py."""
+    optional: Any
+    """The units that a rank may skip (`layerzero/optional`), or None."""
+    join: Any
+    """The join that the model is inside of (`layerzero/uneven`), or None."""
     context: RuntimeContext
     """State that the units share, with this object's `streams`, `operations` and `device`."""
     scheduler: UnshardScheduler
@@ -111,13 +115,15 @@ class RootState:
             tensor_parallel_groups,
             owner=weakref.ref(self),
         )
+        self.optional = self.join = None
         self.scheduler = self._scheduler_class(
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
         )
         self.reducer = self._reducer_class(self.context, self.units, reduction)
         self._casts = CastCache(device)
         self.cast_watch = CastWatch(self.units, device)
-        self._clock = 0
+        self.clock = 0
+        """Begins and ends of calls so far."""
         self._call_depth = 0
         self._start = 0
         """Time at which the last forward began that was no recomputation."""
@@ -128,6 +134,7 @@ class RootState:
             self.units,
             self.scheduler,
             self.reducer,
+            self.extensions,
             abort=lambda error: None if (method := abort()) is None else method(error),
         )
         self.has_forward_checks = any(unit.awaits_values for unit in self.units)
@@ -173,11 +180,6 @@ class RootState:
             gc.collect()
         return self.wrapper_ref() is not None
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether the model is inside a join; see `JoinedRoot`."""
-        return False
-
     def check_between_steps(self, what: str) -> None:
         """Refuse a call inside forward or backward, or after a collective failed.
 
@@ -218,10 +220,9 @@ class RootState:
         self.reducer.judge_by(judged, [*sharded, *others])
 
     def before_call(self, what: str) -> None:
-        """A collective call begins that is no part of a step; see `JoinedRoot`."""
-
-    def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
-        """`clip_grad_norm_` begins, of the module of `unit`; see `JoinedRoot`."""
+        """A collective call begins that is no part of a forward or backward."""
+        if self.join is not None:
+            self.join.before_call(what)
 
     # Explicit unsharding --------------------------------------------------------------------
 
@@ -232,6 +233,7 @@ class RootState:
         Raises:
             CollectiveError: a collective of this model failed.
         """
+        self.before_call("micro_batches")
         self.backward.clear_abandoned()
         self.context.note_weights()
         self.scheduler.unshard_all(weights_may_have_changed=not self.reducer.adds_up)
@@ -239,6 +241,8 @@ class RootState:
     @remembers_failure
     def unshard_explicitly(self, unit: Unit, async_op: bool) -> UnshardHandle | None:
         """Implements `ZeRO3.unshard`."""
+        if not self._call_depth and not self.context.in_backward:
+            self.before_call("unshard")
         self.backward.clear_abandoned()
         self.context.note_weights()
         if unit.is_stale:
@@ -270,6 +274,7 @@ class RootState:
     @remembers_failure
     def pregather(self, units: Sequence[Unit], waits: bool) -> None:
         """Implements `layerzero.pregather`."""
+        self.before_call("pregather")
         self.check_between_steps(
             "pregather: called inside forward or backward; call it between them",
         )
@@ -293,6 +298,7 @@ class RootState:
             keep_unsharded: units stay unsharded from their first use until `end_micro_batches`, or
                 until their backward after `last_micro_batch`.
         """
+        self.before_call("micro_batches")
         if keep_unsharded:
             self.scheduler.hold_micro_batches()
         else:
@@ -325,9 +331,11 @@ class RootState:
         """A forward call of `unit` begins: unshard it."""
         if self._call_depth == 0:
             self._begin_forward(unit)
+        for enter_call in self.extensions.enter_call:
+            enter_call(unit, self.clock + 1)
         self._call_depth += 1
-        self._clock += 1
-        call = ForwardCall(unit, self._forward_pass, self._clock, in_autocast())
+        self.clock += 1
+        call = ForwardCall(unit, self._forward_pass, self.clock, in_autocast())
         unit.enter_forward()
         try:
             if call.in_autocast:
@@ -351,14 +359,14 @@ class RootState:
             check_first_forward(self.units, self.device)
             watcher = self._watcher
             self.has_forward_checks = watcher is not None and watcher()
-        self._forward_pass = ForwardPass(self._clock)
+        self._forward_pass = ForwardPass(self.clock)
         if self.context.in_backward:
             return  # A recomputation: its visits belong to the backward pass.
-        self._start = self._clock
+        self._start = self.clock
         self.reducer.give_up_if_cleared()
         self.structure.check("forward")
         for before_forward in self.extensions.before_forward:
-            before_forward()
+            before_forward(unit, self._forward_pass)
         self.context.note_weights()
         self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.adds_up)
 
@@ -377,10 +385,12 @@ class RootState:
 
     @remembers_failure
     def end_call(self, call: ForwardCall, outputs: object) -> None:
-        """The forward of `call` has returned `outputs` (which concern optional/root.py only)."""
+        """The forward of `call` has returned `outputs`."""
         grad_enabled = torch.is_grad_enabled()
         is_outermost = self._call_depth <= 1 and not self.context.in_backward
         try:
+            for exit_call in self.extensions.exit_call:
+                exit_call(call, outputs, is_outermost)
             self._end_call(call, grad_enabled, is_outermost)
         except BaseException as error:
             if is_outermost:
@@ -401,8 +411,8 @@ class RootState:
             self.scheduler.free_after_forward(call.unit, grad_enabled)
             if call.in_autocast and not call.forward_pass.keeps_casts:
                 self._casts.drop()
-        self._clock += 1
-        call.ended(self._clock)
+        self.clock += 1
+        call.ended(self.clock)
         if grad_enabled:
             call.forward_pass.note_call(call.unit, call.start)
             if not self.context.in_backward:
@@ -453,6 +463,7 @@ class RootState:
             "reduce_gradients: called inside forward or backward; call it between them, or leave "
             "no_sync before the last backward"
         )
+        self.before_call("reduce_gradients")
         self.reducer.give_up_if_cleared()
         if not self.reducer.adds_up:
             return
@@ -479,6 +490,8 @@ class RootState:
         sums of earlier micro-batches stay as they were before the failed pass. Does nothing once a
         collective has failed.
         """
+        for before_abort in self.extensions.before_abort:
+            before_abort(error)
         if isinstance(error, CollectiveError) or self.operations.has_failed:
             return  # See Note [A failed collective is final].
         self._end_pass()

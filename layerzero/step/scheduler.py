@@ -24,6 +24,7 @@ Note [Micro-batches in flight]
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -73,7 +74,9 @@ class UnshardScheduler:
         budget_is_default: bool,
     ) -> None:
         """`units` is the root's list."""
-        self.recorder = ExecOrderRecorder()
+        self.recorder = self._own_recorder = ExecOrderRecorder()
+        self.agreed: Any = None
+        """The recorder, if ranks agree on what they gather (`layerzero/optional`); else None."""
         self.last_order = self._order_before = ()
         self.forward_depth = forward_depth
         self.backward_depth = 1
@@ -83,9 +86,13 @@ class UnshardScheduler:
         self._limiter = context.limiter
         self._units = units
         self._budget_is_default = budget_is_default
-        self._last: Unit | None = None
+        self.last: Unit | None = None
         """The unit held as `LAST_OF_FORWARD`."""
         self.holds_for_graph = False
+
+    def agree(self, agreed: Any) -> None:
+        """Let this recorder decide with other ranks what is gathered; None: none does any more."""
+        self.agreed, self.recorder = agreed, agreed or self._own_recorder
 
     # Orders ---------------------------------------------------------------------------------
 
@@ -147,7 +154,7 @@ class UnshardScheduler:
             else:
                 # These were to last until this forward, which decides again.
                 other.end_hold(_FIRST | _OF_A_FORWARD)
-        self._last = None
+        self.last = None
         if weights_may_have_changed:
             self.mark_stale()
         if self.unshards_all_before_forward:
@@ -185,10 +192,6 @@ class UnshardScheduler:
         if is_taken:
             self.last_order = self._order_before
         return is_taken
-
-    def forget_orders(self) -> None:
-        """Drop all recorded orders. Between passes."""
-        self.recorder.forget()
 
     def unshard_ahead(self, units: Sequence[Unit]) -> None:
         """Start all gathers of these units, then order compute after all of them."""
@@ -234,7 +237,7 @@ class UnshardScheduler:
 
     def free_all(self) -> None:
         """Free every unit not held for a graph, and end its other holds. Call it between passes."""
-        self._last = None
+        self.last = None
         for unit in self._units:
             unit.free(_MICRO_BATCHES | _OF_A_STEP)
         self.end_step()
@@ -265,8 +268,10 @@ class UnshardScheduler:
         """Free what the pass left unsharded, except `first`, which begins the next micro-batch.
 
         Args:
-            orders: of the forwards that the pass ran through; unused here.
+            orders: of the forwards that the pass ran through.
         """
+        if self.agreed is not None:
+            self.agreed.end_backward(orders)
         for unit in self._units:
             # A running forward (`depth`) still uses its unit: `torch.autograd.grad` inside it.
             if unit is not first and unit.state is not ShardState.SHARDED and not unit.depth:
@@ -274,9 +279,17 @@ class UnshardScheduler:
 
     def abort(self) -> None:
         """Return to the state between steps. The caller resets the units themselves."""
-        self._last = None
+        self.last = None
         self.holds_for_graph = False
         self.recorder.abort()
+        if self.agreed is not None:
+            self.agreed.drop()
+
+    def free_last(self) -> None:
+        """Free the unit held as `LAST_OF_FORWARD`."""
+        if self.last is not None:
+            self.last.free(_LAST, regathered_this_step=True)
+            self.last = None
 
     # One unit -------------------------------------------------------------------------------
 
@@ -287,11 +300,8 @@ class UnshardScheduler:
         # call is recomputed for, has unsharded the unit already.
         if not unit.handles or (unit.shows_unsharded and (unit.depth > 1 or is_reached)):
             return
-        last = self._last
-        if last is not None and last is not unit:
-            # Another unit's forward begins: see Note [One unit stays].
-            last.free(_LAST, regathered_this_step=True)
-            self._last = None
+        if self.last is not None and self.last is not unit:
+            self.free_last()  # Another unit's forward begins: see Note [One unit stays].
         # `backward_prefetch=None` holds for units that recomputation needs, too.
         self.ensure_unsharded(
             unit, not in_backward or self.backward_prefetch is not None, in_backward
@@ -304,9 +314,11 @@ class UnshardScheduler:
         can differ between ranks (unused parameters); a visit that gathers cannot, because gathering
         is collective. So ranks record, predict and prefetch alike.
         """
-        if self._last is unit:
+        if self.agreed is not None:
+            self.agreed.before_use(unit)
+        if self.last is unit:
             # Its use begins again; `free_after_forward` or `free_in_backward` decides again.
-            self._last = None
+            self.last = None
             unit.end_hold(_LAST)
         if not in_backward and unit.state is not ShardState.SHARDED:
             for handle in unit.handles:
@@ -323,6 +335,8 @@ class UnshardScheduler:
             self.prefetch_after(unit, in_backward)
         unit.wait_for_unshard()
         unit.show_unsharded()
+        if self.agreed is not None:
+            self.agreed.after_use(unit)
 
     def prefetch_after(
         self, unit: Unit, in_backward: bool, behind_reductions: bool | None = None
@@ -332,6 +346,10 @@ class UnshardScheduler:
         Args:
             behind_reductions: see `Unit.unshard`; None: True in backward, False in forward.
         """
+        if self.agreed is not None and self.agreed.prefetches_after(
+            unit, in_backward, is_post=behind_reductions is False
+        ):
+            return
         if in_backward:
             depth, static = self.backward_depth, unit.static_backward_prefetch
             explicit: Sequence[Unit] | None = unit.backward_prefetch
@@ -343,13 +361,14 @@ class UnshardScheduler:
             explicit = static
         if explicit is None:
             explicit = [self._units[index] for index in self.recorder.predict(depth)]
+        limiter = self._limiter if self.agreed is None else self.agreed.room
         context = self._context
         behind = in_backward if behind_reductions is None else behind_reductions
         for other in explicit:
             if other.state is ShardState.SHARDED and other.may_prefetch:
                 # The limiter cannot save memory for units held for micro-batches: they all end up
                 # resident. Otherwise stop here: a later unit must not take the room of this one.
-                if not (other.is_held(_MICRO_BATCHES) or self._limiter.admits(other.nbytes)):
+                if not (other.is_held(_MICRO_BATCHES) or limiter.admits(other.nbytes)):
                     with context.profile("budget_full", other.label):  # an empty range, as a mark
                         return
                 with context.profile("prefetch", other.label):
@@ -359,14 +378,14 @@ class UnshardScheduler:
         """The forward of `unit` has ended. Not called for recomputation."""
         if not unit.handles:
             return
-        if self._last is not None:
-            # Only one unit stays: the one whose forward ended last.
-            self._last.free(_LAST, regathered_this_step=True)
-            self._last = None
+        if self.agreed is not None:
+            grad_enabled = self.agreed.makes_graph(unit, grad_enabled)
+        if self.last is not None:
+            self.free_last()  # Only one unit stays: the one whose forward ended last.
         if not unit.options.reshard_after_forward:
             unit.hold(_POLICY)
         elif grad_enabled:
-            self._last = unit  # See Note [One unit stays].
+            self.last = unit  # See Note [One unit stays].
             unit.end_hold(_EXPLICIT)
             unit.hold(_LAST)
         else:
@@ -374,6 +393,8 @@ class UnshardScheduler:
 
     def free_in_backward(self, unit: Unit, regathered_this_step: bool = False) -> None:
         """The backward of `unit` is over: free it unless another hold is left."""
+        if self.agreed is not None and unit in self.agreed.ahead:
+            return  # It was prefetched for a use to come.
         unit.free(_LAST | _POLICY | _EXPLICIT, regathered_this_step)
 
     def keep_first(self, unit: Unit) -> None:

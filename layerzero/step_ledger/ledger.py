@@ -193,7 +193,7 @@ def _check(root: RootState) -> None:
     root.check_between_steps("ledger: entered inside forward or backward; enter it around the step")
     if root in _open:
         raise RuntimeError("ledger: another ledger of this model is open; use that one")
-    if root.is_joined:
+    if root.join is not None:
         raise RuntimeError(
             "ledger: entered inside layerzero.join, where ranks run different steps; enter it "
             "around the join"

@@ -103,7 +103,7 @@ class Recorder:
         put(scheduler, "free_in_backward", self._free_in_backward)
         put(reducer, "reduce", self._reduce)
         put(reducer, "deliver", self._deliver)
-        put(reducer, "_exchange_presence", self._exchange_presence)
+        put(reducer, "exchange_presence", self._exchange_presence)
         put(root.streams.reduce, "enqueue_wait", self._handle_of)
         put(root.streams.reduce, "run", self._handle_of)
         self._step_hook = register_optimizer_step_post_hook(self._after_step)

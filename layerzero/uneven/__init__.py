@@ -1,22 +1,21 @@
 """Ranks with uneven numbers of batches: those that ran out shadow the others. On by use only.
 
-    wishes.py      what a rank wants to do next, and which wish all ranks follow; pure Python
-    optimizers.py  the optimizers of a joined loop, on a rank that follows the others
-    scalers.py     the same for its gradient scalers
-    seat.py        what a join keeps of this rank
-    table.py       the exchange: what each rank brings
-    meeting.py     what ranks make of it: what all do next, or an error on every rank
-    agreement.py, scheduler.py, reducer.py, backward.py   the engine's classes inside a join
-    shadow.py      how a rank takes part in what it does not run
-    root.py        the root, which says what this rank wants; loan.py: its parts change classes
-    joinable.py    ZeRO3 as a `torch.distributed.algorithms.join.Joinable`
-    context.py     `layerzero.join`
+    requests.py     what a rank requests to do next, and which request all ranks follow; pure Python
+    optimizers.py   the optimizers of a joined loop, on a rank that follows the others
+    scalers.py      the same for its gradient scalers
+    state.py        one join on this rank
+    parts.py        the objects of `optional/`, inside a join
+    negotiation.py  the exchange: what all ranks do next, or an error on every rank
+    running_join.py the extension that a model has inside a join, and what a rank shadows
+    joinable.py     ZeRO3 as a `torch.distributed.algorithms.join.Joinable`
+    context.py      `layerzero.join`
 
 Note [How a rank shadows]
     Inside a join all units are optional (see `layerzero.optional`), as one region. Before
     each forward, backward, clipping and step, ranks exchange what they want to do next, and all
-    choose the same wish. Ranks with that wish run it. The others take part in its collectives with
-    nothing of their own, and exchange again, with the wish that they had. A rank that is out of
-    batches wants nothing any more. What needs the sum over all micro-batches is chosen only once
-    every rank with batches left wants it; so ranks may differ in the number of micro-batches, too.
+    choose the same request. Ranks with that request run it. The others take part in its collectives
+    with nothing of their own, and exchange again, with the request that they had. A rank that is
+    out of batches requests nothing any more. What needs the sum over all micro-batches is chosen
+    only once every rank with batches left requests it; so ranks may differ in the number of
+    micro-batches, too.
 """

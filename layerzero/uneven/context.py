@@ -67,26 +67,26 @@ def join(
             "it to layerzero.join, too: on ranks that run out of batches it would fall behind",
             stacklevel=4,
         )
-    root = enter(
+    running = enter(
         model,
         optimizers,
-        not divide_by_initial_world_size,
+        scalers,
+        averages_active=not divide_by_initial_world_size,
         throws=throw_on_early_termination,
-        scalers=scalers,
     )
     is_last = True
     try:
         yield
-        while root.shadow_next():
+        while running.shadow_next():
             is_last = False
-        root.finish_join(is_last)
+        running.finish(is_last)
         if schedulers:
             _copy_states(schedulers, is_last, model.join_process_group)
     except BaseException as error:
-        root.raise_everywhere(error)
+        running.raise_everywhere(error)
         raise
     finally:
-        root.leave()
+        running.leave()
 
 
 def _copy_states(schedulers: list[Any], is_last: bool, group: dist.ProcessGroup) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,15 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from layerzero.comm.new_groups import new_group
 from layerzero.optim.scaler import GradScaler
+from layerzero.optional.optional_units import exchange_of
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 from layerzero.uneven.optimizers import JoinedOptimizers
-from layerzero.uneven.root import JoinedRoot
+from layerzero.uneven.running_join import RunningJoin
 from layerzero.uneven.scalers import JoinedScalers
-from layerzero.uneven.seat import Seat
+from layerzero.uneven.state import JoinState
 
-_GROUP = "_join_group"
+_GROUP, _EXCHANGE = "_join_group", "_join_exchange"
 
 
 class JoinableModel(Joinable):
@@ -35,7 +36,12 @@ class JoinableModel(Joinable):
     @abstractmethod
     def _unit(self) -> Unit: ...
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
+    def join_hook(  # type: ignore[override]  # Torch passes on the options of its `Join`.
+        self,
+        *,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        divide_by_initial_world_size: bool = True,
+    ) -> JoinHook:
         """Called by torch's `Join`, inside which ranks may run out of batches. Collective.
 
         Args:
@@ -47,7 +53,21 @@ class JoinableModel(Joinable):
             ValueError, TypeError, NotImplementedError: this model or an argument cannot join.
             RuntimeError: the model is inside another join.
         """
-        return make_hook(self, **kwargs)
+        model_ref = weakref.ref(self)
+
+        def notify() -> Any:
+            return Join.notify_join_context(model_ref())  # type: ignore[arg-type]
+
+        def is_enabled() -> bool:
+            joinable = model_ref()
+            return joinable is not None and _takes_part(joinable)
+
+        _ = self.join_process_group  # Made here, where all ranks come.
+        averages = not divide_by_initial_world_size
+        join = enter(self, [*optimizers], (), averages, notify=notify, is_enabled=is_enabled)
+        hook = _Hook(join)
+        join.state.hook = weakref.ref(hook)
+        return hook
 
     @property
     def join_device(self) -> torch.device:
@@ -70,8 +90,8 @@ class JoinableModel(Joinable):
 
 
 class _Hook(JoinHook):
-    def __init__(self, root: JoinedRoot) -> None:
-        self._root = root
+    def __init__(self, join: RunningJoin) -> None:
+        self._join = join
         self._is_first = True
 
     def main_hook(self) -> None:
@@ -79,48 +99,21 @@ class _Hook(JoinHook):
             # Torch counts calls of this, of which a step has several.
             warnings.filterwarnings("ignore", message="Detected uneven input skew")
             self._is_first = False
-        self._root.shadow_next()
+        self._join.shadow_next()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._root.finish_join(is_last_joiner)
-        self._root.leave()
-
-
-def make_hook(
-    model: JoinableModel,
-    *,
-    optimizers: Iterable[torch.optim.Optimizer] = (),
-    divide_by_initial_world_size: bool = True,
-) -> JoinHook:
-    """See `JoinableModel.join_hook`."""
-    model_ref = weakref.ref(model)
-
-    def notify() -> Any:
-        return Join.notify_join_context(model_ref())  # type: ignore[arg-type]
-
-    def is_enabled() -> bool:
-        joinable = model_ref()
-        return joinable is not None and _takes_part(joinable)
-
-    _ = model.join_process_group  # Made here, where all ranks come.
-    root = enter(
-        model, list(optimizers), not divide_by_initial_world_size, notify, is_enabled=is_enabled
-    )
-    hook = _Hook(root)
-    root.join_seat.opened_by(weakref.ref(hook))
-    return hook
+        self._join.finish(is_last_joiner)
+        self._join.leave()
 
 
 def enter(
     model: JoinableModel,
     optimizers: Sequence[torch.optim.Optimizer],
+    scalers: Sequence[GradScaler],
     averages_active: bool,
-    notify: Callable[[], Any] = lambda: None,
-    is_enabled: Callable[[], bool] = lambda: True,
-    throws: bool = False,
-    scalers: Sequence[GradScaler] = (),
-) -> JoinedRoot:
-    """Begin a join; for the arguments see `Seat`. Collective.
+    **options: Any,
+) -> RunningJoin:
+    """Begin a join; for the arguments see `JoinState`. Collective.
 
     Raises:
         ValueError, TypeError, NotImplementedError: the model or an optimizer cannot join.
@@ -128,14 +121,20 @@ def enter(
     """
     root = model._root_state
     _check(model, root, optimizers)
-    if isinstance(root, JoinedRoot):
-        if root.join_seat.is_open():
+    if root.join is not None:
+        if root.join.is_open:
             raise RuntimeError("join: the model is inside a join already; leave that one first")
-        root.leave()  # An error ended that one.
+        root.join.leave()  # An error ended that one.
     joined = JoinedOptimizers(optimizers)
-    scaling = JoinedScalers(scalers, joined)
-    seat = Seat(notify, is_enabled, joined, scaling, averages_active, throws)
-    return JoinedRoot.enter(root, seat)
+    state = JoinState(
+        optimizers=joined,
+        scalers=JoinedScalers(scalers, joined),
+        averages_active=averages_active,
+        **options,
+    )
+    if _EXCHANGE not in root.__dict__:
+        root.__dict__[_EXCHANGE] = exchange_of(root)
+    return RunningJoin(root, state, root.__dict__[_EXCHANGE])
 
 
 def _takes_part(model: JoinableModel) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from layerzero.optim.in_backward import whole_groups
-from layerzero.uneven.wishes import bits_of, number_of
+from layerzero.uneven.requests import bits_of, number_of
 
 _HAS_GRADIENTS, _IS_NONE, _IS_ZERO = range(3)
 
@@ -18,21 +18,10 @@ class JoinedOptimizers:
     """The optimizers of one join, in an order that is the same on every rank."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = tuple(optimizers)
-
-    @property
-    def all(self) -> tuple[torch.optim.Optimizer, ...]:
-        return self._optimizers
+        self.all = tuple(optimizers)
 
     def __len__(self) -> int:
-        return len(self._optimizers)
-
-    def index_of(self, optimizer: torch.optim.Optimizer) -> int | None:
-        found = (i for i, each in enumerate(self._optimizers) if each is optimizer)
-        return next(found, None)
-
-    def step(self, index: int) -> None:
-        self._optimizers[index].step()
+        return len(self.all)
 
     # Options: numbers in param groups, such as the learning rate -------------------------------
 
@@ -46,8 +35,8 @@ class JoinedOptimizers:
             if bits != bits_of(number):
                 put(number_of(bits))
 
-    def _numbers(self) -> Iterator[tuple[float, Callable[[float], None]]]:
-        for optimizer in self._optimizers:
+    def _numbers(self) -> Iterator[tuple[float, Callable[[float], object]]]:
+        for optimizer in self.all:
             for group in optimizer.param_groups:
                 for name in sorted(key for key in group if key != "params"):
                     yield from _numbers_of(group, name)
@@ -56,7 +45,7 @@ class JoinedOptimizers:
 
     def gradient_states(self, looks: bool) -> list[int]:
         """For each optimizer, whether its gradients are None, or zero (only if `looks`)."""
-        return [_state_of(_parameters_of(each), looks) for each in self._optimizers]
+        return [_state_of(_parameters_of(each), looks) for each in self.all]
 
     def zero_like(self, states: Sequence[Sequence[int]]) -> None:
         """Zero the gradients of the optimizers whose gradients are zero or None on all others.
@@ -64,7 +53,7 @@ class JoinedOptimizers:
         Args:
             states: `gradient_states` of the other ranks.
         """
-        for optimizer, found in zip(self._optimizers, zip(*states, strict=True), strict=False):
+        for optimizer, found in zip(self.all, zip(*states, strict=True), strict=False):
             if _HAS_GRADIENTS not in found:
                 optimizer.zero_grad(set_to_none=all(state == _IS_NONE for state in found))
 
@@ -83,11 +72,11 @@ def _state_of(parameters: Sequence[nn.Parameter], looks: bool) -> int:
 
 def _numbers_of(
     group: dict[str, Any], name: str
-) -> Iterator[tuple[float, Callable[[float], None]]]:
+) -> Iterator[tuple[float, Callable[[float], object]]]:
     """The numbers in an option, and a function for each that sets it."""
     value = group[name]
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        yield float(value), lambda number: _fill(value, number)
+        yield float(value), value.fill_
     elif isinstance(value, (bool, int, float)):
         kind = type(value)
         yield float(value), lambda number: group.__setitem__(name, kind(number))
@@ -95,10 +84,6 @@ def _numbers_of(
         for place, each in enumerate(value):
             if isinstance(each, (bool, int, float)):
                 yield float(each), lambda number, place=place: _set_item(group, name, place, number)  # type: ignore[misc]
-
-
-def _fill(value: torch.Tensor, number: float) -> None:
-    value.fill_(number)
 
 
 def _set_item(group: dict[str, Any], name: str, place: int, number: float) -> None:

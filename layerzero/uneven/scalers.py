@@ -9,7 +9,7 @@ import torch
 from layerzero.optim.joined import ScalerCall
 from layerzero.optim.scaler import GradScaler
 from layerzero.uneven.optimizers import JoinedOptimizers
-from layerzero.uneven.wishes import Kind, Wish, bits_of, number_of
+from layerzero.uneven.requests import Kind, Request, bits_of, number_of
 
 _KINDS: dict[ScalerCall, Kind] = {
     "unscale_": Kind.UNSCALE,
@@ -25,28 +25,27 @@ class JoinedScalers:
         self.all = tuple(scalers)
         self._optimizers = optimizers
 
-    def wish(
+    def request(
         self,
         scaler: torch.amp.GradScaler,
         call: ScalerCall,
         optimizer: int,
         new_scale: float | None,
-    ) -> Wish:
+    ) -> Request:
         """A call that this rank wants to make next; `optimizer` is its index in the join's list."""
         index = next(i for i, each in enumerate(self.all) if each is scaler)
         which = index * max(len(self._optimizers), 1) + optimizer
-        numbers = (0, 0) if new_scale is None else (1, bits_of(new_scale))
-        return Wish(_KINDS[call], which, numbers=numbers)
+        bits = 0 if new_scale is None else bits_of(new_scale)
+        return Request(_KINDS[call], which, first=new_scale is not None, second=bits)
 
-    def follow(self, wish: Wish, device: torch.device) -> None:
+    def follow(self, request: Request, device: torch.device) -> None:
         """Make the call that another rank makes."""
-        index, optimizer = divmod(wish.which, max(len(self._optimizers), 1))
+        index, optimizer = divmod(request.which, max(len(self._optimizers), 1))
         scaler = self.all[index]
         scaler.scale(torch.zeros((), device=device))  # Sets it up, if this rank never scaled.
-        if wish.kind == Kind.UNSCALE:
+        if request.kind == Kind.UNSCALE:
             scaler.unscale_(self._optimizers.all[optimizer])
-        elif wish.kind == Kind.SCALED_STEP:
+        elif request.kind == Kind.SCALED_STEP:
             scaler.step(self._optimizers.all[optimizer])
         else:
-            has_number, bits = wish.numbers
-            scaler.update(number_of(bits) if has_number else None)
+            scaler.update(number_of(request.second) if request.first else None)

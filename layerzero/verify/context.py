@@ -253,7 +253,7 @@ class VerifiedContext(RuntimeContext):
         """
         root: Any = self.owner()
         # Inside a join, ranks without batches do not come here.
-        if grad_enabled or self._every > 1 or root.is_joined:
+        if grad_enabled or self._every > 1 or root.join is not None:
             return
         self._wait_for_streams()
         used, units = self._wire.used(), self._units()

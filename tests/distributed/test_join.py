@@ -8,9 +8,11 @@ micro-batches on all ranks.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -107,7 +109,7 @@ def _train(plan: Plan, clips: float | None = None, active: bool = False, **setti
 
 def _check(model: ZeRO3, plan: Plan, clips: float | None, active: bool) -> None:
     expected = _train_here(plan, clips, active)
-    assert type(model._root_state).__name__ in ("RootState", "OptionalRoot")
+    assert model._root_state.join is None
     for name, parameter in model.named_parameters():
         assert parameter.grad is None, name
     with model.summon_full_params(writeback=False):
@@ -773,13 +775,16 @@ def _under_torchs_join() -> None:
     model, expected = _wrapped(), _model()
     assert isinstance(model, Joinable)
     ours, theirs = _sgd(model), _sgd(expected)
-    plain = type(model._root_state)
+    root = model._root_state
+    parts = [root, root.scheduler, root.reducer, root.backward, root.context]
+    classes = [*map(type, parts)]
     with Join([model], optimizers=[ours]):
         _plain(model, ours)
-    assert type(model._root_state) is plain
+        assert [*map(type, parts)] == classes, "no object changes its class"
+    assert root.join is None and root.scheduler.agreed is None
     with Join([model], enable=False, optimizers=[ours]):
         _step(model, ours, _batch(dist.get_rank(), 7, 0))
-    assert type(model._root_state) is plain
+    assert root.join is None and root.scheduler.agreed is None
     for step in range(max(COUNTS)):
         ranks = [rank for rank, count in enumerate(COUNTS) if step < count]
         _step_of_ranks(expected, theirs, ranks, step)
@@ -925,12 +930,29 @@ def _with_experts() -> ZeRO3:
     return ZeRO3(inner, auto_wrap_policy=policy, timeout=TIMEOUT)
 
 
+def _models_are_freed_at_once() -> None:
+    """No cycle of the join keeps them until a collection."""
+    gc.collect()
+    gc.disable()
+    for joins in (False, True):
+        model = _wrapped()
+        optimizer = _sgd(model)
+        with layerzero.join(model, optimizer) if joins else contextlib.nullcontext():
+            _step(model, optimizer, _batch(0, 0, 0))
+        alive = [weakref.ref(each) for each in (model._root_state, *model.parameters())]
+        optimizer.zero_grad()
+        del model, optimizer
+        assert [reference() for reference in alive] == [None] * len(alive), joins
+    gc.enable()
+
+
 def _torchs_join_and_refusals() -> None:
     _under_torchs_join()
     _optimizers_under_torchs_join()
     _even_batches_have_the_same_bits()
     _means_low_precision()
     _refuses()
+    _models_are_freed_at_once()
 
 
 def test_torchs_join_even_batches_and_refusals() -> None:

@@ -93,9 +93,9 @@ def recorded_orders(model: ZeRO3) -> dict[Any, Any]:
     found["calls"] = [len(unit.open_starts) for unit in root.units]
     for kind, orders in scheduler.recorder._recorded.items():
         found[kind] = orders.num_passes, orders.last_seen
-    if hasattr(root, "agreement"):
-        found["open"] = [order.key for order in scheduler._open]
-        for kind, node in root.agreement._places._known.items():
+    if scheduler.agreed is not None:
+        found["open"] = [order.key for order in scheduler.agreed._open]
+        for kind, node in scheduler.agreed.agreement.places._known.items():
             found["places", kind] = {path: each.events for path, each in node.scripts.items()}
     return found
 

@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 53_736,
+    "": 53_409,
     "flat": 2_795,
-    "step": 5_847,
+    "step": 5_926,
     "comm": 1_524,
     "watch": 1_120,
     "build": 3_936,

@@ -1,4 +1,4 @@
-"""The reducers of a model with optional units: reductions in the order that ranks agree on."""
+"""AgreedReductions: has a reducer reduce units in the order that ranks agree on."""
 
 from __future__ import annotations
 
@@ -6,33 +6,23 @@ from collections.abc import Callable, Iterable
 
 from layerzero.build.regions import OptionalRegions
 from layerzero.optional.agreement import Agreement
-from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
+from layerzero.step.root import RootState
 from layerzero.step.states import TrainingState
 from layerzero.step.unit import Unit
 
 
-class OptionalReducer(GradientReducer):
-    """A `GradientReducer` for a model with optional units."""
+class AgreedReductions:
+    """Decides with other ranks what a reducer reduces, and when."""
 
-    def join(
-        self,
-        agreement: Agreement,
-        regions: OptionalRegions,
-        before: Callable[[Unit], None],
-        free: Callable[[Unit], None],
-    ) -> None:
-        """Ask `agreement` before each reduction in backward from now on.
-
-        Args:
-            before: called with a unit before all ranks reduce it.
-            free: called with a unit after this rank took part in its reduction.
-        """
+    def __init__(self, root: RootState, regions: OptionalRegions, agreement: Agreement) -> None:
+        self._reducer, self._scheduler = root.reducer, root.scheduler
+        self._context, self._units = root.context, root.units
         self._agreement = agreement
-        self._placement = next(h.placement for unit in self._units for h in unit.handles)
-        self._before = before
-        self._free = free
+        self._placement = next(h.placement for unit in root.units for h in unit.handles)
         self.averages_participants = regions.mean == "participants"
+        self._agreed: Unit | None = None
+        """The unit that all ranks have agreed to reduce now."""
         self._late: list[Unit] = []
         """Units whose gradients came where no rank could take part."""
         self._reduced: set[int] = set()
@@ -43,69 +33,77 @@ class OptionalReducer(GradientReducer):
         """What that is once the pass is complete."""
 
     def expect_sums(self) -> None:
-        """Any rank may hold sums of micro-batches of any optional unit."""
-        self._waiting = {unit.index for unit in self._units if unit.is_optional}
+        """Any rank may hold sums of micro-batches of any optional unit, if there are any."""
+        optional = {unit.index for unit in self._units if unit.is_optional}
+        self._waiting = optional if self._reducer.adds_up else set()
         self._waits_next = self._waiting
 
     def how(self) -> tuple[bool, bool]:
         """How gradients of the coming backward are reduced: its collectives depend on it."""
-        return self.requires_sync, self.sums_sharded
+        return self._reducer.requires_sync, self._reducer.sums_sharded
 
     def _sends(self, unit: Unit) -> bool:
         """Whether reducing the unit now is collective, rather than a sum on this rank."""
-        return self.requires_sync or (
-            self.sums_sharded and any(h.placement.sums_in_shards for h in unit.handles)
+        return self._reducer.requires_sync or (
+            self._reducer.sums_sharded and any(h.placement.sums_in_shards for h in unit.handles)
         )
 
-    def reduce(self, unit: Unit) -> None:
+    def before_reduction(self, unit: Unit) -> bool:
+        """Whether this rank reduces the unit now."""
         agreement, event = self._agreement, 2 * unit.index + 1
-        if not (self._context.in_backward and agreement.is_open):
-            super().reduce(unit)
-        elif not unit.is_optional:
+        if unit is self._agreed or not (self._context.in_backward and agreement.is_open):
+            return True
+        if not unit.is_optional:
             if self._sends(unit):
                 agreement.required(event)
-                self._before(unit)
-            super().reduce(unit)
-        elif unit.training_state is not TrainingState.BACKWARD:
-            pass  # Not reached by this backward. `deliver` reduces it where any rank may need that.
-        elif not self._sends(unit):
-            super().reduce(unit)
-        elif agreement.want(event):
-            self._reduce(unit)
-        else:
-            self._late.append(unit)
+                self._scheduler.agreed.before_reduction(unit)
+            return True
+        if unit.training_state is not TrainingState.BACKWARD:
+            # Not reached by this backward. A delivery reduces it where any rank may need that.
+            return False
+        if not self._sends(unit):
+            return True
+        if agreement.want(event):
+            self._scheduler.agreed.before_reduction(unit)
+            self._reduced.add(unit.index)
+            return True
+        self._late.append(unit)
+        return False
 
     def _reduce(self, unit: Unit) -> None:
-        self._before(unit)
+        self._scheduler.agreed.before_reduction(unit)
         self._reduced.add(unit.index)
-        super().reduce(unit)
+        self._agreed = unit
+        try:
+            self._reducer.reduce(unit)
+        finally:
+            self._agreed = None
 
     def take_part(self, unit: Unit) -> None:
         """Take part in a reduction that this rank has no gradients for, or not all of them yet."""
         self._reduce(unit)
-        self._free(unit)
+        self._scheduler.agreed.free_after_reduction(unit)
 
-    def deliver(self) -> None:
+    def before_delivery(self) -> None:
+        """Settle what ranks have left to reduce in the pass that ends."""
         agreement = self._agreement
         if self._context.in_backward and agreement.is_open:
             agreement.finish()
             needed = {i for i in agreement.needed if self._units[i].is_trainable}
-            if self.requires_sync:
+            if self._reducer.requires_sync:
                 for index in sorted(self._waiting - self._reduced):
                     self._reduce(self._units[index])
             is_reduced = any(each.unit.is_optional for each in self._agreed_reductions())
             if is_reduced or any(self._sends(self._units[i]) for i in needed):
                 for unit in self._late:
                     if unit.index not in self._reduced or self._has_gradients(unit):
-                        agreement.want_at_end(2 * unit.index + 1)
+                        agreement.want(2 * unit.index + 1, at_end=True)
                         self._reduce(unit)
                 agreement.exchange_at_end()
-            self._waits_next = set() if self.requires_sync else self._waiting | needed
+            self._waits_next = set() if self._reducer.requires_sync else self._waiting | needed
             self._late, self._reduced = [], set()
-        super().deliver()
 
-    def commit(self, num_micro_batches: int = 1) -> None:
-        super().commit(num_micro_batches)
+    def commit(self) -> None:
         self._waiting = self._waits_next
 
     @staticmethod
@@ -113,7 +111,6 @@ class OptionalReducer(GradientReducer):
         return any(p.grad is not None for h in unit.handles for p in h.unsharded_params)
 
     def drop(self) -> None:
-        super().drop()
         self._late, self._reduced, self._waits_next = [], set(), self._waiting
 
     # Which gradients exist --------------------------------------------------------------------
@@ -121,8 +118,7 @@ class OptionalReducer(GradientReducer):
     def _agreed_reductions(self) -> list[Reduction]:
         """Those of the pass about which ranks exchange with the rest: of optional units, and where
         all ranks of the exchange share a required one, of that."""
-        found = [*self._undelivered, *self._in_flight]
-        return [each for each in found if not each.is_partial and self._is_agreed(each)]
+        return [each for each in self._reducer.undelivered() if self._is_agreed(each)]
 
     def _is_agreed(self, reduction: Reduction) -> bool:
         return reduction.unit.is_optional or reduction.handle.placement is self._placement
@@ -132,13 +128,13 @@ class OptionalReducer(GradientReducer):
         gradient."""
         return _flags(self._agreed_reductions())
 
-    def _exchange_presence(
+    def exchange_presence(
         self, reductions: list[Reduction]
     ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
-        if not any(each.unit.is_optional for each in reductions):
-            return super()._exchange_presence(reductions)
+        """As the reducer's, where some of the units are optional."""
         agreed = [each for each in reductions if self._is_agreed(each)]
-        others = super()._exchange_presence([r for r in reductions if not self._is_agreed(r)])
+        rest = [each for each in reductions if not self._is_agreed(each)]
+        others = self._reducer.exchange_presence(rest) if rest else list
         flags = _flags(agreed)
         table = self._agreement.answers
         if not (table and len(table[0]) == len(flags)):

@@ -1,4 +1,4 @@
-"""Wish: what a rank wants to do next; `choose`: the one that all ranks follow. Pure Python."""
+"""Request: what a rank wants to do next; `choose`: the one that all ranks follow. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Kind(enum.IntEnum):
-    """Kinds of wishes; the lowest is chosen first."""
+    """Kinds of requests; the lowest is chosen first."""
 
     RAISED = 0
     """The rank leaves the loop with an error."""
@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
     OUT = 12
     """The rank is out of batches."""
     IN_FORWARD = 13
-    """The rank is in a forward that others have ended; see agreement.py. Never chosen."""
+    """The rank is in a forward that others have ended; see parts.py. Never chosen."""
 
 
 SCALING = (Kind.UNSCALE, Kind.SCALED_STEP, Kind.UPDATE)
@@ -51,54 +51,48 @@ _TEXTS = {
 }
 
 
-class Wish(NamedTuple):
-    """What a rank wants to do next. Ranks with equal wishes do it together."""
+class Request(NamedTuple):
+    """What a rank wants to do next. Ranks with equal requests do it together."""
 
     kind: int
     which: int = 0
     """Of the unit called or clipped, of the forward that backward runs through, of the optimizer in
     the join's list; of a scaler and its optimizer, see `JoinedScalers`."""
-    is_training: bool = False
+    is_training: int = False
     """Of a forward: whether its module is in training mode."""
-    requires_sync: bool = True
+    requires_sync: int = True
     """Of a backward: whether gradients are reduced."""
-    numbers: tuple[int, int] = (0, 0)
-    """`max_norm` and `norm_type`, by `bits_of`; or 1 and a scaler's new scale."""
-
-    def to_row(self) -> list[int]:
-        return [self.kind, self.which, self.is_training, self.requires_sync, *self.numbers]
-
-    @classmethod
-    def from_row(cls, row: Sequence[int]) -> Wish:
-        kind, which, is_training, requires_sync, first, second = row
-        return cls(kind, which, bool(is_training), bool(requires_sync), (first, second))
+    first: int = 0
+    """`bits_of(max_norm)`; or whether a scaler has a new scale."""
+    second: int = 0
+    """`bits_of(norm_type)`; or that of the new scale."""
 
     def __str__(self) -> str:
         return _TEXTS.get(Kind(self.kind), "nothing")
 
 
-WIDTH = len(Wish(0).to_row())
-RAISED = Wish(Kind.RAISED)
-OUT = Wish(Kind.OUT)
-IN_FORWARD = Wish(Kind.IN_FORWARD)
+WIDTH = len(Request(0))
+RAISED = Request(Kind.RAISED)
+OUT = Request(Kind.OUT)
+IN_FORWARD = Request(Kind.IN_FORWARD)
 
 
-class Parted(Exception):
+class Different(Exception):
     """Ranks came to different calls."""
 
 
-def choose(wishes: Sequence[Wish]) -> Wish | None:
-    """The wish that all ranks follow; None: all ranks are out of batches.
+def choose(requests: Sequence[Request]) -> Request | None:
+    """The request that all ranks follow; None: all ranks are out of batches.
 
     Raises:
-        Parted: what every rank with batches left must do together is not what all of them want.
+        Different: what every rank with batches left must do together is not what all of them want.
     """
-    running = [wish for wish in wishes if wish.kind != Kind.OUT]
+    running = [request for request in requests if request.kind != Kind.OUT]
     if not running:
         return None
     first = min(running)
-    if first.kind >= Kind.FORWARD and any(wish != first for wish in running):
-        raise Parted
+    if first.kind >= Kind.FORWARD and any(request != first for request in running):
+        raise Different
     return first
 
 

@@ -1,4 +1,4 @@
-"""OptionalScheduler: unshards units in the order that ranks agree on.
+"""AgreedSchedule: has a scheduler unshard units in the order that ranks agree on.
 
 Note [Ranks hold the same]
     Whether a required unit is resident when a pass comes to it decides whether it is gathered, so
@@ -14,23 +14,24 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable
 from types import FrameType
-from typing import Any
 
 import torch
 
-from layerzero.config import BackwardPrefetch, GatherBudget
+from layerzero.build.regions import OptionalRegions
+from layerzero.config import BackwardPrefetch
 from layerzero.optional.agreement import Agreement
+from layerzero.optional.reductions import AgreedReductions
 from layerzero.step.calls import ForwardCall
 from layerzero.step.context import RuntimeContext
 from layerzero.step.exec_order import ExecOrderRecorder, Order
-from layerzero.step.scheduler import UnshardScheduler
+from layerzero.step.root import RootState
 from layerzero.step.states import Hold, ShardState
 from layerzero.step.tensors import find_tensors
 from layerzero.step.unit import Unit
 
-_LAST = int(Hold.LAST_OF_FORWARD)
+_PRE, _POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 _POLICY = int(Hold.POLICY)
 _EXPLICIT = int(Hold.EXPLICIT)
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -54,26 +55,32 @@ class AgreedOrder(tuple[int, ...]):
     """Those that it may reach on this rank."""
 
 
-class OptionalScheduler(UnshardScheduler):
-    """An `UnshardScheduler` for a model with optional units."""
+class AgreedSchedule(ExecOrderRecorder):
+    """The recorder of a scheduler whose ranks agree on what they gather."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes the arguments of `UnshardScheduler`."""
-        super().__init__(*args, **kwargs)
-        self.set_up()
-
-    def set_up(self) -> None:
-        """Set what an `UnshardScheduler` lacks."""
-        self.recorder: _Recorder = _Recorder(self)
+    def __init__(
+        self,
+        root: RootState,
+        regions: OptionalRegions,
+        agreement: Agreement,
+        reductions: AgreedReductions,
+    ) -> None:
+        super().__init__()
+        self.agreement = agreement
+        self._scheduler, self._context, self._units = root.scheduler, root.context, root.units
+        self._reductions = reductions
+        self._optional = tuple(u for u in root.units if u.index in regions.region_of)
+        self._required = tuple(u for u in root.units if u.index not in regions.region_of)
+        never = (_NEVER,) if regions.is_reused else ()
+        self._may_come = frozenset([*never, *(u.index for u in self._optional if u.handles)])
         self._called: set[Unit] = set()
         """Optional units called in the open forward that its backward may reach."""
         self._recomputes = False
         """Whether its backward may run any of them forward again."""
         self._events: tuple[tuple[int, tuple[int, ...]], ...] = ()
-        self._ahead: set[Unit] = set()
+        self.ahead: set[Unit] = set()
         """Optional units whose gather was started before the agreement has come to it."""
-        self._room = _Room(self._context, self._ahead)
-        self._limiter = self._room  # type: ignore[assignment]
+        self.room = _Room(root.context, self._required, self.ahead)
         self._came_to: Unit | None = None
         """The required unit whose gather the pass comes to."""
         self._is_backward = False
@@ -84,7 +91,6 @@ class OptionalScheduler(UnshardScheduler):
         self._open: deque[AgreedOrder] = deque(maxlen=_MAX_OPEN)
         self._ended: AgreedOrder | None = None
         """The order of the latest forward that has ended."""
-        self._optional: tuple[Unit, ...] = ()
         self._kept: Unit | None = None
         """The optional unit that stayed when the latest forward ended, on every rank."""
         self._last_inside: Unit | None = None
@@ -95,36 +101,24 @@ class OptionalScheduler(UnshardScheduler):
         self._makes_graph = False
         """Whether the latest forward began with gradients."""
 
-    def join(
-        self,
-        agreement: Agreement,
-        optional: Sequence[Unit],
-        is_reused: bool,
-        reduces: Callable[[], tuple[bool, bool]],
-        presence: Callable[[], list[bool]],
-    ) -> None:
-        """Ask `agreement` before each collective from now on.
-
-        Args:
-            is_reused: see `OptionalRegions`.
-            reduces: how gradients of the coming backward are reduced.
-            presence: what `OptionalReduction.presence` returns.
-        """
-        self.agreement = agreement
-        self._optional = tuple(optional)
-        self._required = tuple(unit for unit in self._units if not unit.is_optional)
-        self._room.count(self._required)
-        self.recorder.leave_out(frozenset([unit.index for unit in optional]))
-        never = (_NEVER,) if is_reused else ()
-        self._may_come = frozenset([*never, *(u.index for u in optional if u.handles)])
-        self._reduces = reduces
-        self._presence = presence
-
     # Passes -----------------------------------------------------------------------------------
 
-    def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
-        super().begin_forward(unit, weights_may_have_changed)
-        self._ahead.clear()
+    def visit(self, unit: int) -> None:
+        if not self._units[unit].is_optional:
+            super().visit(unit)
+
+    def begin(self, kind: Hashable) -> None:
+        assert isinstance(kind, tuple), "kinds of the scheduler and of Backward"
+        if kind[0] == "backward":
+            # After the same required units another one is resident where an optional unit ran last.
+            super().begin((*kind, self.resident()))
+            self._begin_backward(kind[1])
+        else:
+            super().begin(kind)
+            self._begin_forward(self._units[kind[1]])
+
+    def _begin_forward(self, unit: Unit) -> None:
+        self.ahead.clear()
         self._is_backward = False
         self._makes_graph = torch.is_grad_enabled()
         self._called, self._recomputes = set(), False
@@ -163,8 +157,9 @@ class OptionalScheduler(UnshardScheduler):
         """The outermost call of a forward is about to end, and its unit is still in use: settle
         what ranks want in the last place."""
         self._is_ending = True
-        self._events = self.agreement.finish()
-        self._last_inside = self._last if self.agreement.has_events else None
+        self.agreement.finish()
+        self._events = self.agreement.places.events
+        self._last_inside = self._scheduler.last if self.agreement.places.has_events else None
 
     def _reached(self) -> list[bool]:
         """For each optional unit, whether this rank's backward may reach it; then whether it may
@@ -175,175 +170,189 @@ class OptionalScheduler(UnshardScheduler):
     def _keeps_last(self) -> tuple[bool, bool]:
         """Which unit ran last on this rank in a forward that is about to end: the optional one that
         was gathered last, and its backward may reach it; the required one gathered last."""
-        last, agreement = self._last, self.agreement
+        last, agreement = self._scheduler.last, self.agreement
         if last is None or not self._is_ending:
             return False, False
         if last.is_optional:
-            return last in self._called and agreement.last_event == 2 * last.index, False
-        return False, agreement.last_required == 2 * last.index
+            return last in self._called and agreement.places.last_event == 2 * last.index, False
+        return False, agreement.places.last_required == 2 * last.index
 
-    def end_forward(self, grad_enabled: bool) -> Order:
+    def end(self, is_final: bool = True) -> Order:
+        if self._is_backward:
+            self.agreement.end(is_final)
+            return super().end(is_final)
+        grad_enabled = torch.is_grad_enabled()
         own = [unit.index for unit in self._optional if unit in self._called]
         answers = self.agreement.answers
-        reached = [any(bits) for bits in zip(*answers, strict=True)]
-        needed = [u.index for u, bit in zip(self._optional, reached, strict=False) if bit]
-        last = self._last
+        last = self._scheduler.last
         if last is not None and (last.is_optional or last is self._last_inside):
             place = -2 if last.is_optional else -1
             if not (answers and all([bits[place] for bits in answers])):
-                self._release_last()
+                self._scheduler.free_last()
             elif last.is_optional:
                 self._kept = last
-        order = AgreedOrder(super().end_forward(grad_enabled))
+        gathers = [event for _, found in self._events for event in found]
+        recomputes = any([bits[-3] for bits in answers])
+        self.agreement.end(is_final)
+        order = AgreedOrder(super().end(is_final))
         self._called, self._recomputes = set(), False
         self._is_ending = False
-        order.key = self._events, tuple(sorted(needed))
-        gathers = [event for _, found in self._events for event in found]
-        order.repeats = len(set(gathers)) < len(gathers) or any(reached[-3:-2])
-        order.needed = frozenset(needed if grad_enabled else ())
+        order.repeats = len(set(gathers)) < len(gathers) or recomputes
         order.own = frozenset(own if grad_enabled else ())
-        if order.needed:
-            self._open.append(order)
+        self._note_needed(order, answers, grad_enabled)
         self._ended = order
         return order
 
-    def take_back_forward(self) -> bool:
-        if not super().take_back_forward():
+    def _note_needed(
+        self, order: AgreedOrder, answers: list[list[bool]], grad_enabled: bool
+    ) -> None:
+        """Note what the backward of a forward needs, by what `_reached` is on every rank."""
+        reached = [any(bits) for bits in zip(*answers, strict=True)]
+        needed = [u.index for u, bit in zip(self._optional, reached, strict=False) if bit]
+        order.key = self._events, tuple(sorted(needed))
+        order.needed = frozenset(needed if grad_enabled else ())
+        if order.needed:
+            self._open.append(order)
+
+    def take_back(self) -> bool:
+        if not super().take_back():
             return False
-        self.agreement.take_back()
+        self.agreement.places.take_back()
         if self._open and self._open[-1] is self._ended:
             self._open.pop()
         return True
 
-    def forget_orders(self) -> None:
-        super().forget_orders()
-        self.agreement.forget()
-        self._open.clear()
-
-    def begin_backward(self, order: Order) -> None:
-        """A backward begins, at a forward of this order."""
+    def _begin_backward(self, order: Order) -> None:
         own = order.needed if isinstance(order, AgreedOrder) else self._may_come - {_NEVER}
         others = [other for other in self._open if other is not order]
         key = order.key if isinstance(order, AgreedOrder) else None
         keys = tuple(other.key for other in others)
         if others and self._kept is not None:
             # It may be needed by several forwards, so ranks are done with it at different events.
-            if self._last is self._kept:
-                self._release_last()
+            if self._scheduler.last is self._kept:
+                self._scheduler.free_last()
             self._kept = None
-        kind = ("backward", tuple(order), key, keys, self._reduces(), self.resident())
+        kind = ("backward", tuple(order), key, keys, self._reductions.how(), self.resident())
         needed = own.union(*(other.needed for other in others))
         in_flight = [*others, *([order] if isinstance(order, AgreedOrder) else ())]
         repeats = len(in_flight) != 1 or in_flight[0].repeats
-        self.agreement.begin(kind, needed, self._presence, exchanges=False, repeats=repeats)
+        presence = self._reductions.presence
+        self.agreement.begin(kind, needed, presence, exchanges=False, repeats=repeats)
         self._own = frozenset[int]().union(*(each.own for each in in_flight))
-        self._ahead.clear()
+        self.ahead.clear()
         self._is_backward = True
         if self._kept is not None and self._kept.state is not ShardState.SHARDED:
             # No rank gathers it, so ranks come to it at different events.
-            self._room.look()
+            self.room.look()
             self._prefetch_behind(self._kept)
 
-    def end_backward(self, first: Unit | None, orders: Iterable[Order]) -> None:
+    def end_backward(self, orders: Iterable[Order]) -> None:
+        """A backward has ended that ran through forwards of these orders."""
         orders = list(orders)
         self._kept = None
-        super().end_backward(first, orders)
         done = [place for place, each in enumerate(self._open) if any(each is o for o in orders)]
         # Older ones most likely never run (`Unit.forget_starts_before`).
         for _ in range(max(done) + 1 if done else 0):
             self._open.popleft()
 
-    def keep_first(self, unit: Unit) -> None:
-        if not unit.is_optional:
-            super().keep_first(unit)
+    def drop(self) -> None:
+        """Drop the open pass, if any."""
+        self.agreement.abort()
+        self._reductions.drop()
+        self.ahead.clear()
+        self._kept, self._last_inside, self._is_ending = None, None, False
 
-    def free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
-        # Not as in this call, which may be inside `no_grad` on this rank alone.
+    def makes_graph(self, unit: Unit, grad_enabled: bool) -> bool:
+        """Whether the forward of `unit`, a call of which has ended, makes a graph: not as in this
+        call, which may be inside `no_grad` on this rank alone."""
         in_forward = unit.is_optional and not self._context.in_backward
-        super().free_after_forward(unit, self._makes_graph if in_forward else grad_enabled)
-
-    def free_in_backward(self, unit: Unit, regathered_this_step: bool = False) -> None:
-        # What was prefetched is for an event to come.
-        if unit not in self._ahead:
-            super().free_in_backward(unit, regathered_this_step)
+        return self._makes_graph if in_forward else grad_enabled
 
     def _is_regathered(self) -> bool:
         """Whether an optional unit that is freed now is gathered again with the same weights."""
-        return not self._reduces()[0] if self._context.in_backward else self._makes_graph
+        in_backward = self._context.in_backward
+        return not self._reductions.how()[0] if in_backward else self._makes_graph
 
     # One unit ---------------------------------------------------------------------------------
 
-    def ensure_unsharded(self, unit: Unit, prefetches: bool, in_backward: bool) -> None:
+    def before_use(self, unit: Unit) -> None:
+        """This rank is about to unshard a unit, unless it is resident."""
         agreement = self.agreement
         if not agreement.is_open:
             pass
         elif not unit.is_optional:
             # In a pass without optional units there is nothing to agree on.
-            if agreement.needed and (unit.state is not ShardState.UNSHARDED or self._last is unit):
+            is_last = self._scheduler.last is unit
+            if agreement.needed and (unit.state is not ShardState.UNSHARDED or is_last):
                 if agreement.required(2 * unit.index) and not self._is_backward:
-                    self._release_last()
+                    self._scheduler.free_last()
                 self._came_to = unit
-        elif unit.state is ShardState.SHARDED or unit in self._ahead:
+        elif unit.state is ShardState.SHARDED or unit in self.ahead:
             agreement.want(2 * unit.index)
-            self._ahead.discard(unit)
+            self.ahead.discard(unit)
             unit.unshard()
             self._prefetch_behind(unit)
-        super().ensure_unsharded(unit, prefetches, in_backward)
+
+    def after_use(self, unit: Unit) -> None:
+        """The unit is unsharded."""
         if self._came_to is unit:
             self._came_to = None
-            self._room.look()
+            self.room.look()
 
-    def prefetch_after(
-        self, unit: Unit, in_backward: bool, behind_reductions: bool | None = None
-    ) -> None:
+    def prefetches_after(self, unit: Unit, in_backward: bool, is_post: bool) -> bool:
+        """Whether ranks have agreed on what they prefetch after `unit`, and this rank has.
+
+        Args:
+            is_post: whether the unit's gradients are reduced next (BACKWARD_POST).
+        """
         if unit.is_optional:
-            return  # `_prefetch_behind` does it, on ranks without a use for the unit, too.
-        is_post = behind_reductions is False
+            return True  # `_prefetch_behind` does it, on ranks without a use for the unit, too.
         if is_post and self.agreement.is_open:
-            # BACKWARD_POST: between the last optional event here and the unit's reduction.
+            # Between the last optional event here and the unit's reduction.
             self.agreement.settle(2 * unit.index + 1)
-        has_list = unit.backward_prefetch is not None or not self.agreement.is_recorded
+        has_list = unit.backward_prefetch is not None or not self.agreement.places.is_recorded
         if is_post or has_list or not (in_backward and self._is_backward):
-            super().prefetch_after(unit, in_backward, behind_reductions)
-        elif self._came_to is unit:
+            return False
+        if self._came_to is unit:
             # Else it is resident, and ranks may be at different events.
-            self._room.look()
+            self.room.look()
             self._prefetch_next()
+        return True
 
     def _prefetch_behind(self, unit: Unit) -> None:
         """All ranks have gathered an optional unit: prefetch what comes next on all of them."""
-        self._room.use(unit)
-        if not self._is_backward or self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        self.room.use(unit)
+        if not self._is_backward or self._scheduler.backward_prefetch is _PRE:
             self._prefetch_next()
 
     def before_reduction(self, unit: Unit) -> None:
         """All ranks are about to reduce a unit."""
-        self._room.leave(unit)
-        if unit.is_optional and self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        self.room.leave(unit)
+        if unit.is_optional and self._scheduler.backward_prefetch is _POST:
             self._prefetch_next()
 
     def _prefetch_next(self) -> None:
         """Depends on agreed facts alone."""
-        in_backward = self._is_backward
-        depth = self.backward_depth if in_backward else self.forward_depth
-        behind = in_backward and self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        in_backward, scheduler = self._is_backward, self._scheduler
+        depth = scheduler.backward_depth if in_backward else scheduler.forward_depth
+        behind = in_backward and scheduler.backward_prefetch is _PRE
         for index in self.agreement.next_gathers(depth):
             other = self._units[index]
             if other.state is not ShardState.SHARDED:
                 continue
-            if not self._room.has_space(other.nbytes):
+            if not self.room.has_space(other.nbytes):
                 with self._context.profile("budget_full", other.label):
                     return
             with self._context.profile("prefetch", other.label):
                 other.unshard(behind_reductions=behind)
-            self._room.add(other)
+            self.room.add(other)
             if other.is_optional:
-                self._ahead.add(other)
+                self.ahead.add(other)
 
-    def take_part_in_gather(self, unit: Unit) -> None:
+    def take_part(self, unit: Unit) -> None:
         """Take part in a gather that this rank has no use for now."""
-        is_resident = unit.state is not ShardState.SHARDED and unit not in self._ahead
-        self._ahead.discard(unit)
+        is_resident = unit.state is not ShardState.SHARDED and unit not in self.ahead
+        self.ahead.discard(unit)
         if is_resident:
             self._gather_again(unit)
         else:
@@ -374,22 +383,12 @@ class OptionalScheduler(UnshardScheduler):
     def free_after_reduction(self, unit: Unit) -> None:
         """This rank took part in the reduction of a unit that its own backward is not running."""
         if unit.index not in self._own:
-            self.free_in_backward(unit, self._is_regathered())
-
-    def abort(self) -> None:
-        super().abort()
-        self._ahead.clear()
-        self._kept, self._last_inside, self._is_ending = None, None, False
+            self._scheduler.free_in_backward(unit, self._is_regathered())
 
     def before_event(self) -> None:
         """All ranks take part in an event of an optional unit; see Note [Ranks hold the same]."""
-        if not (self._is_backward and self._last is self._kept):
-            self._release_last()
-
-    def _release_last(self) -> None:
-        if self._last is not None:
-            self._last.free(_LAST, regathered_this_step=True)
-            self._last = None
+        if not (self._is_backward and self._scheduler.last is self._kept):
+            self._scheduler.free_last()
 
 
 def _is_inside_function() -> bool:
@@ -405,67 +404,19 @@ def _is_inside_function() -> bool:
     return False
 
 
-class _Recorder(ExecOrderRecorder):
-    """Passes on where backward passes begin, and where passes end."""
-
-    def __init__(self, scheduler: OptionalScheduler) -> None:
-        super().__init__()
-        self._scheduler = scheduler
-        self._left_out: Collection[int] = ()
-
-    def leave_out(self, units: Collection[int]) -> None:
-        """Record no visits of these units from now on."""
-        self._left_out = units
-
-    def visit(self, unit: int) -> None:
-        if unit not in self._left_out:
-            super().visit(unit)
-
-    def begin(self, kind: Hashable) -> None:
-        scheduler = self._scheduler
-        if not (isinstance(kind, tuple) and kind[0] == "backward"):
-            super().begin(kind)
-            return
-        # After the same required units another one is resident where an optional unit ran last.
-        super().begin((*kind, scheduler.resident()))
-        scheduler.begin_backward(kind[1])
-
-    def end(self, is_final: bool = True) -> Order:
-        self._scheduler.agreement.end(is_final)
-        return super().end(is_final)
-
-    def abort(self) -> None:
-        super().abort()
-        agreement = self._scheduler.__dict__.get("agreement")
-        if agreement is not None:
-            agreement.abort()
-
-
 class _Room:
     """A `RateLimiter` that counts what all ranks hold: required units, the optional unit that was
     gathered last, and prefetched ones."""
 
-    def __init__(self, context: RuntimeContext, ahead: set[Unit]) -> None:
-        """
-        Args:
-            ahead: optional units that are prefetched.
-        """
+    def __init__(
+        self, context: RuntimeContext, required: tuple[Unit, ...], ahead: set[Unit]
+    ) -> None:
+        """`ahead`: optional units that are prefetched."""
         self._limiter = context.limiter
-        self._required: tuple[Unit, ...] = ()
-        self._ahead = ahead
+        self._required = required
+        self.ahead = ahead
         self._held: dict[Unit, None] = {}
         self._used: Unit | None = None
-
-    def count(self, required: tuple[Unit, ...]) -> None:
-        """Set the required units."""
-        self._required = required
-
-    @property
-    def budget(self) -> GatherBudget:
-        return self._limiter.budget
-
-    def set_budget(self, budget: GatherBudget) -> None:
-        self._limiter.set_budget(budget)
 
     def look(self) -> None:
         """See what is resident, at a required gather: there it is the same on every rank."""
@@ -473,7 +424,7 @@ class _Room:
 
     def _resident(self) -> dict[Unit, None]:
         held = [unit for unit in self._required if unit.state is not ShardState.SHARDED]
-        return dict.fromkeys([*held, *self._ahead])
+        return dict.fromkeys([*held, *self.ahead])
 
     def admits(self, nbytes: int) -> bool:
         """See `RateLimiter.admits`."""

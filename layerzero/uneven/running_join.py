@@ -1,0 +1,307 @@
+"""RunningJoin: a model inside a join; see Note [How a rank shadows]."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from layerzero.build.regions import OptionalRegions
+from layerzero.flat.parameter_info import get_info
+from layerzero.optim.clip import clip_grad_norm_, clipped
+from layerzero.optim.in_backward import is_narrowed
+from layerzero.optim.joined import ScalerCall, joined, joined_scalers, refuse_scaler
+from layerzero.optim.scaler import scaler_that_calls
+from layerzero.optional.exchange import Exchange
+from layerzero.optional.optional_units import OptionalUnits
+from layerzero.step.calls import ForwardPass
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit, get_unit
+from layerzero.uneven.negotiation import Negotiation
+from layerzero.uneven.parts import JoinedAgreement, JoinedReductions, JoinedSchedule
+from layerzero.uneven.requests import (
+    FORWARDS,
+    IN_FORWARD,
+    OUT,
+    SCALING,
+    Kind,
+    Request,
+    bits_of,
+    number_of,
+)
+from layerzero.uneven.state import JoinState
+from layerzero.watch.diagnosis import CollectiveError
+
+_MAX_FORWARDS = 64
+"""Forwards without a backward that are remembered."""
+
+
+class RunningJoin(OptionalUnits):
+    """An extension whose ranks exchange what they want to do next. All units are optional."""
+
+    agreement: JoinedAgreement
+    schedule: JoinedSchedule
+    reductions: JoinedReductions
+    _agreement_class = JoinedAgreement
+    _schedule_class = JoinedSchedule
+    _reductions_class = JoinedReductions
+
+    def __init__(self, root: RootState, state: JoinState, exchange: Exchange) -> None:
+        """Begin a join. Collective."""
+        regions = {unit.index: "the model" for unit in root.units if unit.handles}
+        # The mean over participants, so that `_scale` is called.
+        super().__init__(root, OptionalRegions(regions, "participants"), exchange)
+        self.state = self.schedule.state = self.reductions.state = state
+        self._root = root
+        self._negotiation = Negotiation(
+            state, root.operations, exchange, self.schedule, 3 + len(root.units)
+        )
+        self.agreement.bring_inside = self._negotiation.inside_forward
+        self.agreement.exchanges_at_end = self.reductions.exchanges_at_end
+        self._num_forwards = 0
+        self._forwards: dict[int, ForwardPass] = {}
+        """The latest forwards inside the join, by number."""
+        self._negotiation.compare_lists()
+        self._before: OptionalUnits | None = root.optional
+        """What it stands in for."""
+        if self._before is not None:
+            self._before.end(root)
+            if self._before.reductions.averages_participants:
+                state.participants = frozenset(self._before._regions.region_of)
+        self.begin(root)
+        root.join = self
+        join_ref = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            join = join_ref()
+            if join is not None:
+                join.come_to_step(optimizer, closure=(*args, None)[1] or kwargs.get("closure"))
+
+        self._step_hook = register_optimizer_step_pre_hook(before_step)
+        joined.update(state.optimizers.all)
+        joined_scalers.update(dict.fromkeys(state.scalers.all, self))
+
+    def leave(self) -> None:
+        """The join is over, with or without an error. Not collective; may be called again."""
+        root = self._root
+        if root.join is not self:
+            return
+        root.join = None
+        self._step_hook.remove()
+        self.end(root)
+        del self.agreement.bring_inside, self.agreement.exchanges_at_end  # They close cycles.
+        if self._before is not None:
+            self._before.begin(root)
+        joined.difference_update(self.state.optimizers.all)
+        for scaler in self.state.scalers.all:
+            joined_scalers.pop(scaler, None)
+
+    @property
+    def is_open(self) -> bool:
+        return not (self.state.is_abandoned or self.state.has_ended)
+
+    # Requests -----------------------------------------------------------------------------------
+
+    def come_to(self, request: Request, what: str = "") -> None:
+        """This rank wants to do this next: shadow others until all ranks have chosen it.
+
+        Args:
+            what: the call, in messages.
+
+        Raises:
+            RuntimeError: on every rank: another rank raised, or ranks came to different calls.
+        """
+        if self.state.is_idle:
+            return
+        while (chosen := self._negotiation.choose(request, what or str(request))) != request:
+            assert chosen is not None, "this rank is not out"
+            self._shadow(chosen)
+
+    def shadow_next(self) -> bool:
+        """This rank is out of batches: shadow what the others do next.
+
+        Returns:
+            False: all ranks are out.
+        """
+        chosen = self._negotiation.choose(OUT)
+        if chosen is not None:
+            self._shadow(chosen)
+        return chosen is not None
+
+    def finish(self, is_last: bool) -> None:
+        """All ranks are out of batches. Collective.
+
+        Args:
+            is_last: whether this rank was not out before the others.
+        """
+        while self._negotiation.choose(OUT, is_last=is_last) == IN_FORWARD:
+            pass
+
+    def raise_everywhere(self, error: BaseException) -> None:
+        """This rank leaves the join with an error: raise on the others, too, which wait for it.
+
+        Not for an interrupt, and not after a failed collective: the others may be gone.
+        """
+        is_raised = self.state.has_ended or self._root.operations.has_failed
+        if is_raised or not isinstance(error, Exception) or isinstance(error, CollectiveError):
+            return
+        if self._context.in_backward:
+            with contextlib.suppress(CollectiveError):
+                self._root.abort(error)
+        self._negotiation.raise_everywhere(error)
+
+    # What a rank runs -----------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
+        if self.state.is_abandoned or not self.state.is_enabled():
+            self.leave()
+            return
+        kind = Kind.FORWARD if self._root.reducer.requires_sync else Kind.MICRO_FORWARD
+        if not torch.is_grad_enabled():
+            kind = Kind.EVALUATION
+        self.come_to(Request(kind, unit.index, unit.module.training))
+        self._note_forward(forward_pass, unit.module.training)
+
+    def _note_forward(self, forward_pass: ForwardPass, is_training: bool) -> None:
+        self.state.is_training = is_training
+        self._num_forwards += 1
+        self._forwards[self._num_forwards] = forward_pass
+        self._forwards.pop(self._num_forwards - _MAX_FORWARDS, None)
+
+    def before_backward(self, order: tuple[int, ...]) -> None:
+        if not self.schedule.is_recording:
+            # -1: a forward from outside the join.
+            found = (n for n, each in self._forwards.items() if each.order is order)
+            syncs = self._root.reducer.requires_sync
+            self.come_to(Request(Kind.BACKWARD, next(found, -1), requires_sync=syncs))
+
+    def come_to_step(self, optimizer: torch.optim.Optimizer, closure: object) -> None:
+        """Before `optimizer.step`, of any optimizer of the process."""
+        if self.state.is_shadowing or self.state.is_abandoned or is_narrowed(optimizer):
+            return
+        index = self._index_of(optimizer)
+        if index is None:
+            return
+        if closure is not None:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__}.step(closure) inside a join: ranks without batches "
+                "have no closure; run forward and backward before step()"
+            )
+        scaler = scaler_that_calls()
+        if scaler is not None and scaler.is_enabled():
+            refuse_scaler(optimizer)
+        self.come_to(Request(Kind.STEP, index))
+
+    @contextlib.contextmanager
+    def scaler_call(
+        self,
+        scaler: torch.amp.GradScaler,
+        call: ScalerCall,
+        optimizer: torch.optim.Optimizer | None,
+        new_scale: float | None,
+    ) -> Iterator[None]:
+        """Around a call of one of the join's scalers; see `JoinOfScaler`."""
+        index = 0 if optimizer is None else self._index_of(optimizer)
+        if self.state.is_shadowing or index is None:
+            yield
+            return
+        self.come_to(self.state.scalers.request(scaler, call, index, new_scale))
+        # All ranks do the same now, so nothing inside is a request of its own.
+        self.state.is_shadowing = True
+        try:
+            yield
+        finally:
+            self.state.is_shadowing = False
+
+    def _index_of(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """The optimizer's index in the join's list; None: it is of another model.
+
+        Raises:
+            RuntimeError: it is of this model, and the join does not have it.
+        """
+        found = (i for i, each in enumerate(self.state.optimizers.all) if each is optimizer)
+        index = next(found, None)
+        if index is None:
+            own = {id(sharded) for unit in self._units for sharded in unit.sharded_params}
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step inside a join that does not have this "
+                    "optimizer, so ranks without batches would not step: pass every optimizer of "
+                    "the model to layerzero.join"
+                )
+        return index
+
+    def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
+        """`clip_grad_norm_` begins, of the module of `unit`."""
+        first, second = bits_of(max_norm), bits_of(norm_type)
+        self.come_to(Request(Kind.CLIP, unit.index, first=first, second=second))
+
+    def before_call(self, what: str) -> None:
+        """See `RootState.before_call`."""
+        if what == "rewrap":
+            raise RuntimeError("rewrap: the model is inside a join; leave that first")
+        if what == "micro_batches":
+            raise NotImplementedError("join: not for pipeline stages, nor around micro_batches()")
+        if what == "reduce_gradients":
+            self.come_to(Request(Kind.REDUCE))
+        else:
+            self.come_to(Request(Kind.CALL), what)
+
+    # What others run ------------------------------------------------------------------------------
+
+    def _shadow(self, request: Request) -> None:
+        """Take part in what other ranks run, with nothing of this rank's own."""
+        state, root = self.state, self._root
+        state.is_shadowing = True
+        grad_enabled = request.kind != Kind.EVALUATION
+        try:
+            with torch.set_grad_enabled(grad_enabled):
+                if request.kind in FORWARDS:
+                    self._shadow_forward(self._units[request.which], request, grad_enabled)
+                elif request.kind == Kind.BACKWARD:
+                    self._shadow_backward(request)
+                elif request.kind == Kind.CLIP:
+                    self._shadow_clip(request)
+                elif request.kind == Kind.REDUCE:
+                    root.reduce_waiting()
+                elif request.kind in SCALING:
+                    state.scalers.follow(request, root.device)
+                elif request.kind == Kind.STEP:
+                    state.optimizers.all[request.which].step()
+        except BaseException as error:
+            root.abort(error)
+            raise
+        finally:
+            state.is_shadowing = False
+
+    def _shadow_forward(self, unit: Unit, request: Request, grad_enabled: bool) -> None:
+        root = self._root
+        forward_pass = ForwardPass(root.clock)
+        self._note_forward(forward_pass, bool(request.is_training))
+        root.context.note_weights()
+        root.scheduler.begin_forward(unit, weights_may_have_changed=not root.reducer.adds_up)
+        self.schedule.settle_forward()
+        root.context.wait_for_uploads()
+        forward_pass.ended(root.scheduler.end_forward(grad_enabled))
+
+    def _shadow_backward(self, request: Request) -> None:
+        reducer = self._root.reducer
+        before = reducer.requires_sync
+        reducer.set_requires_sync(bool(request.requires_sync))
+        try:
+            forward_pass = self._forwards.get(request.which) or ForwardPass(self._root.clock)
+            self._backward.run_without_graph(forward_pass)
+        finally:
+            reducer.set_requires_sync(before)
+
+    def _shadow_clip(self, request: Request) -> None:
+        module = self._units[request.which].module
+        inside = {id(unit) for m in module.modules() if (unit := get_unit(m)) is not None}
+        units = [unit for unit in self._units if id(unit) in inside]
+        whole = [each for each in module.parameters() if get_info(each) is None]
+        max_norm, norm_type = number_of(request.first), number_of(request.second)
+        clip_grad_norm_(clipped(self._root, units, whole), max_norm, norm_type)
