@@ -23,7 +23,6 @@ from layerzero.comm.streams import Event, Streams
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
 from layerzero.ops import ordered_sum_, pack_
-from layerzero.step.chunk_squares import ChunkSquares
 from layerzero.step.operations import Operations
 from layerzero.step.rate_limiter import RateLimiter
 
@@ -78,7 +77,6 @@ class RuntimeContext:
         self.weights_written = None
         self.shard_uploaded = None
         self.add = ordered_sum_
-        self._squares: ChunkSquares | None = None
         self._profiling = torch.autograd._profiler_enabled
         self._logs = False
 
@@ -97,18 +95,6 @@ class RuntimeContext:
         """Return the names passed to `note_replaced` since the last call, and clear them."""
         replaced, self.replaced = self.replaced, []
         return replaced
-
-    def chunk_squares(self) -> ChunkSquares:
-        """Sum the squares of gradients while they are summed over ranks, from now on."""
-        if self._squares is None:
-            self._squares = ChunkSquares()
-            self.add = self._squares.add
-        return self._squares
-
-    def drop_squares(self) -> None:
-        """Drop the sums of squares of this backward pass, whose gradients are dropped."""
-        if self._squares is not None:
-            self._squares.clear()
 
     # What verification replaces (layerzero/verify) --------------------------------------------
 

@@ -259,6 +259,7 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
     # forward and its backward a summon may read.
     handle = entry.handle
     handle.mark_stale()
+    handle.num_rewrites += 1
     if options.rank0_only:
         _send_from_first(root, entry, options)
         return
