@@ -358,6 +358,11 @@ class FlatParam:
         if self.has_compute_shard:
             self._is_gathered = False
 
+    def note_rewrite(self) -> None:
+        """The engine writes the main shard through `.data`."""
+        self.mark_stale()
+        self.num_rewrites += 1
+
     def rename(self, prefix: str) -> None:
         """Put `prefix` before every name, because the model became part of another."""
         self.fqns = [f"{prefix}.{fqn}" for fqn in self.fqns]
@@ -449,7 +454,7 @@ class FlatParam:
                 _put(parameter, own)
         self._is_gathered = False
         self.was_assigned = True
-        self.num_rewrites += 1
+        self.note_rewrite()
         self._expect()
 
     def _move_main_shard(self) -> None:

@@ -13,7 +13,6 @@ from layerzero.flat.placement import Placement
 from layerzero.optim.clip import Clipped, clipped, grad_norm
 from layerzero.optim.flat_state import FlatState, squares_of
 from layerzero.optim.norm import Part, global_power
-from layerzero.step.chunk_squares import add_with_squares
 from layerzero.step.root import RootState
 
 
@@ -42,7 +41,7 @@ class FlatNorm:
         members = self._members_of(root, groups, flats)
         if norm_type != 2 or root.tensor_parallel_groups:
             return grad_norm(members, norm_type)
-        root.context.add = add_with_squares
+        root.context.sum_squares()
         return _norm(members, flats)
 
     def overflow(self, root: RootState | None, flats: list[FlatState]) -> torch.Tensor:
@@ -52,9 +51,9 @@ class FlatNorm:
             if flat.home.main.dtype == torch.float64 and not squares.isfinite():
                 squares = flat.largest()  # The square of a finite number may be infinite.
             found.append(squares)
-        device = torch.device("cpu")
+        device = torch.device("cpu") if root is None else root.device
         if root is not None:
-            device, root.context.add = root.device, add_with_squares
+            root.context.sum_squares()
         if not found:
             return torch.zeros((), device=device)
         return 1.0 - torch.stack([each.to(device) for each in found]).isfinite().all().float()
