@@ -40,9 +40,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from layerzero import MixedPrecision, ZeRO3
-from layerzero.ops import ordered_sum_, ordered_sum_squares_
+from layerzero.ops import ordered_sum_, ordered_sum_squares_, sum_squares
 from layerzero.optim import AdamW
-from layerzero.step.chunk_squares import ChunkSquares
+from layerzero.step.chunk_squares import add_with_squares
 
 WORLD_SIZE = 8
 PARTS = ("sum", "sum and norm", "norm alone", "clip", "step", "zero_grad")
@@ -150,16 +150,12 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
 
     def norm() -> None:
         for flat in flats:
-            flat.note_delivered(ChunkSquares())
+            gradient = flat._gradient(None)
+            assert gradient is not None
+            sum_squares(gradient.flat)
 
     def add(op: Callable[..., Any]) -> Callable[[], None]:
         return lambda: [op(parts[0], parts, 0.5) for parts in chunks][-1]
-
-    put_back = _keeping_gradients(model)
-
-    def deliver() -> None:
-        put_back()
-        norm()  # What a backward pass tells the optimizer.
 
     return Contender(
         {
@@ -170,7 +166,7 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
             "step": optimizer.step,
             "zero_grad": optimizer.zero_grad,
         },
-        deliver,
+        _keeping_gradients(model, sums=True),
     )
 
 
@@ -208,27 +204,30 @@ def _on_dtensors(units: int, count: int, per_rank: int, options: dict[str, bool]
     )
 
 
-def _keeping_gradients(model: nn.Module) -> Callable[[], None]:
-    """A function that puts back what zero_grad dropped: parts of one buffer, as delivered."""
-    # As autograd reads and writes them: a norm summed in backward counts for a gradient that the
-    # program has not taken from `.grad`.
-    grad = vars(torch._C.TensorBase)["grad"]
+def _keeping_gradients(model: nn.Module, sums: bool = False) -> Callable[[], None]:
+    """A function that puts back what zero_grad dropped: parts of one buffer, as delivered.
+
+    Args:
+        sums: with the sum of its squares, as summed inside backward.
+    """
     parameters = [*model.parameters()]
-    kept = [grad.__get__(parameter) for parameter in parameters]
+    kept = [parameter.grad for parameter in parameters]
 
     def between() -> None:
         buffers: dict[int, Tensor] = {}
         for parameter, gradient in zip(parameters, kept, strict=True):
+            assert gradient is not None
             base = gradient._base
             if base is not None:
-                # In a buffer of its own: zero_grad has taken the one before from `.grad`.
                 if id(base) not in buffers:
                     buffers[id(base)] = base.detach().clone()
+                    if sums:
+                        add_with_squares(buffers[id(base)], [base], 1.0)
                 buffer = buffers[id(base)]
                 gradient = buffer.as_strided(
                     gradient.shape, gradient.stride(), gradient.storage_offset()
                 )
-            grad.__set__(parameter, gradient)
+            parameter.grad = gradient
 
     return between
 

@@ -148,6 +148,8 @@ class FlatParam:
         """Whether what was gathered last is still to be used, unless `versions` have changed."""
         self.was_assigned = False
         """Whether `.data` of a sharded parameter was ever assigned."""
+        self.num_rewrites = 0
+        """Writes of the engine into the main shard that `versions` do not count."""
         self.post_forward_shard = None
         self.params_on = params_on
         if params_on is None:
@@ -356,6 +358,11 @@ class FlatParam:
         if self.has_compute_shard:
             self._is_gathered = False
 
+    def note_rewrite(self) -> None:
+        """The engine writes the main shard through `.data`."""
+        self.mark_stale()
+        self.num_rewrites += 1
+
     def rename(self, prefix: str) -> None:
         """Put `prefix` before every name, because the model became part of another."""
         self.fqns = [f"{prefix}.{fqn}" for fqn in self.fqns]
@@ -447,6 +454,7 @@ class FlatParam:
                 _put(parameter, own)
         self._is_gathered = False
         self.was_assigned = True
+        self.note_rewrite()
         self._expect()
 
     def _move_main_shard(self) -> None:

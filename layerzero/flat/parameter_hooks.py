@@ -8,18 +8,11 @@ hooks of every kind then run in their usual order, see this backward's gradient,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-
-grad_of: Callable[[nn.Parameter], torch.Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
-"""`parameter.grad`, past what watches it (optim/data_watch.py)."""
-set_grad: Callable[[nn.Parameter, torch.Tensor | None], None] = vars(torch._C.TensorBase)[
-    "grad"
-].__set__
-"""Sets `parameter.grad`, past what watches it."""
 
 
 def stepped_by_torch() -> Container[nn.Parameter]:

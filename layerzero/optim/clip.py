@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.flat.parameter_hooks import grad_of
 from layerzero.flat.placement import Placement
 from layerzero.flat.sum_dtype import sum_dtype
 from layerzero.optim.norm import Part, checked_norm_type, global_power, root_of_power
@@ -82,7 +81,7 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
         NotImplementedError: an ignored parameter is a DTensor with a gradient.
     """
     norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
-    if any(isinstance(grad_of(parameter), DTensor) for parameter in of.replicated):
+    if any(isinstance(parameter.grad, DTensor) for parameter in of.replicated):
         raise NotImplementedError(
             "clip_grad_norm_: an ignored parameter is a DTensor with a gradient, whose share of "
             "the norm is unknown; do not ignore it, or remove its .grad and scale it yourself"
@@ -130,5 +129,5 @@ def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[Part]:
     return [
         Part(parameter, gradient)
         for parameter in parameters
-        if (gradient := grad_of(parameter)) is not None and gradient.numel()
+        if (gradient := parameter.grad) is not None and gradient.numel()
     ]

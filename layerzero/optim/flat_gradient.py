@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
-from operator import is_
+from itertools import compress, repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
 
-_base_of: Callable[[Any], Any] = vars(torch._C.TensorBase)["_base"].__get__
+_base_of: Callable[[Any], Any] = attrgetter("_base")
 _address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
@@ -33,7 +33,7 @@ def find_buffer(
     numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype
 ) -> Gradient | None:
     """The buffer that gradients are views of, if there is one."""
-    base = next((each._base for each in parts if each.numel()), None)
+    base = next(compress(map(_base_of, parts), map(torch.Tensor.numel, parts)), None)
     if not (
         base is not None
         and base.dtype == dtype

@@ -1,5 +1,4 @@
-"""FlatNorm: tells flat states which gradients a backward pass has delivered, and takes their norm,
-summed inside backward where it can be."""
+"""FlatNorm: the norm of the gradients of flat states, summed inside backward where it can be."""
 
 from __future__ import annotations
 
@@ -14,23 +13,14 @@ from layerzero.flat.placement import Placement
 from layerzero.optim.clip import Clipped, clipped, grad_norm
 from layerzero.optim.flat_state import FlatState, squares_of
 from layerzero.optim.norm import Part, global_power
-from layerzero.step.chunk_squares import ChunkSquares
 from layerzero.step.root import RootState
-from layerzero.step.unit import Unit
 
 
 class FlatNorm:
     """Sums squares inside backward passes from the first norm or overflow on."""
 
     def __init__(self) -> None:
-        self._flats: list[FlatState] = []
-        self._watched: RootState | None = None
-        self._reduced: ChunkSquares | None = None
         self._clipped: tuple[list[Any], Clipped] | None = None
-
-    def use(self, flats: list[FlatState]) -> None:
-        """These are the optimizer's flat states from now on."""
-        self._flats = flats
 
     def of(
         self,
@@ -51,9 +41,8 @@ class FlatNorm:
         members = self._members_of(root, groups, flats)
         if norm_type != 2 or root.tensor_parallel_groups:
             return grad_norm(members, norm_type)
-        norm = _norm(members, flats)
-        self.watch(root, sums=True)
-        return norm
+        root.context.sum_squares()
+        return _norm(members, flats)
 
     def overflow(self, root: RootState | None, flats: list[FlatState]) -> torch.Tensor:
         """Whether a gradient on this rank is infinite or NaN: a float32 scalar, 1 or 0."""
@@ -63,41 +52,11 @@ class FlatNorm:
                 squares = flat.largest()  # The square of a finite number may be infinite.
             found.append(squares)
         device = torch.device("cpu") if root is None else root.device
-        self.watch(root, sums=True)
+        if root is not None:
+            root.context.sum_squares()
         if not found:
             return torch.zeros((), device=device)
         return 1.0 - torch.stack([each.to(device) for each in found]).isfinite().all().float()
-
-    def watch(self, root: RootState | None, sums: bool) -> None:
-        """From now on, tell the flat states what is delivered.
-
-        Args:
-            sums: also sum squares meanwhile.
-        """
-        if root is None or root.reducer.uses_up_gradients:
-            return
-        if self._watched is not root:
-            root.reducer.watch_delivered(self._on_delivered)
-            self._watched, self._reduced = root, None
-            for flat in self._flats:
-                flat.watch_gradients()
-        if sums and self._reduced is None:
-            self._reduced = root.context.chunk_squares()
-
-    def _on_delivered(self, unit: Unit | None) -> None:
-        if unit is None:
-            if self._reduced is not None:
-                self._reduced.clear()
-            return
-        assert self._watched is not None, "it delivers"
-        is_used_up = self._watched.reducer.uses_up_gradients
-        for flat in self._flats:
-            if flat.home.unit is not unit:
-                continue
-            if is_used_up:
-                flat.forget_gradients()
-            else:
-                flat.note_delivered(self._reduced)
 
     def _members_of(
         self, root: RootState, groups: Sequence[Mapping[str, Any]], flats: list[FlatState]

@@ -209,7 +209,6 @@ class FlatOptimizer(torch.optim.Optimizer):
                 taken.clear()
         take_steps(taken)
         self._show()
-        self._norm.watch(root, sums=False)
         return loss
 
     def _agree(
@@ -350,7 +349,6 @@ class FlatOptimizer(torch.optim.Optimizer):
             else FlatState(self._kind, home, keys, dtype, shows)
             for home in homes_of(groups, () if owner is None else owner.root.units)
         ]
-        self._norm.use(self._flats)
         for flat in self._flats:
             flat.take(old)
         self._flat_of = {id(each.parameter): f for f in self._flats for each in f.home.held}
@@ -371,8 +369,6 @@ class FlatOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also drops what `clip_grad_norm_` left for the next step."""
         self._factor = None
-        for flat in self._flats or ():
-            flat.forget_gradients()
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return

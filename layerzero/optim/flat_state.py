@@ -4,35 +4,32 @@
     gradient      | a     | b            | c   |   a range for each parameter that has a gradient;
     states        | a     |    | c   |             parameters of other optimizers have no state
 
-Where gradients lie is noted when they are delivered, and stays known until somebody touches a
-`.grad` (optim/data_watch.py). Where parameters lie each step looks at, by passes in C over lists
-(`map` over a slot of Tensor): gradients in one buffer, parameters in the main shard, state in the
-memory made here. What is elsewhere, for whatever reason, is found again or copied.
+Where all this lies each step looks at, by passes in C over lists (`map` over a slot of Tensor):
+gradients in one buffer, parameters in the main shard, state in the memory made here. What is
+elsewhere, for whatever reason, is found again or copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from itertools import islice, repeat
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from layerzero.flat.huge_pages import prefer_huge_pages
-from layerzero.flat.parameter_hooks import grad_of
 from layerzero.ops import flat_step_, step_reference, sum_squares
 from layerzero.ops.step_reference import StepTensors
-from layerzero.optim.data_watch import watch_autograd, watch_grad
 from layerzero.optim.flat_gradient import Gradient, copy_of, find_buffer
 from layerzero.optim.flat_homes import Held, Home
-from layerzero.step.chunk_squares import ChunkSquares
+from layerzero.step.chunk_squares import squares_of_chunk
 
 _ALIGNMENT = 16
 """Elements: the first state of each parameter lies at a multiple of this."""
 _NONE = torch.empty(0)
+_grad_of: Callable[[nn.Parameter], torch.Tensor | None] = attrgetter("grad")
 
 Pairs = tuple[tuple[int, int], ...]
 Rows = Callable[[Pairs], torch.Tensor]
@@ -53,29 +50,22 @@ class Step(NamedTuple):
     seed: int
 
 
-class _Known(NamedTuple):
-    """Gradients that nobody has touched since they were delivered."""
-
-    gradient: Gradient
-    version: int
-    """Of their buffer when `squares` was summed."""
-    squares: torch.Tensor | None
-    """The sum of their squares, a float64 scalar; None: not summed yet."""
-
-
 def squares_of(flats: Sequence[FlatState]) -> list[torch.Tensor]:
     """The sums of squares of the gradients of each, float64 scalars.
 
     On a device one call reads each gradient once; `vector_norm` would copy it to float64 first.
     """
-    parts = [flat.unsummed() for flat in flats]
-    tensors = [each for own in parts for each in own]
+    found = [flat.unsummed() for flat in flats]
+    tensors = [each for _, parts in found for each in parts]
     if any(map(_is_on_device, tensors)):
         norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
         sums = iter(torch._foreach_mul(norms, norms))
     else:
         sums = iter([sum_squares(each) for each in tensors])
-    return [flat.squares([*islice(sums, len(p))]) for flat, p in zip(flats, parts, strict=True)]
+    return [
+        flat.total([*islice(sums, len(parts))]) if known is None else known
+        for flat, (known, parts) in zip(flats, found, strict=True)
+    ]
 
 
 def _is_on_device(x: torch.Tensor) -> bool:
@@ -119,13 +109,7 @@ class FlatState:
         self._shows_step = shows_step
         self._all = home.parameters
         self._members: list[int] = []
-        self._known: _Known | None = None
         self._filling: tuple[list[int], bool] | None = None
-        self._taken: dict[int, StorageWeakRef] | None = None
-        """Of gradients that somebody has taken from `.grad`, and may write through `.data`; None:
-        nobody watches yet."""
-        self._accumulators: dict[nn.Parameter, Any] = {}
-        """What `watch_autograd` returned."""
         self._make([], {})
 
     # Memory ---------------------------------------------------------------------------------
@@ -133,7 +117,6 @@ class FlatState:
     def _make(self, members: list[int], old: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Make states for these of the home's parameters, with the values that `old` has."""
         held = self.home.held
-        self._known = None
         self._members = members
         self._params = [held[i].parameter for i in members]
         inside = set(members)
@@ -225,100 +208,42 @@ class FlatState:
 
         Parameters that have a gradient for the first time become members.
         """
-        parts: list[Any] = [*map(grad_of, self._params)]
+        parts: list[Any] = [*map(_grad_of, self._params)]
         if (
             wanted is None
-            and all(map(is_, map(grad_of, self._others), repeat(None)))
+            and all(map(is_, map(_grad_of, self._others), repeat(None)))
             and not any(map(is_, parts, repeat(None)))
         ):
             return None, parts
         have = [
             i
             for i, each in enumerate(self._all)
-            if grad_of(each) is not None and (wanted is None or each in wanted)
+            if each.grad is not None and (wanted is None or each in wanted)
         ]
         if not set(have) <= set(self._members):
             self._make(sorted({*have, *self._members}), self.shown)
         number_of = {i: number for number, i in enumerate(self._members)}
         numbers = [number_of[i] for i in have]
         is_all = len(numbers) == len(self._members)
-        parts = [each for i in have if (each := grad_of(self._all[i])) is not None]
+        parts = [self._all[i].grad for i in have]
         return None if is_all else numbers, parts
 
-    def watch_gradients(self) -> None:
-        """From now on, notice what is taken from `.grad` or put there; what is there may have been
-        taken."""
-        if self._taken is None:
-            self._taken = {}
-            for parameter in self._all:
-                watch_grad(parameter, self._note_taken)
-                self._note_taken(grad_of(parameter))
-        if len(self._accumulators) < len(self._all):
-            for parameter in self._all:
-                if parameter.requires_grad and parameter not in self._accumulators:
-                    self._accumulators[parameter] = watch_autograd(parameter)
-
-    def note_delivered(self, reduced: ChunkSquares | None) -> None:
-        """Remember the gradients as they are.
-
-        Args:
-            reduced: also remember the sum of their squares: the reduction's if the gradients are
-                what it left; None: nobody is going to ask for it. On a device `squares_of` sums
-                later, all in one call.
-        """
-        self._known = None
-        self.watch_gradients()
+    def unsummed(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """The sum of squares of the gradients, a float64 scalar; None: not known, and the
+        gradients in as few tensors as hold them."""
         numbers, parts = self._collect()
         gradient = find_buffer(numbers, parts, self.home.main.dtype)
-        if gradient is None or gradient.base is None or self._was_taken(gradient):
-            return
-        squares = None
-        if reduced is not None and self._fills(gradient):
-            squares = reduced.of(gradient.base)
-        if self._usual is not None and self._usual[0] == gradient.offsets:
-            # The same object: the step then finds it so without a look at each number.
-            gradient = gradient._replace(offsets=self._usual[0])
-        self._known = _Known(gradient, gradient.flat._version, squares)
-        if reduced is not None and not _is_on_device(gradient.flat):
-            squares_of([self])
+        if gradient is None or gradient.base is None or not self._fills(gradient):
+            return None, [each.detach() for each in parts if each.numel()]
+        squares = squares_of_chunk(gradient.base)
+        return squares, [gradient.flat] if squares is None else []
 
-    def _note_taken(self, gradient: torch.Tensor | None) -> None:
-        self._known = None  # Another one may be there now, or what is there be put elsewhere.
-        if gradient is not None and self._taken is not None:
-            taken = StorageWeakRef(gradient.untyped_storage())
-            self._taken[taken.cdata] = taken
-
-    def _was_taken(self, gradient: Gradient) -> bool:
-        if not self._taken:
-            return False
-        # Storages that are gone cannot be written; a new one may be where they were.
-        self._taken = {key: each for key, each in self._taken.items() if not each.expired()}
-        return gradient.flat.untyped_storage()._cdata in self._taken
-
-    def unsummed(self) -> list[torch.Tensor]:
-        """The gradients, in as few tensors as hold them; none where their squares are known."""
-        known = self._known
-        if known is None:
-            numbers, parts = self._collect()
-            gradient = find_buffer(numbers, parts, self.home.main.dtype)
-        elif known.squares is not None and known.version == known.gradient.flat._version:
-            return []
-        else:
-            gradient, parts = known.gradient, known.gradient.parts
-        if gradient is not None and self._fills(gradient):
-            return [gradient.flat]
-        return [each.detach() for each in parts if each.numel()]
-
-    def squares(self, sums: list[torch.Tensor]) -> torch.Tensor:
-        """The sum of squares of the gradients; `sums`: of each that `unsummed` returned."""
-        known = self._known
-        if known is not None and known.squares is not None and not sums:
-            return known.squares
+    def total(self, sums: list[torch.Tensor]) -> torch.Tensor:
+        """The sum of these scalars."""
+        if len(sums) == 1:
+            return sums[0]
         zero = torch.zeros((), dtype=torch.float64, device=self.home.main.device)
-        squares = sums[0] if len(sums) == 1 else torch.stack(sums).sum() if sums else zero
-        if known is not None:
-            self._known = _Known(known.gradient, known.gradient.flat._version, squares)
-        return squares
+        return torch.stack([zero, *sums]).sum()
 
     def _fills(self, gradient: Gradient) -> bool:
         """Whether its buffer has the layout of the main shard: all that is in it are the gradients,
@@ -343,9 +268,6 @@ class FlatState:
         if not parts:
             return torch.zeros((), dtype=torch.float64, device=self.home.main.device)
         return torch.stack([each.abs().amax().double() for each in parts]).amax()
-
-    def forget_gradients(self) -> None:
-        self._known = None
 
     # The step -------------------------------------------------------------------------------
 
@@ -383,8 +305,6 @@ class FlatState:
     def _gradient(self, wanted: Container[nn.Parameter] | None) -> Gradient | None:
         """The gradients of its parameters, of those only if they are given, in one buffer; None:
         there is none."""
-        if self._known is not None and wanted is None:
-            return self._known.gradient
         numbers, parts = self._collect(wanted)
         if not parts:
             return None

@@ -23,7 +23,7 @@ from layerzero.comm.streams import Event, Streams
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
 from layerzero.ops import ordered_sum_, pack_
-from layerzero.step.chunk_squares import ChunkSquares
+from layerzero.step.chunk_squares import add_with_squares
 from layerzero.step.operations import Operations
 from layerzero.step.rate_limiter import RateLimiter
 
@@ -46,8 +46,6 @@ class RuntimeContext:
     """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
     replaced: list[str]
     """Names of unsharded parameters that the model's forward has replaced by other objects."""
-    num_writebacks: int
-    """Number of times that full parameters (and gradients) were written back into shards."""
     in_backward: bool
     """Whether autograd is running a backward pass of this model."""
     weights_written: Event
@@ -73,12 +71,10 @@ class RuntimeContext:
         self.tensor_parallel_groups = tuple(tensor_parallel_groups)
         self.owner = owner
         self.replaced = []
-        self.num_writebacks = 0
         self.in_backward = False
         self.weights_written = None
         self.shard_uploaded = None
         self.add = ordered_sum_
-        self._squares: ChunkSquares | None = None
         self._profiling = torch.autograd._profiler_enabled
         self._logs = False
 
@@ -98,17 +94,9 @@ class RuntimeContext:
         replaced, self.replaced = self.replaced, []
         return replaced
 
-    def chunk_squares(self) -> ChunkSquares:
+    def sum_squares(self) -> None:
         """Sum the squares of gradients while they are summed over ranks, from now on."""
-        if self._squares is None:
-            self._squares = ChunkSquares()
-            self.add = self._squares.add
-        return self._squares
-
-    def drop_squares(self) -> None:
-        """Drop the sums of squares of this backward pass, whose gradients are dropped."""
-        if self._squares is not None:
-            self._squares.clear()
+        self.add = add_with_squares
 
     # What verification replaces (layerzero/verify) --------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from layerzero.flat.gradients import Gradient
-from layerzero.flat.parameter_hooks import accumulate_with_hooks, grad_of, set_grad
+from layerzero.flat.parameter_hooks import accumulate_with_hooks
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Delivery:
         Hooks see all gradients, and may raise. So what is written first is copied, for `undo`.
         """
         for parameter, _ in (*self.plain, *hooked):
-            before = grad_of(parameter)
+            before = parameter.grad
             copied = None if before is None else before.detach().clone()
             self._written.append((parameter, before, copied))
         self._write()
@@ -60,14 +60,14 @@ class Delivery:
         self._written = []
         cleared, self._cleared = self._cleared, []
         for parameter in cleared:
-            parameter.grad = None  # Not `set_grad`: watchers are called.
+            parameter.grad = None
 
     def _write(self) -> None:
         plain, self.plain = self.plain, []
         with torch.no_grad():
             for parameter, gradient in plain:
-                if (before := grad_of(parameter)) is None:
-                    set_grad(parameter, gradient)
+                if (before := parameter.grad) is None:
+                    parameter.grad = gradient
                 else:
                     before.add_(gradient)
 
@@ -75,7 +75,7 @@ class Delivery:
         """Return `.grad` to what it was, unless `commit` was called."""
         self.plain, self._cleared = [], []
         for parameter, before, copied in reversed(self._written):
-            set_grad(parameter, before)
+            parameter.grad = before
             if before is not None and copied is not None:
                 with torch.no_grad():
                     before.copy_(copied)

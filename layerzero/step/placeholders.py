@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 from layerzero.comm.streams import Streams
 from layerzero.flat.gradients import GradientBuffer
-from layerzero.flat.parameter_hooks import grad_of, set_grad
 
 _aten = torch.ops.aten
 _VERBS: dict[Any, str] = {_aten.zero_.default: "zero_", _aten._foreach_zero_.default: "zero_"}
@@ -137,17 +136,17 @@ class Placeholders:
     def put_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         """Put zeros where `.grad` is None, and watch the others."""
         for parameter in parameters:
-            before = grad_of(parameter)
+            before = parameter.grad
             self._put(parameter, torch.zeros_like(parameter) if before is None else before)
 
     def put(self, waiting: Iterable[tuple[nn.Parameter, WaitingGradient]]) -> None:
         for parameter, shown in waiting:
-            shown.stand_before(grad_of(parameter))
+            shown.stand_before(parameter.grad)
             self._put(parameter, shown)
 
     def _put(self, parameter: nn.Parameter, shown: torch.Tensor) -> None:
-        self._placed.append(_Placed(parameter, shown, grad_of(parameter)))
-        set_grad(parameter, shown)
+        self._placed.append(_Placed(parameter, shown, parameter.grad))
+        parameter.grad = shown
 
     @property
     def are_placed(self) -> bool:
@@ -155,7 +154,7 @@ class Placeholders:
 
     def are_cleared(self, all_of_them: bool) -> bool:
         """Whether the program has cleared one, or all, since they were put."""
-        cleared = (grad_of(parameter) is not shown for parameter, shown, _ in self._placed)
+        cleared = (parameter.grad is not shown for parameter, shown, _ in self._placed)
         return bool(self._placed) and (all if all_of_them else any)(cleared)
 
     def take(self) -> bool:
@@ -163,8 +162,8 @@ class Placeholders:
         it has cleared; returns whether there were any."""
         placed, self._placed = self._placed, []
         for parameter, shown, before in placed:
-            if grad_of(parameter) is shown:
-                set_grad(parameter, before)
+            if parameter.grad is shown:
+                parameter.grad = before
             elif isinstance(shown, WaitingGradient):
                 shown.drop()
         return bool(placed)

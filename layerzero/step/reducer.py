@@ -10,7 +10,6 @@ changes no gradient the user can see.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,9 +49,6 @@ class GradientReducer:
     num_waiting: int
     """Micro-batches whose gradients wait for their reduction."""
 
-    on_delivered: Callable[[Unit | None], None] | None
-    """Called with each unit once its `.grad`s of a backward pass are complete; last with None."""
-
     def __init__(
         self, context: RuntimeContext, units: Sequence[Unit], policy: ReductionPolicy
     ) -> None:
@@ -69,9 +65,8 @@ class GradientReducer:
         self.num_waiting = 0
         self._num_micro_batches = 2
         self._reason = ""
-        self.on_delivered = None
         self._step: Callable[[Unit | None], None] | None = None
-        self._watchers: list[weakref.WeakMethod[Callable[[Unit | None], None]]] = []
+        """Called with each unit once its `.grad`s are complete; last with None."""
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
         self._delivery = Delivery()
@@ -80,8 +75,6 @@ class GradientReducer:
         self.is_skipping = self._skips_next = False
         self._judge: Judge | None = None
         self._cleared: list[nn.Parameter] = []
-        self._complete: list[Unit | None] = []
-        """Units to report in `commit`, and None after them."""
 
     def __del__(self) -> None:
         # After an error, reductions in flight are deleted with the model.
@@ -109,28 +102,6 @@ class GradientReducer:
     def call_on_delivered(self, function: Callable[[Unit | None], None] | None) -> None:
         """Let `function` use up gradients as they are delivered; None: they stay in `.grad`."""
         self._step = function
-        self._join_watchers()
-
-    def watch_delivered(self, method: Callable[[Unit | None], None]) -> None:
-        """Call a bound method, as long as its object lives, with each unit that is delivered."""
-        self._watchers.append(weakref.WeakMethod(method))
-        self._join_watchers()
-
-    def _join_watchers(self) -> None:
-        watchers, step = self._watchers, self._step
-        if not watchers:
-            self.on_delivered = step
-            return
-
-        def on_delivered(unit: Unit | None) -> None:
-            for reference in watchers:
-                watcher = reference()
-                if watcher is not None:
-                    watcher(unit)
-            if step is not None:
-                step(unit)
-
-        self.on_delivered = on_delivered
 
     @property
     def uses_up_gradients(self) -> bool:
@@ -238,8 +209,6 @@ class GradientReducer:
         hooked = self._add_parts(arrived)
         if hooked:
             self._delivery.run_hooks(hooked)
-        if self.on_delivered is not None:
-            self._complete = [*dict.fromkeys(reduction.unit for reduction, _ in arrived), None]
 
     def undelivered(self) -> list[Reduction]:
         """Reductions of the pass whose gradients a delivery writes, in order of issue."""
@@ -257,7 +226,6 @@ class GradientReducer:
         self._skips_next = judge([reduction for reduction, _ in arrived]) or self.is_skipping
         if self._skips_next:
             self._delivery.clear(self._cleared)
-            self._context.drop_squares()
             for reduction, _ in arrived:
                 reduction.handle.gradients.release()
         return self._skips_next
@@ -342,7 +310,8 @@ class GradientReducer:
         hooked: list[Gradient] = []
         complete: list[Unit] = []
         stepped: list[str] = []
-        assert self.on_delivered is not None, "the optimizer is part of it"
+        step = self._step
+        assert step is not None, "the optimizer is part of it"
         try:
             for index, (reduction, present) in enumerate(arrived):
                 hooked += self._add_parts([(reduction, present)])
@@ -354,13 +323,13 @@ class GradientReducer:
                     # their unit nor a later one is reported.
                     while complete:
                         stepped.append(complete[0].label)
-                        self.on_delivered(complete.pop(0))
+                        step(complete.pop(0))
             if hooked:
                 self._delivery.run_hooks(hooked)
             for unit in complete:
                 stepped.append(unit.label)
-                self.on_delivered(unit)
-            self.on_delivered(None)
+                step(unit)
+            step(None)
         except BaseException as error:
             if stepped:
                 note_steps(error, stepped)
@@ -377,10 +346,6 @@ class GradientReducer:
         self.is_skipping = self._skips_next
         if self.num_waiting or not self.requires_sync:
             self._keep_sums()
-        complete, self._complete = self._complete, []
-        if self.on_delivered is not None:
-            for unit in complete:
-                self.on_delivered(unit)
         self.num_waiting += num_micro_batches
         if self.requires_sync:
             self._end_accumulation()
@@ -408,10 +373,8 @@ class GradientReducer:
                 each.pending.wait()
         self._in_flight = []
         self._undelivered = []
-        self._complete = []
         self._skips_next = self.is_skipping
         self._delivery.undo()
-        self._context.drop_squares()
 
     def forget_sums(self) -> None:
         """Drop the sums of earlier micro-batches."""

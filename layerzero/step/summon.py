@@ -86,7 +86,6 @@ def summon(
                 ):
                     set_sharded_param(full, sharded)  # `full` is no parameter any more.
         if finished and options.writeback:
-            root.context.num_writebacks += 1
             with torch.no_grad():
                 for entry in summoned:
                     _write_back(root, entry, options)
@@ -258,7 +257,7 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
     # Values go back through `.data`, and count as written only where the user wrote: between a
     # forward and its backward a summon may read.
     handle = entry.handle
-    handle.mark_stale()
+    handle.note_rewrite()
     if options.rank0_only:
         _send_from_first(root, entry, options)
         return

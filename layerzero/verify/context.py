@@ -74,7 +74,6 @@ class VerifiedContext(RuntimeContext):
         self._num_passes = 0
         self._records = every == 1
         """Whether the backward that comes next is checked."""
-        self._is_watching = False
         self._wire = Wire(self.device, self.operations)
         self._resting = Resting(self._units)
         self._packed = Packed(self._units, self._keep)
@@ -102,11 +101,6 @@ class VerifiedContext(RuntimeContext):
     def note_weights(self) -> None:
         super().note_weights()
         self._checksums.clear()
-        if self._records:
-            self._resting.forget_unseen()
-        if not self._is_watching and self._units():
-            self._is_watching = True
-            self._resting.watch()
 
     def all_gather(  # type: ignore[no-redef]
         self, full: torch.Tensor, shard: torch.Tensor, group: ShardGroup, operation: Operation
@@ -229,11 +223,7 @@ class VerifiedContext(RuntimeContext):
         units = self._units()
         self._wait_for_streams()
         rank = _placement(units).rank
-        findings = [
-            f"{label} on rank {rank} changed since the last optimizer step, and nothing wrote it; "
-            f"a bit flipped in memory: {_LASTS}"
-            for label in self._resting.changed()
-        ]
+        findings = self._changed(rank)
         findings += find_different(
             units,
             self.tensor_parallel_groups,
@@ -244,6 +234,14 @@ class VerifiedContext(RuntimeContext):
         placement = _placement(units)
         axes = (placement.data_parallel or placement).groups
         self._settle(_groups(units), axes, self.tensor_parallel_groups, findings, rank)
+
+    def _changed(self, rank: int) -> list[str]:
+        return [
+            f"{label} on rank {rank} changed since the last optimizer step, and torch counted no "
+            f"write: a bit flipped in memory, so {_LASTS}; or the program wrote it through .data "
+            "or numpy(), and has to write it under torch.no_grad() instead"
+            for label in self._resting.changed()
+        ]
 
     def after_forward(self, grad_enabled: bool) -> None:
         """Check what a forward without gradients gathered. Collective over the groups it used.
@@ -275,7 +273,7 @@ class VerifiedContext(RuntimeContext):
         if not self._is_any(is_bad, axes, tensor_parallel_axes):
             self._wire.clear(groups)
             return
-        findings = [*findings, *self._wire.find(groups)]
+        findings = [*(findings or self._changed(rank)), *self._wire.find(groups)]
         everyone = [*axes, *tensor_parallel_axes]
         texts = gather_texts(
             findings[0] if findings else None, rank, everyone, self.device, "verification"

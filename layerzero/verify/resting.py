@@ -3,8 +3,8 @@
 Note [Who may write]
     Checksums are taken right after a step of an optimizer, and compared before the next one. What
     was written in between through torch has another version (`Tensor._version`), or is another
-    tensor, and is not compared. A write through `.data` changes no version; so a flat parameter of
-    which somebody takes `.data` (optim/data_watch.py) is not compared any more.
+    tensor, and is not compared. A write through `.data` changes no version and looks like a flipped
+    bit: the error names both causes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from typing import NamedTuple
 import torch
 
 from layerzero.flat.flat_param import FlatParam
-from layerzero.notices import warn_once
 from layerzero.ops import word_sums
 from layerzero.optim.claims import name_of
-from layerzero.optim.data_watch import watch_data
 from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.step.unit import Unit
 
@@ -33,15 +31,6 @@ class _Noted(NamedTuple):
     label: str
 
 
-class _Taker:
-    """Whether anybody took `.data` of a parameter of one flat parameter."""
-
-    has_taken = False
-
-    def note(self, _: object) -> None:
-        self.has_taken = True
-
-
 class Resting:
     """Main shards and optimizer state of one model, on this rank."""
 
@@ -53,14 +42,14 @@ class Resting:
         """Of each sharded parameter, by id: its flat parameter, and what to call its main shard."""
         self._of_shard: dict[int, FlatParam] = {}
         """Flat parameters by the id of their main shard."""
-        self._takers: dict[int, _Taker] = {}
-        """By id of the flat parameter, once watched."""
 
     def version_of(self, tensor: torch.Tensor) -> int:
-        """Of a main shard, those of its pieces as well, which count their own."""
+        """Of a main shard, those of its pieces as well, which count their own, and the engine's."""
         handle = self._of_shard.get(id(tensor))
         is_shard = handle is not None and handle.main_shard is tensor
-        return sum(handle.versions) if handle is not None and is_shard else tensor._version
+        if handle is None or not is_shard:
+            return tensor._version
+        return sum(handle.versions) + handle.num_rewrites
 
     def checksum_of(self, tensor: torch.Tensor) -> int | None:
         """The checksum that `tensor` must have; None: it is not known."""
@@ -80,11 +69,7 @@ class Resting:
             if (home := homes.get(id(each))) is not None
         }
         if stepped:
-            shards = [
-                (handle.main_shard, label)
-                for handle, label in stepped.values()
-                if not self._may_change_unseen(handle)
-            ]
+            shards = [(handle.main_shard, label) for handle, label in stepped.values()]
             self._note([*shards, *_states_of(optimizer)])
 
     def _find_homes(self) -> dict[int, tuple[FlatParam, str]]:
@@ -108,7 +93,6 @@ class Resting:
 
     def changed(self) -> list[str]:
         """What has changed though nobody wrote it, in words. Not collective; may block the host."""
-        self.forget_unseen()
         alive = [
             (tensor, noted)
             for noted in self._noted.values()
@@ -121,32 +105,6 @@ class Resting:
             for (_, noted), checksum in zip(alive, checksums, strict=True)
             if checksum != noted.checksum
         ]
-
-    def forget_unseen(self) -> None:
-        """Forget main shards that may have been written through `.data`; warns once of each."""
-        for unit in self._units():
-            for handle in unit.handles:
-                if self._may_change_unseen(handle) and id(handle.main_shard) in self._noted:
-                    del self._noted[id(handle.main_shard)]
-                    text = (
-                        f"verify: somebody took .data of a parameter of {unit.label} "
-                        f"({handle.fqns[0]!r} or others), and writes through it cannot be told "
-                        "from flipped bits: its main shard is not checked between steps any more; "
-                        "write parameters under torch.no_grad() instead"
-                    )
-                    warn_once(text, text)
-
-    def watch(self) -> None:
-        """Learn from now on of writes through `.data`."""
-        for unit in self._units():
-            for handle in unit.handles:
-                taker = self._takers.setdefault(id(handle), _Taker())
-                for parameter in handle.sharded_params:
-                    watch_data(parameter, taker.note)
-
-    def _may_change_unseen(self, handle: FlatParam) -> bool:
-        taker = self._takers.get(id(handle))
-        return taker is not None and taker.has_taken
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
