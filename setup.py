@@ -207,7 +207,6 @@ NATIVE = Extension(
             "crc32",
             "delta",
             "module",
-            "ordered_squares",
             "ordered_sum",
             "pack",
             "parallel",

@@ -1,10 +1,7 @@
 """What do a step, a clip and zero_grad cost: layerzero.optim.AdamW beside torch's optimizers?
 
 Torch's foreach and fused AdamW run on the same sharded parameters and on `fully_shard`'s DTensors,
-as rank 0 of a fake group of 8. The gradient norm of `layerzero.optim.AdamW` is summed inside
-backward, where gradients are summed over ranks: "norm" is what it adds to the sum of the parts of 2
-ranks, and there are ratios without and with it. "norm alone" is a pass of its own, for backends
-that sum themselves. Two questions:
+as rank 0 of a fake group of 8. "norm" is the pass over gradients that a clip takes. Two questions:
 
     bandwidth   --numel elements a rank, in units of the first of --counts parameters: the time of
                 clip + step, and the bytes moved
@@ -40,14 +37,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from layerzero import MixedPrecision, ZeRO3
-from layerzero.ops import ordered_sum_, ordered_sum_squares_, sum_squares
+from layerzero.ops import sum_squares
 from layerzero.optim import AdamW
-from layerzero.step.chunk_squares import add_with_squares
 
 WORLD_SIZE = 8
-PARTS = ("sum", "sum and norm", "norm alone", "clip", "step", "zero_grad")
-HOST = ("norm alone", "clip", "step", "zero_grad")
-SHOWN = ("norm", "norm alone", "clip", "step", "zero_grad")
+PARTS = ("norm", "clip", "step", "zero_grad")
 TIMED = ("clip", "step")
 BASE = "pieces, fused"
 
@@ -139,14 +133,10 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
     model = _sharded(units, count, per_rank)
     optimizer = AdamW(model.parameters(), lr=1e-3, state=state)
     _backward(model)
-    optimizer.clip_grad_norm_(1.0)  # From now on the norm is summed inside backward.
     optimizer.step()
     optimizer.zero_grad()
     _backward(model)
     flats = optimizer._flats or []
-    handles = _handles(model)
-
-    chunks = [[torch.randn_like(handle.main_shard) for _ in range(2)] for handle in handles]
 
     def norm() -> None:
         for flat in flats:
@@ -154,19 +144,14 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
             assert gradient is not None
             sum_squares(gradient.flat)
 
-    def add(op: Callable[..., Any]) -> Callable[[], None]:
-        return lambda: [op(parts[0], parts, 0.5) for parts in chunks][-1]
-
     return Contender(
         {
-            "sum": add(ordered_sum_),
-            "sum and norm": add(ordered_sum_squares_),
-            "norm alone": norm,
+            "norm": norm,
             "clip": lambda: optimizer.clip_grad_norm_(1.0),
             "step": optimizer.step,
             "zero_grad": optimizer.zero_grad,
         },
-        _keeping_gradients(model, sums=True),
+        _keeping_gradients(model),
     )
 
 
@@ -204,12 +189,8 @@ def _on_dtensors(units: int, count: int, per_rank: int, options: dict[str, bool]
     )
 
 
-def _keeping_gradients(model: nn.Module, sums: bool = False) -> Callable[[], None]:
-    """A function that puts back what zero_grad dropped: parts of one buffer, as delivered.
-
-    Args:
-        sums: with the sum of its squares, as summed inside backward.
-    """
+def _keeping_gradients(model: nn.Module) -> Callable[[], None]:
+    """A function that puts back what zero_grad dropped: parts of one buffer, as delivered."""
     parameters = [*model.parameters()]
     kept = [parameter.grad for parameter in parameters]
 
@@ -221,8 +202,6 @@ def _keeping_gradients(model: nn.Module, sums: bool = False) -> Callable[[], Non
             if base is not None:
                 if id(base) not in buffers:
                     buffers[id(base)] = base.detach().clone()
-                    if sums:
-                        add_with_squares(buffers[id(base)], [base], 1.0)
                 buffer = buffers[id(base)]
                 gradient = buffer.as_strided(
                     gradient.shape, gradient.stride(), gradient.storage_offset()
@@ -230,10 +209,6 @@ def _keeping_gradients(model: nn.Module, sums: bool = False) -> Callable[[], Non
             parameter.grad = gradient
 
     return between
-
-
-def _handles(model: ZeRO3) -> list[Any]:
-    return [handle for unit in model._root_state.units for handle in unit.handles]
 
 
 def _bandwidth(args: argparse.Namespace, count: int, per_rank: int) -> dict[str, Any]:
@@ -262,18 +237,13 @@ def _bandwidth(args: argparse.Namespace, count: int, per_rank: int) -> dict[str,
         key = name.removeprefix("layerzero ") if name.startswith("layerzero") else "torch"
         median = Spread.of(values).median
         parts = {part: Spread.of(times[name][part][1:]).median for part in PARTS}
-        both = zip(times[name]["sum"][1:], times[name]["sum and norm"][1:], strict=True)
-        norms = [with_norm - alone for alone, with_norm in both]
         result[name] = {
             "clip_step_ms": Spread.of(values).as_dict(),
-            "parts_ms": {**parts, "norm": Spread.of(norms).median},
+            "parts_ms": parts,
             "over_fused_on_pieces": ratio(values, totals[BASE]).as_dict(),
-            "with_norm_over_fused_on_pieces": ratio(
-                [a + b for a, b in zip(values, norms, strict=True)], totals[BASE]
-            ).as_dict(),
             "gigabytes_per_second": moved[key] * numel / median / 1e6,
         }
-    _show(f"{numel} elements in {count * args.units} parameters, ms", result, SHOWN)
+    _show(f"{numel} elements in {count * args.units} parameters, ms", result, PARTS)
     return result
 
 
@@ -292,7 +262,7 @@ def _host(args: argparse.Namespace, count: int) -> dict[str, Any]:
 
         return run
 
-    for part in HOST:
+    for part in PARTS:
         times = interleave(list(made), run_of(part), args.rounds, warmup=2)
         for name, values in times.items():
             own = result.setdefault(name, {"parts_ms": {}, "python_calls": {}})
@@ -301,7 +271,7 @@ def _host(args: argparse.Namespace, count: int) -> dict[str, Any]:
             own["python_calls"][part] = _calls(made[name].parts.get(part, _nothing))
             if part == "step":
                 own["over_fused_on_pieces"] = ratio(values, times[BASE]).as_dict()
-    _show(f"host, {count * args.units} parameters of 16 elements, ms", result, HOST)
+    _show(f"host, {count * args.units} parameters of 16 elements, ms", result, PARTS)
     return result
 
 
@@ -327,7 +297,7 @@ def _calls(function: Callable[[], Any]) -> int:
 
 def _show(title: str, result: dict[str, Any], parts: tuple[str, ...]) -> None:
     print(title)
-    header = ["", *parts, "clip + step", "over fused on pieces", "with norm", "calls"]
+    header = ["", *parts, "clip + step", "over fused on pieces", "calls"]
     rows = []
     for name, own in result.items():
         total = own.get("clip_step_ms", {}).get("median")
@@ -338,7 +308,6 @@ def _show(title: str, result: dict[str, Any], parts: tuple[str, ...]) -> None:
                 *(f"{own['parts_ms'][part]:.2f}" for part in parts),
                 "" if total is None else f"{total:.1f}",
                 f"{own['over_fused_on_pieces']['median']:.2f}",
-                f"{own.get('with_norm_over_fused_on_pieces', {}).get('median', 0.0):.2f}",
                 "" if calls is None else str(calls),
             ]
         )

@@ -27,15 +27,9 @@ using StepChunk = void (*)(const StepJob& job, const int64_t* range, int64_t fir
 // The sum of squares of n <= kSquaresChunk elements, in float64 and in 16 lanes.
 using SquaresChunk = double (*)(const void* x, layerzero_dtype dtype, int64_t n);
 
-// out[begin, begin + n) = the sum of parts, times scale; returns the sum of squares of that. For
-// n <= kSquaresChunk, with the bits of `Sum` and `SquaresChunk`; `out` may be a part.
-using SumSquaresChunk = double (*)(const float* const* parts, int64_t num_parts, int64_t begin,
-                                   int64_t n, float* out, float scale);
-
 struct StepKernels {
   StepChunk chunk;
   SquaresChunk squares;
-  SumSquaresChunk sum_squares;
 };
 const StepKernels& step_kernels();
 

@@ -292,8 +292,7 @@ class FlatParam:
     def _leave_storage(self) -> None:
         """`numpy()` of an unsharded parameter has fixed the size of the storage: leave it to what
         reads it, the graph among them, and take another."""
-        numel, dtype, device = self.full.numel(), self.full.dtype, self.full.device
-        _put(self.full, torch.empty(numel, dtype=dtype, device=device))
+        _put(self.full, torch.empty_like(self.full))
         self._storage = self.full.untyped_storage()
         for index, unsharded in enumerate(self.unsharded_params):
             _put(unsharded, self.view_of(self.full.data, index))

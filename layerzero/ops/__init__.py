@@ -30,7 +30,6 @@ __all__ = [
     "missing_kernels",
     "native_status",
     "ordered_sum_",
-    "ordered_sum_squares_",
     "pack_",
     "sum_squares",
     "word_sums",
@@ -178,22 +177,6 @@ def ordered_sum_(
     torch.ops.layerzero.ordered_sum_.default(out, list(parts), scale)
     _note_written(out)
     return out
-
-
-def ordered_sum_squares_(
-    out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float = 1.0
-) -> torch.Tensor:
-    """`ordered_sum_`, and in the same pass the sum of squares of what it writes.
-
-    Returns:
-        What `sum_squares(out)` would return then.
-    """
-    if out.device.type != "cpu":
-        return sum_squares(ordered_sum_(out, parts, scale))
-    squares = torch.empty(1, dtype=torch.float64)
-    torch.ops.layerzero.ordered_sum_squares_.default(out, squares, list(parts), scale)
-    _note_written(out)
-    return squares[0]
 
 
 def checked_sum_(

@@ -40,10 +40,6 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
         reference.ordered_sum_,
         _checks(reference.check_ordered_sum, 0, 1),
     ),
-    "ordered_sum_squares_(Tensor(a!) out, Tensor(b!) squares, Tensor[] parts, float scale) -> ()": (
-        step_reference.ordered_sum_squares_,
-        _checks(reference.check_ordered_sum, 0, 2),
-    ),
     "flat_step_(int kind, Tensor(a!)[] main, Tensor[] grad, Tensor(b!)[] states, "
     "Tensor(c!)[] scales, Tensor(d!)[] edges, Tensor[] table, Tensor[] rows, Tensor factor, "
     "float grad_scale, int seed, int phase) -> ()": (

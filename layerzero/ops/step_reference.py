@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from layerzero.ops.reference import DTYPES, compute_dtype, ordered_sum_
+from layerzero.ops.reference import DTYPES, compute_dtype
 
 ADAMW, SGD, LION = range(3)
 COLUMNS = 9
@@ -188,16 +188,6 @@ def sum_squares_(out: torch.Tensor, x: torch.Tensor) -> None:
     for chunk in chunks:
         total += chunk
     out.fill_(total)
-
-
-def ordered_sum_squares_(
-    out: torch.Tensor, squares: torch.Tensor, parts: Sequence[torch.Tensor], scale: float
-) -> None:
-    """See `layerzero.ops.ordered_sum_squares_`."""
-    if squares.dtype != torch.float64 or squares.numel() != 1:
-        raise ValueError(f"ordered_sum_squares_: squares must be one float64, got {squares.dtype}")
-    ordered_sum_(out, parts, scale)
-    sum_squares_(squares, out)
 
 
 def check_flat_step(kind: int, tensors: StepTensors) -> None:

@@ -1,4 +1,4 @@
-"""FlatNorm: the norm of the gradients of flat states, summed inside backward where it can be."""
+"""FlatNorm: the norm of the gradients of flat states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layerzero.step.root import RootState
 
 
 class FlatNorm:
-    """Sums squares inside backward passes from the first norm or overflow on."""
+    """Takes norms over all ranks, and remembers which parameters they are of."""
 
     def __init__(self) -> None:
         self._clipped: tuple[list[Any], Clipped] | None = None
@@ -41,7 +41,6 @@ class FlatNorm:
         members = self._members_of(root, groups, flats)
         if norm_type != 2 or root.tensor_parallel_groups:
             return grad_norm(members, norm_type)
-        root.context.sum_squares()
         return _norm(members, flats)
 
     def overflow(self, root: RootState | None, flats: list[FlatState]) -> torch.Tensor:
@@ -52,8 +51,6 @@ class FlatNorm:
                 squares = flat.largest()  # The square of a finite number may be infinite.
             found.append(squares)
         device = torch.device("cpu") if root is None else root.device
-        if root is not None:
-            root.context.sum_squares()
         if not found:
             return torch.zeros((), device=device)
         return 1.0 - torch.stack([each.to(device) for each in found]).isfinite().all().float()

@@ -24,7 +24,6 @@ from layerzero.ops import flat_step_, step_reference, sum_squares
 from layerzero.ops.step_reference import StepTensors
 from layerzero.optim.flat_gradient import Gradient, copy_of, find_buffer
 from layerzero.optim.flat_homes import Held, Home
-from layerzero.step.chunk_squares import squares_of_chunk
 
 _ALIGNMENT = 16
 """Elements: the first state of each parameter lies at a multiple of this."""
@@ -55,16 +54,15 @@ def squares_of(flats: Sequence[FlatState]) -> list[torch.Tensor]:
 
     On a device one call reads each gradient once; `vector_norm` would copy it to float64 first.
     """
-    found = [flat.unsummed() for flat in flats]
-    tensors = [each for _, parts in found for each in parts]
+    found = [flat.gradients() for flat in flats]
+    tensors = [each for parts in found for each in parts]
     if any(map(_is_on_device, tensors)):
         norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
         sums = iter(torch._foreach_mul(norms, norms))
     else:
         sums = iter([sum_squares(each) for each in tensors])
     return [
-        flat.total([*islice(sums, len(parts))]) if known is None else known
-        for flat, (known, parts) in zip(flats, found, strict=True)
+        flat.total([*islice(sums, len(parts))]) for flat, parts in zip(flats, found, strict=True)
     ]
 
 
@@ -228,15 +226,13 @@ class FlatState:
         parts = [self._all[i].grad for i in have]
         return None if is_all else numbers, parts
 
-    def unsummed(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """The sum of squares of the gradients, a float64 scalar; None: not known, and the
-        gradients in as few tensors as hold them."""
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients, in as few tensors as hold them."""
         numbers, parts = self._collect()
         gradient = find_buffer(numbers, parts, self.home.main.dtype)
         if gradient is None or gradient.base is None or not self._fills(gradient):
-            return None, [each.detach() for each in parts if each.numel()]
-        squares = squares_of_chunk(gradient.base)
-        return squares, [gradient.flat] if squares is None else []
+            return [each.detach() for each in parts if each.numel()]
+        return [gradient.flat]
 
     def total(self, sums: list[torch.Tensor]) -> torch.Tensor:
         """The sum of these scalars."""

@@ -17,13 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from layerzero.comm import collectives
-from layerzero.comm.collectives import Add
 from layerzero.comm.gloo.messages import messages_carry_names
 from layerzero.comm.streams import Event, Streams
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
-from layerzero.ops import ordered_sum_, pack_
-from layerzero.step.chunk_squares import add_with_squares
+from layerzero.ops import pack_
 from layerzero.step.operations import Operations
 from layerzero.step.rate_limiter import RateLimiter
 
@@ -50,8 +48,6 @@ class RuntimeContext:
     """Whether autograd is running a backward pass of this model."""
     weights_written: Event
     """Event after the last change of main shards on the compute stream."""
-    add: Add
-    """Function that sums gradients over ranks, where the engine itself does."""
     shard_uploaded: Event
     """Event after the last copy of a main shard from the host; None once the host waited for it."""
 
@@ -74,7 +70,6 @@ class RuntimeContext:
         self.in_backward = False
         self.weights_written = None
         self.shard_uploaded = None
-        self.add = ordered_sum_
         self._profiling = torch.autograd._profiler_enabled
         self._logs = False
 
@@ -93,10 +88,6 @@ class RuntimeContext:
         """Return the names passed to `note_replaced` since the last call, and clear them."""
         replaced, self.replaced = self.replaced, []
         return replaced
-
-    def sum_squares(self) -> None:
-        """Sum the squares of gradients while they are summed over ranks, from now on."""
-        self.add = add_with_squares
 
     # What verification replaces (layerzero/verify) --------------------------------------------
 

@@ -168,9 +168,7 @@ class Reduction:
         is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
         chunks = None if gradients.pair is None else gradients.pair.take()
         if chunks is not None:
-            chunk, started = context.reduce_with_peer(
-                *chunks, groups[0], operations[0], scales[0], context.add
-            )
+            chunk, started = context.reduce_with_peer(*chunks, groups[0], operations[0], scales[0])
         else:
             chunk, started = context.reduce_scatter(
                 gradients.buffer,
@@ -180,7 +178,6 @@ class Reduction:
                 deterministic=options.deterministic,
                 order=None if placement.world is None else placement.world_slices,
                 out=result if is_only_hop else None,
-                add=context.add,
             )
         if is_only_hop:
             # The ordinary case: no work depends on the result of the only hop. `stream.run` would
@@ -212,7 +209,6 @@ class Reduction:
                     operations[1],
                     scales[1],
                     options.deterministic,
-                    add=context.add,
                 )
                 second.wait()
             if copies:

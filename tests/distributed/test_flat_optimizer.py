@@ -235,14 +235,18 @@ def _count_calls() -> None:
         for count in (4, 64):
             model = ZeRO3(_Many(count))
             optimizer = AdamW(model.parameters(), state=state)  # type: ignore[arg-type]
-            for _ in range(6):
+            calls = []
+            for _ in range(9):
                 forward_backward(model, torch.ones(2))
-                calls = [
-                    _calls(lambda optimizer=optimizer: optimizer.clip_grad_norm_(1.0)),
-                    _calls(optimizer.step),
-                    _calls(optimizer.zero_grad),
-                ]
-            found.append(calls)
+                calls.append(
+                    [
+                        _calls(lambda optimizer=optimizer: optimizer.clip_grad_norm_(1.0)),
+                        _calls(optimizer.step),
+                        _calls(optimizer.zero_grad),
+                    ]
+                )
+            # The fewest: finalizers, and waiting for a peer that is late, are calls as well.
+            found.append([min(each) for each in zip(*calls, strict=True)])
         assert found[0] == found[1], state
 
 

@@ -16,16 +16,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 53_409,
+    "": 52_994,
     "flat": 2_795,
-    "step": 5_926,
+    "step": 5_826,
     "comm": 1_524,
     "watch": 1_120,
     "build": 3_936,
     "guards": 645,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-LOADED_FILES = 238
+LOADED_FILES = 236
 """Files of the package that `import layerzero` loads."""
 REPLACED = {
     # docs/internals/decisions/0018-optimizers-are-recognised-by-their-parameters.md

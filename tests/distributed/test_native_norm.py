@@ -1,4 +1,4 @@
-"""The gradient norm that reductions take on the way: no pass of its own, and never a stale one."""
+"""The norm that native optimizers clip by is never that of other gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import layerzero
 import layerzero.optim.flat_state as flat_state
-from layerzero import MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
+from layerzero import MixedPrecision, ZeRO3
 from layerzero.optim import SGD, AdamW
 from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_within
 from tests.harness.compare import assert_norm_of_gradients, zero3
@@ -65,40 +65,6 @@ def _assert_right(model: ZeRO3, optimizer: AdamW, what: str) -> None:
         if parameter.grad is not None:
             parameter.grad.mul_(1.0)  # A new version: what was known no longer counts.
     assert_bitwise(optimizer.clip_grad_norm_(1e9), norm, what)
-
-
-def _settings() -> list[tuple[dict[str, Any], bool]]:
-    """Options of the model, and whether the reduction's last pass is the engine's sum."""
-    world = dist.get_world_size()
-    found: list[tuple[dict[str, Any], bool]] = [
-        ({}, True),
-        (_BF16, True),
-        ({"reduction": ReductionPolicy(in_flight="1GB")}, True),
-        ({"verify": "always"}, True),
-        ({"offload": OffloadPolicy(params=True)}, False),
-    ]
-    if world == 4:
-        found += [({"zero3_size": 2}, True), ({"zero3_size": 2, "outer": "replicate"}, False)]
-    return found
-
-
-def _no_pass() -> None:
-    for options, is_folded in _settings():
-        model, optimizer = _watched(**options)
-        for step in range(3):
-            with _passes() as passes:
-                forward_backward(model, _batch(step))
-                optimizer.clip_grad_norm_(0.1)
-                optimizer.step()
-            assert not (is_folded and passes), f"{options}: {passes}"
-            optimizer.zero_grad()
-        forward_backward(model, _batch(9))
-        _assert_right(model, optimizer, str(options))
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_no_pass_sums_squares_alone(world_size: int) -> None:
-    run_ranks(world_size, _no_pass)
 
 
 def _scale(model: nn.Module) -> None:
@@ -208,11 +174,7 @@ def test_a_norm_is_never_that_of_other_gradients(world_size: int) -> None:
 
 
 def _written_uncounted() -> list[tuple[float, float]]:
-    """Norms of gradients after writes that torch does not count, and the right ones, step by step.
-
-    A program that clips by `layerzero.optim` raises the versions after such a write: nothing else
-    shows it.
-    """
+    """Norms of gradients after writes that torch does not count, and the right ones, by step."""
     torch.manual_seed(0)
     model = ZeRO3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), auto_wrap_policy={nn.Linear})
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -223,7 +185,6 @@ def _written_uncounted() -> list[tuple[float, float]]:
         if step == 2:
             for parameter in model.parameters():
                 parameter.grad.data.mul_(3)
-                torch.autograd.graph.increment_version(parameter.grad)
         if step == 3:  # Other memory, which shows.
             for parameter in model.parameters():
                 parameter.grad.data = parameter.grad.data * 3
@@ -231,7 +192,6 @@ def _written_uncounted() -> list[tuple[float, float]]:
             kept = kept or [parameter.grad for parameter in model.parameters()]
             for gradient in kept:
                 gradient.data.mul_(2)
-                torch.autograd.graph.increment_version(gradient)
         norm = optimizer.clip_grad_norm_(1.0).item()
         squares = sum(p.grad.double().square().sum() for p in model.parameters())
         dist.all_reduce(squares)
@@ -244,7 +204,7 @@ def _written_uncounted() -> list[tuple[float, float]]:
     return found
 
 
-def test_gradients_whose_version_is_raised_have_their_own_norm() -> None:
+def test_writes_that_torch_does_not_count_have_their_own_norm() -> None:
     for steps in run_ranks(2, _written_uncounted):
         for norm, expected in steps:
             assert norm == pytest.approx(expected, rel=torch.finfo(torch.float32).eps)
@@ -259,7 +219,6 @@ def _summed_at_once(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(torch, "_foreach_norm", counted)
     patch.setattr(flat_state, "_is_on_device", lambda _: True)
-    patch.setattr(flat_state, "squares_of_chunk", lambda _: None)  # A device sums none on the way.
     model, optimizer = _watched()
     calls[0] = 0
     with _passes() as passes:
