@@ -147,7 +147,9 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
     return Contender(
         {
             "norm": norm,
-            "clip": lambda: optimizer.clip_grad_norm_(1.0),
+            "clip": lambda model=model: optimizer.clip_grad_norm_(
+                1.0
+            ),  # Which needs its model alive.
             "step": optimizer.step,
             "zero_grad": optimizer.zero_grad,
         },

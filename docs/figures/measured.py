@@ -5,7 +5,7 @@
 measured.png    bench_step.py: step time over the bare model, and peak memory, of each engine
 memory.png      bench_step.py --peak-only: peak memory of each engine by number of ranks
 host_time.png   bench_scale.py: host time of a unit and step by number of ranks
-optimizer.png   bench_optimizer.py: clip, step and cast; and the host's time by number of parameters
+optimizer.png   bench_optimizer.py: clip and step; and the host's time by number of parameters
 """
 
 from __future__ import annotations
@@ -167,19 +167,15 @@ def draw_hosts(found: dict[str, dict[int, Host]], path: Path) -> None:
 
 def draw_optimizers(text: str, path: Path) -> None:
     tables = [*read_tables(text)]
-    parts = ("clip", "step", "cast")
+    parts = ("clip", "step")
     shown = columns(tables, *parts)
-    hosts = columns(
-        tables, "192 parameters: norm alone / clip / step / zero_grad", "1,536 parameters"
-    )
+    hosts = columns(tables, "192 parameters: norm / clip / step / zero_grad", "1,536 parameters")
     figure, axes = plt.subplots(1, 2, figsize=(10, 3), dpi=130, layout="constrained", sharey=True)
     names = [name for name in shown if name in hosts]
     starts = [0.0] * len(names)
     for place, part in enumerate(parts):
         widths = [float(shown[name][place]) for name in names]
-        axes[0].barh(
-            names, widths, left=starts, label=part, color=["#9fb7dc", "#4c72b0", "#dd8452"][place]
-        )
+        axes[0].barh(names, widths, left=starts, label=part, color=["#9fb7dc", "#4c72b0"][place])
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     for index, count in enumerate((192, 1536)):
         steps = [float(hosts[name][index].split("/")[2]) for name in names]
@@ -188,7 +184,7 @@ def draw_optimizers(text: str, path: Path) -> None:
             ys, steps, 0.4, color=["#9fb7dc", "#4c72b0"][index], label=f"{count} parameters"
         )
     axes[0].invert_yaxis()
-    axes[0].set_xlabel("clip + step + cast of 25 million elements, ms")
+    axes[0].set_xlabel("clip + step of 25 million elements, ms")
     axes[1].set(
         xlabel="host time of a step of small parameters, ms", xscale="log", xlim=(0.1, None)
     )
