@@ -55,9 +55,11 @@ def _memory_of(root: nn.Module, sharded: Collection[int]) -> Iterator[_Held]:
         if local.layout is not torch.strided or not local.numel():
             continue
         if local.untyped_storage().device.type != "meta":  # That of a fake tensor is, too.
-            last = sum((n - 1) * step for n, step in zip(local.shape, local.stride(), strict=True))
             start = local.data_ptr()
-            stop = start + (last + 1) * local.itemsize
+            stop = start + local.nbytes
+            if not local.is_contiguous():
+                steps = zip(local.shape, local.stride(), strict=True)
+                stop = start + (sum((n - 1) * step for n, step in steps) + 1) * local.itemsize
             is_ignored = id(parameter) not in sharded
             yield _Held(str(local.device), start, stop, clean_name(name), local, is_ignored)
 

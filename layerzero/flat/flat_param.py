@@ -244,7 +244,6 @@ class FlatParam:
             set_sharded_param(unsharded, self.sharded_params[index])
             self.unsharded_params.append(unsharded)
         self.left_versions = [*map(version_of, self.unsharded_params)]
-        self._required_grad = [sharded.requires_grad for sharded in self.sharded_params]
 
     def view_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """View of parameter `index` in a buffer laid out like `full`; for a DTensor, a DTensor."""
@@ -326,10 +325,6 @@ class FlatParam:
     def is_stale(self) -> bool:
         """Whether the main shard was written since it was gathered."""
         return not self._is_gathered or self._gathered_versions != [*map(version_of, self.counted)]
-
-    def has_gathered(self, versions: list[int]) -> bool:
-        """Whether the main shard was last gathered at these `versions`."""
-        return self._is_gathered and versions == self._gathered_versions
 
     def note_gathered(self, now: list[int]) -> None:
         """The main shard is being gathered, at these `versions`: it counts as a write into the
@@ -485,16 +480,6 @@ class FlatParam:
     @property
     def _kind(self) -> tuple[torch.dtype, torch.device]:
         return self.main_shard.dtype, self.main_shard.device
-
-    def follow_requires_grad(self) -> None:
-        """Where `requires_grad` of a sharded or an unsharded parameter was changed, change the
-        other's."""
-        for index, before in enumerate(self._required_grad):
-            sharded, unsharded = self.sharded_params[index], self.unsharded_params[index]
-            if sharded.requires_grad != unsharded.requires_grad:
-                sharded.requires_grad_(not before)
-                unsharded.requires_grad_(not before)
-            self._required_grad[index] = sharded.requires_grad
 
     def trainable(self) -> list[int]:
         """Indices of the parameters that require grad now."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -108,8 +108,6 @@ class GradientBuffer:
         self.pair: PairInput | None = None
         self._may_pair = False
         self._earlier = _NOTHING
-        self.shown: dict[int, Any] = {}
-        """The tensors that stand for sums of parameters in `.grad`; see step/placeholders.py."""
         self._pending: list[list[torch.Tensor]] = []
         """Gradients to add to the sum once the pass is complete."""
         self.set_trainable(range(len(shapes)))
@@ -146,9 +144,6 @@ class GradientBuffer:
             ((self._source[p.param], p.start, p.offset, p.numel) for p in self.layout.segments),
             self.layout.numel,
         )
-        self._runs: dict[int, list[ShardRange]] = {}
-        for run in self.layout.segments:
-            self._runs.setdefault(run.param, []).append(run)
         self._whole = Segments.concatenate([self.layout.numel])
         self._plan_pair()
         self._split_sizes, self._split_indices = self._plan_split()
@@ -172,20 +167,22 @@ class GradientBuffer:
 
     def _move(self, source: torch.Tensor, former: GradientLayout, target: torch.Tensor) -> None:
         """Copy what both have of each gradient; they lie in the whole buffers of two layouts."""
-        source_begin = self._begin_of(source, former)
-        target_begin = self._begin_of(target, self.layout)
-        for param, start, stop, offset in former.segments:
-            for new in self._runs.get(param, ()):
-                # From an element's number in the gradient to its place in either.
-                to_source = offset - start - source_begin
-                to_target = new.offset - new.start - target_begin
-                first = max(start, new.start, -to_source, -to_target)
-                last = min(
-                    *(stop, new.stop, source.numel() - to_source, target.numel() - to_target)
-                )
+        places: dict[int, list[ShardRange]] = {}
+        for new in self._runs_in(target, self.layout):
+            places.setdefault(new.param, []).append(new)
+        for old in self._runs_in(source, former):
+            for new in places.get(old.param, ()):
+                first, last = max(old.start, new.start), min(old.stop, new.stop)
                 if first < last:
-                    values = source[first + to_source : last + to_source]
-                    target[first + to_target : last + to_target].copy_(values)
+                    values = source[old.offset - old.start + first :][: last - first]
+                    target[new.offset - new.start + first :][: last - first].copy_(values)
+
+    def _runs_in(self, flat: torch.Tensor, layout: GradientLayout) -> Iterator[ShardRange]:
+        """Parts of gradients in a sum: the whole buffer, or the chunk that a first hop leaves,
+        which has the chunks of one or more main shards in their order."""
+        num_pieces = layout.numel // flat.numel()
+        piece = self._placement.main_shard_index * num_pieces // layout.num_chunks
+        return layout.runs_in(piece * flat.numel() if num_pieces > 1 else 0, flat.numel())
 
     def keep_own_chunk_apart(self) -> None:
         """Pack for `reduce_with_peer`, if chunks are large; only between two ranks on gloo."""
@@ -404,19 +401,9 @@ class GradientBuffer:
         flats = [self._sum.tensor] if self.holds_sum and self._placement.num_ranks > 1 else []
         flats += [each for each in (self.shard_sum, self.host_sum) if each is not None]
         for flat in flats:
-            begin = self._begin_of(flat, self.layout)
-            for _, start, stop, offset in self._runs.get(index, ()):
-                first = max(offset, begin)
-                last = min(offset + stop - start, begin + flat.numel())
-                if first < last:
-                    yield start + first - offset, flat[first - begin : last - begin]
-
-    def _begin_of(self, flat: torch.Tensor, layout: GradientLayout) -> int:
-        """Offset in the whole buffer of a sum: all of it, or the chunk that a first hop leaves,
-        which has those of one or more main shards in their order."""
-        num_pieces = layout.numel // flat.numel()
-        piece = self._placement.main_shard_index * num_pieces // layout.num_chunks
-        return piece * flat.numel() if num_pieces > 1 else 0
+            for run in self._runs_in(flat, self.layout):
+                if run.param == index:
+                    yield run.start, flat[run.offset : run.offset + run.numel]
 
     def add_waiting_to(self, own: torch.Tensor, index: int) -> None:
         """Add this rank's part of what waits of a parameter to `own`, its shard's gradient."""

@@ -13,7 +13,7 @@ flattened original; (0, 0) if the rank owns nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -146,20 +146,21 @@ class GradientLayout:
     def numel(self) -> int:
         return self.num_chunks * self.chunk_numel
 
+    def runs_in(self, begin: int, numel: int) -> Iterator[ShardRange]:
+        """Parts of gradients in [begin, begin + numel) of the buffer, with offsets in that."""
+        for param, start, stop, offset in self.segments:
+            first = max(begin - offset, 0)
+            last = min(begin + numel - offset, stop - start)
+            if first < last:
+                yield ShardRange(param, start + first, start + last, offset + first - begin)
+
     def chunk(self, rank: int) -> tuple[ShardRange, ...]:
         """One range per trainable parameter, in order, with offsets in the chunk of `rank`.
 
         (index, 0, 0, 0) if the rank owns nothing of it.
         """
-        begin = rank * self.chunk_numel
-        owned = {}
-        for param, start, stop, offset in self.segments:
-            first = max(begin - offset, 0)
-            last = min(begin + self.chunk_numel - offset, stop - start)
-            if first < last:
-                owned[param] = ShardRange(
-                    param, start + first, start + last, offset + first - begin
-                )
+        own = self.runs_in(rank * self.chunk_numel, self.chunk_numel)
+        owned = {run.param: run for run in own}
         return tuple(owned.get(index, ShardRange(index, 0, 0, 0)) for index in self.trainable)
 
 

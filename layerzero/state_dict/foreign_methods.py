@@ -37,8 +37,9 @@ S = TypeVar("S", bound="_StandIn")
 
 def install(module: nn.Module) -> None:
     """Guard `save_pretrained`, and show whole parameters to merging. Not collective."""
-    guard_saving(module)
-    show_whole_to_merging(module)
+    if not sys.modules.keys().isdisjoint(_LIBRARIES):
+        guard_saving(module)
+        show_whole_to_merging(module)
 
 
 def guard_saving(module: nn.Module) -> None:

@@ -42,10 +42,10 @@ class FlatParamHandle(FlatParam):
         # A gather from the main shard waits for the optimizer's writes. A compute shard that is not
         # stale was written by an earlier call, and the unshard stream has waited for that write.
         synced: Waitable | None = None
-        versions = [*map(version_of, self.counted)]
-        is_stale = not self.has_gathered(versions)
+        is_stale = self.is_stale
         if is_stale:
             self.post_forward_shard = None
+            versions = [*map(version_of, self.counted)]
             if versions != self.noted_versions:
                 context.note_weights()  # Written inside this forward: a momentum encoder.
                 self.noted_versions = versions

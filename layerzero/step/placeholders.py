@@ -89,14 +89,15 @@ class WaitingGradient(torch.Tensor):
     ) -> Any:
         if func is _aten.detach.default:
             return args[0]
-        if not func._schema.is_mutable or not any(_waits(each) for each in _written(func, args)):
-            args, kwargs = tree_map_only(cls, cls._read, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if not any(map(_waits, _written(func, args, kwargs))):
+            args, kwargs = tree_map_only(cls, cls._read, (args, kwargs))
             return func(*args, **kwargs)
         targets, *factor = args
         several = isinstance(targets, (list, tuple))
         factors = factor[0] if factor and isinstance(factor[0], (list, tuple)) else None
-        is_number = factor and isinstance(factor[0], torch.Tensor) and factor[0].numel() != 1
-        if func not in _VERBS or is_number:
+        has_elements = factor and isinstance(factor[0], torch.Tensor) and factor[0].numel() != 1
+        if func not in _VERBS or has_elements:
             raise RuntimeError(
                 f"{func}: .grad stands for gradients of no_sync, which are not reduced yet: "
                 "multiply it by a number or clear it, and write it otherwise after the backward "
@@ -110,10 +111,11 @@ class WaitingGradient(torch.Tensor):
         return None if several else targets
 
 
-def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
-    """The arguments that an operation writes."""
-    pairs = zip(func._schema.arguments, args, strict=False)
-    return [x for a, x in pairs if a.alias_info is not None and a.alias_info.is_write]
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes, `out` among them."""
+    known = func._schema.arguments if func._schema.is_mutable else ()
+    given = {**{a.name: x for a, x in zip(known, args, strict=False)}, **kwargs}
+    return [given.get(a.name) for a in known if a.alias_info and a.alias_info.is_write]
 
 
 def _waits(written: Any) -> bool:

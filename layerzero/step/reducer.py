@@ -71,6 +71,7 @@ class GradientReducer:
         self._undelivered: list[Reduction] = []
         self._delivery = Delivery()
         self._placeholders = Placeholders()
+        self._stand_ins: dict[nn.Parameter, WaitingGradient] = {}
         self._hid_placeholders = False
         self.is_skipping = self._skips_next = False
         self._judge: Judge | None = None
@@ -253,12 +254,13 @@ class GradientReducer:
             )
 
     def _waiting_gradient(self, handle: FlatParamHandle, index: int) -> WaitingGradient:
-        sharded, shown = handle.sharded_params[index], handle.gradients.shown
-        if index not in shown:
-            streams = self._context.streams
-            shown[index] = WaitingGradient(handle.gradients, index, sharded.detach(), streams)
-        waiting: WaitingGradient = shown[index]
-        return waiting
+        sharded = handle.sharded_params[index]
+        if sharded not in self._stand_ins:
+            stand_in = WaitingGradient(
+                handle.gradients, index, sharded.detach(), self._context.streams
+            )
+            self._stand_ins[sharded] = stand_in
+        return self._stand_ins[sharded]
 
     def hide(self) -> bool:
         """Have `.grad` be what was reduced; returns whether it showed what is kept."""
@@ -270,10 +272,10 @@ class GradientReducer:
 
     def give_up(self) -> None:
         """The program begins another step: drop what is kept of this one."""
+        self.forget_sums()  # First: then there is nothing to clear parameter by parameter.
         self.hide()
         self._hid_placeholders = False
         self.stop_skipping()
-        self.forget_sums()
 
     def before_step(self) -> None:
         """An optimizer steps, and must not take what is kept for gradients."""

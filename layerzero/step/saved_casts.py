@@ -9,6 +9,8 @@ outlive storage]): the cast itself, or what a checkpoint detached from it. cast_
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,11 +26,9 @@ class SavedCast:
         self._view = cast.dtype, cast.size(), cast.stride()
 
     @property
-    def _storage(self) -> torch.UntypedStorage | None:
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
-            self._ref.cdata
-        )
-        return storage
+    def _storage(self) -> Any:
+        """None if it is gone."""
+        return torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
 
     def is_alive(self) -> bool:
         return not self._ref.expired()

@@ -57,8 +57,17 @@ def summon(
     _check_idle(root, units, what)
     root.structure.check(what)
     root.before_call(what)
-    summoned: list[_Summoned] = []
     root.reducer.hide()
+    try:
+        with _shown(root, units, options):
+            yield
+    finally:
+        root.reducer.show()
+
+
+@contextmanager
+def _shown(root: RootState, units: list[Unit], options: SummonOptions) -> Iterator[None]:
+    summoned: list[_Summoned] = []
     for unit in units:
         unit.reshard()
         unit.set_training_state(TrainingState.SUMMON_FULL_PARAMS)
@@ -89,7 +98,6 @@ def summon(
             with torch.no_grad():
                 for entry in summoned:
                     _write_back(root, entry, options)
-        root.reducer.show()
         if finished:
             _refuse_hooks(summoned)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -136,12 +137,11 @@ class Unit:
         self._is_watched = False
         self._is_laid_out = True
         """Whether gradients are laid out for the parameters that require grad, and no others."""
-        self._both = [
-            parameter
-            for handle in handles
-            for parameter in (*handle.sharded_params, *handle.unsharded_params)
-        ]
-        self._required_grad = [*map(_requires_grad_of, self._both)]
+        self._forms: list[nn.Parameter] = []
+        """The sharded and the unsharded form of each parameter in turn."""
+        for handle in handles:
+            self._forms += chain(*zip(handle.sharded_params, handle.unsharded_params, strict=True))
+        self._required_grad = [*map(_requires_grad_of, self._forms)]
         for handle, group in zip(handles, originals, strict=True):
             for original, sharded, full in zip(
                 group, handle.sharded_params, handle.unsharded_params, strict=True
@@ -415,15 +415,18 @@ class Unit:
     # Gradients ------------------------------------------------------------------------------
 
     def follow_requires_grad(self, lays_out: bool = False) -> None:
-        """Follow the user's changes of `requires_grad`.
+        """Where `requires_grad` of either form of a parameter was changed, change the other's.
 
         Args:
             lays_out: a backward begins: lay out gradients for what requires grad by now.
         """
-        if [*map(_requires_grad_of, self._both)] != self._required_grad:
-            for handle in self.handles:
-                handle.follow_requires_grad()
-            self._required_grad = [*map(_requires_grad_of, self._both)]
+        if [*map(_requires_grad_of, self._forms)] != self._required_grad:
+            for place, before in enumerate(self._required_grad[::2]):
+                sharded, unsharded = self._forms[2 * place : 2 * place + 2]
+                if sharded.requires_grad != unsharded.requires_grad:
+                    sharded.requires_grad_(not before)
+                    unsharded.requires_grad_(not before)
+            self._required_grad = [*map(_requires_grad_of, self._forms)]
             self._is_laid_out = False
         if lays_out and not self._is_laid_out:
             self._follow_trainable()

@@ -627,6 +627,12 @@ def _reads_amid() -> None:
     with model.summon_full_params(with_grads=True):
         assert all(parameter.grad is None for parameter in model.parameters())
     assert_same_parameters(full_parameters(model), before)
+    with pytest.raises(ValueError, match="mine"), model.summon_full_params():
+        raise ValueError("mine")
+    waiting = [parameter.grad for parameter in model.parameters()]
+    assert all(isinstance(each, WaitingGradient) for each in waiting)
+    with pytest.raises(RuntimeError, match="gradients of no_sync"):
+        torch.neg(torch.ones_like(waiting[0].clone()), out=waiting[0])
     model.reduce_gradients()
     assert not any(isinstance(p.grad, WaitingGradient) for p in model.parameters())
 

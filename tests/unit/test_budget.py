@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 52_994,
-    "flat": 2_795,
-    "step": 5_826,
+    "": 52_985,
+    "flat": 2_768,
+    "step": 5_841,
     "comm": 1_524,
     "watch": 1_120,
-    "build": 3_936,
+    "build": 3_938,
     "guards": 645,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
