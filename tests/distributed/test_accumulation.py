@@ -598,7 +598,7 @@ def _acts_amid(options: dict[str, Any], micro: int) -> None:
         (2, {"accumulation": "unsharded"}, 1),
         (2, {"accumulation": "sharded"}, 2),
         pytest.param(2, {"zero3_size": 1}, 2, marks=pytest.mark.slow),
-        (4, {"accumulation": "sharded", "zero3_size": 2}, 1),
+        pytest.param(4, {"accumulation": "sharded", "zero3_size": 2}, 1, marks=pytest.mark.slow),
         pytest.param(4, {"zero3_size": 2, "outer": "replicate"}, 2, marks=pytest.mark.slow),
     ],
 )

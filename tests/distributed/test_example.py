@@ -252,8 +252,8 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
     ("program", "engine", "ranks", "layout"),
     [
         ("lm_launcher.py", "layerzero", 2, "2 units"),
-        ("train_lm.py", "fully_shard", 1, "2 units"),
-        ("train_lm.py", "ddp", 1, "a whole copy"),
+        pytest.param("train_lm.py", "fully_shard", 1, "2 units", marks=pytest.mark.slow),
+        pytest.param("train_lm.py", "ddp", 1, "a whole copy", marks=pytest.mark.slow),
     ],
 )
 def test_a_pipe_gets_clean_lines(

@@ -206,6 +206,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_optimizer_states_are_shards_for_torch_whatever_was_imported(tmp_path: Path) -> None:
     """In processes of their own: nothing here may import `layerzero.checkpoint`."""
     command = [sys.executable, "-W", "ignore", "-c", _SAVES]
@@ -282,7 +283,7 @@ def _initialises_in_all_ways() -> dict[str, list[str]]:
     return told
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_numbers_drawn_for_unequal_parts_warn_once(world_size: int) -> None:
     """Whatever draws them, in all modes that split the weights; and nothing else does."""
     first, *others = run_ranks(world_size, _initialises_in_all_ways)

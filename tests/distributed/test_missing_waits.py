@@ -464,7 +464,10 @@ def _not_found(
     return missed
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group",
+    ["one shard group", *(pytest.param(each, marks=pytest.mark.slow) for each in list(GROUPS)[1:])],
+)
 def test_it_is_found_for_its_own_reason(group: str) -> None:
     world_size, settings, rows = GROUPS[group]
     arguments = settings, rows, group == "on the current stream"

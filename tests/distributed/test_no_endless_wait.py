@@ -59,7 +59,7 @@ def _exits(during: str) -> str | None:
 
 
 @pytest.mark.parametrize("during", ["forward", "backward"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_exits_is_named(during: str, world_size: int) -> None:
     messages = run_ranks(world_size, _exits, during, expect_exit={1: 7})
     for rank in {0, 2} & set(range(world_size)):
@@ -106,7 +106,7 @@ def _exits_in_layers(during: str) -> str | None:
     return error_of(lambda: train(model, 1))
 
 
-@pytest.mark.parametrize("during", ["forward", "backward"])
+@pytest.mark.parametrize("during", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_a_rank_that_exits_is_named_across_shard_groups(during: str) -> None:
     """Rank 0 shares no group with rank 3: it waits for others that wait for it."""
     messages = run_ranks(4, _exits_in_layers, during, expect_exit={3: 7})

@@ -158,7 +158,7 @@ SWEEPS = {
 
 
 # Layered modes take most of the time and wait as these do; `--slow` has them.
-QUICK = ("one shard group", "host")
+QUICK = ("one shard group",)
 
 
 @pytest.mark.parametrize(

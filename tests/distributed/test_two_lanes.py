@@ -85,7 +85,8 @@ def _trained(
 
 def _all_trained(layers: dict[str, Any]) -> None:
     for plain in (False, True):
-        for sums, compared in SUMS:
+        # Which lanes there are does not depend on the backend: one way of summing shows it there.
+        for sums, compared in SUMS[:1] if plain else SUMS:
             expected = _trained({}, sums, layers, plain)
             for lanes in compared:
                 found = _trained(LANES[lanes], sums, layers, plain)
@@ -206,7 +207,7 @@ def _with_lanes(settings: dict[str, Any], lanes: str) -> dict[str, Any]:
     return {**settings, "reduction": ReductionPolicy(**LANES[lanes], **sums)}
 
 
-@pytest.mark.parametrize("lanes", ["in flight", "both"])
+@pytest.mark.parametrize("lanes", [pytest.param("in flight", marks=pytest.mark.slow), "both"])
 def test_every_two_accesses_are_ordered(lanes: str) -> None:
     for found in run_fake_ranks((0, 1), 2, _races, _with_lanes({}, lanes), USES):
         assert found == {use.__name__: [] for use in USES}

@@ -439,6 +439,7 @@ def _example(tmp_path: Path) -> None:
     train_finetuning.main(["--folder", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_the_example_thaws_and_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(RANKS, _example, tmp_path)
     lines = re.findall(r"epoch (\d): (\d+) parameters, loss ([0-9.]+)", capsys.readouterr().out)

@@ -509,6 +509,7 @@ def _example(tmp_path: Path) -> None:
     train_lightning.main(["--folder", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(RANKS, _example, tmp_path)
     losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]

@@ -45,7 +45,11 @@ def test_a_step_that_fails_names_its_suspect_and_shows_its_output() -> None:
     assert outcome.suspects == [SUSPECT] and "the reason" in outcome.output
 
 
-@pytest.mark.parametrize("session", [False, True], ids=["same session", "own session"])
+@pytest.mark.parametrize(
+    "session",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["same session", "own session"],
+)
 def test_a_step_that_hangs_is_killed_with_its_children(session: bool, tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"

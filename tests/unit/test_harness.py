@@ -377,6 +377,7 @@ def test_strict_skips_fail_what_is_skipped_without_need(tmp_path: Path) -> None:
     assert "unexpected skip: test_c.py::test: Skipped: dislike" in text
 
 
+@pytest.mark.slow
 def test_a_run_prints_how_many_tests_it_has_and_how_long_they_take(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("def test_x(): pass\ndef test_y(): pass\n")
     _, text = _pytest_on(tmp_path, "-n", "2", plugin="expected_time")

@@ -235,6 +235,7 @@ print("checkpoints")
 """
 
 
+@pytest.mark.slow
 def test_imports_need_no_posix_system() -> None:
     """torch runs on Windows and macOS, too."""
     assert run(WITHOUT_POSIX) == ["layerzero", "checkpoints"]
