@@ -359,6 +359,7 @@ def _compare_options() -> None:
                 assert_trains_alike(model, seeded(Mlp), _batches(), run=run)
 
 
+@pytest.mark.slow
 def test_casts_follow_units_that_are_kept_prefetched_or_layered() -> None:
     run_ranks(2, _compare_options)
 

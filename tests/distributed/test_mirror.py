@@ -245,6 +245,7 @@ def _fails() -> None:
     raise ValueError("on purpose")
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_returns_fails_or_is_killed() -> None:
     assert in_process("math:hypot", 3, 4) == 5.0
     with pytest.raises(ProcessFailed, match=r"exit status 1(?s:.*)ValueError: on purpose"):

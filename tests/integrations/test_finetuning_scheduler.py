@@ -237,6 +237,7 @@ def _implicit_on_ranks(tmp_path: Path) -> Any:
 
 
 @float64_by_default()  # sums of one process and of two ranks have other orders
+@pytest.mark.slow
 def test_an_implicit_schedule_with_early_stopping_is_that_of_one_process(tmp_path: Path) -> None:
     (losses, parameters, epochs), _ = run_ranks(
         RANKS, _implicit_on_ranks, tmp_path, in_float64=True

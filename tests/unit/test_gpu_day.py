@@ -195,6 +195,7 @@ def test_every_step_names_a_page_and_files_that_exist(on_cpu: bool, tmp_path: Pa
         assert all((REPOSITORY / file).exists() for file in files), step
 
 
+@pytest.mark.slow
 def test_the_result_is_written_twice_into_each_folder(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     assert day.main(["--cpu", "--only", "ceilings", "--out", str(tmp_path / "build")]) == 0
