@@ -6,46 +6,42 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from layerzero.plan.expected import Expected, expect, num_parameters
 from layerzero.plan.fields import PlanFields
-from layerzero.plan.order import Lists
 from layerzero.plan.resolve import Resolved, Row, names, resolve
+from layerzero.plan.units import PlannedUnits, num_parameters, planned_units
 from layerzero.zero3 import ZeRO3
 
 _ROOT = "(root)"
-_LOGGED = 64
-"""Largest number of prefetch lists logged for each direction."""
 
 
 def explain(plan: PlanFields, model: nn.Module) -> str:
     """The text of `ShardingPlan.explain`."""
     resolved = resolve(plan, model)
     module = model.module if isinstance(model, ZeRO3) else model
-    expected = expect(plan, module, resolved)
+    planned = planned_units(plan, module, resolved)
     own = ""
     if callable(getattr(module, "fully_shard", None)):
         own = f" ({type(module).__name__}.fully_shard may override this)"
     lines = [
-        f"{len(expected.units)} units of {type(module).__name__}{own}; prefetched until an order "
-        "is recorded",
-        "forward:",
-        *list_lines(expected.forward),
-        "backward:",
-        *list_lines(expected.backward),
+        f"{len(planned.units)} units of {type(module).__name__}{own}",
+        _ahead(planned.depth(plan.num_forward), planned.depth(plan.num_backward)),
         "",
-        *_table(resolved, expected),
+        *_table(resolved, planned),
     ]
     if resolved.problems:
         lines += ["", *(f"problem: {text}" for text in resolved.problems)]
     return "\n".join(lines)
 
 
-def applied(plan: PlanFields, module: nn.Module, by_model: bool, expected: Expected | None) -> str:
+def applied(
+    plan: PlanFields, module: nn.Module, by_model: bool, depths: tuple[int, int] | None
+) -> str:
     """How a plan was applied, for the log.
 
     Args:
         by_model: whether the model sharded itself (`fully_shard`).
-        expected: None: the model set its prefetch lists itself.
+        depths: units to prefetch in forward and in backward; None: the model set its prefetch
+            lists itself.
     """
     options = {name: value for name, value in plan.options.items() if value is not None}
     lines = [
@@ -55,26 +51,19 @@ def applied(plan: PlanFields, module: nn.Module, by_model: bool, expected: Expec
     lines += [f"{pattern.text}: {own}" for pattern, own in plan.patterns if own]
     lines += [f"optional: {', '.join(plan.optional)}"] if plan.optional else []
     lines += ["pregather: all units before each forward"] if plan.pregather else []
-    if expected is None:
+    if depths is None:
         lines.append("prefetch lists set by the model's set_modules_to_prefetch")
     else:
-        for direction, lists in (("forward", expected.forward), ("backward", expected.backward)):
-            shown = list(list_lines(lists))
-            more = len(shown) - _LOGGED
-            if shown:
-                lines.append(f"{direction} prefetch, until an order is recorded:")
-            lines += shown[:_LOGGED] + ([f"  and {more} more"] if more > 0 else [])
+        lines.append(_ahead(*depths))
     return "\n  ".join(lines)
 
 
-def list_lines(lists: Lists) -> Iterator[str]:
-    """One line for each prefetch list, in the order in which their heads are expected to run."""
-    for head, fqns in lists.items():
-        yield f"  {head or _ROOT} -> [{', '.join(fqns)}]"
+def _ahead(forward: int, backward: int) -> str:
+    return f"prefetched along recorded orders: {forward} units in forward, {backward} in backward"
 
 
-def _table(resolved: Resolved, expected: Expected) -> Iterator[str]:
-    numels = {unit.fqn: num_parameters(unit) for unit in expected.units}
+def _table(resolved: Resolved, planned: PlannedUnits) -> Iterator[str]:
+    numels = {unit.fqn: num_parameters(unit) for unit in planned.units}
     header = ["pattern", "field", "matched", "used", "parameters", "names"]
     table = [header, [_ROOT, "", "1", "1", f"{numels['']:,}", ""]]
     for row in resolved.rows:

@@ -36,8 +36,8 @@ class ResolvedUnit:
     pattern: int
     """Index of the last pattern that matches, which decides its options."""
     first_pattern: int
-    """Index of the first pattern that matches, which decides its place in the execution order: a
-    later pattern that overrides options must not move the unit."""
+    """Index of the first pattern that matches, which decides its step: a later pattern that
+    overrides options must not move the unit."""
     is_member: bool
     """Whether the first pattern names members of a series."""
     options: Mapping[str, Any]

@@ -21,12 +21,12 @@ from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.plan.activations import checkpoint_activations
-from layerzero.plan.expected import Expected, expect
 from layerzero.plan.explain import applied
 from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, merge_precision
 from layerzero.plan.replicas import keep_buffers_equal
 from layerzero.plan.resolve import Resolved, ResolvedUnit, resolve
 from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.plan.units import PlannedUnits, planned_units
 from layerzero.step.root import root_of
 from layerzero.step.unit import Unit, get_unit
 from layerzero.step.unwrap import modules_of
@@ -91,12 +91,13 @@ def shard_with_plan(
     if plan.pregather:
         root_of(root_unit).scheduler.unshard_all_before_forward()
     arguments = [plan, plan.num_forward, plan.num_backward]
-    expected = None
+    depths = None
     if not _call_optional(root_unit.module, "set_modules_to_prefetch", arguments):
-        expected = expect(plan, root_unit.module, resolved)
-        _expect_order(root_unit, expected)
+        planned = planned_units(plan, root_unit.module, resolved)
+        depths = planned.depth(plan.num_forward), planned.depth(plan.num_backward)
+        root_of(root_unit).scheduler.set_depths(*depths)
     if _is_first(mesh, root_unit.module) and logger.isEnabledFor(logging.INFO):
-        logger.info("%s", applied(plan, root_unit.module, bool(own), expected))
+        logger.info("%s", applied(plan, root_unit.module, bool(own), depths))
     return sharded
 
 
@@ -175,13 +176,13 @@ def _shard(
             f"shard_with_plan: {type(model).__name__}.fully_shard sharded the whole model, but did "
             "not return the ZeRO3; return it, or shard only parts of the model"
         )
-    expected = expect(plan, model, resolved)
-    arguments = _model_arguments(plan, expected)
+    planned = planned_units(plan, model, resolved)
+    arguments = _model_arguments(plan, planned)
     own = {id(unit.module): _unit_arguments(plan, unit, experts) for unit in resolved.units}
     keeps_whole = False
     if "outer" not in arguments and not plan.ep_plan:
-        keeps_whole = _keep_whole(plan, mesh, expected, arguments, own)
-    _checkpoint_activations(plan, resolved, expected)
+        keeps_whole = _keep_whole(plan, mesh, planned, arguments, own)
+    _checkpoint_activations(plan, resolved, planned)
 
     def choose(module: nn.Module, fqn: str) -> Choice:
         return own.get(id(module), False)
@@ -200,13 +201,13 @@ def _shard(
     return sharded
 
 
-def _model_arguments(plan: ShardingPlan, expected: Expected) -> dict[str, Any]:
+def _model_arguments(plan: ShardingPlan, planned: PlannedUnits) -> dict[str, Any]:
     """Arguments of `ZeRO3` for the whole model."""
     arguments = {name: each for name, each in plan.options.items() if name in ZERO3_OPTIONS}
     arguments.update(_offload(plan.options))
     arguments["mixed_precision"] = plan.mixed_precision
     # The depth in units; the default of `limit_all_gathers` follows from it.
-    arguments["forward_prefetch"] = expected.forward_depth
+    arguments["forward_prefetch"] = planned.depth(plan.num_forward)
     if not plan.num_backward:
         arguments["backward_prefetch"] = None
     return arguments
@@ -236,25 +237,14 @@ def _offload(options: Mapping[str, Any]) -> dict[str, OffloadPolicy]:
     return {} if policy is None else {"offload": policy}
 
 
-def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved, expected: Expected) -> None:
+def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved, planned: PlannedUnits) -> None:
     """Apply `act_ckpt`: a pattern's own, else the plan's to the head of each step."""
     default = plan.options.get("act_ckpt")
-    heads = {step.head for step in expected.steps if not step.is_around_steps}
     for unit in resolved.units:
-        is_head = unit.fqn in heads and has_forward(unit.module)
+        is_head = unit.fqn in planned.heads and has_forward(unit.module)
         choice = unit.options.get("act_ckpt", default if is_head else None)
         if choice is not None:
             checkpoint_activations(unit.module, choice)
-
-
-def _expect_order(root_unit: Unit, expected: Expected) -> None:
-    """Set the prefetch lists on the root of the sharded model."""
-    by_fqn = {unit.fqn: unit for unit in root_of(root_unit).units}
-    forward, backward = (
-        {by_fqn[head]: [by_fqn[fqn] for fqn in fqns] for head, fqns in lists.items()}
-        for lists in (expected.forward, expected.backward)
-    )
-    root_of(root_unit).scheduler.set_static_prefetch(forward, backward)
 
 
 # A shard group of one rank ------------------------------------------------------------------
@@ -263,7 +253,7 @@ def _expect_order(root_unit: Unit, expected: Expected) -> None:
 def _keep_whole(
     plan: ShardingPlan,
     mesh: Mesh,
-    expected: Expected,
+    planned: PlannedUnits,
     arguments: dict[str, Any],
     own: Mapping[int, dict[str, Any]],
 ) -> bool:
@@ -279,7 +269,7 @@ def _keep_whole(
     if (zero3_size or sizes[0]) != 1:
         return False
     num_ranks = sizes[0] * (sizes[1] if len(sizes) == 2 else 1)
-    if any(o.parameter.is_meta for unit in expected.units for o in unit.originals):
+    if any(o.parameter.is_meta for unit in planned.units for o in unit.originals):
         # Meta parameters are initialised in their original dtype. Sharding keeps main weights of
         # that dtype, as a larger group would.
         if is_first_rank():
@@ -294,7 +284,7 @@ def _keep_whole(
         arguments["outer"] = "replicate"
         arguments.setdefault("sync_module_states", True)
     num_cast = num_kept = 0
-    for unit in expected.units:
+    for unit in planned.units:
         of_unit = own.get(id(unit.module), {})
         precision = of_unit.get("mixed_precision", plan.mixed_precision)
         for original in unit.originals:

@@ -50,8 +50,9 @@ class ShardingPlan(PlanFields):
         pregather: unshard all units before each forward starts, and wait for them.
         broadcast_buffers: if nothing is sharded, start forwards with the buffers of the first rank,
             as `DistributedDataParallel` does.
-        num_to_forward_prefetch, num_to_backward_prefetch: how many steps are prefetched. None:
-            `forward_prefetch` and `backward_prefetch` of `defaults` decide; without them, one.
+        num_to_forward_prefetch, num_to_backward_prefetch: how many steps are prefetched once their
+            order is recorded. None: `forward_prefetch` and `backward_prefetch` of `defaults`
+            decide; without them, one.
     """
 
     @classmethod
@@ -102,7 +103,7 @@ class ShardingPlan(PlanFields):
         resolved.warn()
 
     def explain(self, model: nn.Module) -> str:
-        """The expected order as lines `a -> [b, c]`, and a table of what each pattern matched.
+        """The units, how many are prefetched, and a table of what each pattern matched.
 
         Not collective; does not change the model, which may be sharded. Problems that `validate`
         would report are listed at the end.

@@ -36,7 +36,6 @@ class ExecOrderRecorder:
         self._kind: Hashable | None = None
         self._trace: list[int] = []
         self._candidates: list[Order] = []
-        self._is_first = False
 
     num_recorded: int
     """Passes recorded and not taken back."""
@@ -44,11 +43,6 @@ class ExecOrderRecorder:
     @property
     def is_recording(self) -> bool:
         return self._kind is not None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no order was recorded for the kind of the open pass when it began."""
-        return self._is_first
 
     def begin(self, kind: Hashable) -> None:
         """Start a pass. Only one pass can be open."""
@@ -58,7 +52,6 @@ class ExecOrderRecorder:
         self._candidates = self.orders(kind)
         if self._candidates:
             self._recorded.move_to_end(kind)
-        self._is_first = not self._candidates
 
     def visit(self, unit: int) -> None:
         """The pass needs `unit` now."""
@@ -120,7 +113,6 @@ class ExecOrderRecorder:
         self._kind = None
         self._trace = []
         self._candidates = []
-        self._is_first = False
 
     def forget(self) -> None:
         """Drop all recorded orders. Between passes."""

@@ -23,7 +23,7 @@ Note [Micro-batches in flight]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -108,19 +108,10 @@ class UnshardScheduler:
         self.forward_depth, self.backward_prefetch = forward_depth, backward
         self.recorder.forget()
 
-    def set_static_prefetch(
-        self, forward: Mapping[Unit, Sequence[Unit]], backward: Mapping[Unit, Sequence[Unit]]
-    ) -> None:
-        """Set what to prefetch when a unit begins, in passes for which no order is recorded yet.
-
-        Must be the same on every rank. The longest list also becomes the prefetch depth for
-        recorded orders.
-        """
-        for unit in self._units:
-            unit.set_static_prefetch(forward.get(unit, ()), backward.get(unit, ()))
-        self.forward_depth = max(map(len, forward.values()), default=0)
-        self.backward_depth = max(map(len, backward.values()), default=0)
-        self.make_room_for(max(self.forward_depth, self.backward_depth))
+    def set_depths(self, forward: int, backward: int) -> None:
+        """Set how many units of a recorded order to prefetch. The same on every rank."""
+        self.forward_depth, self.backward_depth = forward, backward
+        self.make_room_for(max(forward, backward))
 
     def unshard_all_before_forward(self) -> None:
         """Begin every later forward by gathering all units."""
@@ -351,15 +342,12 @@ class UnshardScheduler:
         ):
             return
         if in_backward:
-            depth, static = self.backward_depth, unit.static_backward_prefetch
+            depth = self.backward_depth
             explicit: Sequence[Unit] | None = unit.backward_prefetch
         else:
-            depth, static = self.forward_depth, unit.static_forward_prefetch
+            depth = self.forward_depth
             explicit = unit.forward_prefetch
-        # The user's list wins; static lists serve only until the first order is recorded.
-        if explicit is None and self.recorder.is_first:
-            explicit = static
-        if explicit is None:
+        if explicit is None:  # The user's list wins.
             explicit = [self._units[index] for index in self.recorder.predict(depth)]
         limiter = self._limiter if self.agreed is None else self.agreed.room
         context = self._context

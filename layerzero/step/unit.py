@@ -78,10 +78,6 @@ class Unit:
     """Units that the user set to gather when its forward begins; None: the recorder's."""
     backward_prefetch: list[Unit] | None
     """The same for its backward."""
-    static_forward_prefetch: Sequence[Unit]
-    """Units to gather when its forward begins, in passes for which no order is recorded yet."""
-    static_backward_prefetch: Sequence[Unit]
-    """The same for its backward."""
     awaits_values: bool
     """Whether a load has yet to bring its parameters' values; checked before the first forward."""
     awaited_buffers: tuple[AwaitedBuffer, ...]
@@ -124,8 +120,6 @@ class Unit:
         self.backward_prefetch = None
         self.awaits_values = False
         self.awaited_buffers = ()
-        self.static_forward_prefetch = ()
-        self.static_backward_prefetch = ()
         self.state = ShardState.SHARDED
         self._training_state = TrainingState.IDLE
         self._module_ref = weakref.ref(module)
@@ -242,12 +236,6 @@ class Unit:
 
     def set_backward_prefetch(self, units: list[Unit]) -> None:
         self.backward_prefetch = units
-
-    def set_static_prefetch(self, forward: Sequence[Unit], backward: Sequence[Unit]) -> None:
-        self.static_forward_prefetch, self.static_backward_prefetch = (
-            tuple(forward),
-            tuple(backward),
-        )
 
     def set_reshard_after_forward(self, value: ReshardAfterForward) -> None:
         self.options = replace(self.options, reshard_after_forward=value)

@@ -15,7 +15,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan, units
-from layerzero.step.states import ShardState
 from tests.harness.checks import assert_bitwise, warns_on_first_rank
 from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import inner_units, root_state
@@ -313,22 +312,11 @@ def _order() -> None:
         num_to_backward_prefetch=2,
     )
     model = shard_with_plan(seeded(Model), plan)
-    by_fqn = {unit.fqn: unit for unit in inner_units(model)}
-    text = plan.explain(model)
-    for direction, attribute in (
-        ("forward", "static_forward_prefetch"),
-        ("backward", "static_backward_prefetch"),
-    ):
-        part = text.split(f"{direction}:\n")[1].split("\n\n")[0].split("backward:")[0]
-        shown = dict(line.strip().split(" -> ") for line in part.splitlines() if "->" in line)
-        for fqn, unit in by_fqn.items():
-            names = [other.fqn for other in getattr(unit, attribute)]
-            assert shown.get(fqn or "(root)", "[]") == f"[{', '.join(names)}]", fqn
-    first = by_fqn["layers.0"]
-    assert [unit.fqn for unit in first.static_forward_prefetch] == [
-        "layers.0.experts.0", "layers.0.experts.1",
-        "layers.1", "layers.1.experts.0", "layers.1.experts.1",
-    ]  # fmt: skip
+    scheduler = root_state(model).scheduler
+    # A step is a layer and its two experts: the rest of one and the next ones are ahead.
+    assert (scheduler.forward_depth, scheduler.backward_depth) == (5, 8)
+    model(batch()).square().sum().backward()
+    model.zero_grad()
     with recorded_operations(model) as operations:
         loss = model(batch()).square().sum()
         started = gathered(operations)
@@ -336,7 +324,7 @@ def _order() -> None:
     expected = ["embed"]
     for layer in LAYERS:
         expected += [layer, f"{layer}.experts.0", f"{layer}.experts.1"]
-    assert started == [*expected, "head"], "the guess was right, so nothing else is gathered"
+    assert started == [*expected, "head"]
     back = gathered(operations)[len(started) :]
     # The head was the last one in forward, and stayed.
     assert back[:4] == ["layers.2", "layers.2.experts.1", "layers.2.experts.0", "layers.1"]
@@ -360,79 +348,8 @@ def _order() -> None:
     assert (root.scheduler.forward_depth, root.scheduler.backward_prefetch) == (0, None)
 
 
-def test_lists_come_from_the_plan_until_an_order_was_recorded() -> None:
+def test_steps_are_prefetched_along_the_recorded_order() -> None:
     run_ranks(2, _order)
-
-
-class Tower(nn.Module):
-    """A series between an input and a norm of its own: a unit around units."""
-
-    def __init__(self, depth: int, embeds: bool) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH) if embeds else None
-        self.layers = nn.ModuleList(Block() for _ in range(depth))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.embed is None else self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
-
-
-class SeesAndSpeaks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.visual = Tower(3, embeds=False)
-        self.language = Tower(3, embeds=True)
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.language(self.visual(x)))
-
-
-def _units_around_units(post: bool) -> None:
-    plan = ShardingPlan(
-        apply_modules=[
-            "visual", "visual.layers.{*}",
-            "language", "language.embed", "language.layers.{*}", "head",
-        ],
-        defaults={"backward_prefetch": "backward_post"} if post else {},
-    )  # fmt: skip
-    model = shard_with_plan(seeded(SeesAndSpeaks), plan)
-    by_fqn = {unit.fqn: unit for unit in inner_units(model)}
-    scheduler = root_state(model).scheduler
-    on_demand: list[str] = []
-    ahead: list[int] = []
-    demand = scheduler.ensure_unsharded
-
-    def recording(unit: Any, prefetches: bool, in_backward: bool) -> None:
-        if unit.state is ShardState.SHARDED:
-            on_demand.append(unit.fqn)
-        demand(unit, prefetches, in_backward)
-        ahead.append(sum(each.state is ShardState.GATHERING for each in by_fqn.values()))
-
-    loss = model(batch()).square().sum()
-    scheduler.ensure_unsharded = recording
-    with recorded_operations(model) as operations:
-        loss.backward()
-    del scheduler.ensure_unsharded
-    assert not on_demand  # The head stayed since forward.
-    assert max(ahead) == 1, "nothing is gathered earlier than one step before its turn"
-    order = ["language", *(f"language.layers.{i}" for i in (2, 1, 0)), "language.embed",
-             "visual", *(f"visual.layers.{i}" for i in (2, 1, 0))]  # fmt: skip
-    assert gathered(operations) == order
-    model.zero_grad()
-    assert_trains_alike(model, seeded(SeesAndSpeaks), batches(2))
-
-
-def _both_ways() -> None:
-    for post in (False, True):
-        _units_around_units(post)
-
-
-def test_the_first_backward_meets_units_around_units_first() -> None:
-    run_ranks(2, _both_ways)
 
 
 def _pregather() -> None:
@@ -556,10 +473,6 @@ def _knowing() -> None:
         model = shard_with_plan(module, plan, mesh)
         assert fqns(model) == (["", "head"] if answer is False else ["", *LAYERS])
         assert module.numbers == (3, 1)
-        root = inner_units(model)[0]
-        assert [unit.fqn for unit in root.static_forward_prefetch] == (
-            ["head"] if answer is False else []
-        )
         trains_alike(model)
 
 

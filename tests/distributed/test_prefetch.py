@@ -9,7 +9,7 @@ from torch import nn
 
 from layerzero import BackwardPrefetch, ZeRO3, units
 from layerzero.step.unit import Unit
-from tests.harness.internals import inner_units, root_state
+from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import gathered, recorded_operations
@@ -246,37 +246,6 @@ def _explicit() -> None:
 
 def test_lists_of_modules_to_prefetch_are_followed() -> None:
     run_ranks(2, _explicit)
-
-
-def _expected() -> None:
-    """Lists for passes of unknown order; the first of these here even names a unit too many."""
-    model = wrapped()
-    root = root_state(model)
-    blocks = inner_units(model)[1:]
-    root.scheduler.set_static_prefetch(
-        {blocks[0]: blocks[1:3], blocks[1]: [blocks[2]]},
-        {blocks[4]: [blocks[3], blocks[2]]},
-    )
-    with timeline() as seen:
-        loss = model(batch(), [0, 1, 3, 4]).sum()
-    assert seen.events == ["g0", "g1", "g2", "u0", "u1", "g3", "u3", "g4", "u4"]
-    with timeline() as seen:
-        loss.backward()
-    assert seen.events[:3] == ["g3", "g2", "u4"]
-    with timeline() as seen:
-        loss = model(batch(), [0, 1, 3, 4]).sum()
-    # As far ahead as the longest list, now along the recorded order, without the wrong unit.
-    assert seen.events == ["g0", "g1", "g3", "u0", "g4", "u1", "u3", "u4"]
-    with timeline() as seen:
-        loss.backward()
-    assert seen.events[:3] == ["g3", "g1", "u4"]
-    with torch.no_grad(), timeline() as seen:
-        model.eval()(batch(), [0, 1, 2])
-    assert seen.events == ["g0", "g1", "g2", "u0", "u1", "u2"], "a new kind has no order yet"
-
-
-def test_expected_lists_are_followed_until_an_order_was_recorded() -> None:
-    run_ranks(2, _expected)
 
 
 def _all_first() -> None:

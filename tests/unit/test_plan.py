@@ -18,7 +18,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import layerzero
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ShardingPlan
+from layerzero.plan.resolve import resolve
 from layerzero.plan.shard import is_of_adapter
+from layerzero.plan.units import planned_units
 from tests.harness.models import WIDTH, Block
 
 
@@ -259,21 +261,11 @@ def table(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows if row[0] != "problem:"}
 
 
-def test_explain_shows_the_order_and_what_each_pattern_matched() -> None:
+def test_explain_shows_the_units_and_what_each_pattern_matched() -> None:
     text = plan("embed", "layers.{*}", "layers.{1-2}.attn", "head").explain(Model())
-    assert lines(text)[:12] == [
-        "8 units of Model; prefetched until an order is recorded",
-        "forward:",
-        "(root) -> [embed]",
-        "embed -> [layers.0]",
-        "layers.0 -> [layers.1, layers.1.attn]",
-        "layers.1 -> [layers.1.attn, layers.2, layers.2.attn]",
-        "layers.2 -> [layers.2.attn, head]",
-        "backward:",
-        "(root) -> [head]",
-        "head -> [layers.2, layers.2.attn]",
-        "layers.2 -> [layers.2.attn, layers.1, layers.1.attn]",
-        "layers.1 -> [layers.1.attn, layers.0]",
+    assert lines(text)[:2] == [
+        "8 units of Model",
+        "prefetched along recorded orders: 3 units in forward, 3 in backward",
     ]
     rows = table(text)
     block = sum(p.numel() for p in Block().parameters())
@@ -294,14 +286,25 @@ def test_a_later_pattern_wins_and_ignored_wins_over_all() -> None:
     assert "problem: apply_modules: 'layers.0.attn' has no effect" in text
 
 
-def test_an_exception_among_layers_runs_in_its_place() -> None:
-    text = plan("embed", "layers.{*}", "layers.0", "head").explain(Model())
-    assert lines(text)[2:6] == [
-        "(root) -> [embed]",
-        "embed -> [layers.0]",
-        "layers.0 -> [layers.1]",
-        "layers.1 -> [layers.2]",
-    ]
+@pytest.mark.parametrize(
+    ("patterns", "hooks", "heads", "largest"),
+    [
+        (["layers.{*}", "layers.0", "head"], {}, ["head", "layers.0", "layers.1", "layers.2"], 1),
+        (["layers.{*}", "layers.{*}.experts.{*}"], {}, ["layers.0", "layers.1", "layers.2"], 3),
+        (["layers.0", "layers.0.attn"], {}, ["layers.0"], 2),
+        # A unit around a series is a step of its own, and so is one around units of its pattern.
+        (["layers.0", "layers.0.experts.{*}"], {}, ["layers.0.experts.0", "layers.0.experts.1"], 1),
+        (["re:layers.0(.attn)?"], {}, ["layers.0.attn"], 1),
+        (["layers.0", "layers.0.bank"], {"layers.0.bank": "layers.0"}, ["layers.0"], 2),
+        (["embed", "head"], {"head": "embed"}, ["embed"], 2),
+    ],
+)
+def test_units_that_are_gathered_together_are_a_step(patterns, hooks, heads, largest) -> None:
+    each, model = plan(*patterns, hook_modules=hooks), Model()
+    found = planned_units(each, model, resolve(each, model))
+    assert sorted(found.heads) == heads
+    assert found.largest_step == largest
+    assert [found.depth(steps) for steps in (0, 1)] == [0, 2 * largest - 1]
 
 
 def test_optional_modules_are_the_outermost_that_have_units() -> None:
@@ -343,7 +346,6 @@ def test_wildcards_cross_dots_and_expressions_match_whole_names() -> None:
     rows = table(text)
     assert rows["*attn"][1:3] == ["3", "3"]
     assert rows[r"re:layers\.\d+\.experts\.0"][1:3] == ["3", "3"]
-    assert "layers.0.attn -> [layers.0.experts.0]" in text
 
 
 # What it says about what it does not find -----------------------------------------------------
