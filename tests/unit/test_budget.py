@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 52_985,
+    "": 52_776,
     "flat": 2_768,
     "step": 5_809,
     "comm": 1_524,
