@@ -105,10 +105,7 @@ def test_the_log_tells_what_was_made() -> None:
     for part in (
         "shard_with_plan: Model, {",
         "norm: {'reshard_after_forward': False}",
-        "(root) -> [layers.0, layers.1]",
-        "layers.12 -> [layers.13, norm]",
-        "backward prefetch, until an order is recorded:",
-        "layers.1 -> [layers.0]",
+        "prefetched along recorded orders: 2 units in forward, 1 in backward",
     ):
         assert part in of_plan, (part, of_plan)
     for action in ("prefetch", "unshard", "wait_for_unshard", "reshard", "reduce"):
