@@ -162,6 +162,7 @@ def _accumulating(_: None) -> tuple[list[Outcome], dict[str, Outcome]]:
     return climbed, native
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up_where_the_budget_allows_it() -> None:
     ranks = run_ranks(2, _accumulating, None, timeout=60)
     _check("micro-batches", [climbed for climbed, _ in ranks])
