@@ -100,8 +100,6 @@ bench: $(INSTALLED)
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_trainers.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_megatron.py
 	$(BIN)/python benchmarks/bench_layered.py
-	$(BIN)/python benchmarks/bench_simulator.py
-	$(BIN)/python benchmarks/bench_scaling.py --plot ""
 	$(BIN)/python benchmarks/bench_checkpoint.py
 
 # With the environment of .venv where it is set up, else with $(PYTHON) as it is: a machine with a GPU
