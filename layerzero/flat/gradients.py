@@ -32,8 +32,7 @@ from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange
 from layerzero.flat.pair_input import PairInput
 from layerzero.flat.parameter_info import get_info
-from layerzero.flat.placement import Placement
-from layerzero.flat.sum_dtype import sum_dtype
+from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.flat.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 

@@ -22,10 +22,9 @@ from layerzero.comm.streams import Streams
 from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
-from layerzero.step.autocast import CastCache, in_autocast
+from layerzero.step.autocast import CastCache, CastWatch, in_autocast
 from layerzero.step.backward import Backward
 from layerzero.step.calls import ForwardCall, ForwardPass
-from layerzero.step.cast_watch import CastWatch
 from layerzero.step.context import RuntimeContext
 from layerzero.step.extension import Extensions
 from layerzero.step.first_forward import check_first_forward

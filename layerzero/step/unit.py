@@ -21,10 +21,9 @@ from layerzero.flat.flat_param import OriginalParameter
 from layerzero.flat.parameter_hooks import refuse_gradients
 from layerzero.flat.unset_values import AwaitedBuffer
 from layerzero.flat.views import ParameterViews
-from layerzero.step import saved_casts
+from layerzero.step.autocast import SavedCast, fill_casts, free_casts
 from layerzero.step.context import RuntimeContext
 from layerzero.step.handle import FlatParamHandle
-from layerzero.step.saved_casts import SavedCast
 from layerzero.step.states import Hold, ShardState, TrainingState, check_transition, names_of
 
 _UNIT = "_layerzero_unit"
@@ -326,7 +325,7 @@ class Unit:
                     handle.wait_for_unshard()
             self._set_shard_state(ShardState.UNSHARDED)
             if self.saved_casts:
-                saved_casts.fill(self.saved_casts)
+                fill_casts(self.saved_casts)
 
     def reshard(self, regathered_this_step: bool = False) -> None:
         """Free the unsharded parameters, regardless of holds. Waits for a gather under way first.
@@ -348,7 +347,7 @@ class Unit:
             for handle in self.handles:
                 handle.reshard()
             if self.saved_casts:
-                saved_casts.free(self.saved_casts)
+                free_casts(self.saved_casts)
         context.limiter.release(self.nbytes)
         self._set_shard_state(ShardState.SHARDED)
 
