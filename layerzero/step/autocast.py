@@ -215,7 +215,7 @@ class CastWatch:
             _logger.info(
                 "torch.autocast: parameters are gathered and gradients reduced in float32%s; "
                 "MixedPrecision(param_dtype=torch.bfloat16) instead of autocast halves the bytes "
-                "sent and the memory of full parameters (docs/howto/recipes.md)",
+                "sent and the memory of full parameters (docs/howto/mixed_precision.md)",
                 f", and casts of {frozen} frozen parameters stay until backward" if frozen else "",
             )
 
