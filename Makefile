@@ -121,6 +121,7 @@ $(DOCS_VENV)/.installed: constraints.txt
 
 # From runs on this machine, which should have nothing else to do.
 docs-figures: $(INSTALLED)
+	$(BIN)/python docs/figures/zero3.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python docs/figures/overlap.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python docs/figures/ledger.py
 	OMP_NUM_THREADS=1 $(BIN)/python docs/figures/losses.py
