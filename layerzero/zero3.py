@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,29 +33,23 @@ from layerzero.config import (
     Verify,
 )
 from layerzero.flat.parameter_info import get_info
-from layerzero.log import log_units
-from layerzero.memory_budget import MemoryChoice, learn
-from layerzero.optim import attach, nonfinite, torch_norm
-from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
-from layerzero.optim.in_backward import StepInBackward
-from layerzero.optional.optional_units import make_root
-from layerzero.state_dict import (
-    foreign_methods,
-    module_state,
-    optimizer_shards,  # noqa: F401  # watches every optimizer
-)
-from layerzero.state_dict.whole import patch_torch
+from layerzero.optim import attach, torch_norm
+from layerzero.optional.make_root import make_root
+from layerzero.state_dict import foreign_methods, module_state
+from layerzero.state_dict.torch_gather import patch_torch
 from layerzero.step.root import RootState, UnshardHandle, root_of
 from layerzero.step.sharded_params import remember_root
-from layerzero.step.summon import SummonOptions, summon
 from layerzero.step.timeouts import duration
 from layerzero.step.unit import Unit, get_unit, set_unit
-from layerzero.step.unit_view import UnitView
 from layerzero.uneven.joinable import JoinableModel
 from layerzero.verify import context_for
-from layerzero.verify.signature import step_signature
 from layerzero.wrapper import ModuleWrapper
 
+if TYPE_CHECKING:
+    from layerzero.memory_budget import MemoryChoice
+    from layerzero.optim.clip import Clipped
+
+_logger = logging.getLogger("layerzero.log")
 _ROOT = "_layerzero_root"
 _NOT_GIVEN = {"self", "__class__", "unknown"}
 
@@ -203,16 +198,23 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         self.__dict__["_given"] = given
         self.__dict__["_kept_whole"] = [p for p in module.parameters() if get_info(p) is None]
         if arguments.on_nonfinite is not None:
+            from layerzero.optim import nonfinite
+
             nonfinite.install(root, arguments.on_nonfinite, self.__dict__["_kept_whole"])
         guards.install(module, root)
         foreign_methods.install(module)
         argument_warnings.warn(module, arguments, plan, topology.placement)
-        log_units(module, root, topology.placement.is_first)
-        attach.watch()
+        if topology.placement.is_first and _logger.isEnabledFor(logging.INFO):
+            from layerzero.log import log_units
+
+            log_units(module, root)
+        attach.watch(_import_watchers)
         torch_norm.install()
         patch_torch()
         self.__dict__["_learner"] = None
         if arguments.memory_budget is not None:
+            from layerzero.memory_budget import learn
+
             self.__dict__["_learner"] = learn(root, topology.placement, arguments.memory_budget)
 
     def _become(self, module: nn.Module, root: RootState) -> None:
@@ -359,6 +361,8 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             ValueError: without `optimizer`, two optimizers have the same parameter.
             RuntimeError: inside forward or backward.
         """
+        from layerzero.verify.signature import step_signature
+
         kept = {id(parameter) for parameter in self.__dict__["_kept_whole"]}
         whole = [(name, p) for name, p in self.module.named_parameters() if id(p) in kept]
         return step_signature(self._root_state, whole, optimizer)
@@ -379,8 +383,12 @@ class ZeRO3(JoinableModel, ModuleWrapper):
                 stepped last. None: switch back to `optimizer.step()`.
         """
         root = self._root_state
-        step = None if optimizer is None else StepInBackward(optimizer, root.units).step_unit
-        root.reducer.call_on_delivered(step)
+        if optimizer is None:
+            root.reducer.call_on_delivered(None)
+        else:
+            from layerzero.optim.in_backward import StepInBackward
+
+            root.reducer.call_on_delivered(StepInBackward(optimizer, root.units).step_unit)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.
@@ -398,6 +406,8 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             RuntimeError: `step_in_backward` is on, so the gradients were used already.
             NotImplementedError: an ignored parameter is a DTensor with a gradient.
         """
+        from layerzero.optim.clip import clip_grad_norm_
+
         gradients = gradients_to_clip(self)
         if gradients.root.join is not None:
             gradients.root.join.before_clip(self._unit, max_norm, norm_type)
@@ -434,6 +444,8 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         Raises:
             RuntimeError: inside forward, backward or another `summon_full_params`.
         """
+        from layerzero.step.summon import SummonOptions, summon
+
         options = SummonOptions(
             writeback=writeback,
             rank0_only=rank0_only,
@@ -457,10 +469,14 @@ class ZeRO3(JoinableModel, ModuleWrapper):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's forward begins, instead of those recorded next."""
+        from layerzero.step.unit_view import UnitView
+
         UnitView(self._unit).set_modules_to_forward_prefetch(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's backward begins, instead of those recorded next."""
+        from layerzero.step.unit_view import UnitView
+
         UnitView(self._unit).set_modules_to_backward_prefetch(modules)
 
 
@@ -473,8 +489,17 @@ def _refuse_inner_budget(module: nn.Module) -> None:
             )
 
 
+def _import_watchers() -> None:
+    """Import what looks at optimizers of sharded parameters; their imports register them."""
+    from layerzero.guards import element_wise  # noqa: F401
+    from layerzero.optim import after_failure, scaler  # noqa: F401
+    from layerzero.state_dict import optimizer_shards  # noqa: F401
+
+
 def gradients_to_clip(model: ZeRO3) -> Clipped:
     """The gradients of which `model.clip_grad_norm_` takes the norm, for `optim.clip.grad_norm`."""
+    from layerzero.optim.clip import clipped, refuse_used
+
     root = model._root_state
     refuse_used(root)
     return clipped(root, model._subtree(), model._kept_whole)

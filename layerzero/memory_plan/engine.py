@@ -30,7 +30,7 @@ from layerzero.memory_plan.transport import (
 )
 from layerzero.memory_plan.verified import PlannedVerifiedContext
 from layerzero.optional.exchange import Exchange
-from layerzero.optional.optional_units import make_root
+from layerzero.optional.make_root import make_root
 from layerzero.state_dict import module_state
 from layerzero.step.calls import ForwardCall
 from layerzero.step.context import RuntimeContext

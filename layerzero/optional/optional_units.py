@@ -1,9 +1,6 @@
-"""OptionalUnits: units that a rank may skip, and `make_root`, which gives them to a model."""
+"""OptionalUnits: units that a rank may skip."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -28,30 +25,6 @@ def exchange_of(root: RootState) -> Exchange:
     placement = next(h.placement for unit in root.units for h in unit.handles)
     on_device = root.streams.are_apart or root.device.type != "cpu"
     return Exchange(placement, root.operations, on_device)
-
-
-def make_root(
-    units: Sequence[Unit],
-    *,
-    regions: OptionalRegions | None,
-    make: Callable[..., RootState] = RootState,
-    make_exchange: Callable[[RootState], Exchange] = exchange_of,
-    **arguments: Any,
-) -> RootState:
-    """The root of `units`; without `regions` (None) no unit is optional.
-
-    Collective where the exchange makes new groups.
-
-    Args:
-        make: makes a root, from the units and `arguments`.
-    """
-    root = make(units, **arguments)
-    if regions is not None:
-        handles = [handle for index in regions.region_of for handle in units[index].handles]
-        # Otherwise there is nothing to gather, or nobody to agree with.
-        if any(handle.placement.num_ranks > 1 for handle in handles):
-            OptionalUnits(root, regions, make_exchange(root)).begin(root)
-    return root
 
 
 class OptionalUnits(Extension):
