@@ -17,6 +17,12 @@ from layerzero.config import (
     PrefetchPolicy,
     ReductionPolicy,
 )
+from layerzero.fully_shard import (
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from layerzero.model_functions import pregather, register_forward_method, units
 from layerzero.ops import native_status
 from layerzero.optim import GradScaler, global_norm
@@ -30,6 +36,8 @@ from layerzero.watch.diagnosis import CollectiveError
 from layerzero.zero3 import ZeRO3
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
     from layerzero import checkpoint
     from layerzero.memory_plan import plan_memory
     from layerzero.step_ledger import ledger
@@ -37,10 +45,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationCheckpointing",
     "BackwardPrefetch",
+    "CPUOffloadPolicy",
     "CollectiveError",
+    "FSDPModule",
     "GradScaler",
     "Hold",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParallelManager",
     "PrefetchPolicy",
@@ -50,6 +61,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "errors",
+    "fully_shard",
     "global_norm",
     "join",
     "ledger",
@@ -58,8 +70,10 @@ __all__ = [
     "plan_memory",
     "pregather",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "rewrap",
     "shard_with_plan",
+    "share_comm_ctx",
     "units",
 ]
 
@@ -72,4 +86,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("layerzero.memory_plan").plan_memory
     if name == "ledger":
         return importlib.import_module("layerzero.step_ledger").ledger
+    if name in ("CPUOffloadPolicy", "MixedPrecisionPolicy"):  # torch's own.
+        return getattr(importlib.import_module("torch.distributed.fsdp"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

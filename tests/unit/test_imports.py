@@ -26,6 +26,7 @@ LAYERS = [
     "memory_budget",
     "wrapper",
     "zero3",
+    "fully_shard",
     "rewrap",
     "checkpoint",
     "memory_plan",
