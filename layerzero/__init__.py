@@ -24,7 +24,15 @@ from layerzero.watch.diagnosis import CollectiveError
 from layerzero.zero3 import ZeRO3
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
     from layerzero import checkpoint, errors, optim
+    from layerzero.fsdp import (
+        FSDPModule,
+        fully_shard,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from layerzero.memory_plan import plan_memory
     from layerzero.model_functions import pregather, register_forward_method, units
     from layerzero.optim import GradScaler, global_norm
@@ -35,15 +43,21 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "ActivationCheckpointing": "layerzero.plan",
+    "CPUOffloadPolicy": "torch.distributed.fsdp",
+    "FSDPModule": "layerzero.fsdp",
     "GradScaler": "layerzero.optim",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "ParallelManager": "layerzero.parallel",
     "ShardingPlan": "layerzero.plan",
+    "fully_shard": "layerzero.fsdp",
     "global_norm": "layerzero.optim",
     "join": "layerzero.uneven.context",
     "ledger": "layerzero.step_ledger",
     "plan_memory": "layerzero.memory_plan",
     "pregather": "layerzero.model_functions",
     "register_forward_method": "layerzero.model_functions",
+    "register_fsdp_forward_method": "layerzero.fsdp",
+    "share_comm_ctx": "layerzero.fsdp",
     "shard_with_plan": "layerzero.plan",
     "units": "layerzero.model_functions",
 }
@@ -54,10 +68,13 @@ _SUBMODULES = {"checkpoint", "errors", "optim", "parallel", "plan"}
 __all__ = [
     "ActivationCheckpointing",
     "BackwardPrefetch",
+    "CPUOffloadPolicy",
     "CollectiveError",
+    "FSDPModule",
     "GradScaler",
     "Hold",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParallelManager",
     "PrefetchPolicy",
@@ -67,6 +84,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "errors",
+    "fully_shard",
     "global_norm",
     "join",
     "ledger",
@@ -75,8 +93,10 @@ __all__ = [
     "plan_memory",
     "pregather",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "rewrap",
     "shard_with_plan",
+    "share_comm_ctx",
     "units",
 ]
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero import guards
 from layerzero.build import argument_warnings
+from layerzero.build.arguments import Arguments
 from layerzero.build.build import Parts, build
 from layerzero.build.topology import agree_on_topology, plan_on_every_rank
 from layerzero.build.wrap import WrapPolicy
@@ -33,6 +34,7 @@ from layerzero.config import (
     Verify,
 )
 from layerzero.flat.parameter_info import get_info
+from layerzero.flat.placement import Placement
 from layerzero.optim import attach, torch_norm
 from layerzero.optional.make_root import make_root
 from layerzero.state_dict import foreign_methods, module_state
@@ -185,45 +187,20 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         _refuse_inner_budget(module)
         if "_wrapped" not in self.__dict__:  # Otherwise `rewrap` runs this again.
             super().__init__()
-        plan, arguments = plan_on_every_rank(module, given, unknown)
-        topology = agree_on_topology(plan, arguments)
-        parts = Parts(
-            make_root=make_root,
-            make_context=context_for(arguments.verify),
-            name_in_state_dicts=module_state.install,
-        )
-        root = build(plan, topology, arguments, parts)
-        self._become(module, root)
+        sharded = shard_in_place(module, given, unknown)
+        self._become(module, sharded.root)
         # Through `__dict__`, because `__setattr__` would set them on the wrapped module.
         self.__dict__["_given"] = given
-        self.__dict__["_kept_whole"] = [p for p in module.parameters() if get_info(p) is None]
-        if arguments.on_nonfinite is not None:
-            from layerzero.optim import nonfinite
-
-            nonfinite.install(root, arguments.on_nonfinite, self.__dict__["_kept_whole"])
-        guards.install(module, root)
-        foreign_methods.install(module)
-        argument_warnings.warn(module, arguments, plan, topology.placement)
-        if topology.placement.is_first and _logger.isEnabledFor(logging.INFO):
-            from layerzero.log import log_units
-
-            log_units(module, root)
-        attach.watch(_import_watchers)
-        torch_norm.install()
-        patch_torch()
+        self.__dict__["_kept_whole"] = sharded.kept_whole
         self.__dict__["_learner"] = None
-        if arguments.memory_budget is not None:
+        budget = sharded.arguments.memory_budget
+        if budget is not None:
             from layerzero.memory_budget import learn
 
-            self.__dict__["_learner"] = learn(root, topology.placement, arguments.memory_budget)
+            self.__dict__["_learner"] = learn(sharded.root, sharded.placement, budget)
 
     def _become(self, module: nn.Module, root: RootState) -> None:
-        # Only the outermost module holds root state; drop those of ZeRO3 modules inside it.
-        for unit in root.units:
-            unit.module.__dict__.pop(_ROOT, None)
-        module.__dict__[_ROOT] = root
-        root.wrapper_ref = weakref.ref(self)
-        remember_root(root)
+        keep_root(module, root, self)
         set_unit(self, root.units[0])
         self._become_wrapper_of(module)
 
@@ -478,6 +455,68 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         from layerzero.step.unit_view import UnitView
 
         UnitView(self._unit).set_modules_to_backward_prefetch(modules)
+
+
+class Sharded(NamedTuple):
+    """A module that `shard_in_place` has sharded."""
+
+    root: RootState
+    placement: Placement
+    """Placement of the whole model."""
+    arguments: Arguments
+    kept_whole: list[nn.Parameter]
+    """Parameters that are not sharded."""
+
+
+def shard_in_place(
+    module: nn.Module, given: Mapping[str, Any], unknown: Mapping[str, Any]
+) -> Sharded:
+    """Shard a module, which stays the same object; units inside it join its root. Collective.
+
+    The caller passes the root to `keep_root`.
+
+    Args:
+        given: the arguments of `ZeRO3` by name.
+        unknown: keyword arguments that `ZeRO3` does not have.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `ZeRO3`.
+    """
+    plan, arguments = plan_on_every_rank(module, given, unknown)
+    topology = agree_on_topology(plan, arguments)
+    parts = Parts(
+        make_root=make_root,
+        make_context=context_for(arguments.verify),
+        name_in_state_dicts=module_state.install,
+    )
+    root = build(plan, topology, arguments, parts)
+    kept_whole = [p for p in module.parameters() if get_info(p) is None]
+    if arguments.on_nonfinite is not None:
+        from layerzero.optim import nonfinite
+
+        nonfinite.install(root, arguments.on_nonfinite, kept_whole)
+    guards.install(module, root)
+    foreign_methods.install(module)
+    argument_warnings.warn(module, arguments, plan, topology.placement)
+    if topology.placement.is_first and _logger.isEnabledFor(logging.INFO):
+        from layerzero.log import log_units
+
+        log_units(module, root)
+    attach.watch(_import_watchers)
+    torch_norm.install()
+    patch_torch()
+    return Sharded(root, topology.placement, arguments, kept_whole)
+
+
+def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:
+    """Let `module` own the root as long as it lives; the model counts as wrapped while `wrapper`,
+    which may be the same, lives."""
+    # Only the outermost module holds root state; drop those of models that joined this one.
+    for unit in root.units:
+        unit.module.__dict__.pop(_ROOT, None)
+    module.__dict__[_ROOT] = root
+    root.wrapper_ref = weakref.ref(wrapper)
+    remember_root(root)
 
 
 def _refuse_inner_budget(module: nn.Module) -> None:

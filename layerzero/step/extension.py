@@ -74,6 +74,9 @@ class Extensions:
         self._all.remove(extension)
         self._bind()
 
+    def of(self, kind: type[Extension]) -> list[Extension]:
+        return [each for each in self._all if isinstance(each, kind)]
+
     def _bind(self) -> None:
         for event in type(self).__annotations__:
             own = getattr(Extension, event)

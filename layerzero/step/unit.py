@@ -158,6 +158,10 @@ class Unit:
             raise RuntimeError(f"{self.label}: its module was deleted")
         return module
 
+    def move_to(self, module: nn.Module) -> None:
+        """Take `module` for the unit's own from now on."""
+        self._module_ref = weakref.ref(module)
+
     @property
     def owners(self) -> list[nn.Module]:
         """The unit's own module, and every module that shows one of its parameters."""
@@ -238,6 +242,9 @@ class Unit:
 
     def set_reshard_after_forward(self, value: ReshardAfterForward) -> None:
         self.options = replace(self.options, reshard_after_forward=value)
+
+    def set_gradient_scale(self, scale: float) -> None:
+        self.options = replace(self.options, gradient_scale=scale)
 
     def set_optional(self, is_optional: bool) -> None:
         self.is_optional = is_optional

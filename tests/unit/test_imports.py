@@ -26,6 +26,7 @@ LAYERS = [
     "memory_budget",
     "wrapper",
     "zero3",
+    "fsdp",
     "rewrap",
     "checkpoint",
     "memory_plan",
