@@ -19,7 +19,6 @@ from layerzero.comm.gloo.messages import messages_carry_names
 from layerzero.comm.streams import Event, Streams
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
-from layerzero.ops import pack_
 from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
 from layerzero.step.rate_limiter import RateLimiter
@@ -93,8 +92,6 @@ class RuntimeContext:
     all_gather = staticmethod(collectives.all_gather)
     reduce_scatter = staticmethod(collectives.reduce_scatter)
     reduce_with_peer = staticmethod(collectives.reduce_with_peer)
-    pack: Callable[..., object] = staticmethod(pack_)
-    """Function that fills the buffer that a reduction sends."""
 
     def keeps_own_chunk_apart(self, placement: Placement) -> bool:
         """Whether `reduce_with_peer` reduces its gradients; see flat/pair_input.py."""
