@@ -91,6 +91,8 @@ class Backward:
             # BACKWARD_POST prefetches when a unit is done, in `_finish_unit`.
             prefetches = self._scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             self._scheduler.ensure_unsharded(unit, prefetches, in_backward=True)
+        for begin_backward in self._extensions.begin_backward:
+            begin_backward(unit)
 
     def _backward_pass(self, graph_task: int, order: Order) -> BackwardPass:
         """The pass that autograd runs now; registers a new one."""
@@ -251,7 +253,8 @@ class Backward:
             # Otherwise the gradients stay on this rank, and there is no collective to take part in.
             if self._reducer.requires_sync or self._reducer.sums_sharded:
                 self._reduce_untouched(ended)
-            self._reducer.deliver()
+            with self._context.profile("deliver", "model"):
+                self._reducer.deliver()
             self._reducer.commit()
             self._complete(ended, first)
         except BaseException as error:
