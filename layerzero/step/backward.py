@@ -136,6 +136,8 @@ class Backward:
         ended = BackwardPass(graph_task=-1, makes_graph=False, is_recorded=True)
         ended.forwards[forward_pass] = None
         self._reducer.begin_backward()
+        for unit in self._units:
+            unit.follow_requires_grad(lays_out=True)
         self._scheduler.recorder.begin(("backward", forward_pass.order))
         self._passes.append(ended)
         self._context.set_in_backward(True)

@@ -396,7 +396,7 @@ class GradientReducer:
         Returns:
             A function that waits, and returns the reductions with the parameters present anywhere.
         """
-        if self.agreed is not None and any(each.unit.is_optional for each in reductions):
+        if self.agreed is not None and any(self.agreed.concerns(each.unit) for each in reductions):
             return self.agreed.exchange_presence(reductions)
         by_placement: dict[int, list[Reduction]] = {}
         for reduction in reductions:
