@@ -8,11 +8,10 @@ decisions that all ranks share do.
 from layerzero.optim import after_failure as after_failure
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.decay import decay_groups
-from layerzero.optim.lion import Lion
 from layerzero.optim.nonempty import nonempty_parameters
 from layerzero.optim.norm import global_norm
 from layerzero.optim.scaler import GradScaler
-from layerzero.optim.sgd import SGD
+from layerzero.optim.sgd_and_lion import SGD, Lion
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 
 __all__ = [
