@@ -112,7 +112,7 @@ def run_step(
     """
     calls = [[each] for each in buckets] if is_bucketed else [buckets]
     coming = _all_to_owners(root, members, calls[0]) if calls else []
-    returning: list[_Exchange] = []
+    returning: list[Exchange] = []
     for place, call in enumerate(calls):
         arrived, coming = coming, []
         if place + 1 < len(calls):
@@ -161,7 +161,7 @@ def _to_owners(
         return staged[move.tensor].elements(move)
 
     verb = "values to owners" if of_values else "gradients to owners"
-    exchange = _Exchange(root, owners.group, bucket.to_owners, verb, read, write)
+    exchange = Exchange(root, owners.group, bucket.to_owners, verb, read, write)
 
     def finish() -> None:
         exchange.finish()
@@ -173,7 +173,7 @@ def _to_owners(
 
 def _from_owners(
     root: RootState, members: Sequence[Member], owners: OwnerGroup, bucket: Bucket
-) -> _Exchange:
+) -> Exchange:
     """Start sending the values of one bucket to all shards. Collective."""
     staged: dict[int, Staged] = {}
     for number in bucket.tensors:
@@ -181,7 +181,7 @@ def _from_owners(
         if own is not None:
             own.load()
             staged[number] = own
-    return _Exchange(
+    return Exchange(
         root,
         owners.group,
         bucket.from_owners,
@@ -191,7 +191,7 @@ def _from_owners(
     )
 
 
-class _Exchange:
+class Exchange:
     """One exchange in flight."""
 
     def __init__(
