@@ -95,6 +95,7 @@ def check_loaded(what: str, states: Mapping[Any, Any], keys: Iterable[str]) -> N
             if not isinstance(given, torch.Tensor):
                 continue
             is_whole = info is not None and given.dim() > 1 and given.shape == info.shape
+            is_whole = is_whole and given.shape != parameter.shape
             if given.numel() != parameter.numel() or (is_part and is_whole):
                 raise ValueError(
                     f"{what}.load_state_dict: {key} of {name_of(parameter)} has shape "

@@ -299,7 +299,7 @@ def _source_of_state(
         for index in present:
             owned, state = ranges[index], states.get(handle.sharded_params[index], {})
             if owned.numel and key in state:
-                flat[owned.offset : owned.offset + owned.numel] = state[key]
+                flat[owned.offset : owned.offset + owned.numel] = state[key].reshape(-1)
         return flat
 
     return FlatSource(handle, f"{key} of {handle.fqns[0]}", dtype, shard, present)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from layerzero.flat.layout import FlatLayout
+from layerzero.flat.layout import FlatLayout, row_numels
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim.whole_tensor.party import Party
 from layerzero.optim.whole_tensor.plan import Piece, pieces_of
@@ -91,6 +91,7 @@ def _layouts(handle: FlatParamHandle, places: Sequence[Sequence[Block]]) -> list
             own.group_size,
             own.alignment,
             own.slices,
+            row_numels([block.sizes for block in blocks], handle.row_multiple),
         )
         for blocks in places
     ]

@@ -45,7 +45,7 @@ class Member:
         return self.parameter.grad.detach().reshape(-1)
 
     def value(self, _: Span) -> torch.Tensor:
-        return self.parameter.detach()
+        return self.parameter.detach().view(-1)
 
     # On the owner
 
