@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, get_args
@@ -206,6 +207,17 @@ def check_accumulation(accumulation: str) -> None:
 def check_verify(verify: object) -> None:
     if verify is not None and verify not in get_args(Verify):
         raise ValueError(f"verify: expected 'sampled', 'always' or None, got {verify!r}")
+
+
+def check_layout(value: object) -> int | None:
+    """The number of rows of which borders between shards lie at multiples; None: at any element."""
+    found = re.fullmatch(r"rows(?:\(([1-9]\d*)\))?", value) if isinstance(value, str) else None
+    if found is None and value != "elements":
+        raise ValueError(
+            "layout: expected 'elements', 'rows', or 'rows(32)' for borders at multiples of 32 "
+            f"rows, got {value!r}"
+        )
+    return None if found is None else int(found[1] or 1)
 
 
 def check_memory_budget(value: object, reshards: object, prefetch_is_default: bool) -> int | None:

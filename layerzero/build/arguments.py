@@ -20,6 +20,7 @@ from layerzero.build.argument_types import (
     check_gradient_reduction,
     check_group,
     check_ignored,
+    check_layout,
     check_memory_budget,
     check_mixed_precision,
     check_module,
@@ -94,6 +95,8 @@ class Arguments:
     verify: Verify | None
     memory_budget: int | None
     """Budget in bytes."""
+    row_multiple: int | None
+    """`layout`: None for "elements", 1 for "rows"."""
 
 
 def check_arguments(
@@ -167,6 +170,7 @@ def check_arguments(
         optional_mean=given["optional_mean"],
         verify=given["verify"],
         memory_budget=budget,
+        row_multiple=check_layout(given["layout"]),
     )
 
 

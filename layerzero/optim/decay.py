@@ -32,8 +32,8 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: matrices decay, vectors and scalars do not.
 
-    Sharded parameters are 1-D, so a rule by `parameter.ndim` would put all of them into one group;
-    this function uses the original shapes. A module that is not sharded gets the same groups. Not
+    It goes by the original shapes, which a rule by `parameter.ndim` sees only with `layout="rows"`:
+    else sharded parameters are 1-D. A module that is not sharded gets the same groups. Not
     collective; groups have the same names on every rank. The groups have the sharded parameters,
     also while the model shows unsharded ones (after `model.unshard()`).
 

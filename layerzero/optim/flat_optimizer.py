@@ -271,7 +271,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _owner(self) -> Owner | None:
         known = owner_of_each()
-        members = (each for group in self.param_groups for each in group["params"])
+        members = (each for group in whole_groups(self) for each in group)
         return next((known[id(each)] for each in members if id(each) in known), None)
 
     @property

@@ -179,11 +179,14 @@ class FlatState:
         self.shown = {}
         for number, (parameter, place) in enumerate(zip(self._params, self._places, strict=True)):
             part = slice(place, place + parameter.numel())
-            own = {key: flat[part] for key, flat in zip(self._keys, tensors, strict=False)}
+            own = {
+                key: flat[part].view(parameter.shape)
+                for key, flat in zip(self._keys, tensors, strict=False)
+            }
             given = old.get(parameter) or {}
             for key, view in own.items():
                 if given.get(key) is not None:
-                    view.copy_(given[key].detach().reshape(-1))
+                    view.copy_(given[key].detach().reshape(parameter.shape))
             if self._shows_step and (own or not self._keys):
                 own = {"step": self.steps[number], **own}
             if own:

@@ -40,9 +40,9 @@ _LAYOUT = "whole_tensors"
 class WholeTensorOptimizer(torch.optim.Optimizer):
     """Runs any torch optimizer on whole tensors, each of which has one owner rank.
 
-    Parameters of a sharded model are 1-D shards, which only element-wise optimizers can use. This
-    one sends gradients to the owners of whole tensors, steps the given optimizer there, and returns
-    the values to the shards. So Muon, Shampoo, SOAP, Adafactor and 8-bit states work unmodified.
+    Parameters of a sharded model are shards, which only element-wise optimizers can use. This one
+    sends gradients to the owners of whole tensors, steps the given optimizer there, and returns the
+    values to the shards. So Muon, Shampoo, SOAP, Adafactor and 8-bit states work unmodified.
 
     Use it like any torch optimizer: `param_groups` hold the sharded parameters, schedulers change
     options there, and the changes reach the inner optimizer at the next step.

@@ -155,7 +155,7 @@ def _to_owners(
 
     def read(move: Move) -> torch.Tensor:
         member = members[move.tensor]
-        return member.parameter.detach() if of_values else member.gradient()
+        return member.parameter.detach().view(-1) if of_values else member.gradient()
 
     def write(move: Move) -> torch.Tensor:
         return staged[move.tensor].elements(move)
@@ -187,7 +187,7 @@ def _from_owners(
         bucket.from_owners,
         "values from owners",
         lambda move: staged[move.tensor].elements(move),
-        lambda move: members[move.tensor].parameter.detach(),
+        lambda move: members[move.tensor].parameter.detach().view(-1),
     )
 
 
