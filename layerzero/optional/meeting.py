@@ -32,7 +32,9 @@ class Meeting:
         wishes = [row[1] for row in self._exchange([self._exchange.rank, wish])]
         if _RAISED in wishes:
             rank, text = next(iter(self._exchange.texts(None).items()))
-            raise PeerRaised(f"rank {rank} raised in a pass that ranks run differently: {text}")
+            raise PeerRaised(
+                f"rank {rank} raised between or inside units that ranks may skip: {text}"
+            )
         return min((each for each in wishes if each >= 0), default=NOTHING)
 
     def report(self, error: BaseException) -> None:

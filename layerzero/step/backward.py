@@ -83,7 +83,8 @@ class Backward:
             return  # The gradient of another output of the same call.
         call.unit.open_starts.discard(call.start)
         current = self._backward_pass(graph_task, call.forward_pass.order)
-        self._finish_done(current, call.end, call.forward_pass.shares_casts, call.unit)
+        if not call.unit.is_optional:  # Ranks that skip it finish others later.
+            self._finish_done(current, call.end, call.forward_pass.shares_casts, call.unit)
         self._passes[0].forwards[call.forward_pass] = None
         unit = call.unit
         self._enter_backward(current, unit, call.forward_pass.first_start.get(unit, call.start))
@@ -170,14 +171,6 @@ class Backward:
         current.enter(unit, start)
         unit.set_training_state(TrainingState.BACKWARD)
 
-    def finish_begun_after(self, time: int) -> None:
-        """Everything created after this time has run: finish units whose calls all began later."""
-        graph_task = torch._C._current_graph_task_id()
-        for current in self._passes:
-            if current.graph_task == graph_task and current.active:
-                shares_casts = any([each.shares_casts for each in self._passes[0].forwards])
-                self._finish_done(current, time, shares_casts, None)
-
     def _finish_done(
         self, current: BackwardPass, end: int, shares_casts: bool, caller: Unit | None
     ) -> None:
@@ -197,7 +190,6 @@ class Backward:
             unit for unit, start in current.active.items() if start > end and unit is not caller
         ]
         # Latest start first: the same order, whether they are done at once or one after the other.
-        # Ranks may differ in that, where they differ in optional units.
         if len(done) > 1:
             done.sort(key=current.active.__getitem__, reverse=True)
         for unit in done:
@@ -256,6 +248,8 @@ class Backward:
             if self._reducer.requires_sync or self._reducer.sums_sharded:
                 self._reduce_untouched(ended)
             with self._context.profile("deliver", "model"):
+                for before_delivery in self._extensions.before_delivery:
+                    before_delivery(ended.forwards)
                 self._reducer.deliver()
             self._reducer.commit()
             self._complete(ended, first)
@@ -275,7 +269,9 @@ class Backward:
         oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
         for unit in self._units:
             unit.forget_starts_before(oldest)
-        self._scheduler.end_backward(first, (each.order for each in ended.forwards))
+        for end_backward in self._extensions.end_backward:
+            end_backward(ended.forwards)
+        self._scheduler.end_backward(first)
         if self._reducer.requires_sync:
             # Not inside `no_sync`: the next micro-batch gathers the same weights.
             self._scheduler.end_step()

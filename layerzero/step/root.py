@@ -324,8 +324,6 @@ class RootState:
         """A forward call of `unit` begins: unshard it."""
         if self._call_depth == 0:
             self._begin_forward(unit)
-        for enter_call in self.extensions.enter_call:
-            enter_call(unit, self.clock + 1)
         self._call_depth += 1
         self.clock += 1
         call = ForwardCall(unit, self._forward_pass, self.clock, in_autocast())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from layerzero.optional.exchange import Exchange
 from layerzero.optional.meeting import Meeting
 from layerzero.optional.optional_units import OptionalUnits
 from layerzero.step.calls import ForwardCall, ForwardPass
+from layerzero.step.exec_order import ExecOrderRecorder
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
+from layerzero.step.states import Hold
 from layerzero.step.unit import Unit, get_unit
 from layerzero.uneven.follower import Follower
 from layerzero.uneven.negotiation import Negotiation
@@ -37,6 +39,8 @@ from layerzero.uneven.requests import (
 from layerzero.uneven.state import JoinState
 from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 
+_FIRST = int(Hold.FIRST_OF_FORWARD)
+_OF_A_STEP = _FIRST | int(Hold.LAST_OF_FORWARD | Hold.POLICY | Hold.EXPLICIT)
 _MAX_FORWARDS = 64
 """Forwards without a backward that are remembered."""
 
@@ -148,10 +152,10 @@ class RunningJoin(Extension):
     def _follow(self, runs: bool) -> Follower:
         """Let ranks agree on each collective until `_run_together`."""
         root = self._root
-        self._follower = Follower(root, self._meeting, self.state, self._optional, runs)
+        self._follower = Follower(root, self._meeting, self.state, runs)
         if self._optional is not None:
             self._optional.end(root)
-        root.scheduler.agree(self._follower)
+        root.scheduler.agree(self._follower, ExecOrderRecorder())
         root.reducer.agreed = self._follower
         return self._follower
 
@@ -180,7 +184,13 @@ class RunningJoin(Extension):
         )
         if is_own and not self._root.operations.has_failed:
             self._meeting.report(error or RuntimeError("a backward pass failed"))
-        follower.drop()
+        follower.is_open = False
+
+    def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
+        if self._follower is not None:
+            for unit in self._units:
+                if unit.is_held(_FIRST):
+                    unit.free(_OF_A_STEP)  # Only ranks that run the pass keep it.
 
     # What a rank runs -----------------------------------------------------------------------------
 

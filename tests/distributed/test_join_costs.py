@@ -88,9 +88,8 @@ def _exchanges_of_each_call() -> None:
         if dist.get_rank() == 1:
             found.count = 0
     together = {"forward": 1, "backward": 1, "clip": 1, "step": 1, "zero_grad": 0}
-    # Before each gather and reduction, and at the end; in backward also what waits, and which
-    # gradients exist.
-    followed = {"forward": num_units + 2, "backward": 2 * num_units - 1 + 4}
+    # Before each gather and reduction, and at the end; in backward also which gradients exist.
+    followed = {"forward": num_units + 2, "backward": 2 * num_units - 1 + 3}
     for step, count in enumerate(counts):
         expected = together if step < STEPS[1] else {**together, **followed}
         assert count == expected, f"step {step}: {count}"
